@@ -67,6 +67,10 @@ class FedAvg(SGP):
             x.mul_((sizes / w).unsqueeze(1))
             w.copy_(sizes)
 
+    def conserved_weights(self, sizes: np.ndarray) -> np.ndarray:
+        """Return J_i where peers count by their examples, for x_i is J_i times the model."""
+        return sizes.astype(np.float64) if self.by_examples else super().conserved_weights(sizes)
+
     @staticmethod
     def examples(cohort: Cohort) -> Tensor:
         """Return every row's number of examples, [m]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.core.cohort import Cohort, LearningRate
-from flower_privdec.core.exchange import Exchange, State
+from flower_privdec.core.exchange import Exchange, Mix, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
@@ -48,6 +49,7 @@ class Algorithm:
         table: the kind of memory of past gradients that it keeps, a key of `table_sizes`; None where it keeps none.
         tried_on_own_labels: whether its models are tried on each peer's own labels too, where that costs no privacy.
         steadied_by: the keys of its section that steady a run that diverged, when they are lowered.
+        mixing_steps: how often the peers exchange in a round.
         paper_noise: whose formula `calibration: paper` computes the noise by; None where no paper claims an ε.
     """
 
@@ -62,6 +64,7 @@ class Algorithm:
     steadied_by: ClassVar[tuple[str, ...]] = ("learning_rate",)
     remembers_clipped: bool = False
     table: str | None = None
+    mixing_steps: int = 1
 
     def __init__(self, section: AlgorithmSection) -> None:
         self.section = section
@@ -71,6 +74,34 @@ class Algorithm:
     def name(self) -> str:
         """Return what the scenario calls it."""
         return self.section.name
+
+    def repeat_mixing(self, steps: int, topology: str) -> None:
+        """Exchange several times in a round, each time by the next matrix of the sequence.
+
+        Privacy: what is mixed again is a function of what was released, so more steps cost no ε.
+
+        Args:
+            steps: how often.
+            topology: its name.
+
+        Raises:
+            ScenarioError: the program has other exchanges than one `Mix`, or a server averages.
+        """
+        if steps == 1:
+            return
+        exchanges = [item for item in self.program if isinstance(item, Exchange)]
+        where = f"topology.mixing_steps={steps} with algorithm.name={self.name}"
+        if len(exchanges) != 1 or not isinstance(exchanges[0], Mix):
+            raise ScenarioError(
+                f"{where}, which does not mix exactly once a round, must be 1", code="topology.mixing-steps"
+            )
+        if topology == "server":
+            raise ScenarioError(
+                f"{where} on topology server must be 1: one step averages", code="topology.mixing-steps"
+            )
+        at = self.program.index(exchanges[0])
+        mixes = tuple(replace(exchanges[0], mixing_step=step) for step in range(steps))
+        self.program, self.mixing_steps = (*self.program[:at], *mixes, *self.program[at + 1 :]), steps
 
     def __init_subclass__(cls) -> None:
         """Drop an inherited declaration where a subclass changes what it was about."""
@@ -102,7 +133,15 @@ class Algorithm:
         self, topology: Topology, weights: str, participation: Participation, seed: int
     ) -> tuple[Mixing, Participation]:
         """Return the mixing over a graph and who is active, as the scenario sets them unless an algorithm differs."""
-        return Mixing(topology, weights, participation), participation
+        return Mixing(topology, weights, participation, self.mixing_steps), participation
+
+    def conserved_weights(self, sizes: np.ndarray) -> np.ndarray:
+        """Return how often a row of each peer counts in the sum that mixing conserves: once, by default, [n_peers].
+
+        Args:
+            sizes: how many examples each peer has, int64 [n_peers].
+        """
+        return np.ones(len(sizes))
 
     def weight_factor(self, mixing: Mixing, rounds: int) -> float:
         """Return what the mixing weights of a run add to its paper's formula for the noise: nothing, by default."""

@@ -106,11 +106,17 @@ class Exchange(ABC):
 
     Attributes:
         names: which.
+        mixing_step: the number of the mixing step in its round, where a round has several.
         differs: whether a peer sends each receiver something of its own.
     """
 
     names: tuple[str, ...]
+    mixing_step: int = field(default=0, kw_only=True)
     differs: ClassVar[bool] = False
+
+    def place(self, round_index: int, mixing: Mixing) -> int:
+        """Return the place of this exchange in the sequence of mixing matrices."""
+        return round_index * mixing.steps + self.mixing_step
 
     def shaped(self, name: str) -> str:
         """Return the row that what is sent under a name has the shape of."""
@@ -149,12 +155,12 @@ class Exchange(ABC):
 
     def awaited(self, state: State, mixing: Mixing) -> list[Link]:
         """Return which messages the peers hosted here wait for, in the order of receiver and sender."""
-        return list(mixing.hosted(state.round_index, state.peers).heard)
+        return list(mixing.hosted(self.place(state.round_index, mixing), state.peers).heard)
 
 
 @dataclass(frozen=True)
 class Mix(Exchange):
-    """Each named row i becomes Σ_j W[i, j] row_j, with the round's mixing matrix W.
+    """Each named row i becomes Σ_j W[i, j] row_j, with the mixing matrix W of its place.
 
     For column-stochastic weights a message is the sender's weighted share, W[i, j] row_j, so that a sender alone
     decides its split; for others it is the row, which the receiver weighs.
@@ -165,7 +171,7 @@ class Mix(Exchange):
         outgoing: dict[Link, Payload] = {}
         scaled: dict[tuple[int, float], Payload] = {}
         at = {peer: row for row, peer in enumerate(state.peers.tolist())}
-        for sender, receiver, weight in mixing.hosted(state.round_index, state.peers).sent:
+        for sender, receiver, weight in mixing.hosted(self.place(state.round_index, mixing), state.peers).sent:
             factor = weight if mixing.sends_shares else 1.0
             if (sender, factor) not in scaled:
                 scaled[sender, factor] = {name: state.rows[name][at[sender]] * factor for name in self.names}
@@ -176,7 +182,7 @@ class Mix(Exchange):
         """See Exchange."""
         like = {name: state.rows[name][0] for name in self.names}
         received = checked(messages, self.awaited(state, mixing), like, state.round_index)
-        hosted = mixing.hosted(state.round_index, state.peers)
+        hosted = mixing.hosted(self.place(state.round_index, mixing), state.peers)
         rows = {name: torch.empty_like(state.rows[name]) for name in self.names}
         if mixing.sends_shares:
             for row, terms in enumerate(hosted.terms):
@@ -192,7 +198,7 @@ class Mix(Exchange):
 
     def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
         """See Exchange; writes into one spare buffer a name, which then changes places with the row, or in place."""
-        matrix, rows = mixing.matrix(state.round_index), {}
+        matrix, rows = mixing.matrix(self.place(state.round_index, mixing)), {}
         for name in self.names:
             rows[name], spares[name] = matrix.replace(state.rows[name], spares.get(name))
         return Changed(rows, {})
@@ -221,7 +227,7 @@ class Gather(Exchange):
             peer: {name: state.rows[name][row].clone() for name in self.names}
             for row, peer in enumerate(state.peers.tolist())
         }
-        sent = mixing.hosted(state.round_index, state.peers).sent
+        sent = mixing.hosted(self.place(state.round_index, mixing), state.peers).sent
         return {(sender, receiver): rows[sender] for sender, receiver, _ in sent}
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
@@ -263,7 +269,7 @@ class Reply(Exchange):
 
     def awaited(self, state: State, mixing: Mixing) -> list[Link]:
         """Return which answers the peers hosted here wait for: one from each peer that they sent to."""
-        return list(mixing.hosted(state.round_index, state.peers).answered)
+        return list(mixing.hosted(self.place(state.round_index, mixing), state.peers).answered)
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
         """See Exchange."""

@@ -41,6 +41,8 @@ class Spent:
         note: where the budget ended a peer's steps before the plan did; None where it did not.
         replies: ε of the replies that one neighbour of each receives in this run, which is no bound on
             all that it hears; empty where all of a peer's messages go to everybody.
+        if_all_collude: ε of each in this run if all other peers collude; empty where that is `epsilons`.
+        colluding: with how many peers an adversary may collude for `epsilons` to hold; None for all.
     """
 
     epsilons: list[float]
@@ -49,6 +51,8 @@ class Spent:
     rounds_run: list[int]
     note: str | None = None
     replies: list[float] = field(default_factory=list)
+    if_all_collude: list[float] = field(default_factory=list)
+    colluding: int | None = None
 
     @classmethod
     def of(cls, cohort: Cohort, rounds: int) -> Spent:
@@ -60,7 +64,9 @@ class Spent:
         note = None if cohort.ledger is None else budget_note(cohort.ledger.spending, cohort.steps_per_round)
         claimed = [claim.epsilon if claim else None for claim in protection.claims]
         deltas, replies = [account.delta for account in accounts], protection.reply_epsilons(rounds)
-        return cls(epsilons(cohort, rounds), deltas, claimed, ran, note, replies)
+        larger = protection.collusion_epsilons(rounds)
+        colluding = None if protection.pairs is None else protection.pairs.colluding
+        return cls(epsilons(cohort, rounds), deltas, claimed, ran, note, replies, larger, colluding)
 
 
 def epsilons(cohort: Cohort, rounds: int) -> list[float]:
@@ -97,8 +103,9 @@ def ledger_scope(scenario: Scenario) -> str:
 def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation) -> list[dict[str, Any]]:
     """Return each peer's guarantee as the summary has it; ε is "inf" where there is none.
 
-    `epsilon` bounds what colluding neighbours learn from all that a peer sends. `epsilon_of_replies_to_one`, where
-    there is one, bounds what one of them learns from the replies to it alone: it hears more than those.
+    `epsilon` bounds what colluding peers learn from all that a peer sends: all others, or, where noise cancels between
+    peers, `colluding` of them; `epsilon_if_all_collude` then bounds what all others learn. `epsilon_of_replies_to_one`,
+    where there is one, bounds what one of them learns from the replies to it alone: it hears more than those.
 
     Args:
         spent: of all peers, in order.
@@ -115,6 +122,8 @@ def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation)
         row["expected_rounds"] = round(expected[peer], 6)
         if spent.replies:
             row["epsilon_of_replies_to_one"] = json_number(spent.replies[peer])
+        if spent.if_all_collude:
+            row |= {"colluding": spent.colluding, "epsilon_if_all_collude": json_number(spent.if_all_collude[peer])}
         rows.append(row if private is None else row | {"scope": ledger_scope(scenario)})
     return rows
 

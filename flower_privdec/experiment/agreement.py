@@ -128,6 +128,7 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
         if who.kind == "edges":
             raise ScenarioError(f"participation.kind=edges needs a graph, and {algorithm.name} has none; take another")
         return None, build_participation(who.kind, scenario.n_peers, seed, who.fraction)
+    algorithm.repeat_mixing(section.mixing_steps, section.name)
     topology = build_topology(section.name, scenario.n_peers, seed=seed, **section.options())
     if who.count is None:
         participation = build_participation(who.kind, scenario.n_peers, seed, who.fraction)
@@ -146,7 +147,14 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
             f"topology.weights='column-stochastic' does not keep the mean of {algorithm.name}: "
             "use auto, metropolis, max-degree or doubly-stochastic, or a push-sum algorithm such as privsgp"
         )
-    return algorithm.exchange(topology, weights, participation, seed)
+    mixing, participation = algorithm.exchange(topology, weights, participation, seed)
+    if mixing.steps != section.mixing_steps:
+        raise ScenarioError(
+            f"topology.mixing_steps={section.mixing_steps} with algorithm.name={algorithm.name}, which has a graph of "
+            "its own in each round, must be 1",
+            code="topology.mixing-steps",
+        )
+    return mixing, participation
 
 
 def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metric, ...]]:

@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from flower_privdec.common.machine import cpu_model
-from flower_privdec.core import Reply, State
+from flower_privdec.core import Exchange, Mix, Reply, State
 from flower_privdec.core.cohort import Cohort, LearningRate, Validation
 from flower_privdec.data import Examples, PeerData, Sampler, read_examples
 from flower_privdec.data.datasets import check_fit
@@ -22,12 +23,15 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.memory import check_memory, check_steps
 from flower_privdec.experiment.run_key import KEY_BYTES, SEEDED, environment, own_keys, run_id, shared_secret
+from flower_privdec.graph.mixing import disagreement_left
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.ledger.ledger import CohortLedger, RunName
+from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, trades
 from flower_privdec.privacy.mechanism.declared import Declares, Drawing
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
 from flower_privdec.scenario import Scenario, numbers_hash, own_parts
-from flower_privdec.scenario.sections import placed
+from flower_privdec.scenario.sections import CancellingSection, placed
 
 ENGINE = "engine"  # the runtime in which one process hosts all peers
 COMPARABLE = "comparable"  # the generator whose keys are the same in every runtime
@@ -111,6 +115,13 @@ class OwnParts:
             drawings = drawings_of(agreement, peers, sampler)
             algorithm, mixing = agreement.algorithm, agreement.mixing
             factor = 1.0 if mixing is None else algorithm.weight_factor(mixing, scenario.rounds)
+            section = scenario.private.noise
+            if from_system and isinstance(section, CancellingSection):
+                raise ScenarioError(
+                    "privacy.noise.kind=cancelling has noise from keys alone, and a deployed peer's, or that of "
+                    "compute.generator=system, is the operating system's: leave one of the two out",
+                    code="noise.cancelling-deployed",
+                )
             protection = build_protection(
                 scenario,
                 scenario.private,
@@ -120,6 +131,7 @@ class OwnParts:
                 peers,
                 factor,
                 noise_mechanism(scenario.private.noise).released,
+                None if not isinstance(section, CancellingSection) else partial(pair_plan, agreement, peers, sampler),
             )
             if scenario.private.hardened:
                 steps = scenario.rounds * algorithm.steps_per_round
@@ -206,6 +218,59 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
     return [
         Drawing(sampler.kind if rate < 1 else "full", rate, size, batch, counts) for rate, size, batch, counts in facts
     ]
+
+
+def pair_plan(agreement: Agreement, peers: np.ndarray, sampler: Sampler, needed: np.ndarray) -> PairPlan:
+    """Return the noise that pairs of peers share; all of them have to be hosted here.
+
+    Args:
+        sampler: of all peers.
+        needed: the noise that each peer needs by itself in every step, over the factor of its sums, [steps, n_peers].
+
+    Raises:
+        ScenarioError: some peers are hosted elsewhere, or the algorithm's exchanges do not conserve a sum.
+    """
+    scenario, algorithm = agreement.scenario, agreement.algorithm
+    assert scenario.private is not None
+    assert isinstance(scenario.private.noise, CancellingSection)
+    section, where = scenario.private.noise, f"privacy.noise.kind=cancelling with algorithm.name={algorithm.name}"
+    exchanges = [item for item in algorithm.program if isinstance(item, Exchange)]
+    answered = any(
+        part.to == "neighbour" for part in algorithm.released(0, drawings_of(agreement, peers, sampler)[0]) or ()
+    )
+    if not exchanges or answered or not all(isinstance(exchange, Mix) for exchange in exchanges):
+        why = "exchanges nothing" if not exchanges else "sends more than what is mixed, of which no sum is conserved"
+        raise ScenarioError(
+            f"{where}, which {why}: leave privacy.noise out, or take privsgp", code="noise.cancelling-sum"
+        )
+    if len(peers) < scenario.n_peers:
+        raise ScenarioError(
+            f"{where}: this process hosts {len(peers)} of {scenario.n_peers} peers, and pairs of peers need a process "
+            "that hosts all: use the engine, or Flower's mode cohort",
+            code="noise.cancelling-part",
+        )
+    graph = build_topology(
+        section.secrets.name, scenario.n_peers, seed=scenario.seed_of("run"), **section.secrets.options()
+    )
+    edges = np.unique(np.sort(graph.support(), axis=1), axis=0)
+    steps, rounds = algorithm.steps_per_round, scenario.rounds
+    rates = np.abs(np.stack([agreement.learning_rate.at(k) for k in range(rounds)])).repeat(steps, axis=0)
+    weights = algorithm.conserved_weights(sampler.partition_sizes)
+    needed = needed * weights * rates / sampler.normalizer
+    choices: list[Trade] = []
+    if section.strength == "auto":
+        assert agreement.mixing is not None
+        first = needed[int(needed.any(axis=1).argmax())]
+        choices = trades(first, edges, section.colluding, disagreement_left(agreement.mixing))
+    return PairPlan(
+        edges=edges,
+        colluding=section.colluding,
+        strength=min(choices, key=lambda trade: trade.error).strength if choices else float(section.strength),
+        needed=needed,
+        weights=weights,
+        same_rates=bool(np.ptp(agreement.learning_rate.base) == 0),
+        trades=tuple(choices),
+    )
 
 
 MOST_INFLATION = 0.1  # by how much noise may be larger; beyond, the numbers are too short for such sums
@@ -350,7 +415,9 @@ class Experiment(Agreement):
             mixing=self.mixing,
             participation=self.participation,
             noise=build_deployed_noise(hardened=hardened) if own.from_system else build_noise(own.keys, self.device),
-            mechanism=noise_mechanism(private.noise if private else None),
+            mechanism=noise_mechanism(
+                private.noise if private else None, None if own.protection is None else own.protection.pairs
+            ),
             secrets=PairSecrets(pairs),
             learning_rate=self.learning_rate,
             steps_per_round=self.algorithm.steps_per_round,

@@ -588,21 +588,25 @@ def average_matrix(active: npt.NDArray[np.bool_], *, everybody_receives: bool = 
 
 
 class Mixing:
-    """The mixing matrix of each round; the matrices of a period in which all peers are active are cached.
+    """The sequence of mixing matrices; those of a period in which all peers are active are cached.
 
-    Topology server always has the weights `server`: the active peers alone decide them.
+    With one mixing step a round the places of the sequence are the rounds. Topology server always has the weights
+    `server`: the active peers alone decide them.
 
     Args:
         weights: see `mixing_matrix`.
         participation: the active peers; all by default.
+        steps: how many matrices a round has.
 
     Raises:
         ScenarioError: a graph that can never agree, or that does not have these weights.
     """
 
-    def __init__(self, topology: Topology, weights: str, participation: Participation | None = None) -> None:
+    def __init__(
+        self, topology: Topology, weights: str, participation: Participation | None = None, steps: int = 1
+    ) -> None:
         """Check the combination and start with nothing cached."""
-        self.topology = topology
+        self.topology, self.steps = topology, steps
         self.n_peers = topology.n_peers
         self.participation = participation or build_participation("all", self.n_peers)
         self.weights = "server" if topology.name == "server" else weights
@@ -645,16 +649,16 @@ class Mixing:
                 code="mixing.participation",
             )
 
-    def matrix(self, round_index: int) -> MixingMatrix:
-        """Return W of a round, [n_peers, n_peers]; inactive rows are the identity's, except for server."""
-        active = self.active(round_index)
+    def matrix(self, place: int) -> MixingMatrix:
+        """Return the W of a place, [n_peers, n_peers]; inactive rows are the identity's, except for server."""
+        active = self.active(place // self.steps)
         if self._period is not None and active.all():
-            phase = round_index % self._period
+            phase = place % self._period
             if phase not in self._by_phase:
                 self._by_phase[phase] = self._build(phase, active)
             return self._by_phase[phase]
-        if self._latest is None or self._latest[0] != round_index:
-            self._latest = (round_index, self._build(round_index, active))
+        if self._latest is None or self._latest[0] != place:
+            self._latest = (place, self._build(place, active))
         return self._latest[1]
 
     def active(self, round_index: int) -> npt.NDArray[np.bool_]:
@@ -666,24 +670,24 @@ class Mixing:
         """Whether a message carries the sender's weighted share of its row, and not the row itself."""
         return self.weights == "column-stochastic"
 
-    def links(self, round_index: int) -> EdgeArray:
-        """Return the edges of a round, [m, 2] (sender, receiver): the off-diagonal terms of W."""
-        senders, receivers, _ = self.matrix(round_index).links()
+    def links(self, place: int) -> EdgeArray:
+        """Return the edges of a place, [m, 2] (sender, receiver): the off-diagonal terms of W."""
+        senders, receivers, _ = self.matrix(place).links()
         links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
         return links
 
-    def hosted(self, round_index: int, peers: Peers) -> Hosted:
-        """Return the rows and messages of some peers in a round."""
-        return self.matrix(round_index).hosted(peers)
+    def hosted(self, place: int, peers: Peers) -> Hosted:
+        """Return the rows and messages of some peers at a place."""
+        return self.matrix(place).hosted(peers)
 
-    def heard(self, rounds: int) -> npt.NDArray[np.int64]:
-        """Return from how many others each peer hears in each round, [rounds or the graph's period, n_peers].
+    def heard(self, places: int) -> npt.NDArray[np.int64]:
+        """Return from how many others each peer hears at each place, [places or the graph's period, n_peers].
 
         It builds the matrices of these rounds; public settings alone decide the result.
         """
         repeats = self.participation.kind == "all" and self.topology.period is not None
-        round_indices = range(min(rounds, self.topology.period or rounds) if repeats else rounds)
-        return np.stack([np.bincount(self.links(k)[:, 1], minlength=self.n_peers) for k in round_indices])
+        sequence = range(min(places, self.topology.period or places) if repeats else places)
+        return np.stack([np.bincount(self.links(k)[:, 1], minlength=self.n_peers) for k in sequence])
 
     def _build(self, round_index: int, active: npt.NDArray[np.bool_]) -> MixingMatrix:
         if isinstance(self.topology, CompleteTopology):  # without listing its n (n - 1) edges
@@ -707,9 +711,9 @@ class PartlyHeard(Mixing):
         """Set which others were heard; None for all."""
         self._heard = None if heard is None else frozenset(heard)
 
-    def matrix(self, round_index: int) -> MixingMatrix:
-        """Return W of a round; where a neighbor was not heard, the peer's row alone."""
-        whole = super().matrix(round_index)
+    def matrix(self, place: int) -> MixingMatrix:
+        """Return the W of a place; where a neighbor was not heard, the peer's row alone."""
+        whole = super().matrix(place)
         if self._heard is None:
             return whole
         senders, _, weights = whole.rows([self._peer]).links()
@@ -722,9 +726,9 @@ class PartlyHeard(Mixing):
         ends = np.array([0, len(senders)])
         return SparseMatrix(self.n_peers, np.array([self._peer]), ends, senders, weights, halves=False)
 
-    def links(self, round_index: int) -> EdgeArray:
-        """Return the edges of a round, [m, 2] (sender, receiver), of the peer with the neighbors that were heard."""
-        senders, receivers, _ = super().matrix(round_index).links()
+    def links(self, place: int) -> EdgeArray:
+        """Return the edges of a place, [m, 2] (sender, receiver), of the peer with the neighbors that were heard."""
+        senders, receivers, _ = super().matrix(place).links()
         links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
         if self._heard is None:
             return links
@@ -733,15 +737,15 @@ class PartlyHeard(Mixing):
         edges: EdgeArray = links[mine & np.isin(other, list(self._heard))]
         return edges
 
-    def hosted(self, round_index: int, peers: Peers) -> Hosted:
+    def hosted(self, place: int, peers: Peers) -> Hosted:
         """Return the row of the peer alone, and its messages with the neighbours that were heard."""
-        whole = super().matrix(round_index).hosted(peers)
+        whole = super().matrix(place).hosted(peers)
         heard = self._heard
         if heard is None:
             return whole
         return Hosted(
             peers,
-            self.matrix(round_index).rows(peers),
+            self.matrix(place).rows(peers),
             tuple(term for term in whole.sent if term[1] in heard),
             tuple(link for link in whole.heard if link[0] in heard),
             tuple(link for link in whole.answered if link[0] in heard),
@@ -749,7 +753,37 @@ class PartlyHeard(Mixing):
 
 
 RANDOM_ROUNDS = 128
+MEASURED_PLACES, NEGLIGIBLE = 4096, 1e-4
 MOST_MEASURED = 1024  # peers: the eigenvalues of a matrix of as many rows
+
+
+def disagreement_left(mixing: Mixing) -> float:
+    """Return how much of the variance of noise that sums to 0 is in the peers' models before each round's steps.
+
+    Every round adds such noise of variance 1; that of j rounds ago was mixed j times as often as a round mixes. With
+    P_j the product of these matrices, each row divided by its push-sum weight, this is the sum over j of
+    |P_j - mean row|² / n. It is 0 where a round reaches the mean.
+
+    Raises:
+        ScenarioError: there are too many peers to multiply matrices of as many rows.
+    """
+    n, total = mixing.n_peers, 0.0
+    if n > MOST_MEASURED:
+        raise ScenarioError(
+            f"n_peers={n} must be <= {MOST_MEASURED} to measure how fast noise mixes: give privacy.noise.strength",
+            code="noise.strength",
+        )
+    product = torch.eye(n, dtype=torch.float64)
+    for place in range(MEASURED_PLACES):
+        product = mixing.matrix(place).apply(product)
+        if (place + 1) % mixing.steps:
+            continue
+        rows = product / product.sum(1, keepdim=True)
+        left = float((rows - rows.mean(0)).square().sum()) / n
+        total += left
+        if left <= NEGLIGIBLE * total:
+            break
+    return total
 
 
 def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:

@@ -210,7 +210,7 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     delta = None if private is None else np.broadcast_to(private.delta, (n_peers,))
     partial = participation.kind != "all"
     active = np.sum([participation.active(k) for k in range(rounds)], axis=0)
-    replies = [] if plan is None else plan.reply_epsilons(rounds)
+    replies, larger = ([], []) if plan is None else (plan.reply_epsilons(rounds), plan.collusion_epsilons(rounds))
     dynamics = private is not None and (dynamic(experiment.scenario.algorithm) or private.schedule) is not None
     exponential = build_schedule(experiment.scenario).exponential if dynamics else None
 
@@ -239,6 +239,7 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
             "epsilon": json_number(float(spent[-1][peer])),
             "epsilon_after_quarters": [json_number(float(values[peer])) for values in spent],
             "epsilon_of_replies_to_one": json_number(replies[peer]) if replies else None,
+            "epsilon_if_all_collude": json_number(larger[peer]) if larger else None,
             "delta": None if delta is None else float(delta[peer]),
             "active_rounds": int(active[peer]) if partial else None,
             "expected_rounds": rounds * float(participation.chances[peer]) if partial else None,
@@ -536,6 +537,33 @@ def _timed(experiment: Experiment, work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
+    """Return what noise that cancels between peers gives, of which `make_plan` tells; None without."""
+    protection = experiment.own.protection
+    pairs = None if protection is None else protection.pairs
+    if pairs is None:
+        return None
+    degrees = np.bincount(pairs.edges.ravel(), minlength=experiment.scenario.n_peers)
+    first = int(pairs.needed.any(axis=1).argmax())
+    own, needed = pairs.own[first], pairs.needed[first]
+    alone, active = float(np.linalg.norm(needed)) or 1.0, max(1, int((needed > 0).sum()))
+    return {
+        "colluding": pairs.colluding,
+        "secrets_of_a_peer": [int(degrees.min()), int(degrees.max())],
+        "strength": pairs.strength,
+        "mean_noise": float(np.linalg.norm(own * needed)) / alone,
+        "trusted_server": float(1 / np.sqrt(active)),
+        "trades": [
+            {
+                "strength": one.strength,
+                "mean_noise": math.sqrt(one.mean * active),
+                "models_noise": math.sqrt(one.models),
+            }
+            for one in pairs.trades
+        ],
+    }
+
+
 def make_plan(experiment: Experiment) -> dict[str, Any]:
     """Plan a run: compute its noise and ε, time a few rounds in memory; charge no ledger and write nothing.
 
@@ -543,6 +571,10 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         what the attributes of `flower_privdec.api.running.Plan` describe; of each peer also active_rounds and
             expected_rounds (None where all peers are active in all rounds) and claimed_after_quarters;
         the other values of `optimum`;
+        pairs: of noise that cancels between peers its strength, the number of secrets of a peer (least and most), the
+            noise of the mean over that of independent noise, what a trusted server's would be, and the trades of other
+            strengths: that noise, and how much the pairs' noise is in the peers' models at their steps, over the noise
+            that each would need by itself; None without;
         gradients: which kernel computes them, and why that one;
         memory (its parts), tables (bytes of each kind, for privsgp-vr), table (the one used) and workers (how many
             processes here); infinite ε is the string "inf".
@@ -561,6 +593,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "peers": peer_rows(experiment),
         "ledger": ledger,
         **optimum(experiment),
+        "pairs": pair_facts(experiment),
         "gradients": explain_kernel(experiment.module, public.input_shape, public.n_tokens, sparse=public.sparse),
         "memory_bytes": need.total,
         "memory": asdict(need),

@@ -183,7 +183,8 @@ class Timetable:
     def _others(self, peer: int, place: int, *, receives: bool) -> set[int]:
         if not 0 <= place < self.places:
             return set()
-        hosted = self._mixing.hosted(place // len(self._at), np.array([peer]))
+        at = self.exchange(place).place(place // len(self._at), self._mixing)
+        hosted = self._mixing.hosted(at, np.array([peer]))
         if receives == isinstance(self.exchange(place), Reply):
             return {receiver for _, receiver, _ in hosted.sent}
         return {sender for sender, _ in hosted.heard}

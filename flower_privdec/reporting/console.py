@@ -21,7 +21,7 @@ from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, me
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.reporting import wording
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import ModelSection, Section, TopologySection, algorithm_options
+from flower_privdec.scenario.sections import GraphSection, ModelSection, Section, algorithm_options
 
 LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
 
@@ -44,7 +44,7 @@ def _yaml_lines(section: Section, data: dict[str, Any], indent: str) -> Iterator
         else:
             yield indent + _yaml_line(key, value)
     values, described = _options(section), _described_defaults(section)
-    if isinstance(section, ModelSection | TopologySection):  # whose keys are those of all models or graphs
+    if isinstance(section, ModelSection | GraphSection):  # whose keys are those of all models or graphs
         described = {key: text for key, text in described.items() if key in values}
     comments = {key: f"{key}: left out, {text}" for key, text in described.items()}
     comments |= {key: _yaml_line(key, value) for key, value in values.items() if value is not None}
@@ -60,7 +60,7 @@ def _options(section: Section) -> dict[str, Any]:
     """Return the options of a named model or graph, with their defaults; None where these follow from others."""
     if isinstance(section, ModelSection) and section.name is not None:
         return dict(catalogue.MODEL_OPTIONS[section.name])
-    if isinstance(section, TopologySection):
+    if isinstance(section, GraphSection):
         options = topology_options(section.name)
         drawn_from = section.supergraph or options.get("supergraph")
         return options | (topology_options(drawn_from) if drawn_from else {})
@@ -341,6 +341,7 @@ OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
     "active_rounds": ("active rounds", number),
     "expected_rounds": ("expected", number),
     "epsilon_of_replies_to_one": ("ε of the replies to one neighbour alone", epsilon_text),
+    "epsilon_if_all_collude": ("ε if all other peers collude", epsilon_text),
     "claimed_epsilon": ("claimed ε", setting),
     "claimed_after_quarters": ("claimed ε after each quarter", lambda values: ", ".join(map(epsilon_text, values))),
     "mu_total": ("μ_tot", number),
@@ -382,7 +383,7 @@ def _plan(plan: dict[str, Any]) -> Iterator[tuple[RenderableType, str | None]]:
         before, after = (epsilon_text(plan["ledger"][key]) for key in ("epsilon_before", "epsilon_after"))
         ledger = f"{plan['ledger']['folder']}: ε = {before} before this run, {after} after it"
     connected = None if graph is None else graph_facts(graph)
-    yield _facts([("graph", connected), ("ledger", ledger), *_optimum(plan), *_cost(plan)]), None
+    yield _facts([("graph", connected), ("ledger", ledger), *_pairs(plan), *_optimum(plan), *_cost(plan)]), None
     if plan["warnings"]:
         yield "", None
         table = Table.grid(padding=(0, 1))
@@ -414,6 +415,29 @@ def _peers(plan: dict[str, Any]) -> Table:
     for texts in wording.alike(peers, cells):
         table.add_row(*texts)
     return table
+
+
+def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+    """Yield the strength of noise that cancels between peers, and what others would give."""
+    pairs = plan["pairs"]
+    if pairs is None:
+        return
+    least, most = pairs["secrets_of_a_peer"]
+    others = f"{least}" if least == most else f"{least} to {most}"
+    yield (
+        "pairs",
+        f"strength {number(pairs['strength'])}, secrets with {others} peers each, of which {pairs['colluding']} may "
+        f"collude: {percent(pairs['mean_noise'])} of independent noise is left in the mean "
+        f"(a trusted server: {percent(pairs['trusted_server'])})",
+    )
+    if pairs["trades"]:
+        table = Table.grid(padding=(0, 2))
+        for _ in range(len(pairs["trades"]) + 1):
+            table.add_column(justify="right", no_wrap=True)
+        table.add_row("strength", *(number(one["strength"]) for one in pairs["trades"]))
+        table.add_row("in the mean", *(percent(one["mean_noise"]) for one in pairs["trades"]))
+        table.add_row("in models", *(percent(one["models_noise"]) for one in pairs["trades"]))
+        yield "", table
 
 
 def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]:

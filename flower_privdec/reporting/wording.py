@@ -170,10 +170,14 @@ def meaning(summary: dict[str, Any]) -> str:
         return "Messages and models may reveal anything about the examples they were computed from."
     whose = "peer's data" if rows and rows[0]["unit"] == "peer" else "example"
     factor = f"= {number(math.exp(largest))}" if largest < BEYOND else "beyond 1e304, which protects no one"
+    pairs = next((row for row in rows if "colluding" in row), None)
+    others = "all other peers" if pairs is None else f"up to {pairs['colluding']} peers"
+    more = max((float(row["epsilon_if_all_collude"]) for row in rows if "epsilon_if_all_collude" in row), default=0.0)
     return (
-        f"For an adversary who sees every message and every model, the use of any one {whose} changes the odds of "
-        f"what they see by at most a factor of e^ε {factor}, except with a probability of about δ."
-    )
+        f"For an adversary who sees every message and every model and colludes with {others}, the use of any one "
+        f"{whose} changes the odds of what they see by at most a factor of e^ε {factor}, except with a probability of "
+        "about δ."
+    ) + (f" Should all other peers collude, ε = {epsilon_text(more)}." if pairs else "")
 
 
 def headline(summary: dict[str, Any]) -> str:

@@ -909,15 +909,14 @@ AlgorithmSection = Annotated[
 
 
 Weights = Annotated[str, catalogue.WEIGHTS]
+MixingSteps = Annotated[int, Field(ge=1, le=1000)]
 
 
-class TopologySection(Section):
-    """The communication graph and its mixing weights.
+class GraphSection(Section):
+    """A graph on the peers.
 
     Attributes:
         name: of the graph; `privdec list` describes each, `server` is an average over the active peers.
-        weights: auto is what the algorithm's theory needs: column-stochastic for push-sum; for gossip metropolis on an
-            undirected graph, doubly-stochastic on a directed one.
         degree: neighbours of each peer, of random-regular and small-world.
         probability: of each edge, of erdos-renyi.
         rewire: the chance that an edge is moved, of small-world.
@@ -930,7 +929,6 @@ class TopologySection(Section):
     """
 
     name: Annotated[str, catalogue.TOPOLOGIES] = "directed-exponential"
-    weights: Weights = "auto"
     degree: Count | None = None
     probability: Fraction | None = None
     rewire: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -943,7 +941,20 @@ class TopologySection(Section):
 
     def options(self) -> dict[str, Any]:
         """Return the options given for the graph itself."""
-        return self.model_dump(exclude={"name", "weights"}, exclude_none=True)
+        return self.model_dump(exclude={"name", "weights", "mixing_steps"}, exclude_none=True)
+
+
+class TopologySection(GraphSection):
+    """The graph over which peers exchange, and with which weights.
+
+    Attributes:
+        weights: auto is what the algorithm's theory needs: column-stochastic for push-sum; for gossip metropolis on an
+            undirected graph, doubly-stochastic on a directed one.
+        mixing_steps: how often peers exchange after the steps of a round, on as many graphs of the sequence.
+    """
+
+    weights: Weights = "auto"
+    mixing_steps: MixingSteps = 1
 
 
 class OwnTopologySection(OwnSection):
@@ -955,9 +966,11 @@ class OwnTopologySection(OwnSection):
 
     Attributes:
         weights: as for a named graph.
+        mixing_steps: as for a named graph.
     """
 
     weights: Weights = "auto"
+    mixing_steps: MixingSteps = 1
 
     def options(self) -> dict[str, Any]:
         """Return what the graph is built with."""
@@ -994,6 +1007,35 @@ class ScheduleSection(Section):
             raise ValueError("give rho_c and rho_mu, or the lists clip_norms and noise, not both")
 
 
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class CancellingSection(Section):
+    """Noise that pairs of peers add with opposite signs, on top of less noise of their own; it is gone from the mean.
+
+    Attributes:
+        kind: cancelling.
+        colluding: with how many peers an adversary who sees all messages may collude; ε holds against that. No default:
+            what all other peers together would learn stands beside ε in every summary.
+        secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options.
+        strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
+            by itself; auto takes what `privdec plan` finds best for the graph.
+    """
+
+    kind: Literal["cancelling"]
+    colluding: Annotated[int, Field(ge=0)]
+    secrets: Annotated[GraphSection, BeforeValidator(_named)] = GraphSection(name="complete")
+    strength: Literal["auto"] | Positive = "auto"
+
+    def _check(self) -> None:
+        if self.secrets.name in ("server", "random-edges"):
+            raise ValueError(f"secrets={self.secrets.name} is no graph that stays the same: take complete, for example")
+
+
+NoiseChoice = Annotated[Annotated[CancellingSection, Tag("named")] | Annotated[OwnSection, Tag("own")], OWN_OR_NAMED]
+
+
 class PrivacySection(Section):
     """Each peer's budget, clipping and noise; `privacy: none` trains without any.
 
@@ -1009,8 +1051,9 @@ class PrivacySection(Section):
         c_2: the constant of PrivSGP-VR's eq. 11, for calibration paper, and of eq. 12, for `privdec plan`.
         phi_min: φ̂_min of PDSL's eq. 27, the smallest share that any neighbour's weight ever has, for calibration paper
             with pdsl, which needs it. The paper's own normalisation makes it 0, and the noise infinite.
-        noise: a noise mechanism of a user's own, a subclass of `flower_privdec.privacy.noise.NoiseMechanism`; left out,
-            every sum gets independent Gaussian noise. Its ε is what it declares, else ∞.
+        noise: left out, every sum gets independent Gaussian noise; `kind: cancelling` adds noise that cancels between
+            peers; a subclass of `flower_privdec.privacy.noise.NoiseMechanism` of your own has the ε that it declares,
+            else ∞.
         ledger: a folder of ledgers that several runs share, so that ε counts all of them; left out, the ledger lies in
             the run's own folder and counts this run alone.
         hardened: whether deployed peers draw and round their noise exactly, so that its digits show nothing of the sum
@@ -1026,7 +1069,7 @@ class PrivacySection(Section):
     calibration: Literal["rigorous", "paper"] = "rigorous"
     c_2: Positive = 1.0
     phi_min: Annotated[float, Field(gt=0, le=1)] | None = None
-    noise: OwnSection | None = None
+    noise: NoiseChoice | None = None
     ledger: PathText | None = None
     hardened: bool | None = None
 
@@ -1037,8 +1080,8 @@ class PrivacySection(Section):
             raise ValueError("calibration paper computes the noise from epsilon: give epsilon, and no noise_multiplier")
         if self.noise is not None and (self.calibration == "paper" or self.hardened):
             raise ValueError(
-                "noise.module changes the noise that calibration paper and hardened are proved for: use calibration "
-                "rigorous without hardened, or leave noise out"
+                "noise changes the noise that calibration paper and hardened are proved for: use calibration rigorous "
+                "without hardened, or leave noise out"
             )
 
 

@@ -248,7 +248,7 @@ def _damage(folder: Path, what: str) -> Path:
         ("no folder", "reporting.not-a-run", "missing: "),
         ("no scenario", "reporting.not-a-run", r"scenario\.yaml"),
         ("no scenario of ours", "scenario.extra_forbidden", r"scenario\.yaml:2: unknown key 'nonsense'"),
-        ("metrics", "", r"metrics\.jsonl:1: "),
+        ("metrics", "run.metrics-damaged", r"metrics\.jsonl:1: "),
         ("summary", "reporting.summary-damaged", r"summary\.json: "),
     ],
 )

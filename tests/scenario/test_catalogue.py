@@ -152,11 +152,12 @@ def test_what_the_schema_accepts_is_listed() -> None:
     listed = parts()
     for group, key in KEYS.items():
         assert accepted.pop(key) == set(listed.pop(group)), key
-    assert accepted.pop("topology.supergraph") == set(catalogue.TOPOLOGIES)
+    for key in ("topology.supergraph", "privacy.noise.secrets.name", "privacy.noise.secrets.supergraph"):
+        assert accepted.pop(key) == set(catalogue.TOPOLOGIES)
     assert not listed
     choices = {"privacy", "privacy.calibration", "evaluation.private", "algorithm.weighting", "features.whitening"}
     choices |= {"task.loss.targets", "task.metrics.better", "data.batch.small_peers"}
-    choices |= {"algorithm.acceleration", "algorithm.shapley"}
+    choices |= {"privacy.noise.kind", "privacy.noise.strength", "algorithm.acceleration", "algorithm.shapley"}
     choices |= {"compute.device", "compute.dtype", "compute.generator", "compute.workers", "network.mode"}
     assert set(accepted) == choices
 

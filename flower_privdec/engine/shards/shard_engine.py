@@ -80,7 +80,7 @@ class ShardEngine(Engine):
         return f"round {self.state.round_index}"
 
     def _mix(self, exchange: Mix, mixing: Mixing) -> Changed:
-        matrix = mixing.matrix(self.state.round_index)
+        matrix = mixing.matrix(exchange.place(self.state.round_index, mixing))
         if isinstance(matrix, AverageMatrix):
             return Changed({name: self._average(matrix, name) for name in exchange.names}, {})
         if not isinstance(matrix, SparseMatrix):
@@ -122,10 +122,10 @@ class ShardEngine(Engine):
 
     def _gather(self, exchange: Gather | Reply, mixing: Mixing) -> Changed:
         """Return the edges that an exchange makes, of rows or edges here and of those from elsewhere."""
-        wires, links = self.wires, mixing.links(self.state.round_index)
+        wires, links = self.wires, mixing.links(exchange.place(self.state.round_index, mixing))
         replies = isinstance(exchange, Reply)
         make = reply_plan if replies else gather_plan
-        matrix = mixing.matrix(self.state.round_index)
+        matrix = mixing.matrix(exchange.place(self.state.round_index, mixing))
         plan: GatherPlan = self._plans.of(matrix, make.__name__, lambda: make(links, wires.shards, wires.shard))
         here = [self.state.edges[name].values if replies else self.state.rows[name] for name in exchange.names]
         tables = [clean_rows(block, len(block) + plan.traffic.foreign) for block in here]

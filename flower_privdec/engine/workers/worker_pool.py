@@ -255,7 +255,7 @@ class WorkerPool:
             raise TypeError(f"{self.algorithm.name} exchanges rows but has no mixing weights")
         if isinstance(exchange, Mix):
             bring_home(self._mine, self._whole, exchange.names)
-            self._mix(exchange, mixing.matrix(self._mine[0].state.round_index))
+            self._mix(exchange, mixing.matrix(exchange.place(self._mine[0].state.round_index, mixing)))
             return
         if not isinstance(exchange, Reply):
             bring_home(self._mine, self._whole, exchange.names)

@@ -148,7 +148,8 @@ def spent_record(cohort: Cohort, rounds: int, source: str) -> ConfigRecord:
     spent = Spent.of(cohort, rounds)
     record = ConfigRecord({"epsilons": spent.epsilons, "deltas": spent.deltas, "rounds_run": spent.rounds_run})
     record["noise"] = [source]
-    record["replies"] = spent.replies
+    record["replies"], record["if_all_collude"] = spent.replies, spent.if_all_collude
+    record["colluding"] = [] if spent.colluding is None else [spent.colluding]
     record["claimed"] = [math.nan if claim is None else claim for claim in spent.claimed]
     return record
 
@@ -160,7 +161,15 @@ def spent_of(records: Sequence[ConfigRecord]) -> tuple[Spent, list[str]]:
         return [value for record in records for value in record[name]]  # type: ignore[union-attr]
 
     claimed = [None if math.isnan(claim) else claim for claim in joined("claimed")]
-    spent = Spent(joined("epsilons"), joined("deltas"), claimed, joined("rounds_run"), replies=joined("replies"))
+    spent = Spent(
+        joined("epsilons"),
+        joined("deltas"),
+        claimed,
+        joined("rounds_run"),
+        replies=joined("replies"),
+        if_all_collude=joined("if_all_collude"),
+        colluding=next(iter(joined("colluding")), None),
+    )
     return spent, joined("noise")
 
 

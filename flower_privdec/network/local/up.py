@@ -220,7 +220,7 @@ class Up:
 
     def _reported(self, round_index: int) -> Spent:
         """Return the ε that the peers report; keep the sources of their noise."""
-        columns: dict[str, list[Any]] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
+        columns: dict[str, Any] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
         notes, self._noise = [], []
         for peer in range(self.scenario.n_peers):
             with safe_open(self._handed_in(peer, round_index), framework="pt") as file:

@@ -20,10 +20,11 @@ from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
 from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.ledger.ledger import Account
 from flower_privdec.privacy.mechanism import paper
+from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing, joint_release, to_one
 from flower_privdec.privacy.mechanism.events import Release, Spend, plan_spends
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import PrivacySection, dynamic
+from flower_privdec.scenario.sections import OwnSection, PrivacySection, dynamic
 
 UNLIMITED = "inf"  # an unbounded ε in JSON, which has no infinity
 
@@ -159,6 +160,9 @@ class Protection:
         receivers: of each sum that goes to single neighbours, the number of them in every step, int64 [steps, m].
         replies: for each peer the account of the sums that one neighbour alone is sent; empty where all of a peer's
             sums go to all.
+        pairs: of noise that cancels between peers, of which `noise_multipliers` are a peer's own; None without.
+        own_alone: for each peer its account if all other peers collude, so that its own noise alone is left; empty
+            where noise does not cancel.
     """
 
     clip_norms: np.ndarray
@@ -171,6 +175,8 @@ class Protection:
     steps_per_round: int = 1
     receivers: Mapping[str, np.ndarray] = field(default_factory=dict)
     replies: tuple[Account, ...] = ()
+    pairs: PairPlan | None = None
+    own_alone: tuple[Account, ...] = ()
 
     def part(self, start: int, stop: int) -> Protection:
         """Return the slice for peers [start, stop)."""
@@ -182,6 +188,7 @@ class Protection:
             claims=self.claims[start:stop],
             receivers={name: counts[:, start:stop] for name, counts in self.receivers.items()},
             replies=self.replies[start:stop],
+            own_alone=self.own_alone[start:stop],
         )
 
     def clip_norm(self, step: int) -> np.ndarray:
@@ -232,6 +239,13 @@ class Protection:
         """
         return [cost(account, rounds * self.steps_per_round) for account in self.replies]
 
+    def collusion_epsilons(self, rounds: int) -> list[float]:
+        """Return the ε of every peer after some rounds if all other peers collude; empty where noise does not cancel.
+
+        Where it does not, `epsilons` hold against all other peers.
+        """
+        return [cost(account, rounds * self.steps_per_round) for account in self.own_alone]
+
 
 def build_protection(
     scenario: Scenario,
@@ -242,6 +256,7 @@ def build_protection(
     peers: np.ndarray,
     weight_factor: float = 1.0,
     noised: Callable[[Declaration], Declaration] = lambda sums: sums,
+    pair: Callable[[np.ndarray], PairPlan] | None = None,
 ) -> Protection:
     """Solve each peer's noise from its budget, for the steps of the rounds in which it is active.
 
@@ -255,6 +270,8 @@ def build_protection(
         peers: global ids, int64 [m].
         weight_factor: of the mixing weights, in a paper's formula.
         noised: returns a step's cost under its noise; by default independent normals.
+        pair: returns the pairs' noise, from the noise that each peer would need by itself in every step, over the
+            factor of its sums, float64 [steps, m]; None where noise does not cancel.
 
     Raises:
         ScenarioError: a budget is below what any noise can keep, the algorithm declares no release, or a
@@ -305,7 +322,8 @@ def build_protection(
         """Return the scale of one peer's noise, the claim where a paper's formula gave it, and the peer's account."""
         claim = None
         if budget is not None and None in mechanism.kinds:
-            under = "" if section.noise is None else f" under privacy.noise.module={section.noise.module!r}"
+            own = section.noise
+            under = f" under privacy.noise.module={own.module!r}" if isinstance(own, OwnSection) else ""
             raise ScenarioError(
                 f"algorithm.name={algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
                 f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none",
@@ -344,10 +362,17 @@ def build_protection(
         noise[:, row] = scales[row] * schedule.noise_shape
         accounts.append(replace(account, peer=int(peers[row])))
         claims.append(claim)
+    clip_norms, plan = schedule.clip_factor[:, None] * schedule.clip_norm[peers], None
+    if pair is not None:
+        plan = pair(np.where(active, clip_norms * noise, 0.0))
+        noise *= plan.own
+        by_own = {(id(one), own.tobytes()): (one, own) for one, own in zip(mechanisms, plan.own.T, strict=True)}
+        weaker = {key: replace(one, shape=one.shape * own) for key, (one, own) in by_own.items()}
+        alone = [weaker[id(one), own.tobytes()] for one, own in zip(mechanisms, plan.own.T, strict=True)]
     kinds, kind_of = _kinds(list(by_drawing.values()))
     to_one = {part.name for m in mechanisms for kind in m.kinds for part in kind or () if part.to == "neighbour"}
     return Protection(
-        clip_norms=schedule.clip_factor[:, None] * schedule.clip_norm[peers],
+        clip_norms=clip_norms,
         noise_multipliers=noise,
         accounts=tuple(accounts),
         claims=tuple(claims),
@@ -357,6 +382,8 @@ def build_protection(
         steps_per_round=per_round,
         receivers={name: np.stack([m.receivers(name) for m in mechanisms], axis=1) for name in sorted(to_one)},
         replies=_replies(accounts, mechanisms, active, scales) if to_one else (),
+        pairs=plan,
+        own_alone=() if plan is None else _other_accounts(accounts, alone, active, scales),
     )
 
 
@@ -371,7 +398,15 @@ def breaches(plan: Protection) -> list[str]:
 def _replies(
     accounts: Sequence[Account], mechanisms: Sequence[Mechanism], active: np.ndarray, scales: np.ndarray
 ) -> tuple[Account, ...]:
-    """Return the accounts of the sums that one neighbour of each peer alone is sent, in the steps that are charged.
+    """Return the accounts of the sums that one neighbour of each peer alone is sent, in the steps that are charged."""
+    one_each = {id(one): replace(one, kinds=tuple(map(to_one, one.kinds))) for one in mechanisms}
+    return _other_accounts(accounts, [one_each[id(one)] for one in mechanisms], active, scales)
+
+
+def _other_accounts(
+    accounts: Sequence[Account], mechanisms: Sequence[Mechanism], active: np.ndarray, scales: np.ndarray
+) -> tuple[Account, ...]:
+    """Return what other mechanisms cost in the steps that are charged.
 
     Args:
         active: bool [steps, m].
@@ -381,8 +416,7 @@ def _replies(
     for account, mechanism, mask, scale in zip(accounts, mechanisms, active.T, scales.tolist(), strict=True):
         key, last = (id(mechanism), id(account.spends)), account.spends[-1].to_step if account.spends else 0
         if key not in spends_of:
-            one = replace(mechanism, kinds=tuple(map(to_one, mechanism.kinds)))
-            spends_of[key] = one.spends(mask & (np.arange(len(mask)) < last), scale)
+            spends_of[key] = mechanism.spends(mask & (np.arange(len(mask)) < last), scale)
     return tuple(
         replace(account, spends=spends_of[id(mechanism), id(account.spends)], budget=None)
         for account, mechanism in zip(accounts, mechanisms, strict=True)

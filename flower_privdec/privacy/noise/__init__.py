@@ -9,7 +9,12 @@ from importlib.util import find_spec
 
 import torch
 
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import load_own
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
+from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise.deployed import ExactNoise, SystemNoise
+from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.source import (
     INDEPENDENT,
     STATE_PREFIX,
@@ -17,8 +22,8 @@ from flower_privdec.privacy.noise.source import (
     NoiseMechanism,
     NoiseSource,
     PairSecrets,
-    noise_mechanism,
 )
+from flower_privdec.scenario.sections import CancellingSection, OwnSection
 
 
 def build_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -> NoiseSource:
@@ -51,6 +56,35 @@ def build_deployed_noise(*, hardened: bool) -> NoiseSource:
         ScenarioError: the package cryptography is not installed.
     """
     return ExactNoise() if hardened else SystemNoise()
+
+
+def noise_mechanism(section: OwnSection | CancellingSection | None, pairs: PairPlan | None = None) -> NoiseMechanism:
+    """Return the mechanism that `privacy.noise` names, called with its arguments; None is independent noise.
+
+    Args:
+        section: of the scenario.
+        pairs: the plan of noise that cancels, where it is that.
+
+    Raises:
+        ScenarioError: the class cannot be imported, is no `NoiseMechanism`, or could not be built.
+    """
+    if not isinstance(section, OwnSection):
+        return INDEPENDENT if pairs is None else CancellingNoise(pairs)
+    own = load_own(
+        section.module,
+        "privacy.noise.module",
+        accepts=lambda part: isinstance(part, type) and issubclass(part, NoiseMechanism),
+        must_be="a subclass of flower_privdec.privacy.noise.NoiseMechanism",
+    )
+    try:
+        mechanism: NoiseMechanism = own(**section.arguments)
+    except PrivdecError:
+        raise
+    except RAISED_BY_USERS as error:  # a user's own class may raise anything
+        raise ScenarioError(
+            f"privacy.noise.module={section.module!r} could not be built: {one_line(error)}", code="noise.build"
+        ) from error
+    return mechanism
 
 
 def has_triton() -> bool:

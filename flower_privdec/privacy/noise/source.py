@@ -10,13 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.formatting import one_line
-from flower_privdec.common.user_code import load_own
-from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
+from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.topology import Participation
 from flower_privdec.privacy.mechanism.declared import Declaration
 from flower_privdec.rows.keys import digest
-from flower_privdec.scenario.sections import OwnSection
 
 STEPS = 2**32  # steps of a run, and ids of receivers, are counted in 32 bits
 NO_RECEIVER = STEPS - 1  # the counter word of noise that goes to no receiver in particular
@@ -160,31 +157,6 @@ class NoiseMechanism:
 
 
 INDEPENDENT = NoiseMechanism()
-
-
-def noise_mechanism(section: OwnSection | None) -> NoiseMechanism:
-    """Return the mechanism that `privacy.noise` names, called with its arguments; None is independent noise.
-
-    Raises:
-        ScenarioError: the class cannot be imported, is no `NoiseMechanism`, or could not be built.
-    """
-    if section is None:
-        return INDEPENDENT
-    own = load_own(
-        section.module,
-        "privacy.noise.module",
-        accepts=lambda part: isinstance(part, type) and issubclass(part, NoiseMechanism),
-        must_be="a subclass of flower_privdec.privacy.noise.NoiseMechanism",
-    )
-    try:
-        mechanism: NoiseMechanism = own(**section.arguments)
-    except PrivdecError:
-        raise
-    except RAISED_BY_USERS as error:  # a user's own class may raise anything
-        raise ScenarioError(
-            f"privacy.noise.module={section.module!r} could not be built: {one_line(error)}", code="noise.build"
-        ) from error
-    return mechanism
 
 
 def check_call(out: Tensor, std: Tensor, step: int, peers: np.ndarray, receivers: np.ndarray | None) -> None:

@@ -1,0 +1,246 @@
+"""Noise that cancels between peers: how much noise of its own each peer still needs, exactly.
+
+In a step each active peer i releases, in the units of the rows that are exchanged,
+
+    s_i Σ_b clip(∇f_i, C_i) + D_i ξ_i + Σ_j ± c_ij ζ_ij                 (+ for i < j, - for i > j)
+
+with normals ξ_i of its own and ζ_ij that both ends of a pair draw from a secret that only they have. Every exchange
+that conserves Σ_i x_i then leaves the own noise alone in the sum. Peers that are active in a step have pairs in it.
+
+Privacy. An observer sees all messages and has all secrets of up to q colluding peers. It can subtract what colluders
+drew, so from the honest peers H of a step it learns, coordinate by coordinate, their sums plus normals of covariance
+
+    Σ_H = D² + L_H,     L_H the Laplacian of the c_ij² among H
+
+and nothing else: later exchanges are functions of these. Zeroing out one example of peer i moves coordinate i of that
+vector alone, by v with |v| <= |s_i| C_i where the example is drawn, whatever the other peers drew. Whitened by
+Σ_H^{-1/2}, the shift has the length |v| sqrt([Σ_H^{-1}]_ii). So the step is the same sampled Gaussian as without pairs
+(see `events`), with noise V_i = [Σ_H^{-1}]_ii^{-1/2} in place of D_i. Steps draw independent numbers, so they compose
+as before. Fewer than q colluders know less, so the sets of exactly q are the worst. Where peers of a step release
+nothing, what is seen has a submatrix of Σ_H, the inverse of which is smaller on the rest. If all others collude, D_i is
+left. ∎
+
+Source: Allouah et al. 2024 (Decor, arXiv:2405.01031) for the mechanism; the covariance argument is our own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, islice
+
+import numpy as np
+
+from flower_privdec.errors import RunError
+
+LARGEST_WORK = 2e8  # of the eigenvalues of all honest sets of a step, in m³: beyond it they are bounded
+AT_ONCE = 2**22  # numbers of the matrices that are decomposed at once
+MARGIN = 1e-9  # of squares, above the rounding of eigenvalues: no peer has less noise than it needs
+HALVINGS = 60
+STRENGTHS = tuple(float(2 ** (number / 2)) for number in range(-4, 7))  # 1/4 to 8
+HORIZON = 64  # rounds: measured with an MLP on MNIST, 16 peers, where strengths 1, 2 and 4 are best at 1, 2 and 4 steps
+DIGITS = 12  # to which the noise of two steps is compared
+SAME_SCALE = 1e-4  # relative: float32's roundings are far below it
+
+
+@dataclass(frozen=True)
+class PairNoise:
+    """The noise of one step.
+
+    Attributes:
+        own: D_i / V_i in (0, 1], float64 [n_peers]; 1 where a peer has no pair.
+        pair: c_ij of each pair in the units of V, float64 [E]; 0 where one of the two is idle.
+    """
+
+    own: np.ndarray
+    pair: np.ndarray
+
+
+def solve_pairs(needed: np.ndarray, edges: np.ndarray, colluding: int, strength: float) -> PairNoise:
+    """Return the pairs' noise, and the least own noise with which every peer has the noise that it needs.
+
+        c_ij = strength sqrt(V_i V_j) / (deg_i deg_j)^(1/4)
+
+    Own noise is t V_i with one t for each connected part of the graph of pairs: the least for which
+    [Σ_H^{-1}]_ii <= 1 / V_i² for each i in each set H that q colluders leave of the part.
+
+    Where these sets are too many for LARGEST_WORK, t solves v / t² + (1 - v) / (t² + λ) = 1, a bound over all of them,
+    with v = max_i V_i² / Σ_H V² at most and
+
+        λ_2(V^{-1} L_H V^{-1}) >= λ = (λ_2(L) - max_i (the q largest c_ij² of i)) / max V².
+
+    For V spans the kernel of the scaled Laplacian, and with y ⊥ 1 on H and 0 elsewhere
+    λ_2(L) |y|² <= y' L y = y' L_H y + Σ_i y_i² Σ_{colluding j} c_ij².
+
+    Args:
+        needed: V, the noise that each peer would need by itself, float64 [n_peers]; 0 where it is idle.
+        edges: the pairs that share a secret, int64 [E, 2].
+        colluding: q.
+        strength: standard deviation of all that a peer draws with others, over V.
+    """
+    needed = np.asarray(needed, dtype=np.float64)
+    both = (needed[edges] > 0).all(axis=1)
+    ends, degrees = edges[both], np.bincount(edges[both].ravel(), minlength=len(needed))
+    pair, own = np.zeros(len(edges)), np.ones(len(needed))
+    pair[both] = strength * np.sqrt(needed[ends].prod(axis=1)) / degrees[ends].prod(axis=1) ** 0.25
+    squares = np.zeros((len(needed), len(needed)))
+    squares[ends[:, 0], ends[:, 1]] = squares[ends[:, 1], ends[:, 0]] = pair[both] ** 2
+    for members in _connected_parts(squares > 0):
+        part, least = np.ix_(members, members), min(colluding, len(members) - 1)
+        own[members] = math.sqrt(_least_square(needed[members], squares[part], least))
+    return PairNoise(own, pair)
+
+
+def _connected_parts(joined: np.ndarray) -> list[np.ndarray]:
+    """Return the members of each connected part with two members or more."""
+    label = np.arange(len(joined))
+    for _ in range(len(joined)):
+        least = np.minimum(label, np.where(joined, label, len(joined)).min(axis=1))
+        if np.array_equal(least, label):
+            break
+        label = least
+    parts = [np.flatnonzero(label == one) for one in np.unique(label)]
+    return [part for part in parts if len(part) > 1]
+
+
+def _least_square(needed: np.ndarray, squares: np.ndarray, colluding: int) -> float:
+    """Return t² of a connected part, from V and the c_ij² of its members."""
+    m, honest = len(needed), len(needed) - colluding
+    is_symmetric = np.ptp(needed) == 0 and np.ptp(squares[~np.eye(m, dtype=bool)]) == 0
+    count = 1 if is_symmetric else math.comb(m, honest)
+    if count * honest**3 > LARGEST_WORK:
+        return _bounded_square(needed, squares, colluding)
+    sets, largest = islice(combinations(range(m), honest), count), 0.0
+    while batch := list(islice(sets, max(1, AT_ONCE // honest**2))):
+        chosen = np.array(batch)
+        values, vectors = np.linalg.eigh(
+            _scaled_laplacian(needed[chosen], squares[chosen[:, :, None], chosen[:, None]])
+        )
+        shares, values = vectors**2, np.clip(values, 0.0, None)[:, None]  # [sets, peers, eigenvalues]
+        largest = max(largest, _least(lambda square: float((shares / (square + values)).sum(axis=2).max())))  # noqa: B023
+    return largest
+
+
+def _bounded_square(needed: np.ndarray, squares: np.ndarray, colluding: int) -> float:
+    sizes = np.sort(needed**2)
+    share = min(1.0, sizes[-1] / sizes[: len(sizes) - colluding].sum())
+    lost = np.sort(squares, axis=1)[:, len(sizes) - colluding :].sum(axis=1).max()
+    second = float(np.linalg.eigvalsh(np.diag(squares.sum(axis=1)) - squares)[1])
+    gap = max(0.0, second * (1 - MARGIN) - lost) / sizes[-1]
+    return _least(lambda square: share / square + (1 - share) / (square + gap))
+
+
+def _scaled_laplacian(needed: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    """Return V^{-1} L V^{-1}, [..., m, m]."""
+    laplacian = np.eye(squares.shape[-1]) * squares.sum(axis=-1)[..., None] - squares
+    scaled: np.ndarray = laplacian / needed[..., :, None] / needed[..., None, :]
+    return scaled
+
+
+def _least(worst: Callable[[float], float]) -> float:
+    """Return the least t² in (0, 1] at which a function that falls is at most 1, by bisection from above."""
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if worst(middle) <= 1 else (middle, high)
+    return min(1.0, high * (1 + MARGIN))
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What a strength gives, in variances over that of the noise which each peer would need by itself.
+
+    Attributes:
+        strength: see `solve_pairs`.
+        mean: of the noise in the mean model, where independent noise has 1 / n.
+        models: of the noise of pairs in the peers' models at their steps.
+    """
+
+    strength: float
+    mean: float
+    models: float
+
+    @property
+    def error(self) -> float:
+        """Return what is least at the best strength: noise in the mean stays for about HORIZON rounds."""
+        return HORIZON * self.mean + self.models
+
+
+def trades(needed: np.ndarray, edges: np.ndarray, colluding: int, left: float) -> list[Trade]:
+    """Return what each of STRENGTHS gives.
+
+    Args:
+        needed, edges, colluding: see `solve_pairs`.
+        left: see `disagreement_left`.
+    """
+    active = needed > 0
+    unit = float(np.square(needed[active]).mean()) if active.any() else 1.0
+    results = []
+    for strength in STRENGTHS:
+        own = solve_pairs(needed, edges, colluding, strength).own
+        mean = float(np.square(own * needed).sum() / unit / max(1, active.sum()) ** 2)
+        results.append(Trade(strength, mean, strength**2 * left))
+    return results
+
+
+@dataclass(frozen=True)
+class PairPlan:
+    """The pairs' noise in every step of a run, which all peers know.
+
+    Attributes:
+        edges: the pairs that share a secret, int64 [E, 2], the lower id first.
+        colluding: q.
+        strength: see `solve_pairs`.
+        trades: what other strengths give in the first step; empty where the scenario gives the strength.
+        needed: V of every step in the units of what the network conserves, float64 [steps, n_peers].
+        weights: how often a row of each peer counts in what the network conserves, float64 [n_peers].
+        same_rates: whether all learning rates are equal, so that an algorithm may leave them out.
+    """
+
+    edges: np.ndarray
+    colluding: int
+    strength: float
+    needed: np.ndarray
+    weights: np.ndarray
+    same_rates: bool
+    trades: tuple[Trade, ...] = ()
+
+    @cached_property
+    def own(self) -> np.ndarray:
+        """Return D_i / V_i of every step, float64 [steps, n_peers]."""
+        profile_of, profiles = self._solved
+        return np.asarray(np.stack([profile.own for profile in profiles])[profile_of])
+
+    @cached_property
+    def _solved(self) -> tuple[np.ndarray, list[PairNoise]]:
+        """Return the different steps, each solved for the largest V = 1, and which of them every step is."""
+        relative = np.round(self.needed / np.maximum(self.needed.max(axis=1, keepdims=True), 1e-300), DIGITS)
+        different, profile_of = np.unique(relative, axis=0, return_inverse=True)
+        solved = [solve_pairs(row, self.edges, self.colluding, self.strength) for row in different]
+        return profile_of.ravel(), solved
+
+    def pair_std(self, step: int, peers: np.ndarray, std: np.ndarray) -> np.ndarray:
+        """Return c_ij of every pair, in the units of what the network conserves, float64 [E].
+
+        Args:
+            peers: some active peers, int64 [r].
+            std: of their own noise, in the units of their rows, [r].
+
+        Raises:
+            RunError: their noise has not the proportions that were planned.
+        """
+        profile_of, profiles = self._solved
+        largest = self.needed[step].max()
+        if largest == 0:
+            return np.zeros(len(self.edges))
+        scales = std * self.weights[peers] / (self.own[step, peers] * self.needed[step, peers])
+        wanted = scales.mean() if self.same_rates else 1.0
+        if (np.abs(scales - wanted) > SAME_SCALE * wanted).any():
+            raise RunError(
+                f"step {step}: the noise of peers {peers[:3].tolist()} is {scales[:3].tolist()} times the planned one, "
+                "which must be the same for all peers: give them one learning rate, or leave privacy.noise out",
+                code="noise.pair-scale",
+            )
+        return np.asarray(profiles[profile_of[step]].pair * (largest * wanted))

@@ -1,0 +1,270 @@
+"""Noise that cancels between peers: what each observer can learn, by numbers that the solver did not compute."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from pathlib import Path
+
+import dp_accounting
+import numpy as np
+import pytest
+import torch
+from dp_accounting.pld import PLDAccountant
+from hypothesis import given
+from hypothesis import strategies as st
+from raising import raises
+from tiny_scenario import Build
+from torch import Tensor
+from variants import VARIANTS, settings_for
+from worker_runs import whole
+
+from flower_privdec.core import Exchange, Mix
+from flower_privdec.engine.engine import Engine
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.experiment import Experiment
+from flower_privdec.privacy.mechanism import cancelling
+from flower_privdec.privacy.mechanism.cancelling import PairPlan, solve_pairs
+from flower_privdec.privacy.noise import NoiseSource
+from flower_privdec.testing import assert_noise, assert_nothing_else_leaves, assert_sensitivity, recording
+
+PAIRS = "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0}"
+
+
+def complete(n: int) -> np.ndarray:
+    return np.stack(np.triu_indices(n, 1), axis=1)
+
+
+def covariance(own: np.ndarray, edges: np.ndarray, pair: np.ndarray, honest: list[int]) -> np.ndarray:
+    """Return what the honest peers' noise looks like to whoever knows the others' secrets, summed draw by draw."""
+    columns = [np.eye(len(own))[i] * own[i] for i in honest]
+    for (i, j), c in zip(edges.tolist(), pair.tolist(), strict=True):
+        if i in honest and j in honest:
+            columns.append((np.eye(len(own))[i] - np.eye(len(own))[j]) * c)
+    drawn = np.stack(columns, axis=1)[honest]
+    return drawn @ drawn.T
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, float]:
+    n = draw(st.integers(2, 7))
+    needed = np.array(draw(st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.0, 2.5]), min_size=n, max_size=n)))
+    edges = [pair for pair in complete(n).tolist() if draw(st.booleans())]
+    return needed, np.array(edges, dtype=np.int64).reshape(-1, 2), draw(st.integers(0, n - 1)), draw(st.floats(0.1, 30))
+
+
+@given(networks())
+def test_no_honest_peer_has_less_noise_than_it_needs_whoever_colludes(network) -> None:
+    """Against the inverse covariance of every set of honest peers, for any graph, needs and strength."""
+    needed, edges, colluding, strength = network
+    noise = solve_pairs(needed, edges, colluding, strength)
+    active = np.flatnonzero(needed > 0).tolist()
+    exact, least = noise.own * needed, math.inf
+    for honest in combinations(active, max(1, len(active) - colluding)):
+        whitened = np.linalg.inv(covariance(exact, edges, noise.pair, list(honest)))
+        least = min(least, float(np.min(np.diag(whitened) ** -0.5 / needed[list(honest)])))
+    if active:
+        assert least >= 1 - 1e-7
+    assert ((noise.own > 0) & (noise.own <= 1)).all()
+    assert (noise.own[needed == 0] == 1).all()
+    assert (noise.pair[(needed[edges] == 0).any(axis=1)] == 0).all()
+
+
+def test_the_own_noise_is_the_least() -> None:
+    """On the complete graph 1/V² = (1/m)/D² + (1 - 1/m)/(D² + m c²), with m honest peers."""
+    for colluding in range(8):
+        noise, m = solve_pairs(np.full(9, 3.0), complete(9), colluding, 4.0), 9 - colluding
+        own, pair = noise.own[0] * 3.0, noise.pair[0]
+        assert (1 / m) / own**2 + (1 - 1 / m) / (own**2 + m * pair**2) == pytest.approx(1 / 9, rel=1e-7)
+    strong = solve_pairs(np.ones(9), complete(9), 0, 1e6)
+    assert strong.own == pytest.approx(1 / 3, rel=1e-6)  # of the noise of a trusted server
+
+
+@given(networks())
+def test_many_sets_are_bounded_from_above(network) -> None:
+    needed, edges, colluding, strength = network
+    exact = solve_pairs(needed, edges, colluding, strength)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cancelling, "LARGEST_WORK", 0)
+        bounded = solve_pairs(needed, edges, colluding, strength)
+    assert (bounded.own >= exact.own * (1 - 1e-9)).all()
+
+
+def test_the_bound_is_the_exact_value_where_all_peers_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = solve_pairs(np.ones(12), complete(12), 3, 4.0).own
+    monkeypatch.setattr(cancelling, "LARGEST_WORK", 0)
+    assert solve_pairs(np.ones(12), complete(12), 3, 4.0).own == pytest.approx(exact, rel=1e-7)
+
+
+# --- in a run ---
+
+
+class Watched:
+    """A noise source that keeps what it adds, by step and purpose."""
+
+    def __init__(self, source: NoiseSource) -> None:
+        self.source, self.added = source, dict[tuple[int, str], Tensor]()
+
+    def add_(self, out, std, step, peers, purpose="noise", receivers=None) -> None:
+        before = out.clone()
+        self.source.add_(out, std, step, peers, purpose, receivers)
+        self.added[step, purpose] = out - before
+
+
+def shared_noise(experiment: Experiment, rounds: int = 2) -> list[tuple[int, str, np.ndarray, Tensor]]:
+    """Return the step, the sum's name, the peers, and their noise less what is their own, of each release."""
+    cohort = experiment.cohort()
+    cohort.noise = watched = Watched(cohort.noise)
+    with recording() as tape:
+        Engine(experiment.algorithm, cohort, experiment.initial_state(cohort)).rounds(rounds)
+    return [
+        (
+            step.step,
+            name,
+            step.peers,
+            step.after[name] - step.before[name] - step.raw[name] - watched.added[step.step, name],
+        )
+        for step in tape.steps
+        for name in step.public
+    ]
+
+
+def mixes(experiment: Experiment) -> bool:
+    exchanges = [item for item in experiment.algorithm.program if isinstance(item, Exchange)]
+    return bool(exchanges) and all(isinstance(item, Mix) for item in exchanges)
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=" ".join)
+def test_every_algorithm_that_only_mixes_conserves_the_sum_and_others_are_refused(build: Build, settings) -> None:
+    """The pairs' noise of a release is there, and its sum over peers is 0 in the units that mixing conserves."""
+    plain = build(*settings_for(*settings))
+    if not mixes(plain):
+        with raises(ScenarioError, "noise.cancelling-sum", plain.algorithm.name):
+            build(*settings_for(*settings), PAIRS)
+        return
+    experiment = build(*settings_for(*settings), PAIRS)
+    weights = torch.from_numpy(experiment.algorithm.conserved_weights(experiment.own.sampler.partition_sizes))
+    releases = shared_noise(experiment)
+    assert releases
+    for step, name, peers, noise in releases:
+        plan = experiment.own.protection.pairs
+        assert (plan.own[step, peers] < 1).all() or len(peers) <= 2  # of which one colludes
+        assert torch.allclose((weights[peers, None] * noise).sum(0), torch.zeros(()).double(), atol=1e-9), name
+        assert (float(noise.std()) > 0) == (len(peers) > 1)
+
+
+def test_the_mean_model_has_the_own_noise_alone(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, means = build(PAIRS, "topology.mixing_steps=3"), []
+    for factor in (1.0, 0.0):
+        whole_std = PairPlan.pair_std
+        monkeypatch.setattr(PairPlan, "pair_std", lambda *a, f=factor, w=whole_std: w(*a) * f)
+        cohort = experiment.cohort()
+        engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+        engine.rounds(1)
+        means.append(experiment.algorithm.network_mean(engine.state.rows))
+        monkeypatch.undo()
+    assert torch.allclose(*means, atol=1e-12)
+
+
+def test_the_noise_that_an_observer_sees_is_the_planned_one(build: Build) -> None:
+    """Sampled: without the draws that one colluding peer knows, whitened, an example's coordinate has noise V."""
+    experiment = build(PAIRS, "n_peers=5", "rounds=40", "topology.name=complete", "privacy.noise.colluding=1")
+    releases, plan = shared_noise(experiment, 40), experiment.own.protection.pairs
+    pair = plan.pair_std(0, np.arange(5), np.sqrt(np.diag(np.diag(plan.own[0] * plan.needed[0]) ** 2)))
+    joint = torch.cat([noise for *_, noise in releases], dim=1).numpy()
+    expected = covariance(np.zeros(5), plan.edges, pair, list(range(5)))
+    assert joint @ joint.T / joint.shape[1] == pytest.approx(expected, abs=0.03 * expected.max())
+    own = plan.own[0] * plan.needed[0]
+    for colluder in range(5):
+        honest = [peer for peer in range(5) if peer != colluder]
+        inverse = np.linalg.inv(covariance(own, plan.edges, pair, honest))
+        assert np.diag(inverse) ** -0.5 == pytest.approx(plan.needed[0, honest], rel=1e-7)
+
+
+def test_both_epsilons_are_those_of_another_accountant(build: Build) -> None:
+    """The printed ε is of the noise that was asked for, and the larger one of the own noise alone."""
+    experiment = build(PAIRS)
+    protection, sampler = experiment.own.protection, experiment.own.sampler
+    account = protection.accounts[0].spends[0].release
+    for noise, epsilon in (
+        (account.noise_multiplier, protection.epsilons(6)[0]),
+        (float(protection.noise_multipliers[0, 0]), protection.collusion_epsilons(6)[0]),
+    ):
+        step = dp_accounting.PoissonSampledDpEvent(sampler.sampling_rate[0], dp_accounting.GaussianDpEvent(noise))
+        other = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+        other.compose(dp_accounting.SelfComposedDpEvent(step, 6))
+        assert epsilon == pytest.approx(other.get_epsilon(1e-3), rel=0.01)
+    assert protection.collusion_epsilons(6)[0] > 2 * protection.epsilons(6)[0]
+
+
+def test_with_all_others_colluding_there_is_one_epsilon(build: Build) -> None:
+    protection = build(PAIRS, "privacy.noise.colluding=3").own.protection
+    assert protection.collusion_epsilons(6) == pytest.approx(protection.epsilons(6), rel=1e-6)
+
+
+def test_unequal_peers_have_what_each_needs(build: Build) -> None:
+    """Budgets, clip norms, learning rates, sizes and participation that differ: by an inverse, step by step."""
+    experiment = build(
+        PAIRS,
+        "privacy.epsilon=[1.0, 2.0, 3.0, 8.0]",
+        "privacy.clip_norm=[0.5, 1.0, 1.0, 2.0]",
+        "algorithm.learning_rate=[0.1, 0.5, 0.5, 1.0]",
+        "data.partition={kind: sizes, sizes: [30, 50, 60, 100]}",
+        "participation={kind: uniform, fraction: 0.75}",
+        "privacy.schedule={rho_c: 2.0, rho_mu: 2.0}",
+    )
+    protection, rates = experiment.own.protection, [experiment.learning_rate.at(k) for k in range(6)]
+    for step in range(6):
+        plan, active = protection.pairs, np.flatnonzero(experiment.participation.active(step))
+        scale = np.abs(rates[step]) / experiment.own.sampler.normalizer
+        own = scale * protection.clip_norms[step] * protection.noise_multipliers[step]
+        pair = plan.pair_std(step, active, own[active])
+        for honest in combinations(active.tolist(), len(active) - 1):
+            inverse = np.linalg.inv(covariance(own, plan.edges, pair, list(honest)))
+            noise = np.diag(inverse) ** -0.5 / (scale * protection.clip_norms[step])[list(honest)]
+            for peer, multiplier in zip(honest, noise, strict=True):
+                spends = protection.accounts[peer].spends
+                charged = next(s.release.noise_multiplier for s in spends if s.from_step <= step < s.to_step)
+                assert multiplier >= charged * (1 - 1e-7)
+
+
+def test_the_laws_hold_for_it(build: Build) -> None:
+    experiment = build(PAIRS)
+    assert_noise(experiment, 2)
+    assert_sensitivity(experiment, 2)
+    assert_nothing_else_leaves(experiment)
+
+
+def test_blocks_of_peers_draw_their_common_noise_alike(build: Build, tmp_path: Path) -> None:
+    experiment = build(PAIRS, "n_peers=6")
+    (one, _), (two, _) = whole(experiment, tmp_path / "one", 1), whole(experiment, tmp_path / "two", 2)
+    assert torch.equal(one["x"], two["x"])
+
+
+def test_an_algorithm_that_leaves_unequal_rates_out_is_stopped(build: Build) -> None:
+    experiment = build(PAIRS, "algorithm.learning_rate=[0.1, 0.5, 0.5, 1.0]")
+    cohort = experiment.cohort()
+    x = torch.zeros(4, len(cohort.initial), dtype=torch.float64)
+    with raises(RunError, "noise.pair-scale"):
+        cohort.add_step_(x, x, 0, factor=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        (["privacy.noise={kind: cancelling}"], "scenario.missing"),
+        ([PAIRS, "privacy.noise.colluding=-1"], "scenario.greater_than_equal"),
+        ([PAIRS, "privacy.calibration=paper"], "scenario.value_error"),
+        ([PAIRS, "privacy.hardened=true"], "scenario.value_error"),
+        ([PAIRS, "privacy.noise.secrets=server"], "scenario.value_error"),
+        ([PAIRS, "compute.generator=system"], "noise.cancelling-deployed"),
+    ],
+)
+def test_what_it_is_not_proved_for_is_refused(build: Build, settings: list[str], code: str) -> None:
+    with raises(ScenarioError, code):
+        build(*settings)
+
+
+def test_a_process_that_hosts_some_peers_is_refused(build: Build) -> None:
+    with raises(ScenarioError, "noise.cancelling-part", "2 of 4"):
+        Experiment.build(build(PAIRS).scenario, np.array([0, 1]))
