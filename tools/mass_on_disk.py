@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flower_privdec.engine.checkpoint import read_checkpoint
+from flower_privdec.common.files import CHECKPOINTS
+from flower_privdec.network.peer.checkpoint_log import read_checkpoints
 from flower_privdec.pushsum.frames import unpack
 
 
@@ -24,7 +25,7 @@ def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w")) -> 
     """
     disks, parts = [], list[Mapping[str, Tensor]]()
     for peer, folder in enumerate(folders):
-        checkpoint = read_checkpoint(folder / "checkpoint-0")
+        checkpoint = read_checkpoints(folder / CHECKPOINTS)[-1]
         mass = {name: checkpoint.state.rows[name][0] for name in names}
         disks.append(unpack(peer, checkpoint.transport["shares"], checkpoint.carried, mass))
     for disk in disks:

@@ -122,6 +122,7 @@ def cache_folder() -> Path:
 
 
 LOCK = ".lock"
+CHECKPOINTS = "checkpoints"  # of a peer of a network
 
 
 class FolderLock:

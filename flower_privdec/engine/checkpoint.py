@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,10 +22,6 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.ledger.ledger import RunName
 
 EDGE, CARRIED = "edge.", "carried."  # prefixes of the names of edges and of a transport's tensors, which are no rows
-BESIDE = "share-{}.safetensors"  # files beside a checkpoint that hold tensors of it
-_A_FILE_BESIDE = re.compile(re.escape(BESIDE).replace(r"\{\}", "[0-9a-f]{16}"))
-
-Place = tuple[str, str]  # a file beside a checkpoint, and the name of a tensor in it
 
 
 @dataclass(frozen=True)
@@ -52,16 +47,14 @@ class Checkpoint:
     carried: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def _nowhere(tensor: Tensor) -> Place | None:
-    return None
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint atomically."""
+    facts, tensors = described(checkpoint)
+    write_tensors(path, tensors, {"privdec": json.dumps(facts)})
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint, beside: Callable[[Tensor], Place | None] = _nowhere) -> None:
-    """Write a checkpoint atomically.
-
-    Args:
-        beside: maps a tensor to where beside the path its numbers are on disk already; None where they are not.
-    """
+def described(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a checkpoint as facts, which JSON can hold, and tensors by name; `restored` is the inverse."""
     state = checkpoint.state
     tensors = dict(state.rows)
     tensors |= {EDGE + name: edges.values for name, edges in state.edges.items()}
@@ -77,10 +70,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, beside: Callable[[Tensor
         "peers": state.peers.tolist(),
         "edges": {name: [edges.own.tolist(), edges.other.tolist()] for name, edges in state.edges.items()},
         "tensors": _layout(tensors),
-        "beside": {name: place for name, tensor in tensors.items() if (place := beside(tensor)) is not None},
     }
-    own = {name: tensor for name, tensor in tensors.items() if name not in facts["beside"]}
-    write_tensors(path, own, {"privdec": json.dumps(facts)})
+    return facts, tensors
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
@@ -97,14 +88,20 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
     Raises:
         ScenarioError: when the file is no whole checkpoint, or the run could not go on from it with the same numbers.
     """
-    facts, rows = _read(path, device)
-    if facts["scenario"] != scenario:
+    checkpoint = _read(path, device)
+    check_run(path, checkpoint, scenario, run)
+    return checkpoint
+
+
+def check_run(path: Path, checkpoint: Checkpoint, scenario: str, run: RunName) -> None:
+    """Refuse a checkpoint from which a run could not go on with the same numbers; see `load_checkpoint`."""
+    if checkpoint.scenario != scenario:
         raise ScenarioError(
             f"{path}: is a checkpoint of another scenario; resume with the scenario.yaml beside it, "
             "or start again with another --out",
             code="checkpoint.other-scenario",
         )
-    made = RunName(**facts["run"])
+    made = checkpoint.run
     if made.environment != run.environment:
         raise ScenarioError(
             f"{path}: was made with {made.environment}, and here is {run.environment}, which draws other numbers; "
@@ -117,7 +114,6 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
             "them, or start again with another --out",
             code="checkpoint.other-data",
         )
-    return _checkpoint(facts, rows)
 
 
 def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: Iterable[str] = ("x",)) -> None:
@@ -157,38 +153,25 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ScenarioError: when the file is no checkpoint.
     """
-    return _checkpoint(*_read(path, torch.device("cpu")))
+    return _read(path, torch.device("cpu"))
 
 
-def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: Path, device: torch.device) -> Checkpoint:
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             facts = json.loads(file.metadata()["privdec"])
             rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        for name, place in facts["beside"].items():
-            rows[name] = _beside(path.parent, place, device).reshape(facts["tensors"][name][1:])
-        _check_facts(facts, rows)
+        return restored(facts, rows)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ScenarioError(
             f"{path}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or start again with "
             "another --out",
             code="checkpoint.unreadable",
         ) from error
-    return facts, rows
-
-
-def _beside(folder: Path, place: Place, device: torch.device) -> Tensor:
-    """Return a tensor of its own from a file beside a checkpoint."""
-    file, name = place
-    if not _A_FILE_BESIDE.fullmatch(file):
-        raise ValueError(f"{shown(file, 40)} is no file of its own")
-    with safe_open(folder / file, framework="pt", device=str(device)) as opened:
-        tensor: Tensor = opened.get_tensor(name)
-        return tensor
 
 
 def _check_facts(facts: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what `save_checkpoint` never writes.
+    """Refuse what `described` never returns.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: saying what.
@@ -231,7 +214,13 @@ _RULES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _checkpoint(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+    """Return the checkpoint that `described` took apart.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it never returned this.
+    """
+    _check_facts(facts, tensors)
     carried = {name.removeprefix(CARRIED): tensors.pop(name) for name in list(tensors) if name.startswith(CARRIED)}
     run, head = RunName(**facts["run"]), facts["head"]
     state = _state(facts, tensors)
@@ -258,6 +247,7 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {str(dtype): dtype for dtype in NAMES}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
@@ -278,10 +268,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
         described[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     header = json.dumps(described, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    rows = (
-        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for tensor in ordered.values()
-    )
+    rows = map(numbers_of, ordered.values())
     with replacing(path) as part, os.fdopen(open_file(part, os.O_WRONLY), "wb", buffering=0) as file:
         for remaining in (memoryview(len(header).to_bytes(8, "little") + header), *rows):
             while remaining:
                 remaining = remaining[file.write(remaining) :]
+
+
+def numbers_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, wherever and however it lies."""
+    numbers: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return numbers

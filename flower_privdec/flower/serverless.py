@@ -399,6 +399,9 @@ class AppTrainer:
         """See Trainer."""
         return None if self.ledger is None else self.ledger.ledger
 
+    def reserve(self) -> None:
+        """See Trainer; an app's step is charged as it begins, beside which its disk takes no time."""
+
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""
         return 0 if self.ledger is None else self.ledger.charge_witnessed(witnessed, self._noise)

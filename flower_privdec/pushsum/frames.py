@@ -41,6 +41,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.pushsum.buffers import Buffer, BufferList
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.witness import MANY, LedgerReport
+from flower_privdec.rows.tensors import all_finite
 
 MAGIC, VERSION = b"prvd", 3
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
@@ -462,6 +463,8 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
         flat = torch.from_numpy(native if native.flags.writeable else native.copy()).view(row.dtype)
         for start in range(0, len(flat) if row.dtype.is_floating_point else 0, CHUNK):
             part = flat[start : start + CHUNK]
+            if all_finite(part) and not row.nonnegative:
+                continue
             rules = {"finite": torch.isfinite(part)} | ({">= 0": part >= 0} if row.nonnegative else {})
             for rule, holds in rules.items():
                 if not bool(holds.all()):
@@ -620,7 +623,7 @@ class TensorArithmetic:
     def fits(self, value: Tensor, part: Tensor) -> bool:
         """See Arithmetic."""
         pairs = zip(value.reshape(-1).split(AT_ONCE), self.decode(part, value).reshape(-1).split(AT_ONCE), strict=True)
-        return all(bool(torch.isfinite(ours + theirs).all()) for ours, theirs in pairs)
+        return all(all_finite(ours + theirs) for ours, theirs in pairs)
 
 
 # --- what has to be on disk beside a peer's own rows, for a checkpoint ---

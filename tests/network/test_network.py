@@ -208,9 +208,10 @@ def test_every_step_that_was_ever_taken_is_paid_for(
     for peer in range(4):
         (ledger,) = (tmp_path / f"peer-{peer}" / "ledger").glob("*.jsonl")
         paid = sum(payment.to_step - payment.from_step for payment in read_chain(ledger)[1])
-        assert paid == taken.count(peer), f"peer {peer}"
+        reserved = paid - taken.count(peer)  # a step that the process which died did not come to
+        assert 0 <= reserved <= (peer == 1), f"peer {peer}"
     lost = 1 if point in ("before a commit", "before it hands in", "after it handed in", "at the end") else 0
-    assert taken.count(1) in (4, 4 + lost)
+    assert taken.count(1) in (3, 4, 4 + lost)  # the budget may lack the step that was reserved
 
 
 def test_a_step_that_was_taken_is_in_the_status_before_its_round_is_over(tiny: Tiny, tmp_path: Path) -> None:

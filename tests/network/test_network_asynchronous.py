@@ -58,7 +58,9 @@ def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
     for peer in range(4):
         (ledger,) = (tmp_path / f"peer-{peer}" / "ledger").glob("*.jsonl")
         paid = sum(payment.to_step - payment.from_step for payment in read_chain(ledger)[1])
-        assert paid == taken.count(peer) >= 6, f"peer {peer}"
+        reserved = paid - taken.count(peer)  # a step that the process which died did not come to
+        assert paid >= 6, f"peer {peer}"
+        assert 0 <= reserved <= (peer == 1), f"peer {peer}"
 
 
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd", "pdsl", "dp-dda"])
@@ -134,13 +136,13 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
         with pytest.raises(Killed):
             futures[1].result(LONG)
         older = tmp_path / "older"
-        shutil.copy(theirs[1].folder / "checkpoint-0", older)
+        shutil.copy(theirs[1].folder / "checkpoints", older)
         second = again(scenario, theirs[1])
         before = taken_from(second)
         with running([second]) as (future,):
             wait_until(lambda: taken_from(second) >= before + 3)
             stop_all([second], [future])
-        shutil.copy(older, theirs[1].folder / "checkpoint-0")
+        shutil.copy(older, theirs[1].folder / "checkpoints")
         third = again(scenario, theirs[1])
         with running([third]) as (future,):
             wait_until(lambda: third.protocol.incarnation > FIRST and float(third.protocol.mass["w"]) > 0)  # type: ignore[attr-defined]
@@ -174,7 +176,7 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
         with running([second]) as (future,):
             wait_until(is_ahead)
             stop_all([second], [future])
-        shutil.copy(older / "checkpoint-0", theirs[1].folder / "checkpoint-0")
+        shutil.copy(older / "checkpoints", theirs[1].folder / "checkpoints")
         if also == "ledger":
             shutil.copytree(older / "ledger", theirs[1].folder / "ledger", dirs_exist_ok=True)
         third = again(scenario, theirs[1])

@@ -95,7 +95,7 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
 def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_and_each_peer_is_watched(
     tiny: Callable[..., Scenario], tmp_path: Path
 ) -> None:
-    scenario = tiny(*SETTINGS, LONGER, "evaluation.every=4")
+    scenario = tiny(*SETTINGS, "rounds=20", "evaluation.every=4")
     said: dict[int, list[tuple[Any, str]]] = {peer: [] for peer in range(3)}
     with FaultProxy(1, Faults(cut=0.01)) as proxy:
 
@@ -103,7 +103,7 @@ def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_an
             for name in proxy.names:
                 proxy.cut(name)
 
-        due = injected_kills([], ["1@4"], 3, 60)
+        due = injected_kills([], ["1@4"], 3, 20)
         network = Up(scenario, tmp_path / "up", insecure_seeds=True, proxy=proxy, kills=due)
         found = network.run(cut, lambda peer, status, word: said[peer].append((status, word)))
         assert len(proxy.names) == 6
@@ -115,7 +115,7 @@ def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_an
     for peer, each in said.items():
         assert each[0] == (None, "starting")
         status, word = each[-1]
-        assert (status["peer"], status["round"], word) == (peer, 60, "done")
+        assert (status["peer"], status["round"], word) == (peer, 20, "done")
         assert status["loss"] > 0
 
 
@@ -132,10 +132,10 @@ def test_a_loss_that_is_no_share_is_refused(
 
 def test_a_peer_that_is_gone_ends_nobody_elses_run_and_is_named(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
     quick = "network={retry: 0.2, start: 200.0, deadline: 1.0}"
-    scenario = tiny("n_peers=3", "rounds=200", "evaluation.every=20", "topology.name=complete", quick)
-    found = Up(scenario, tmp_path / "up", kills=injected_kills(["2@20"], [], 3, 200)).run()
+    scenario = tiny("n_peers=3", "rounds=80", "evaluation.every=20", "topology.name=complete", quick)
+    found = Up(scenario, tmp_path / "up", kills=injected_kills(["2@20"], [], 3, 80)).run()
     assert re.fullmatch(r"peer 2 after round \d+: its last model is among those above", found["gone"])
-    assert json.loads((tmp_path / "up" / "peers" / "1" / "summary.json").read_text())["round"] == 200
+    assert json.loads((tmp_path / "up" / "peers" / "1" / "summary.json").read_text())["round"] == 80
     assert not peers_of(tmp_path / "up")
 
 
@@ -183,7 +183,7 @@ def test_nothing_lingers_when_it_is_killed(scenario: Path, tmp_path: Path) -> No
     out = tmp_path / "up"
     settings = [word for setting in (*SETTINGS, "rounds=100000", "privacy=none") for word in ("--set", setting)]
     started = subprocess.Popen([*PRIVDEC, "up", scenario, "--out", out, *settings], stderr=subprocess.DEVNULL)
-    wait_for(out / "peers" / "1" / "checkpoint-1")
+    wait_for(out / "peers" / "1" / "checkpoints")
     os.kill(peers_of(out)[0], signal.SIGSTOP)
     started.kill()
     started.wait(500)
@@ -218,7 +218,7 @@ def test_a_paused_peer_wakes_up_and_ends_when_its_parent_does(scenario: Path, tm
     peer = int(parent.stdout.readline())
     state = Path(f"/proc/{peer}/stat")
     try:
-        wait_for(processes.folder(0) / "checkpoint-0")
+        wait_for(processes.folder(0) / "checkpoints")
         os.kill(peer, signal.SIGSTOP)
         wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
         parent.kill()

@@ -19,11 +19,13 @@ from tiny_scenario import Tiny
 
 pytest.importorskip("grpc")
 
+from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.engine.checkpoint import Checkpoint, save_checkpoint
+from flower_privdec.engine.checkpoint import Checkpoint
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.local.peer_processes import on_this_machine
+from flower_privdec.network.peer.checkpoint_log import CheckpointLog
 from flower_privdec.pushsum.exactly_once import FIRST, Durable, Edge, FrozenShare
 from flower_privdec.pushsum.frames import pack
 from tools.soak import Soak, SoakedRun, Tally
@@ -154,22 +156,25 @@ def test_the_observer_counts_what_was_received_over_processes_copies_and_lost_fo
 
 def test_weight_that_is_missing_at_the_end_is_found(build: Callable[..., Experiment], tmp_path: Path) -> None:
     experiment = build("n_peers=2")
-    folders = [tmp_path / str(peer) for peer in range(2)]
+    folders, older = [tmp_path / str(peer) for peer in range(2)], dict[int, bytes]()
     for peer, folder in enumerate(folders):
         folder.mkdir()
         own = Experiment.build(experiment.scenario, experiment.own.peers[peer : peer + 1])
+        log = CheckpointLog(folder / CHECKPOINTS, 2)
         for place, weight in enumerate((0.9, (0.6, 1.4)[peer])):
             state = replace(own.initial_state(own.cohort()), round_index=place)
             state.rows["w"].fill_(weight)
             kept = Checkpoint(state, "", experiment.own.run, transport={"place": place})
-            save_checkpoint(folder / f"checkpoint-{place}", kept)
+            log.write(kept)
+            older.setdefault(peer, (folder / CHECKPOINTS).read_bytes())
+        log.close()
     found = weight_on_disk(folders, at_the_end=True)
     assert found is not None
     assert found.is_right
     assert (found.expected, found.total) == (2, pytest.approx(2.0))
     assert found.rounding < 1e-12
     assert weight_on_disk(folders, at_the_end=False) is None
-    (folders[1] / "checkpoint-1").unlink()
+    (folders[1] / CHECKPOINTS).write_bytes(older[1])
     found = weight_on_disk(folders, at_the_end=True)
     assert found is not None
     assert not found.is_right
@@ -191,15 +196,15 @@ def test_the_disks_of_peers_that_do_not_wait_tell_their_weight_at_any_time(
         link = Edge(FIRST, 1, 7, (share,)) if peer == 0 else Edge(FIRST)
         facts, carried = pack(Durable(FIRST, 1, values, {1 - peer: link}))
         transport = {"shares": facts, "place": 1}
-        save_checkpoint(
-            folder / "checkpoint-0", Checkpoint(state, "", own.own.run, transport=transport, carried=carried)
-        )
+        log = CheckpointLog(folder / CHECKPOINTS, 1)
+        log.write(Checkpoint(state, "", own.own.run, transport=transport, carried=carried))
+        log.close()
     found = weight_on_disk(folders, at_the_end=False)
     assert found is not None
     assert (found.total, found.expected, found.is_right) == (2.0, 2, True)
     assert not replace(found, total=1.5).is_right
     assert not replace(found, total=float("nan")).is_right
-    (folders[1] / "checkpoint-0").unlink()
+    (folders[1] / CHECKPOINTS).unlink()
     assert weight_on_disk(folders, at_the_end=False) is None
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from relay_schedules import run_relay_schedule
 from safetensors.torch import load, save
 from share_machines import commit, shake
-from share_schedules import Exact, Fraction, run_schedule
+from share_schedules import Exact, run_schedule
 
 from flower_privdec.core import advance
 from flower_privdec.engine.engine import Engine
@@ -190,7 +190,7 @@ def test_a_mutant_is_caught_by_the_schedules_of_a_relay(name: str) -> None:
 # What the module promises, one sentence after the other.
 
 
-def peers(n: int = 2) -> list[PushSumProtocol[Fraction]]:
+def peers(n: int = 2) -> list[PushSumProtocol[float]]:
     """Return peers of a complete graph, each begun, on disk and open with all others."""
     made = [machine(i, n) for i in range(n)]
     for each in made:
@@ -202,18 +202,18 @@ def peers(n: int = 2) -> list[PushSumProtocol[Fraction]]:
     return made
 
 
-def machine(i: int, n: int = 2, boot: int | None = None, w: int = 1) -> PushSumProtocol[Fraction]:
-    mass = {"x": Fraction(8 * i), "w": Fraction(w)}
+def machine(i: int, n: int = 2, boot: int | None = None, w: int = 1) -> PushSumProtocol[float]:
+    mass = {"x": 8.0 * i, "w": float(w)}
     return PushSumProtocol(i, range(n), 100 + i if boot is None else boot, mass, Exact())
 
 
-def restarted(old: PushSumProtocol[Fraction], boot: int, durable: Any = None) -> PushSumProtocol[Fraction]:
+def restarted(old: PushSumProtocol[float], boot: int, durable: Any = None) -> PushSumProtocol[float]:
     new = machine(old.peer, len(old.edges) + 1, boot)
     new.restore(old._durable if durable is None else durable)
     return new
 
 
-def exchange(a: PushSumProtocol[Fraction], b: PushSumProtocol[Fraction]) -> Any:
+def exchange(a: PushSumProtocol[float], b: PushSumProtocol[float]) -> Any:
     """Send a share from one to another, which takes it, commits and acknowledges it."""
     a.split(0, {b.peer: 0.5})
     commit(a)
@@ -230,9 +230,9 @@ def test_weights_of_neighbours_that_are_not_ready_stay_in_the_column() -> None:
     a, b, *_ = peers(4)
     a.close(3)
     assert a.split(0, {1: 0.25, 2: 0.25, 3: 0.25}) == [1, 2]
-    assert a.mass["w"] == 1 - 2 * Fraction(341, 1024)  # 1 / (ready + 1), as cast
+    assert a.mass["w"] == 1 - 2 * 341 / 1024  # 1 / (ready + 1), as cast
     assert b.split(0, {0: 0.5, 2: 0.125}) == [0, 2]
-    assert b.mass["w"] == Fraction(3, 8)  # the round's own column where all are ready
+    assert b.mass["w"] == 3 / 8  # the round's own column where all are ready
 
 
 def test_nothing_leaves_before_the_commit_and_a_retry_is_the_same_object() -> None:
@@ -267,7 +267,7 @@ def test_a_peer_gone_for_good_strands_one_share_an_edge_and_nobody_waits() -> No
         commit(b)
         for word in b.acknowledgements():
             a.acknowledge(word)
-    assert b.mass["w"] + a.mass["w"] == 2 - Fraction(341, 1024)
+    assert b.mass["w"] + a.mass["w"] == 2 - 341 / 1024
     assert c.mass["w"] == 1
 
 
@@ -346,7 +346,7 @@ def test_shares_for_a_dead_incarnation_are_stranded_and_its_own_are_refused() ->
     commit(a)
     shake(a, b)
     assert b.orphaned == {0: 1}
-    assert b.mass["w"] == Fraction(1, 2)
+    assert b.mass["w"] == 1 / 2
     with pytest.raises(RefusedError, match="from incarnation 0x100000000 to"):
         b.receive(late)
     with pytest.raises(RefusedError, match="from incarnation 0x100000000 to"):

@@ -2,14 +2,13 @@
 
 The relay loses messages, repeats them and delivers them in any order. A turn restores the peer from its disk, absorbs,
 moves, splits and commits; it may be killed before the commit, or after it and before anything leaves. All numbers are
-fractions, and what is checked is exact.
+small multiples of 1/FINE, of which floats hold each exactly.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from fractions import Fraction
 from random import Random
 from typing import Any
 
@@ -37,7 +36,7 @@ class RelaySchedule:
         self.most = 0  # shares that one edge had under way
         self.expected = zero()
         for i in self.peers:
-            self.begin(i, {"x": Fraction(draw.randint(-9, 9)), "w": Fraction(1)})
+            self.begin(i, {"x": float(draw.randint(-9, 9)), "w": 1.0})
 
     def next_incarnation(self) -> int:
         self.latest += self.draw.randint(1, 9)
@@ -79,7 +78,7 @@ class RelaySchedule:
         machine, moved = self.restored(i), zero()
         self.deliver(machine, reliable)
         if machine.mass["w"] > 0 and not reliable:
-            moved["x"] = Fraction(self.draw.randint(-FINE, FINE), FINE)
+            moved["x"] = self.draw.randint(-FINE, FINE) / FINE
             machine.mass["x"] += moved["x"]
             self.split(machine)
         if not reliable and self.draw.random() < 0.1:

@@ -1,14 +1,13 @@
 """Random schedules of faults over peers that exchange shares, with every change of what is on disk accounted for.
 
 The network keeps every message until it is delivered, twice if need be, or dropped; a disk keeps every commit, so that
-an older one can be put back. All numbers are fractions, and what is checked is exact.
+an older one can be put back. All numbers are small multiples of 1/FINE, of which floats hold each exactly.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from math import floor
 from random import Random
 from typing import Any
@@ -18,31 +17,31 @@ from flower_privdec.pushsum import exactly_once
 
 WIRE = 1024  # a share is a multiple of 1/WIRE; a mass is finer
 FINE = 4096
-Mass = dict[str, Fraction]
+Mass = dict[str, float]
 
 
 class Exact:
-    """Fractions, cast to multiples of 1/WIRE where they leave."""
+    """Numbers that are cast to multiples of 1/WIRE where they leave."""
 
-    def part(self, value: Fraction, weight: float) -> Fraction:
-        return Fraction(floor(float(value) * weight * WIRE), WIRE)
+    def part(self, value: float, weight: float) -> float:
+        return floor(value * weight * WIRE) / WIRE
 
-    def subtract(self, value: Fraction, part: Fraction) -> Fraction:
+    def subtract(self, value: float, part: float) -> float:
         return value - part
 
-    def add(self, value: Fraction, part: Fraction) -> Fraction:
+    def add(self, value: float, part: float) -> float:
         return value + part
 
-    def nothing(self, value: Fraction) -> Fraction:
-        return Fraction(0)
+    def nothing(self, value: float) -> float:
+        return 0.0
 
-    def copy(self, value: Fraction) -> Fraction:
+    def copy(self, value: float) -> float:
         return value
 
-    def same(self, value: Fraction, part: Fraction) -> bool:
+    def same(self, value: float, part: float) -> bool:
         return value == part
 
-    def fits(self, value: Fraction, part: Fraction) -> bool:
+    def fits(self, value: float, part: float) -> bool:
         return True
 
 
@@ -59,7 +58,7 @@ def frozen(durable: Any) -> list[Any]:
 
 
 def zero() -> Mass:
-    return {"x": Fraction(0), "w": Fraction(0)}
+    return {"x": 0.0, "w": 0.0}
 
 
 @dataclass
@@ -103,7 +102,7 @@ class Schedule:
         self.hosts = {i: Host() for i in range(n)}
         for i in self.hosts:
             if i != self.joins_late:
-                self.begin(i, {"x": Fraction(draw.randint(-9, 9)), "w": Fraction(1)})
+                self.begin(i, {"x": float(draw.randint(-9, 9)), "w": 1.0})
         if draw.random() < 0.8:
             for i in self.hosts:
                 if i != self.joins_late:
@@ -138,7 +137,7 @@ class Schedule:
         """Take a gradient step and hand on shares, to some of the neighbours in some rounds."""
         host, draw = self.hosts[i], self.draw
         if host.machine.mass["w"] > 0:
-            moved = Fraction(draw.randint(-FINE, FINE), FINE)
+            moved = draw.randint(-FINE, FINE) / FINE
             host.machine.mass["x"] += moved
             host.updates["x"] += moved
         near = [j for j in self.graph[i] if draw.random() < 0.8]

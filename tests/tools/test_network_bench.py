@@ -21,7 +21,7 @@ from tools.bench.together import together
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure two peers with a model of a few hundred parameters, on one disk."""
-    text = network.BASE.replace("n_peers: 8", "n_peers: 2").replace("size: 1", "size: 2")
+    text = network.BASE.replace("n_peers: 8", "n_peers: 2")
     monkeypatch.setattr(network, "BASE", text)
     monkeypatch.setattr(network, "SIZES", {"small": ("few parameters", "model.hidden=[4]", 2)})
     monkeypatch.setattr(network, "MEMORY", Path("/nowhere"))
@@ -43,6 +43,7 @@ def test_peers_are_timed_beside_bare_grpc(
     assert found["disk"]["bytes"] > 0
     assert found["floor"]["rounds_per_second"] > 0
     assert found["disk"]["syncs"] >= 1
+    assert found["disk"]["written"] > 0
     assert found["computing_ms"] > 0
     assert found["disk"]["cpu_ms"] > 0
     assert "memory" not in found

@@ -1,14 +1,16 @@
 """`privdec network-bench`: rounds per second of real peers on this machine, beside what their transport alone takes.
 
-For each size of model and each mode, in one run: peers as processes with their folders on the disk; the same bytes over
-bare gRPC with TLS between as many processes, along the same links, without computing, checking, copying or disk; and
-peers with their folders in memory.
+For each size of model and each mode, in one run: private peers as processes with their folders on the disk, ledgers
+included; the same bytes over bare gRPC with TLS between as many processes, along the same links, without computing,
+checking, copying or disk; and peers with their folders in memory. The baseline takes no steps, so the ratios are of all
+that a peer does to that; the CPU time is also compared without the steps, which are timed in this process.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.core import advance
-from flower_privdec.experiment import Agreement, Experiment
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.network.local.peer_processes import on_this_machine
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
@@ -34,10 +36,10 @@ BASE = """\
 name: network-bench
 n_peers: 8
 rounds: 12
-data: {dataset: digits, batch: {sampling: uniform, size: 1}}
+data: {dataset: digits, batch: {size: 20}}
 model: {name: mlp, hidden: [1060]}
 algorithm: {name: sgp, learning_rate: 0.01}
-privacy: none
+privacy: {epsilon: 3.0, delta: 1.0e-3, clip_norm: 1.0}
 topology: {name: directed-exponential}
 evaluation: {every: 100000}
 network: {start: 120.0, deadline: 60.0}
@@ -59,8 +61,9 @@ class NetworkPace:
     Attributes:
         rounds_per_second: of a process.
         cpu_ms: CPU time of a round, of all processes together.
-        sync_ms, syncs: how long a process waited for the disk in a round, and how often.
+        sync_ms, syncs: how long a process waited for the disk in a round, and how often, by fsync or fdatasync.
         bytes: that a process sent in a round.
+        written: bytes that a process gave the disk in a round, as the kernel counts them (in pages, and 0 in memory).
     """
 
     rounds_per_second: float
@@ -68,6 +71,7 @@ class NetworkPace:
     sync_ms: float = 0.0
     syncs: float = 0.0
     bytes: float = 0.0
+    written: float = 0.0
 
     @classmethod
     def of(cls, stamps: Sequence[Sequence[Sequence[float]]], counted: slice) -> NetworkPace:
@@ -75,8 +79,8 @@ class NetworkPace:
         spans = [np.subtract(process[counted][-1], process[counted][0]) for process in stamps]
         rounds = len(stamps[0][counted]) - 1
         clock, cpu, *others = np.transpose(spans)
-        sync, syncs, sent = (float(column.mean()) / rounds for column in others) if others else (0.0, 0.0, 0.0)
-        return cls(float((rounds / clock).mean()), float(cpu.sum()) / rounds * 1e3, sync * 1e3, syncs, sent)
+        sync, *counts = (float(column.mean()) / rounds for column in others) if others else (0.0,)
+        return cls(float((rounds / clock).mean()), float(cpu.sum()) / rounds * 1e3, sync * 1e3, *counts)
 
 
 def measure_network(
@@ -99,8 +103,8 @@ def measure_network(
 
     Returns:
         By size and mode, `small asynchronous`: `floor`, `disk` and `memory` (absent where there is no /dev/shm) as
-        NetworkPace, `messages` of a peer in a round, `bytes` that these have, and `computing_ms`, CPU time of all
-        peers' steps of a round, up to its first exchange.
+        NetworkPace, `messages` of a peer in a round, and `computing_ms`, CPU time of all peers' private steps of a
+        round, up to its first exchange, without their ledgers.
     """
     results: dict[str, Any] = {}
     for size in sizes:
@@ -118,21 +122,23 @@ def _measure(scenario: Scenario, out: Path, say: Callable[[str], None]) -> dict[
     receivers = _receivers(scenario)
     messages = sum(len(peers) for place in receivers for peers in place) / scenario.rounds / scenario.n_peers
     result: dict[str, Any] = {"messages": messages, "computing_ms": _computing(scenario)}
-    say(f"  {'steps of all peers':<20}{'':18} {result['computing_ms']:9.1f} ms CPU")
+    computing = result["computing_ms"]
+    say(f"  {'steps of all peers':<20}{'':18} {computing:9.1f} ms CPU")
     disk = _peers(scenario, out)
     floor = replace(_floor(scenario, receivers, round(disk.bytes / messages)), bytes=disk.bytes)
     say(f"  {'bare gRPC with TLS':<20}{_rate(floor)}; {disk.bytes / 1e6:.2f} MB in {messages:g} messages a round")
-    say(line("peers, disk", disk, floor))
+    say(line("peers, disk", disk, floor, computing))
     result |= {"floor": floor, "disk": disk}
     if MEMORY.is_dir():
         result["memory"] = _peers(scenario, MEMORY)
-        say(line("peers, memory", result["memory"], floor))
+        say(line("peers, memory", result["memory"], floor, computing))
     return result
 
 
 def _computing(scenario: Scenario) -> float:
-    """Return the CPU milliseconds of all peers' steps of a round, up to its first exchange."""
-    experiment = Experiment.build(scenario, np.arange(1))
+    """Return the CPU milliseconds of all peers' steps of a round, up to its first exchange, with deployed noise."""
+    agreement = Agreement.of(scenario)
+    experiment = Experiment.joined(agreement, OwnParts.of(agreement, np.arange(1), secrets.token_bytes(32)))
     cohort, times = experiment.cohort(), []
     with quiet():
         for _ in range(STEPS):
@@ -184,12 +190,18 @@ def _placed(scenario: Scenario, folder: Path) -> Scenario:
     return placed
 
 
-def line(name: str, pace: NetworkPace, floor: NetworkPace) -> str:
-    """Return in words what some peers took, beside the floor."""
+def line(name: str, pace: NetworkPace, floor: NetworkPace, computing_ms: float) -> str:
+    """Return in words what some peers took, beside the floor.
+
+    Args:
+        computing_ms: CPU time of all steps of a round.
+    """
     times = f"{floor.rounds_per_second / pace.rounds_per_second:.2f} times the floor"
-    cpu = f"{pace.cpu_ms / floor.cpu_ms:.2f} times its CPU"
+    rest = max(0.0, pace.cpu_ms - computing_ms) / floor.cpu_ms
+    cpu = f"{pace.cpu_ms / floor.cpu_ms:.2f} times its CPU ({rest:.2f} without the steps)"
     share = "" if pace.bytes == floor.bytes else f" at {pace.bytes / floor.bytes:.2f} of its bytes"
-    return f"  {name:<20}{_rate(pace)}; {times}, {cpu}{share}; {pace.syncs:.1f} syncs of a peer, {pace.sync_ms:.1f} ms"
+    disk = f"{pace.syncs:.1f} syncs of a peer, {pace.sync_ms:.1f} ms, {pace.written / 1e6:.2f} MB written"
+    return f"  {name:<20}{_rate(pace)}; {times}, {cpu}{share}; {disk}"
 
 
 def _rate(pace: NetworkPace) -> str:
@@ -202,23 +214,33 @@ def as_json(results: dict[str, Any]) -> str:
 
 
 class TimedSync:
-    """Counts the seconds that this process waits in os.fsync."""
+    """Counts the seconds that this process waits in os.fsync and os.fdatasync."""
 
     def __init__(self) -> None:
-        """Take its place."""
-        self.seconds, self.count, sync = 0.0, 0, os.fsync
+        """Take their places."""
+        self.seconds, self.count = 0.0, 0
+        os.fsync = self._timed(os.fsync)  # type: ignore[assignment]
+        os.fdatasync = self._timed(os.fdatasync)  # type: ignore[assignment]
 
+    def _timed(self, sync: Callable[[Any], None]) -> Callable[[Any], None]:
         def timed(descriptor: Any) -> None:
             began = time.monotonic()
             sync(descriptor)
             self.seconds += time.monotonic() - began
             self.count += 1
 
-        os.fsync = timed  # type: ignore[assignment]
+        return timed
+
+
+def _written() -> int:
+    """Return how many bytes this process has given the disk; 0 where the system does not count them."""
+    counts = Path("/proc/self/io")
+    lines = counts.read_text().splitlines() if counts.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
 
 
 def run_peer(scenario: str, peer: int, folder: str, certificates: str) -> list[tuple[float, ...]]:
-    """Run the peer; return, for every round, [clock, CPU seconds, seconds of syncs, syncs, bytes sent]."""
+    """Run the peer; return, for every round, [clock, CPU seconds, seconds of syncs, syncs, bytes sent, written]."""
     loaded = load_scenario(Path(scenario))
     assert loaded.network.peers is not None
     addresses = tuple(peer.address for peer in loaded.network.peers)
@@ -227,7 +249,7 @@ def run_peer(scenario: str, peer: int, folder: str, certificates: str) -> list[t
 
     def note(running: RunningPeer) -> None:
         sent = running.connections.bytes_sent
-        rounds.append((time.monotonic(), time.process_time(), timed.seconds, timed.count, sent))
+        rounds.append((time.monotonic(), time.process_time(), timed.seconds, timed.count, sent, _written()))
 
     running = running_peer(loaded, device)
     try:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-from flower_privdec.engine.checkpoint import Checkpoint, read_checkpoint
+from flower_privdec.common.files import CHECKPOINTS
+from flower_privdec.engine.checkpoint import Checkpoint
+from flower_privdec.network.peer.checkpoint_log import read_checkpoints
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST
 from tools.mass_on_disk import mass_on_disk
@@ -131,8 +133,7 @@ def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
 
 
 def _newest(folder: Path) -> Checkpoint | None:
-    checkpoints = [read_checkpoint(path) for path in folder.glob("checkpoint-?")]
-    return max(checkpoints, key=lambda checkpoint: checkpoint.transport["place"], default=None)
+    return read_checkpoints(folder / CHECKPOINTS)[-1] if (folder / CHECKPOINTS).exists() else None
 
 
 def resident_bytes(process: int) -> int | None:

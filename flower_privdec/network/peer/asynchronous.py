@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Exchange, Mix, Reply, State
 from flower_privdec.engine.checkpoint import Checkpoint
@@ -463,8 +464,8 @@ class AsynchronousPeer(RunningPeer):
             replied = {int(neighbor): int(k) for neighbor, k in facts["replied"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScenarioError(
-                f"{self._paths[0]}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or "
-                "start again with another --out: the peer then joins the others as they are"
+                f"{self.device.folder}/{CHECKPOINTS} cannot be read as a checkpoint ({one_line(error)}); restore it "
+                "from a copy, or start again with another --out: the peer then joins the others as they are"
             ) from error
         self.protocol.restore(durable)
         self._commits, self._replied = facts["place"], replied

@@ -22,17 +22,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from flower_privdec.common.files import FolderLock, naming, open_file, write_atomically
+from flower_privdec.common.files import CHECKPOINTS, FolderLock, naming, open_file, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
-from flower_privdec.engine.checkpoint import (
-    BESIDE,
-    Checkpoint,
-    Place,
-    check_state,
-    load_checkpoint,
-    save_checkpoint,
-    write_tensors,
-)
+from flower_privdec.engine.checkpoint import Checkpoint, check_run, check_state
 from flower_privdec.engine.recorder import evaluation_rounds
 from flower_privdec.engine.spent import Spent, check_budget, epsilons, json_number, ledger_folder
 from flower_privdec.errors import RunError, ScenarioError, StoppedError
@@ -40,6 +32,7 @@ from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.experiment.view import NOISE
 from flower_privdec.graph.mixing import Mixing
+from flower_privdec.network.peer.checkpoint_log import CheckpointLog
 from flower_privdec.network.peer.connections import Connections, ReportSession, Session
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
@@ -54,7 +47,6 @@ from flower_privdec.scenario.sections import AppScenario
 POLL = 0.2  # seconds between two looks at whether to stop
 REPORT_SECONDS = 2.0  # for all neighbours to report, where one has
 SLOT = struct.Struct("<QQQI")  # neighbour, boot, lines, CRC-32
-LARGE = 2**20  # bytes of a share from which a file of its own costs less than to write it again
 OnRound = Callable[["RunningPeer"], None]
 
 
@@ -121,7 +113,6 @@ class RunningPeer(ABC):
         codec = "" if self.arithmetic.is_exact else f", {self.network.codec}"
         self._digest = scenario_hash(scenario) + codec
         self._run_id, self._stopped = (numbers_hash(scenario) + codec).encode(), Event()
-        self._paths = [device.folder / f"checkpoint-{number}" for number in range(self.generations)]
         device.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(device.folder)
         self._lock.take()
@@ -133,7 +124,6 @@ class RunningPeer(ABC):
 
     def _open(self) -> None:
         trainer, folder = self.trainer, self.device.folder
-        self._share_files = ShareFiles(folder)
         checkpoints = self._checkpoints()
         last = checkpoints[-1] if checkpoints else None
         state = (None, 0, None) if last is None else (last.state, last.transport["paid"], last.head)
@@ -146,7 +136,8 @@ class RunningPeer(ABC):
                 WitnessFile(self.device.witnessed or folder / "witnessed"),
                 self.timetable.neighbours(peer),
             )
-            self.witness = LedgerWitness(peer, neighbors, boot, ledger, self._counts.read(), self._counts.write)
+            seen = self._counts.read({} if last is None else last.transport["witnessed"])
+            self.witness = LedgerWitness(peer, neighbors, boot, ledger, seen, self._counts.write)
             session = self._make_session(checkpoints)
             self.connections = Connections(session, self.status, self.network.retry, self.network.deadline / 2)
             if not (folder / "scenario.yaml").exists():
@@ -163,30 +154,30 @@ class RunningPeer(ABC):
 
     def _checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints to continue from, the older first; none at the beginning of a run."""
-        trainer = self.trainer
-        paths = [path for path in self._paths if path.exists()]
-        checkpoints = [load_checkpoint(path, self._digest, trainer.run, trainer.device) for path in paths]
-        for path, checkpoint in zip(paths, checkpoints, strict=True):
+        trainer, path = self.trainer, self.device.folder / CHECKPOINTS
+        self._log = CheckpointLog(path, self.generations)
+        checkpoints = self._log.read(trainer.device)
+        for checkpoint in checkpoints:
+            check_run(path, checkpoint, self._digest, trainer.run)
             check_state(path, checkpoint.state, np.array([self.device.peer]), self.rounds)
-        return sorted(checkpoints, key=lambda checkpoint: checkpoint.transport["place"])
+        return checkpoints
 
     def _save(
         self, place: int, state: State, transport: Mapping[str, Any], carried: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Put a state on disk, with what belongs to it, in the place of the oldest.
+        """Put a state on disk, with what belongs to it; meanwhile the ledger's disk reserves the next private step.
 
         Args:
             place: a number that grows.
             transport, carried: see Checkpoint; what is carried never changes.
         """
-        trainer, facts = self.trainer, {**transport, "place": place, "paid": self.trainer.paid}
+        trainer = self.trainer
+        facts = {**transport, "place": place, "paid": trainer.paid, "witnessed": self._counts.unsynced()}
         checkpoint = Checkpoint(
             state, self._digest, trainer.run, head=trainer.head, transport=facts, carried=carried or {}
         )
-        self._counts.sync()
-        self._share_files.write(checkpoint.carried)
-        save_checkpoint(self._paths[place % self.generations], checkpoint, self._share_files.place)
-        self._share_files.remove_unused()
+        trainer.reserve()
+        self._log.write(checkpoint)
 
     # --- a run ---
 
@@ -323,6 +314,7 @@ class RunningPeer(ABC):
         self.connections.close()
         self.trainer.close()
         self._counts.close()
+        self._log.close()
         self._lock.release()
 
     # --- rows on the wire ---
@@ -381,18 +373,23 @@ class WitnessFile:
     """How many ledger lines a peer has counted of its neighbours' boots, as `LedgerWitness` keeps them, on its disk.
 
     A number is written over the one before it, whole, before anything follows from it: it survives the process at once,
-    and the machine from the next checkpoint on.
+    and the machine from the next checkpoint on, which holds what was not synced here.
 
     Args:
         path: of the file, made when something is counted.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._unsynced = path, -1, False
+        self._path, self._file = path, -1
         self._slots: dict[tuple[int, int], int] = {}
+        self._unsynced: dict[tuple[int, int], int] = {}
 
-    def read(self) -> dict[int, dict[int, int]]:
-        """Return the lines of each neighbour's boots; a slot that was torn as the machine stopped has none."""
+    def read(self, more: Mapping[str, Mapping[str, int]] | None = None) -> dict[int, dict[int, int]]:
+        """Return the lines of each neighbour's boots; a slot that was torn as the machine stopped has none.
+
+        Args:
+            more: what the last checkpoint holds, see `unsynced`.
+        """
         seen: dict[int, dict[int, int]] = {}
         content = self._path.read_bytes() if self._path.exists() else b""
         for slot in range(-(-len(content) // SLOT.size)):
@@ -402,7 +399,20 @@ class WitnessFile:
             self._slots[(neighbor, boot) if is_whole else (-1, slot)] = slot
             if is_whole:
                 seen.setdefault(neighbor, {})[boot] = lines
+        for name, boots in (more or {}).items():
+            for boot_name, lines in boots.items():
+                neighbor, boot = int(name), int(boot_name)
+                if lines > seen.setdefault(neighbor, {}).get(boot, 0):
+                    seen[neighbor][boot] = lines
+                    self.write(neighbor, boot, lines)
+        if content:
+            self._open()
+            os.fdatasync(self._file)  # a process that was killed may have left what it did not sync
         return seen
+
+    def _open(self) -> None:
+        if self._file < 0:
+            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def write(self, neighbor: int, boot: int, lines: int) -> None:
         """Put down how many lines a neighbour's boot has.
@@ -410,8 +420,7 @@ class WitnessFile:
         Raises:
             OSError: the disk is full.
         """
-        if self._file < 0:
-            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        self._open()
         slot = self._slots.setdefault((neighbor, boot), len(self._slots))
         record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
         record += crc32(record).to_bytes(4, "little")
@@ -419,14 +428,21 @@ class WitnessFile:
             written = os.pwrite(self._file, record, slot * SLOT.size)
         if written < SLOT.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        self._unsynced = True
+        self._unsynced[neighbor, boot] = lines
+
+    def unsynced(self) -> dict[str, dict[str, int]]:
+        """Return what was written and may not be on disk yet, for a checkpoint to hold."""
+        unsynced: dict[str, dict[str, int]] = {}
+        for (neighbor, boot), lines in list(self._unsynced.items()):
+            unsynced.setdefault(str(neighbor), {})[str(boot)] = lines
+        return unsynced
 
     def sync(self) -> None:
         """Flush it to disk."""
         if self._unsynced:
-            self._unsynced = False
             with naming(self._path):
                 os.fdatasync(self._file)
+            self._unsynced.clear()
 
     def close(self) -> None:
         """Close it."""
@@ -434,51 +450,6 @@ class WitnessFile:
             self.sync()
             os.close(self._file)
             self._file = -1
-
-
-class ShareFiles:
-    """The large shares of one peer, each in a file beside the checkpoints until it is acknowledged.
-
-    A file never changes, and no two have one name: a checkpoint that was restored from a copy finds its own or none.
-
-    Args:
-        folder: of the checkpoint.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._files = folder, set(folder.glob(BESIDE.format("*")))
-        self._places: dict[tuple[int, int], tuple[Tensor, Place]] = {}  # by address and size
-
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write those that are large and in no file yet; to be called before a checkpoint.
-
-        Args:
-            tensors: all that the checkpoint has to hold; they never change.
-
-        Raises:
-            OSError: the disk is full; what was there stays.
-        """
-        large = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= LARGE}
-        new = {name: tensor for name, tensor in large.items() if self.place(tensor) is None}
-        path = self._folder / BESIDE.format(secrets.token_hex(8))
-        if new:
-            self._files.add(path)
-            write_tensors(path, new, {})
-        self._places = {
-            (tensor.data_ptr(), tensor.nbytes): (tensor, self.place(tensor) or (path.name, name))
-            for name, tensor in large.items()
-        }
-
-    def place(self, tensor: Tensor) -> Place | None:
-        """Return where the numbers of a tensor are on disk, or None."""
-        return self._places.get((tensor.data_ptr(), tensor.nbytes), (tensor, None))[1]
-
-    def remove_unused(self) -> None:
-        """Remove what the last checkpoint does not hold; to be called once that is on disk."""
-        used = {self._folder / file for _, (file, _) in self._places.values()}
-        for path in self._files - used:
-            path.unlink(missing_ok=True)
-        self._files &= used
 
 
 SECRET_BYTES = 32
@@ -530,6 +501,9 @@ class Trainer(Protocol):
 
     @property
     def witnessed_ledger(self) -> Ledger | None: ...
+
+    def reserve(self) -> None:
+        """Begin to put the next private step's charge on disk; the step waits for it. It may do nothing."""
 
     @property
     def steps_per_round(self) -> int: ...
@@ -631,6 +605,13 @@ class ScenarioTrainer:
     def witnessed_ledger(self) -> CohortLedger | None:
         """See Trainer."""
         return None if self._insecure else self.cohort.ledger
+
+    def reserve(self) -> None:
+        """See Trainer; a round is taken with all its steps, or not at all."""
+        if (ledger := self.cohort.ledger) is not None:
+            following = ledger.charged // self.cohort.steps_per_round
+            if following < self.scenario.rounds and self.is_active(following):
+                ledger.reserve()
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""

@@ -45,10 +45,12 @@ import stat
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
+from threading import current_thread
 from typing import Any, Self
 
 import numpy as np
@@ -324,8 +326,9 @@ class Ledger(Totals):
     @property
     def head(self) -> Head:
         """Return the number of lines and the last line's hash, which a checkpoint names."""
-        hashes = self._segment.hashes
-        return self._segment.first + len(hashes), hashes[-1] if hashes else EMPTY_HASH
+        segment = self._segment
+        length = len(segment.hashes)  # to which another thread may append one, see `CohortLedger.reserve`
+        return segment.first + length, segment.hashes[length - 1] if length else EMPTY_HASH
 
     @property
     def n_entries(self) -> int:
@@ -821,6 +824,7 @@ def read_chain(path: Path) -> tuple[str, list[Entry]]:
     return segments[0][0].source, [entry for _, entries in segments for entry in entries]
 
 
+RESERVING = "ledger-reserving"  # names the thread that charges a step ahead
 WRITE_FRACTION = 0.005  # of the wall time, the target for writing adaptive blocks
 FIRST_BLOCK = 16  # an adaptive block covers at least this fraction (one in FIRST_BLOCK) of the plan's steps
 
@@ -961,6 +965,8 @@ class CohortLedger(Ledger):
                 self._planned[spend.from_step : spend.to_step, number] = True
         self._allowed = (-1, np.zeros(len(accounts), dtype=bool))  # a step, and which peers may take it
         self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
+        self._reserved: tuple[int, Future[None]] | None = None  # a step that another thread charges
+        self._reserving: ThreadPoolExecutor | None = None
 
     def allowed(self, step: int) -> np.ndarray:
         """Return which peers may take a step, bool [m]: in their plan, and within their budget."""
@@ -984,6 +990,12 @@ class CohortLedger(Ledger):
             raise BudgetError(message, code="ledger.not-allowed")
         if step < self.charged:
             return
+        if self._reserved is not None:
+            (reserved, done), self._reserved = self._reserved, None
+            done.result()
+            if reserved == step:
+                self.charged = step + 1
+                return
         if self._fresh:
             self.charged = step  # earlier steps belong to another run
         started, length = time.perf_counter(), self._block
@@ -997,6 +1009,27 @@ class CohortLedger(Ledger):
         self.append(self._run, self.charged, stop, self._charges(self.charged, stop))
         self.charged, ended = stop, time.perf_counter()
         self._last_write = (step, ended, ended - started)
+
+    def reserve(self) -> None:
+        """Charge the step after the last one that was charged in another thread; `charge` waits for the disk.
+
+        A step that is then not taken stays charged: one at most for each process. So nothing is reserved before the
+        process has charged a first step, nor where entries cover several steps or a step may not be taken.
+        """
+        step = self.charged
+        if self._block != 1 or not self._last_write or self._reserved is not None or not self.allowed(step).all():
+            return
+        if self._reserving is None:
+            self._reserving = ThreadPoolExecutor(1, RESERVING)
+        charges = tuple(self._charges(step, step + 1))
+        self._reserved = step, self._reserving.submit(self.append, self._run, step, step + 1, charges)
+
+    def close(self, *, unlock: bool = True) -> None:
+        """See Ledger; what is being reserved is written first."""
+        reserving = getattr(self, "_reserving", None)
+        if reserving is not None and unlock and not current_thread().name.startswith(RESERVING):
+            reserving.shutdown()
+        super().close(unlock=unlock)
 
     def _charges(self, start: int, stop: int) -> Iterable[Charge]:
         """Yield the charge to each group of equal peers for the steps [start, stop).
