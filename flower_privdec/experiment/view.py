@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -27,7 +26,7 @@ from flower_privdec.graph.mixing import disagreement_left
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.ledger.ledger import CohortLedger, RunName
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, trades
-from flower_privdec.privacy.mechanism.declared import Declares, Drawing
+from flower_privdec.privacy.mechanism.declared import MOST_INFLATION, OTHER, Declares, Drawing, rounding_error
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
 from flower_privdec.scenario import Scenario, numbers_hash, own_parts
@@ -273,11 +272,6 @@ def pair_plan(agreement: Agreement, peers: np.ndarray, sampler: Sampler, needed:
     )
 
 
-MOST_INFLATION = 0.1  # by how much noise may be larger; beyond, the numbers are too short for such sums
-OTHER = 2.0**-20  # for the rounding of the noise's scale itself
-RARE = 2.0**-64  # the chance that a step draws more examples than are counted on
-
-
 def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int, dtype: torch.dtype) -> float:
     """Return by how much hardened noise has to be larger, the most of some peers.
 
@@ -293,15 +287,10 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
     """
     largest = 0.0
     for drawing in dict.fromkeys(drawings):
-        size = drawing.size  # the most examples of a step
-        if drawing.sampling == "poisson":  # by Bernstein's inequality
-            mean, rare = drawing.size * drawing.rate, -math.log(RARE)
-            size = min(size, math.ceil(mean + rare / 3 + math.sqrt(rare**2 / 9 + 2 * mean * rare)))
-        elif drawing.sampling != "full":
-            size = min(size, -int(-drawing.batch // 1))
+        size = drawing.most
         remembers = any(part.idle for part in algorithm.released(0, drawing) or ())
         unit = torch.finfo(dtype).eps / 2
-        more = size * unit / (1 - min(size * unit, 0.5)) * 2 * size
+        more = rounding_error(size, unit)
         more += 4 * size * (steps * size + drawing.size) * unit if remembers else 0.0
         if more > MOST_INFLATION:
             raise ScenarioError(

@@ -31,6 +31,7 @@ from flower_privdec.flower.mods.peer_state import (
     clipped,
     load_state,
     norm,
+    protected,
     run_frames,
     solved_noise,
     spent_so_far,
@@ -38,6 +39,7 @@ from flower_privdec.flower.mods.peer_state import (
 )
 from flower_privdec.flower.strategies.masking import masked, unmasked_sum
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
+from flower_privdec.privacy.noise.deployed import grid_steps
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 DELTA = 1e-5
@@ -483,3 +485,10 @@ def test_a_ledger_in_use_is_not_paid_from_twice(tmp_path):
 
     with Ledger(tmp_path, "peer-updates"), pytest.raises(BudgetError, match="in use by another run"):
         PeerLedger(tmp_path, "run", 1, 0, DELTA).charge(1, 1.0)
+
+
+def test_an_update_is_noised_on_a_grid() -> None:
+    """Its digits show nothing of the update: what is released is a multiple of 2^-21 of the noise at least."""
+    released = protected(1.0, 1.5, np.full(4000, 1e-3) * np.pi)
+    step = grid_steps(torch.tensor([1.5]).double()).item()
+    assert not np.any(np.remainder(released, step))

@@ -49,7 +49,7 @@ from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
 from flower_privdec.privacy.ledger.ledger import Charge, Head, Ledger, RunName, read_entries, releases_in
 from flower_privdec.privacy.mechanism.events import Release
-from flower_privdec.privacy.noise.deployed import SystemNoise
+from flower_privdec.privacy.noise.deployed import ExactNoise
 from flower_privdec.pushsum.exactly_once import LAST, PushSumProtocol, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, TensorArithmetic, pack, unpack
 from flower_privdec.pushsum.witness import draw_boot
@@ -698,9 +698,12 @@ def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
 
 
 def noised(update: np.ndarray, std: float) -> np.ndarray:
-    """Return an update with N(0, std² I) added from the operating system's entropy, float64 [d]."""
+    """Return an update with N(0, std² I) added from the operating system's entropy and rounded exactly, float64 [d].
+
+    Exact rounding costs little beside an app's training; see `ExactNoise`.
+    """
     row = torch.from_numpy(update.astype(np.float64, copy=True))[None]
-    SystemNoise().add_(row, torch.tensor([std], dtype=torch.float64), 0, np.zeros(1, dtype=np.int64))
+    ExactNoise().add_(row, torch.tensor([std], dtype=torch.float64), 0, np.zeros(1, dtype=np.int64))
     return np.asarray(row[0].numpy())
 
 

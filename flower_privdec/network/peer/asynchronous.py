@@ -11,6 +11,7 @@ checkpoint is an old copy learns it from its neighbours, and is reset the same w
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -41,6 +42,9 @@ from flower_privdec.pushsum.exactly_once import (
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMass, RowMessage, frame_size, pack, unpack
 from flower_privdec.pushsum.witness import LedgerWitness
 
+_log = logging.getLogger(__name__)
+
+SURPLUS = 2.0  # times the weight of all peers: no share has more
 MANY = 16  # frames in a call beside rows
 LOST = 4  # calls in a row that do not reach a neighbour, until it counts as lost
 LEAST = 0.4  # of its weight: below it a peer sends nothing until it receives a share, for steps at x / w grow
@@ -190,6 +194,7 @@ class AsynchronousSession(Session):
         protocol: this peer's shares; without mass where no push-sum is done, and then for its hellos alone.
         witness, frames: see Session.
         replies: the exchanges in which a neighbour is answered, whose round the rows are then for.
+        n_peers: of the run, which is the push-sum weight of all of them together.
         retry: seconds between two hellos.
         rounds: of the run.
 
@@ -201,6 +206,7 @@ class AsynchronousSession(Session):
         stale: why this peer must be reset, until it is.
         resumed_at: the round from which this process continues.
         ahead: the last round of which a neighbour reports that it had rows of this peer before; -1 where none does.
+        quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
     """
 
     def __init__(
@@ -211,10 +217,13 @@ class AsynchronousSession(Session):
         replies: Collection[int],
         retry: float,
         rounds: int,
+        n_peers: int,
     ) -> None:
         sizes = [frame_size(formats) for formats in (frames.shares or {}, *frames.exchanges.values())]
         super().__init__(witness, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
         self.protocol, self._replies, self._retry = protocol, replies, retry
+        self._most_weight = SURPLUS * n_peers
+        self.quarantined: dict[int, str] = {}
         self.rounds: dict[int, int] = {}
         self._boots: dict[int, int] = {}  # in which each neighbour reported its round
         self.is_new = self.joins = False
@@ -288,6 +297,10 @@ class AsynchronousSession(Session):
     def _received(self, caller: int, messages: Messages) -> list[Hello]:
         """Take messages in and return the hellos that answer them."""
         replies: list[Hello] = []
+        if caller in self.quarantined:
+            raise RefusedError(
+                f"peer {self.peer} takes nothing from peer {caller} any more: {self.quarantined[caller]}"
+            )
         for message in messages:
             if isinstance(message, Hello):
                 reply = self._receive_hello(message)
@@ -295,6 +308,7 @@ class AsynchronousSession(Session):
             elif isinstance(message, Acknowledgement):
                 self.protocol.acknowledge(message)
             elif isinstance(message, FrozenShare):
+                self._check_weight(message)
                 if self.protocol.receive(message):
                     self._is_at(caller, message.round_index + 1)
             elif not isinstance(message, RowMessage) or not self.protocol.is_open(caller):
@@ -306,10 +320,34 @@ class AsynchronousSession(Session):
                     self.places[caller] = message.round_index, message.at
         return replies
 
+    def _check_weight(self, share: FrozenShare[Tensor]) -> None:
+        """Quarantine the sender of a share whose weight no honest peer sends.
+
+        All weights together are the number of peers. Only a peer that was restored from an old copy adds to them, at
+        most what it was restored with, until it is reset. A share of more than SURPLUS times that, or of none, would
+        replace the model of each peer that it reaches.
+
+        Raises:
+            RefusedError: naming the weight.
+        """
+        weight = float(share.values["w"]) if "w" in share.values else 1.0
+        if 0 < weight <= self._most_weight:
+            return
+        why = f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"
+        self.quarantined[share.sender] = why
+        self.protocol.close(share.sender)
+        _log.warning("peer %s is quarantined: %s; restart this peer to take it back", share.sender, why)
+        raise RefusedError(f"peer {share.sender} is quarantined by peer {self.peer}: {why}")
+
     def _receive_hello(self, hello: Hello) -> Hello | None:
         if self.stale is not None:
             return None
         seen, has_shares = hello.seen, self.frames.shares is not None
+        if not has_shares and seen > self.last_round + 1:
+            raise RefusedError(
+                f"peer {hello.sender} reports rows of round {seen - 1} of peer {self.peer}, and the run has "
+                f"{self.last_round}"
+            )
         hello = hello if has_shares else replace(hello, seen=0)
         self.protocol.check_hello(hello)
         neighbor, queue = hello.sender, self._queues[hello.sender]
@@ -354,7 +392,7 @@ class AsynchronousSession(Session):
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Session."""
         queue = self._queues[neighbor]
-        if self.stale is not None or not self.protocol.can_greet:
+        if self.stale is not None or not self.protocol.can_greet or neighbor in self.quarantined:
             return False
         if now >= queue.hello_at or queue.hellos:
             return True
@@ -442,9 +480,9 @@ class AsynchronousPeer(RunningPeer):
             (shares,), exchanges = exchanges.values(), {}
         mass = RowMass(self.state, shares or ())
         self.protocol = PushSumProtocol(peer, neighbors, self.witness.boot, mass, self.arithmetic)
-        frames = FrameCodec(self._run_id, shares, exchanges)
+        frames, scenario = FrameCodec(self._run_id, shares, exchanges), self.trainer.scenario
         self.session = AsynchronousSession(
-            self.protocol, self.witness, frames, self._replies, self.network.retry, self.rounds
+            self.protocol, self.witness, frames, self._replies, self.network.retry, self.rounds, scenario.n_peers
         )
         self._resumed, self._sent = bool(checkpoints), False
         self.session.resumed_at = self.state.round_index
@@ -474,6 +512,10 @@ class AsynchronousPeer(RunningPeer):
     def _begin(self) -> None:
         if not self._resumed:
             self._commit(0)
+
+    def quarantined(self) -> Mapping[int, str]:
+        """See RunningPeer."""
+        return dict(self.session.quarantined)
 
     # --- what is on disk ---
 
