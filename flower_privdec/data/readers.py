@@ -28,13 +28,13 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
+from flower_privdec.catalogue import TARGETS, Targets
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import load_own, require
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import LARGEST_INDEX, Features, SparseRows
-from flower_privdec.tasks.kinds import TARGETS, Targets
 
 Rows = np.ndarray | slice
 Constants = tuple[tuple[float, ...], tuple[float, ...]]
@@ -316,7 +316,7 @@ MOST_CLASSES = 10**9
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a user's own arrays are to be read.
+    """Options for reading a user's own arrays.
 
     Attributes:
         targets: the kind of y.

@@ -48,7 +48,7 @@ from flower_privdec.flower.apps.records import (
     unpack_message,
     unpack_state,
 )
-from flower_privdec.flower.launch.error_formatting import one_line_replies
+from flower_privdec.flower.error_formatting import one_line_replies
 from flower_privdec.flower.node_settings import HostSettings, in_simulation
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 

@@ -59,7 +59,8 @@ class Release:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers are not JSON's
-        SAMPLINGS.check(self.sampling, "sampling")
+        if self.sampling not in SAMPLINGS.lines:
+            SAMPLINGS.check(self.sampling, "sampling")
         _check("dataset_size", self.dataset_size, self.dataset_size >= 1, ">= 1")
         _check("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
         _check("sampling_rate", self.sampling_rate, 0 < self.sampling_rate <= 1, "in (0, 1]")
