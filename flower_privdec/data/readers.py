@@ -205,7 +205,7 @@ def _read_idx(path: Path, axes: int) -> np.ndarray:
 
 def _read_cifar10_half(folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
     """Read half of CIFAR-10, which torchvision unpickles, after its checksums."""
-    datasets = require("torchvision.datasets", "data.dataset=CIFAR10", "pip install torchvision")
+    datasets = require("torchvision.datasets", "data.dataset=CIFAR10", "pip install 'flower-privdec[images]'")
     data = datasets.CIFAR10(folder.parent, train=train, download=False)
     return data.data, np.asarray(data.targets)
 
@@ -473,7 +473,7 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
 
 def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Tensor:
     """Decode some JPEG images to [N, 3, H, W]."""
-    pillow = require("PIL.Image", "an .npz of JPEG images", "pip install pillow")
+    pillow = require("PIL.Image", "an .npz of JPEG images", "pip install 'flower-privdec[images]'")
     chosen = np.arange(len(offset) - 1)[rows]
     images: np.ndarray | None = None
     for position, row in enumerate(chosen):
