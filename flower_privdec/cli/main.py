@@ -79,7 +79,7 @@ def guard(
     folder (of the ledger), epsilon, delta, clip_norm, rounds (how many updates) or noise_multiplier, apps (any, or a
     list of the SHA-256 of FABs), and examples (what replies state; 1).
     """
-    module = require("flower_privdec.flower.launch.guard", "privdec guard", "pip install flower-privdec")
+    module = require("flower_privdec.flower.launch.guard", "privdec guard", "pip install 'flower-privdec[flower]'")
     loaded = module.load_policy(policy)
     words, variables = module.guarded_command(loaded, supernode)
     typer.echo(module.policy_line(loaded))

@@ -226,6 +226,27 @@ class Algorithm:
         return total / (rows["w"].sum() if "w" in rows else len(rows["x"]))
 
 
+def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
+    """Run steps up to the next exchange, or to the end of the round.
+
+    Returns:
+        The exchange the caller has to perform, or None when the round ended; `state.round_index` then names the
+        next round.
+    """
+    program = algorithm.program
+    while state.at < len(program):
+        item = program[state.at]
+        if isinstance(item, Exchange):
+            state.waiting = True
+            return item
+        cohort.state = state
+        item(cohort, state)
+        state.at += 1
+    state.at = 0
+    state.round_index += 1
+    return None
+
+
 def check_algorithm(algorithm: Algorithm, where: str) -> None:
     """Refuse an algorithm that is not whole.
 

@@ -195,7 +195,7 @@ class Recorder:
         return state
 
     def close(self) -> None:
-        """Let go of the folder; in a forked process, of its inherited copy, which keeps the lock."""
+        """Release the folder; in a forked process, close the inherited copy, and the lock stays with its owner."""
         self._lock.release()
 
     def save(self, state: State, head: Head | None) -> None:

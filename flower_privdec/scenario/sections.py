@@ -26,12 +26,11 @@ from pydantic import (
 )
 
 from flower_privdec import catalogue
-from flower_privdec.catalogue import Choice
+from flower_privdec.catalogue import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, Choice, MetricKind, Targets, unfit
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import Given, find_given, is_given, load_own, raised_at, without_tokens
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.scenario.findings import Places, located
-from flower_privdec.tasks.kinds import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, MetricKind, Targets, unfit
 
 
 class Section(BaseModel):
@@ -412,7 +411,8 @@ class OwnMetricSection(Section):
 
     def kind(self) -> MetricKind:
         """Return what is known of it."""
-        return MetricKind(self.title, ("classes", "numbers", "labels"), self.better == "higher", self.share)
+        high = self.better == "higher"
+        return MetricKind(self.title, ("classes", "numbers", "labels"), high=high, share=self.share)
 
     @property
     def title(self) -> str:

@@ -336,7 +336,9 @@ def test_who_greets_exchanges_nothing_and_a_share_does() -> None:
         mass = {"x": torch.full((3,), 4.0), "w": torch.tensor(1.0)}
         machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, TensorArithmetic())
         frames = FrameCodec(b"run", formats_of(mass))
-        sides.append(AsynchronousSession(machine, witness_of(peer, [1 - peer]), frames, [], retry=1e6, rounds=9))
+        sides.append(
+            AsynchronousSession(machine, witness_of(peer, [1 - peer]), frames, [], retry=1e6, rounds=9, n_peers=2)
+        )
     sender, receiver = sides
     commit(sender.protocol, receiver.protocol)
     shake(sender.protocol, receiver.protocol)

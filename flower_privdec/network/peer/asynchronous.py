@@ -17,6 +17,7 @@ checkpoint is an old copy learns it from its neighbours, and is reset the same w
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -49,10 +50,14 @@ from flower_privdec.pushsum.exactly_once import (
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMass, RowMessage, frame_size, pack, unpack
 from flower_privdec.pushsum.witness import LedgerWitness
 
+_log = logging.getLogger(__name__)
+
+SURPLUS = 2.0  # times the weight of all peers: no share has more
 MANY = 16  # frames in a call beside rows
 LOST = 4  # calls in a row that do not reach a neighbour, until it counts as lost
 LEAST = 0.4  # of the weight that it would have without delays: a peer keeps so much, for steps at x / w grow
 MEASURED = 128  # rounds of a random graph, in which that weight is computed
+LITTLE = 1e-3  # of a share: less is not sent
 KEPT = 0.5  # of its weight: what a peer keeps where it mixes while it waits
 SPAN = 16  # rounds of a random graph in which a peer exchanges with all of its quorum
 PATIENCE = 3.0
@@ -201,6 +206,7 @@ class AsynchronousSession(Session):
         protocol: this peer's shares; without mass where no push-sum is done, and then for its hellos alone.
         witness, frames: see Session.
         replies: the exchanges in which a neighbour is answered, whose round the rows are then for.
+        n_peers: of the run, which is the push-sum weight of all of them together.
         retry: seconds between two hellos.
         rounds: of the run.
 
@@ -216,6 +222,7 @@ class AsynchronousSession(Session):
         met: in which of these steps each neighbour last exchanged with this peer: sent a share or rows, or took some.
         met_at: when that was, by the clock of `time.monotonic`.
         heard_at: when each neighbour last sent anything.
+        quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
     """
 
     def __init__(
@@ -226,10 +233,13 @@ class AsynchronousSession(Session):
         replies: Collection[int],
         retry: float,
         rounds: int,
+        n_peers: int,
     ) -> None:
         sizes = [frame_size(formats) for formats in (frames.shares or {}, *frames.exchanges.values())]
         super().__init__(witness, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
         self.protocol, self._replies, self._retry = protocol, replies, retry
+        self._most_weight = SURPLUS * n_peers
+        self.quarantined: dict[int, str] = {}
         self.rounds: dict[int, int] = {}
         self._boots: dict[int, int] = {}  # in which each neighbour reported its round
         self.is_new = self.joins = False
@@ -310,6 +320,10 @@ class AsynchronousSession(Session):
     def _received(self, caller: int, messages: Messages) -> list[Hello]:
         """Take messages in and return the hellos that answer them."""
         replies: list[Hello] = []
+        if caller in self.quarantined:
+            raise RefusedError(
+                f"peer {self.peer} takes nothing from peer {caller} any more: {self.quarantined[caller]}"
+            )
         self.heard_at[caller] = time.monotonic()
         for message in messages:
             if isinstance(message, Hello):
@@ -319,6 +333,7 @@ class AsynchronousSession(Session):
                 if self.protocol.acknowledge(message):
                     self._meet(caller)
             elif isinstance(message, FrozenShare):
+                self._check_weight(message)
                 if self.protocol.receive(message):
                     self._meet(caller)
                     self._is_at(caller, message.round_index + 1)
@@ -336,10 +351,34 @@ class AsynchronousSession(Session):
         """Record that a neighbour exchanges with this peer, which is more than to greet it."""
         self.met[neighbor], self.met_at[neighbor] = self.steps, time.monotonic()
 
+    def _check_weight(self, share: FrozenShare[Tensor]) -> None:
+        """Quarantine the sender of a share whose weight no honest peer sends.
+
+        All weights together are the number of peers. Only a peer that was restored from an old copy adds to them, at
+        most what it was restored with, until it is reset. A share of more than SURPLUS times that, or of none, would
+        replace the model of each peer that it reaches.
+
+        Raises:
+            RefusedError: naming the weight.
+        """
+        weight = float(share.values["w"]) if "w" in share.values else 1.0
+        if 0 < weight <= self._most_weight:
+            return
+        why = f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"
+        self.quarantined[share.sender] = why
+        self.protocol.close(share.sender)
+        _log.warning("peer %s is quarantined: %s; restart this peer to take it back", share.sender, why)
+        raise RefusedError(f"peer {share.sender} is quarantined by peer {self.peer}: {why}")
+
     def _receive_hello(self, hello: Hello) -> Hello | None:
         if self.stale is not None:
             return None
         seen, has_shares = hello.seen, self.frames.shares is not None
+        if not has_shares and seen > self.last_round + 1:
+            raise RefusedError(
+                f"peer {hello.sender} reports rows of round {seen - 1} of peer {self.peer}, and the run has "
+                f"{self.last_round}"
+            )
         hello = hello if has_shares else replace(hello, seen=0)
         self.protocol.check_hello(hello)
         neighbor, queue = hello.sender, self._queues[hello.sender]
@@ -384,7 +423,7 @@ class AsynchronousSession(Session):
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Session."""
         queue = self._queues[neighbor]
-        if self.stale is not None or not self.protocol.can_greet:
+        if self.stale is not None or not self.protocol.can_greet or neighbor in self.quarantined:
             return False
         if now >= queue.hello_at or queue.hellos:
             return True
@@ -480,9 +519,9 @@ class AsynchronousPeer(RunningPeer):
             exchanges[timetable.final_at] = self._formats(timetable.final_exchange)
         mass = RowMass(self.state, shares or ())
         self.protocol = PushSumProtocol(peer, neighbors, self.witness.boot, mass, self.arithmetic)
-        frames = FrameCodec(self._run_id, shares, exchanges)
+        frames, scenario = FrameCodec(self._run_id, shares, exchanges), self.trainer.scenario
         self.session = AsynchronousSession(
-            self.protocol, self.witness, frames, self._replies, self.network.retry, self.end
+            self.protocol, self.witness, frames, self._replies, self.network.retry, self.end, scenario.n_peers
         )
         self._resumed, self._sent = bool(checkpoints), False
         self.session.resumed_at = self.state.round_index
@@ -524,6 +563,10 @@ class AsynchronousPeer(RunningPeer):
     def _begin(self) -> None:
         if not self._resumed:
             self._commit(0)
+
+    def quarantined(self) -> Mapping[int, str]:
+        """See RunningPeer."""
+        return dict(self.session.quarantined)
 
     # --- what is on disk ---
 
@@ -897,7 +940,7 @@ class AsynchronousPeer(RunningPeer):
         spare = max(0.0, 1 - floor / weight) if weight > 0 else 0.0
         scale = min(1.0, spare / sent) if sent > 0 else 0.0
         with self.connections.changed:
-            self.protocol.split(round_index, {j: part * scale for j, part in weights.items()} if scale > 0 else {})
+            self.protocol.split(round_index, {j: part * scale for j, part in weights.items()} if scale > LITTLE else {})
 
     def _settle(self) -> None:
         """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -42,7 +43,7 @@ from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds, network_mixing
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
-from flower_privdec.scenario.sections import AppScenario
+from flower_privdec.scenario.sections import PEER, AppScenario
 
 POLL = 0.2  # seconds between two looks at whether to stop
 AGREE, APART = 0.005, 0.03  # of the norm: models as near need no more mixing; as far apart at the end, do not agree
@@ -391,6 +392,10 @@ class RunningPeer(ABC):
 
     # --- what others and its owner see ---
 
+    def quarantined(self) -> Mapping[int, str]:
+        """Return why nothing is taken from some neighbours any more."""
+        return {}
+
     def waiting(self) -> str:
         """Return in words what this peer waits for, and why it lacks which neighbours; empty where for nothing."""
         if not self.waits_for:
@@ -422,6 +427,7 @@ class RunningPeer(ABC):
             "neighbours": self.timetable.neighbours(self.device.peer),
             "down": {str(peer): why for peer, why in trouble.items()},
             "unheard": unheard,
+            "quarantined": {str(peer): why for peer, why in self.quarantined().items()},
             "bytes_sent": connections.bytes_sent,
             "bytes_received": connections.bytes_received,
             **self.trainer.status(self._trained),
@@ -643,6 +649,9 @@ class ScenarioTrainer:
         self.experiment = Experiment.joined(agreement, own)
         self.run, self.device = self.experiment.own.run, self.experiment.device
         self.ledger_folder = ledger_folder(scenario, folder)
+        root, self._held = scenario.data.root if data is None else data, -1
+        is_private = scenario.private is not None and scenario.data.each_its_own and not insecure_seeds
+        self._data = Path(root.replace(PEER, str(peer))) if root is not None and is_private else None
         self._loss: float | None = None
 
     @property
@@ -678,9 +687,10 @@ class ScenarioTrainer:
         return 0 if ledger is None else ledger.charge_witnessed(witnessed)
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
-        """See Trainer."""
+        """See Trainer; locks the peer's data file, whose examples another peer's ledger would count alone."""
         self.cohort = self.experiment.cohort(self.ledger_folder, start=paid)
         try:
+            self._held = -1 if self._data is None else _hold(self._data)
             if state is None:
                 check_budget(self.cohort, self.ledger_folder)
                 return self.experiment.initial_state(self.cohort)
@@ -740,8 +750,36 @@ class ScenarioTrainer:
 
     def close(self) -> None:
         """See Trainer."""
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
         if self.cohort.ledger is not None:
             self.cohort.ledger.close()
+
+
+def _hold(data: Path) -> int:
+    """Lock a peer's own data file against other peers of this machine, and return its descriptor; -1 where none can be.
+
+    Raises:
+        RunError: another peer trains on it.
+    """
+    try:
+        file = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # which reading it raises
+        return -1
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise RunError(
+            f"{data} is another peer's, which trains on it now: each ledger would count its examples alone; give each "
+            "peer a file of its own",
+            code="peer.data-in-use",
+        ) from None
+    except OSError:  # a file system without locks
+        os.close(file)
+        return -1
+    return file
 
 
 def _secret(folder: Path) -> bytes:
