@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -28,15 +28,15 @@ class Choice:
     lines: Mapping[str, str]
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the names."""
+        """Iterate over the names."""
         return iter(self.lines)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether something is one of the names."""
+        """Return whether a name is in the catalogue."""
         return name in self.lines
 
     def check(self, name: str, key: str) -> None:
-        """Refuse what is none of the names.
+        """Refuse a name that is not in the catalogue.
 
         Raises:
             ScenarioError: naming the key of the scenario, all names, and the nearest.
@@ -185,33 +185,126 @@ SAMPLINGS = Choice(
         "blocks": "one of count // size fixed batches (all examples of equal position modulo that number), at random",
     }
 )
-LOSSES = Choice(
-    {
-        "cross-entropy": "of classes: softmax over one output a class",
-        "logistic": "of two classes: log-odds of the second, one output",
-        "hinge": "of two classes: margin, one output",
-        "squared-hinge": "of two classes: squared margin, one output",
-        "mse": "of numbers: squared error, mean over an example's numbers",
-        "mae": "of numbers: absolute error, mean over an example's numbers",
-        "huber": "of numbers: half the squared error up to 1, linear beyond, mean over an example's numbers",
-        "binary-cross-entropy": "of any of several labels: log-odds of each, mean over the labels",
-    }
-)
-METRICS = Choice(
-    {
-        "accuracy": "of classes: the share that is right",
-        "balanced-accuracy": "of classes: the share of each that is right, mean over the classes",
-        "macro-f1": "of classes or labels: F1 of each, mean over all",
-        "log-loss": "of classes: minus the log-likelihood, mean over the examples; for log-odds",
-        "rmse": "of numbers: root of the mean squared error",
-        "mse": "of numbers: mean squared error",
-        "mae": "of numbers: mean absolute error",
-        "r2": "of numbers: share of the variance that is explained, mean over an example's numbers",
-        "micro-f1": "of labels: F1 over all labels together",
-        "subset-accuracy": "of labels: the share of examples of which every label is right",
-        "mean-average-precision": "of labels: area under precision over recall, mean over the labels",
-    }
-)
+Targets = Literal["classes", "numbers", "labels"]
+TARGETS: dict[Targets, str] = {
+    "classes": "each example is of one class, 0..C-1: y is whole numbers [N]",
+    "numbers": "each example has one or more numbers (regression): y is finite numbers [N] or [N, k]",
+    "labels": "each example has any of several labels: y is 0 or 1 in [N, k]",
+}
+
+
+@dataclass(frozen=True)
+class LossKind:
+    """Properties of a named loss.
+
+    Attributes:
+        targets: what it takes.
+        line: what `privdec list` says of it.
+        log_odds: whether the outputs it trains are log-odds, from which a log loss can be computed.
+    """
+
+    targets: Targets
+    line: str
+    log_odds: bool = False
+
+
+LOSS_KINDS = {
+    "cross-entropy": LossKind("classes", "of classes: softmax over one output a class", log_odds=True),
+    "logistic": LossKind("classes", "of two classes: log-odds of the second, one output", log_odds=True),
+    "hinge": LossKind("classes", "of two classes: margin, one output"),
+    "squared-hinge": LossKind("classes", "of two classes: squared margin, one output"),
+    "mse": LossKind("numbers", "of numbers: squared error, mean over an example's numbers"),
+    "mae": LossKind("numbers", "of numbers: absolute error, mean over an example's numbers"),
+    "huber": LossKind(
+        "numbers", "of numbers: half the squared error up to 1, linear beyond, mean over an example's numbers"
+    ),
+    "binary-cross-entropy": LossKind(
+        "labels", "of any of several labels: log-odds of each, mean over the labels", log_odds=True
+    ),
+}
+LOSSES = Choice({name: kind.line for name, kind in LOSS_KINDS.items()})
+
+
+def fitting(targets: Targets) -> str:
+    """Return the names of the losses that take some targets."""
+    return ", ".join(name for name, kind in LOSS_KINDS.items() if kind.targets == targets)
+
+
+@dataclass(frozen=True)
+class MetricKind:
+    """Properties of a metric.
+
+    Attributes:
+        title: what it is, in a table or over a curve.
+        targets: the kinds of task that it fits.
+        line: what `privdec list` says of it.
+        high: whether more is better.
+        share: whether it is a share of 1, shown in percent.
+        log_odds: whether it needs outputs that are log-odds.
+    """
+
+    title: str
+    targets: tuple[Targets, ...]
+    line: str = ""
+    high: bool = True
+    share: bool = True
+    log_odds: bool = False
+
+
+def _error(title: str, line: str) -> MetricKind:
+    return MetricKind(title, ("numbers",), line, high=False, share=False)
+
+
+METRIC_KINDS = {
+    "accuracy": MetricKind("accuracy", ("classes",), "of classes: the share that is right"),
+    "balanced-accuracy": MetricKind(
+        "balanced accuracy", ("classes",), "of classes: the share of each that is right, mean over the classes"
+    ),
+    "macro-f1": MetricKind("macro F1", ("classes", "labels"), "of classes or labels: F1 of each, mean over all"),
+    "log-loss": MetricKind(
+        "log loss",
+        ("classes",),
+        "of classes: minus the log-likelihood, mean over the examples; for log-odds",
+        high=False,
+        share=False,
+        log_odds=True,
+    ),
+    "rmse": _error("RMSE", "of numbers: root of the mean squared error"),
+    "mse": _error("MSE", "of numbers: mean squared error"),
+    "mae": _error("MAE", "of numbers: mean absolute error"),
+    "r2": MetricKind(
+        "R²",
+        ("numbers",),
+        "of numbers: share of the variance that is explained, mean over an example's numbers",
+        share=False,
+    ),
+    "micro-f1": MetricKind("micro F1", ("labels",), "of labels: F1 over all labels together"),
+    "subset-accuracy": MetricKind(
+        "subset accuracy", ("labels",), "of labels: the share of examples of which every label is right"
+    ),
+    "mean-average-precision": MetricKind(
+        "mean average precision", ("labels",), "of labels: area under precision over recall, mean over the labels"
+    ),
+}
+METRICS = Choice({name: kind.line for name, kind in METRIC_KINDS.items()})
+USUAL_METRICS: dict[Targets, tuple[str, ...]] = {
+    "classes": ("accuracy",),
+    "numbers": ("rmse", "r2"),
+    "labels": ("micro-f1", "mean-average-precision"),
+}
+
+
+def unfit(metric: str, loss: str, targets: Targets) -> str | None:
+    """Return why a metric does not fit models trained by a loss for some targets, or None where it does."""
+    kind = METRIC_KINDS[metric]
+    if targets not in kind.targets:
+        fit = ", ".join(name for name, other in METRIC_KINDS.items() if targets in other.targets)
+        return f"is a metric of {' and '.join(kind.targets)}, and loss {loss} is for {targets}: use {fit}"
+    if kind.log_odds and not (loss in LOSS_KINDS and LOSS_KINDS[loss].log_odds):
+        return f"needs log-odds, which loss {loss} does not train: use cross-entropy or logistic, or leave it out"
+    return None
+
+
 FEATURES = Choice(
     {"scattering": "wavelet scattering of images, whitened on drawn pen strokes if asked; nothing private goes in"}
 )

@@ -43,6 +43,21 @@ def test_a_room_imports_only_from_its_own_floor_and_those_below(path: Path) -> N
         assert first not in FLOWER or room in ("network", "flower"), f"{name} is imported outside network and flower"
 
 
+WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime"}
+READS_IT = {  # certificates expire; a Flower peer that lost its state numbers the next one
+    *("network/transport/tls.py", "network/transport/grpc_transport.py", "flower/mods/peer_state.py")
+}
+
+
+def test_the_wall_clock_is_read_for_certificates_and_lost_states_alone() -> None:
+    """A clock that is set back changes no payment, and no checkpoint: which is newer is told by rounds."""
+    for path in MODULES:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+        read = {f"{node.value.id}.{node.attr}" for node in attributes if isinstance(node.value, ast.Name)}
+        assert str(path.relative_to(PACKAGE)) in READS_IT or not read & WALL_CLOCK, path
+
+
 def test_every_room_is_on_a_floor() -> None:
     assert {room_of(path) for path in MODULES} <= set(FLOOR_OF)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import tomllib
 import zipfile
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
@@ -41,13 +42,14 @@ def test_the_wheel_has_code_templates_scenarios_and_studies(wheel: Path) -> None
 
 def _of_core() -> set[str]:
     """Return the distributions that the package depends on without extras, and those that they depend on."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     found: set[str] = set()
     waiting = [(NAME, "")]
     seen = set(waiting)
     while waiting:
         name, extra = waiting.pop()
         found.add(_normal(name))
-        for text in distribution(name).requires or ():
+        for text in (distribution(name).requires or ()) if name != NAME else settings["project"]["dependencies"]:
             needed = Requirement(text)
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
                 new = {(needed.name, each) for each in ("", *needed.extras)} - seen
@@ -78,6 +80,6 @@ def test_it_works_without_extras_and_says_which_one_is_missing(wheel: Path, tmp_
     binaries = make_environment(tmp_path / "environment", wheel, "--no-deps")
     (packages,) = (tmp_path / "environment" / "lib").glob("python*/site-packages")
     _lend(packages)
-    assert not (packages / "ray").exists()
-    assert not (packages / "kymatio").exists()
+    for name in ("ray", "kymatio", "flwr", "matplotlib", "torchvision", "dp_accounting"):
+        assert not (packages / name).exists()
     try_it(binaries, tmp_path)

@@ -19,7 +19,8 @@ VAGUE_NAMES = {"found", "said", "kept", "each", "told", "asked", "somebody", "no
 # One thing has one name, the one that the field uses.
 PRIVATE_WORDS = re.compile(
     r"\b(anew|whoever|whomever|whom|somebody|nobody|purse|courier|mailroom|census|crew|parcels?|crossings?|mishaps?"
-    r"|punctuality|headroom|reckon(?:s|ed)?|lone peers?|own part|stranded|spoiled|begin anew|begins anew|began anew)\b",
+    r"|punctuality|headroom|reckon(?:s|ed)?|lone peers?|own part|mail|mailbox|stranded|spoiled"
+    r"|begin anew|begins anew|began anew|lets? go of|letting go of)\b",
     re.IGNORECASE,
 )
 
@@ -56,3 +57,21 @@ def test_prose_in_code_uses_the_fields_words(path: Path) -> None:
 def test_pages_use_the_fields_words(path: Path) -> None:
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
     assert [f"line {line}: {text}" for line, text in lines if PRIVATE_WORDS.search(text)] == []
+
+
+PACKAGE = ROOT / "flower_privdec"
+ROOMS = {path.name for path in PACKAGE.iterdir()} | {path.stem for path in PACKAGE.rglob("*.py")}
+NAMES = ROOMS | {
+    word
+    for path in PACKAGE.rglob("*.py")
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    if token.type == tokenize.NAME or (token.type == tokenize.STRING and "\n" not in token.string)
+    for word in re.findall(r"\w+", token.string)
+}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if PACKAGE in path.parents], ids=lambda path: path.name)
+def test_a_docstring_names_what_is_there(path: Path) -> None:
+    """A module, function or key that prose puts in backticks occurs in the code."""
+    quoted = [(line, name) for text, line in prose(path) for name in re.findall(r"`([A-Za-z_][\w.]*)`", text)]
+    assert [f"line {line}: {name}" for line, name in quoted if not set(name.split(".")) <= NAMES] == []

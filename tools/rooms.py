@@ -13,17 +13,15 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__
 FLOORS = [
     ("errors", "rows"),
     ("common", "catalogue"),
-    ("graph", "models", "tasks"),
-    ("scenario",),
+    ("graph", "models", "scenario", "tasks"),
     ("data", "gradients", "privacy"),
-    ("training_loop", "core"),
+    ("core", "training_loop"),
     ("algorithms",),
     ("experiment",),
     ("engine", "pushsum"),
     ("network", "reporting", "testing"),
     ("flower", "planner", "study"),
     ("api", "cli"),
-    ("__main__",),
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -38,4 +36,6 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """Return the room of a module; `python -m flower_privdec` is the command line's."""
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "cli" if room == "__main__" else room

@@ -21,8 +21,6 @@ WORKING = [
     ["show", "digits"],
     ["plan", "digits"],
     ["run", "digits", "--set", "rounds=4", "--out", "run"],
-    ["report", "run"],
-    ["topology", "digits", "--out", "graph.svg"],
     ["study", "--list"],
     ["study", "digits", "--dry-run"],
 ]
@@ -30,6 +28,8 @@ FROM_CHECKOUT = [["bench"], ["network-bench"], ["soak", "digits", "--minutes", "
 SHARDS = "data.partition={kind: shards, shards_per_peer: 2}"
 SCATTERED = "features={kind: scattering, pool: 2}"
 NEEDED = {
+    "plots": [["topology", "digits", "--out", "graph.svg"]],
+    "flower": [["guard", "policy.yaml", "flower-supernode"]],
     "simulation": [
         ["run", "digits", "--runtime", "flower", "--out", "not"],
         ["run", "digits", "--set", SHARDS, "--out", "not"],

@@ -12,8 +12,8 @@ batch. Only neighbours that are active in the round are there.
 Privacy: unit example, adjacency zero-out. Peer i's |M_i| sums of one round, its own among them, are one Gaussian vector
 towards colluding neighbours, which an example moves by C sqrt(|M_i|) at most; the budget is held to that, for |M_i| of
 each round. What i makes of them (its model, its momentum) and sends on is computed from releases. A single neighbour j
-is told ĝ_ij, which an example moves by C, but it also hears i's later models, which are made of ĝ_ii: the smaller ε of
-the replies to j alone is no bound on all that j hears.
+receives ĝ_ij, which an example moves by C, but also i's later models, which are made of ĝ_ii: the smaller ε of the
+replies to j alone is no bound on all that j receives.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ def peer(
             raise typer.BadParameter(
                 "with --app, data and batches are the app's: leave out --data and --insecure-seeds"
             )
-        serverless = require("flower_privdec.flower.serverless", "privdec peer --app", "pip install grpcio")
+        serverless = require(
+            "flower_privdec.flower.serverless", "privdec peer --app", "pip install 'flower-privdec[flower]'"
+        )
         loaded = load_app_scenario(scenario, settings or ())
         run = partial(serverless.run_app_peer, app, initial=initial, node_config=node_config or ())
     elif initial is not None or node_config:

@@ -75,6 +75,12 @@ class Algorithm:
         """Return what the scenario calls it."""
         return self.section.name
 
+    @property
+    def final_exchange(self) -> Mix:
+        """Return the exchange that makes the peers' models agree: the last mixing of the program, or one of x."""
+        mixes = [item for item in self.program if isinstance(item, Mix)]
+        return replace(mixes[-1], mixing_step=0) if mixes else Mix(("x",))
+
     def repeat_mixing(self, steps: int, topology: str) -> None:
         """Exchange several times in a round, each time by the next matrix of the sequence.
 
@@ -218,6 +224,27 @@ class Algorithm:
         """Return the mean of the network's models, [d]: Σ_i x_i / Σ_i w_i, which mixing conserves."""
         total = rows["x"].sum(0)
         return total / (rows["w"].sum() if "w" in rows else len(rows["x"]))
+
+
+def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
+    """Run steps up to the next exchange, or to the end of the round.
+
+    Returns:
+        The exchange the caller has to perform, or None when the round ended; `state.round_index` then names the
+        next round.
+    """
+    program = algorithm.program
+    while state.at < len(program):
+        item = program[state.at]
+        if isinstance(item, Exchange):
+            state.waiting = True
+            return item
+        cohort.state = state
+        item(cohort, state)
+        state.at += 1
+    state.at = 0
+    state.round_index += 1
+    return None
 
 
 def check_algorithm(algorithm: Algorithm, where: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.core.exchange import Exchange, State
+from flower_privdec.core.exchange import State
 from flower_privdec.data import Batch, PeerData
 from flower_privdec.gradients.protocol import GradientKernel, inputs_like, row_chunks
 from flower_privdec.graph.mixing import Mixing
@@ -21,7 +21,6 @@ from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import INDEPENDENT, STATE_PREFIX, NoisedSum, NoiseMechanism, NoiseSource, PairSecrets
 
 if TYPE_CHECKING:
-    from flower_privdec.core.algorithm import Algorithm
     from flower_privdec.data import PublicSet
     from flower_privdec.rows.sparse_rows import Features
     from flower_privdec.tasks.losses import Loss
@@ -374,24 +373,3 @@ class Cohort:
             participation=self.participation,
             state=rows,
         )
-
-
-def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
-    """Run steps up to the next exchange, or to the end of the round.
-
-    Returns:
-        The exchange the caller has to perform, or None when the round ended; `state.round_index` then names the
-        next round.
-    """
-    program = algorithm.program
-    while state.at < len(program):
-        item = program[state.at]
-        if isinstance(item, Exchange):
-            state.waiting = True
-            return item
-        cohort.state = state
-        item(cohort, state)
-        state.at += 1
-    state.at = 0
-    state.round_index += 1
-    return None

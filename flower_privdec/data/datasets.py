@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.catalogue import DATASETS, PARTITIONS
+from flower_privdec.catalogue import DATASETS, PARTITIONS, Targets, fitting
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.data import readers
@@ -30,7 +30,6 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
 from flower_privdec.scenario.sections import PEER, DataSection
-from flower_privdec.tasks.kinds import Targets, fitting
 
 
 def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options: Any) -> list[np.ndarray]:

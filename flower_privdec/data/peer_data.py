@@ -366,7 +366,7 @@ class PeerData:
             return self._gather(rows, self.sampler.batch(step, rows))
         key = rows.tobytes()
         if self._full is None or self._full[0] != key:
-            self._full = None  # lets go of the last one before the next is made
+            self._full = None  # frees the last one before the next is made
             self._full = (key, self._gather(rows, self.sampler.batch(step, rows)))
         return self._full[1]
 

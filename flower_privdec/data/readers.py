@@ -28,13 +28,13 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
+from flower_privdec.catalogue import TARGETS, Targets
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import load_own, require
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import LARGEST_INDEX, Features, SparseRows
-from flower_privdec.tasks.kinds import TARGETS, Targets
 
 Rows = np.ndarray | slice
 Constants = tuple[tuple[float, ...], tuple[float, ...]]
@@ -205,7 +205,7 @@ def _read_idx(path: Path, axes: int) -> np.ndarray:
 
 def _read_cifar10_half(folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
     """Read half of CIFAR-10, which torchvision unpickles, after its checksums."""
-    datasets = require("torchvision.datasets", "data.dataset=CIFAR10", "pip install torchvision")
+    datasets = require("torchvision.datasets", "data.dataset=CIFAR10", "pip install 'flower-privdec[images]'")
     data = datasets.CIFAR10(folder.parent, train=train, download=False)
     return data.data, np.asarray(data.targets)
 
@@ -316,7 +316,7 @@ MOST_CLASSES = 10**9
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a user's own arrays are to be read.
+    """Options for reading a user's own arrays.
 
     Attributes:
         targets: the kind of y.
@@ -473,7 +473,7 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
 
 def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Tensor:
     """Decode some JPEG images to [N, 3, H, W]."""
-    pillow = require("PIL.Image", "an .npz of JPEG images", "pip install pillow")
+    pillow = require("PIL.Image", "an .npz of JPEG images", "pip install 'flower-privdec[images]'")
     chosen = np.arange(len(offset) - 1)[rows]
     images: np.ndarray | None = None
     for position, row in enumerate(chosen):

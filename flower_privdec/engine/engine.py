@@ -14,7 +14,7 @@ class Engine:
         self.algorithm, self.cohort, self.state = algorithm, cohort, state
         self._spares: Spares = {}
 
-    trial = None  # models are tried by the caller
+    trial = None  # the caller evaluates the models
 
     def collected(self) -> State:
         """Return the state between two rounds."""

@@ -30,14 +30,14 @@ _log = logging.getLogger(__name__)
 
 
 class Run:
-    """A scenario under way in this process: rounds, evaluations, checkpoints, then the summary.
+    """A run in this process: rounds, evaluations and checkpoints, then the summary.
 
     Args:
         experiment: the scenario, built.
         out: the run's folder.
         runtime: what the summary calls it.
-        resume: go on from the folder's checkpoint.
-        lean: keep no models, and few checkpoints.
+        resume: continue from the folder's checkpoint.
+        lean: save no models, and few checkpoints.
         workers: how many processes, in place of the scenario's.
 
     Raises:
@@ -74,7 +74,7 @@ class Run:
             raise
 
     def _leave(self) -> list[Callable[[], None]]:
-        """Return what lets go, in a process forked from this one, of the locks that this one goes on holding."""
+        """Return functions that close, in a forked worker, its copies of the locks that this process holds."""
         ledger = self.cohort.ledger
         return [self.recorder.close, *([] if ledger is None else [partial(ledger.close, unlock=False)])]
 
@@ -116,7 +116,7 @@ class Run:
         try:
             yield
         except GoneError as error:
-            remedy = f"nothing that was kept is lost: run the same command {again(self.recorder.out)}"
+            remedy = f"everything up to the last checkpoint is saved: run the same command {again(self.recorder.out)}"
             raise RunError(f"round {self.round_index}: {error}; {remedy}", code="run.worker-ended") from error
         except PrivdecError:
             raise
@@ -138,7 +138,7 @@ class Run:
         return self.recorder.finish(self.engine.state.rows, spent)
 
     def close(self) -> None:
-        """Let go of the other processes, the folder and the ledgers."""
+        """End the workers, and release the folder and the ledger."""
         if hasattr(self, "engine"):
             self.engine.close()
         self.recorder.close()
@@ -159,7 +159,7 @@ def run(
     """Run a scenario to its end.
 
     Args:
-        lean: keep no models, and few checkpoints.
+        lean: save no models, and few checkpoints.
         on_metrics: called with each evaluation's metrics.
         workers: how many processes, in place of the scenario's.
 

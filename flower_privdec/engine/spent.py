@@ -159,7 +159,7 @@ def budget_note(spending: Spending, steps_per_round: int) -> str | None:
     return (
         f"after the ε = {_already(spending)} that other runs over the same data have spent, the budget of peers "
         f"{peer_ranges(short)} allows steps in the first {some} of {spending.steps // steps_per_round} rounds only; "
-        "after them they train no more and go on exchanging"
+        "after them they stop training and only exchange"
     )
 
 
@@ -175,8 +175,8 @@ def shortfall(participation: Participation, ran: Sequence[int], rounds: int) -> 
         return None
     taken, wanted = (_span(values[peer] for peer in short) for values in (ran, planned))
     return (
-        f"the budget of peers {peer_ranges(short)} ends after {taken} of their {wanted} rounds, and they train no "
-        "more: raise privacy.epsilon or the noise, or plan fewer rounds"
+        f"the budget of peers {peer_ranges(short)} ends after {taken} of their {wanted} rounds, and they stop "
+        "training: raise privacy.epsilon or the noise, or plan fewer rounds"
     )
 
 

@@ -48,7 +48,7 @@ def evaluate(
     Returns:
         for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None where one is no finite
         number), loss (mean_model, in nats), consensus_distance; and for methods of several local steps that learn
-        classes personalized, see `own_labels.try_on_shards`, where there is no privacy to lose by it.
+        classes personalized, see `try_on_shards`, where there is no privacy to lose by it.
 
     Raises:
         RunError: when the run has diverged.

@@ -62,7 +62,7 @@ def find_minimum(objective: ConvexObjective) -> Minimum | None:
         The minimum; None where no bound is known, without a regularizer (it may not even be reached) and for a loss
         that has kinks and is not the hinge, or is a user's own.
 
-    Privacy: of raw examples, see `objective`. The cache holds the two numbers, under a hash of the objective.
+    Privacy: of raw examples (`ConvexObjective`). The cache holds the two numbers, under a hash of the objective.
     """
     if objective.regularizer == Regularizer() or objective.loss.name not in ("hinge", *SMOOTH):
         return None

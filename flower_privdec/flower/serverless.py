@@ -16,7 +16,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,27 +36,23 @@ from flower_privdec.engine.spent import json_number
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.experiment.view import NOISE
-from flower_privdec.flower.launch.error_formatting import reason
+from flower_privdec.flower.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
 from flower_privdec.flower.mods.peer_state import (
-    APP_SPENT,
-    LEAST_WEIGHT,
     UNPROTECTED,
     WITNESSED,
     Layout,
     PeerLedger,
-    PeerPrivacy,
     PeerState,
     UnfitAnswerError,
     bare_words,
     keep_metrics,
     mass_of,
     new_incarnation,
+    noise_for,
     numpy_arrays,
-    protected,
     protocol,
     returned_arrays,
-    solved_noise,
     take_step,
     working_in,
 )
@@ -397,7 +393,7 @@ class AppTrainer:
     @property
     def witnessed_ledger(self) -> Ledger | None:
         """See Trainer."""
-        return None if self.ledger is None else self.ledger.ledger
+        return self.ledger
 
     def reserve(self) -> None:
         """See Trainer; an app's step is charged as it begins, beside which its disk takes no time."""
@@ -450,13 +446,10 @@ class AppTrainer:
         """Return the noise multiplier: the scenario's, or the least that keeps the budget over this peer's rounds."""
         scenario, private = self.scenario, self._private
         assert private is not None
-        if private.noise_multiplier is not None:
-            return private.noise_multiplier
-        assert private.epsilon is not None
         active = self.participation.active
         takes_all = scenario.participation.kind == "all"
         rounds = scenario.rounds if takes_all else sum(bool(active(k)[self._peer]) for k in range(scenario.rounds))
-        return solved_noise(private.epsilon, private.delta, max(1, rounds))
+        return noise_for(private, rounds)
 
     def advance(self, state: State) -> Exchange | None:
         """See Trainer."""
@@ -471,31 +464,21 @@ class AppTrainer:
 
     def _train(self, state: State) -> None:
         """Take a round's step, where this peer is active, has some mass, and can pay for it."""
-        k, weight = state.round_index, float(state.rows["w"][0])
+        k, private = state.round_index, self._private
         if self._exhausted or not self.participation.active(k)[self._peer]:
-            return None
-        if weight < LEAST_WEIGHT:
-            self.idle = f"it holds {weight:.2g} of the mass, and waits for a share before it trains"
-            return None
-        self.idle, private, protect = "", self._private, None
-        if private is not None:
-            assert self.ledger is not None
-            if not self.ledger.charge(k + 1, self._noise):
-                budget = self.ledger.budget
-                why = f"its next update would exceed epsilon = {budget:g}; it trains no more, and goes on relaying"
-                return self._exhaust(k + 1, why)
-            protect = partial(protected, private.clip_norm, self._noise)
-        mass = self._mass(state)
-        if not take_step(mass, lambda arrays: self._train_app(arrays, k + 1), protect, k + 1):
-            return self._exhaust(k + 1, APP_SPENT)
+            return
+        mass, clip_norm = self._mass(state), None if private is None else private.clip_norm
+        noise = 0.0 if private is None else self._noise
+        hindrance = take_step(mass, lambda a: self._train_app(a, k + 1), k + 1, self.ledger, clip_norm, noise)
+        if hindrance is not None:
+            self.idle, self._exhausted = hindrance
+            if hindrance.for_good:
+                log.warning("peer %s, round %s: %s", self._peer, k + 1, hindrance.why)
+            return
+        self.idle = ""
         state.rows["x"][0].copy_(torch.from_numpy(mass.x))
         state.rows["unprotected"].fill_(mass.bare)
         state.rows.update(_unmixed_rows(mass.unmixed))
-        return None
-
-    def _exhaust(self, server_round: int, why: str) -> None:
-        self._exhausted, self.idle = True, why
-        log.warning("peer %s, round %s: %s", self._peer, server_round, why)
 
     def _mass(self, state: State) -> PeerState:
         """Return a copy of the mass and of the arrays that are not mixed."""
@@ -673,7 +656,12 @@ def node_config_of(pairs: Sequence[str]) -> Mapping[str, Any]:
 
 
 def run_mesh(
-    run: str, scenario: str, initial: InitialArrays, settings: PeerSettings, privacy: PeerPrivacy, train: TrainApp
+    run: str,
+    scenario: str,
+    initial: InitialArrays,
+    settings: PeerSettings,
+    privacy: AppPrivacySection | None,
+    train: TrainApp,
 ) -> PeerState:
     """Run a SuperNode's peer over direct connections, from its start or its last checkpoint, and return its mass.
 
@@ -684,6 +672,7 @@ def run_mesh(
     Args:
         run: the run's name.
         scenario: of the train message, as YAML.
+        privacy: held to the budget of the node's owner.
 
     Raises:
         RunError: the run could not go on, or the scenario asks for more than a server may decide.
@@ -693,16 +682,7 @@ def run_mesh(
     agreed = _checked_scenario(run, scenario, settings)
     assert agreed.network.peers is not None
     assert settings.certificates is not None
-    epsilon, delta = privacy.budget(settings)  # raises where the owner's budget cannot be kept
-    private = None
-    if privacy.clip_norm is not None:
-        private = AppPrivacySection(
-            clip_norm=privacy.clip_norm,
-            noise_multiplier=privacy.noise_multiplier,
-            epsilon=epsilon if math.isfinite(epsilon) else None,
-            delta=delta,
-            ledger=str(settings.folder),
-        )
+    private = None if privacy is None else privacy.model_copy(update={"ledger": str(settings.folder)})
     folder = settings.folder / f"mesh-{run}"
     credentials = credentials_of(agreed, settings.certificates, settings.peer)
     addresses = tuple(peer.address for peer in agreed.network.peers)

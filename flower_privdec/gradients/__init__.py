@@ -8,7 +8,7 @@ from torch import nn
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.factored import FactoredKernel
-from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
+from flower_privdec.gradients.per_example import VmapKernel
 from flower_privdec.gradients.proof import Unproved, prove
 from flower_privdec.gradients.protocol import GradientKernel, LabelledInputs
 from flower_privdec.gradients.stacked import Factors, SparseLinearKernel, StackedKernel, parse_stack
@@ -31,7 +31,6 @@ KERNELS = {
     "stacked": "stacks of linear layers: closed form, all peers at once",
     "factored": "models proved to keep examples apart: one backward pass a peer",
     "vmap": "any model: torch.func, a few examples at a time",
-    "loop": "any model: one example at a time (slow; the oracle of the tests)",
 }
 
 
@@ -56,7 +55,7 @@ def build_kernel(
         input_shape: of one example.
         kind: one of KERNELS.
         memory_bytes: approximate limit of the kernel's temporary memory.
-        n_tokens: the inputs are tokens 0..n_tokens-1, indices of an embedding: vmap or loop.
+        n_tokens: the inputs are tokens 0..n_tokens-1, indices of an embedding: vmap.
         sparse: examples are compressed rows, which one linear layer alone can take.
         single_example: most batches have one example: linear models of one output get a compiled loop.
 
@@ -94,8 +93,6 @@ def build_kernel(
             if kind == "factored":
                 message = f"kind='factored' does not fit this model: {why}; use auto"
                 raise ScenarioError(message, code="gradients.kind") from None
-    if kind == "loop":
-        return LoopKernel(module, resolved, n_tokens)
     return VmapKernel(module, resolved, input_shape, memory_bytes, n_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of any module, example by example: torch.func over a few at once, and a plain loop (the oracle)."""
+"""Gradients of any module, example by example: torch.func over a few at once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ from torch.func import functional_call, grad, vmap
 
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import (
-    Clipping,
-    GradientKernel,
-    LabelledInputs,
     Piece,
     RowKernel,
     Stored,
-    beyond,
-    inputs_like,
     masked,
     reason,
     row_chunks,
     unknown_tokens,
-    upper,
 )
-from flower_privdec.models import flatten, unflatten
+from flower_privdec.models import flatten
 from flower_privdec.tasks.losses import Loss, no_own_rules
 
 _WRITTEN_BYTES = 2**26  # gradients written out at once; a call of vmap costs about 2 ms whatever it does
@@ -125,50 +119,3 @@ class VmapKernel(RowKernel):
 
     def _parts(self, examples: int, element_size: int) -> list[slice]:
         return row_chunks(examples, self.d * element_size, min(self._memory, _WRITTEN_BYTES))
-
-
-class LoopKernel(GradientKernel):
-    """The oracle: one module, one example, one backward pass at a time; see GradientKernel."""
-
-    def __init__(self, module: nn.Module, loss: Loss, n_tokens: int | None = None) -> None:
-        super().__init__(module, loss, 1)
-        self._module, self._n_tokens = module, n_tokens
-
-    def _add_(self, out: Tensor, params: Tensor, batch: LabelledInputs, clipping: Clipping) -> Tensor:
-        (m, examples), clip_norm, divisor = batch.weight.shape, clipping.clip_norm, clipping.divisor
-        norms = params.new_empty(m, examples)
-        for i in range(m):
-            model = self._model(params[i] if divisor is None else params[i] / divisor[i])
-            total = torch.zeros_like(params[i])
-            for b in range(examples):
-                gradient = self._gradient(model, inputs_like(batch.x[i, b], params), batch.y[i, b])
-                norms[i, b] = upper(gradient)
-                bad = beyond(norms[i, b])
-                if bad is not None:
-                    gradient, norms[i, b] = gradient.masked_fill(bad, 0), norms[i, b].masked_fill(bad, 0)
-                if clip_norm is not None and norms[i, b] > clip_norm[i]:
-                    gradient *= clip_norm[i] / norms[i, b]
-                total += batch.weight[i, b] * gradient
-            out[i] += clipping.scale[i] * total
-        return norms
-
-    def logits(self, params: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
-        with torch.no_grad():
-            return torch.stack([self._model(row)(inputs_like(x, params)) for row in params])
-
-    def _gradient(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        if unknown_tokens(x[None], self._n_tokens) is not None:
-            return flatten(model).fill_(math.nan)
-        with torch.enable_grad():
-            return example_gradient(model, self._loss, x, y)
-
-    def _model(self, row: Tensor) -> nn.Module:
-        return unflatten(copy.deepcopy(self._module).to(row), row)
-
-
-def example_gradient(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
-    """Return the gradient [d] of one example's loss by one backward pass."""
-    value = loss.value(model(x[None]), y[None]).sum()
-    gradients = torch.autograd.grad(value, list(model.parameters()), materialize_grads=True, allow_unused=True)
-    return torch.cat([gradient.flatten() for gradient in gradients])

@@ -35,7 +35,7 @@ from flower_privdec.engine.workers import deal, start_engine
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
-from flower_privdec.experiment.memory import memory_need, outputs_per_example, shortage, table_bytes
+from flower_privdec.experiment.view import memory_need, outputs_per_example, shortage, table_bytes
 from flower_privdec.gradients import explain_kernel
 from flower_privdec.gradients.protocol import inputs_like
 from flower_privdec.privacy.accountant.accounting import epsilon

@@ -140,7 +140,8 @@ def drawing(salt: str = "privdec") -> Iterator[None]:
         import matplotlib
     except ModuleNotFoundError as error:
         raise ScenarioError(
-            "pictures need matplotlib, which is not installed; pip install matplotlib", code="reporting.no-matplotlib"
+            "pictures need matplotlib, which is not installed: pip install 'flower-privdec[plots]'",
+            code="reporting.no-matplotlib",
         ) from error
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": salt}):
         yield

@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 class ClippedSum:
     """Sums clipped gradients of one model's chosen parameters.
 
-        sum_b g_b min(1, C / |g_b|),    |g_b| its norm or a little more (`gradients.bounds`)
+        sum_b g_b min(1, C / |g_b|),    |g_b| its norm or a little more (`gradients.protocol`)
 
     where g_b is the gradient of criterion(model(x_b), y_b), of example b as a batch of one (Abadi et al. 2016, Alg. 1).
-    An example whose gradient is not finite, or beyond `bounds.LARGEST`, counts as zero. Model and criterion never see
+    An example whose gradient is not finite, or beyond `protocol.LARGEST`, counts as zero. Model and criterion never see
     two examples together: `vmap` takes some at a time and lets none reach another, `loop` calls the model on one after
     the other, on a fresh copy of it each time. State in either is discarded; state elsewhere, in globals or files, is
     not.

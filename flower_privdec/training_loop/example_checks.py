@@ -174,7 +174,8 @@ def _check_alone(dataset: Any, index: int) -> None:
     """Refuse a dataset whose item at `index` depends on other items.
 
     The dataset is copied, and every array, list or table of as many rows as it has items holds row `index` in all its
-    rows; datasets in it are watched. An item that reads its own row alone stays as it was.
+    rows; datasets in it are watched, and its random generators repeat. An item that reads its own row alone stays as it
+    was.
 
     Raises:
         ScenarioError: it does not.
@@ -187,14 +188,14 @@ def _check_alone(dataset: Any, index: int) -> None:
         alone = copy.copy(dataset)
         alone.__dict__.update(_alone(vars(dataset), len(dataset), index, watched))
         with _same_random_numbers():
-            expected = dataset[index]
+            expected = _repeating(dataset)[index]
         with _same_random_numbers():
-            repeatable = _same(expected, dataset[index])
+            repeatable = _same(expected, _repeating(dataset)[index])
     except RAISED_BY_USERS:  # a class that cannot be copied, or an item that cannot be read, as its batch will raise
         return
     try:
         with _same_random_numbers():
-            item = alone[index]
+            item = _repeating(alone)[index]
     except RAISED_BY_USERS:
         failed = True
     if failed or (repeatable and not _same(item, expected)) or any(len(inner._read) > 1 for inner in watched):
@@ -211,6 +212,17 @@ def _check_alone(dataset: Any, index: int) -> None:
             "more passes in place of copies",
             code="training-loop.repeated-example",
         )
+
+
+def _repeating(dataset: Any) -> Any:
+    """Return a copy of a dataset whose own random generators begin where they are now; raises what copying raises."""
+    repeating = copy.copy(dataset)
+    for name, value in vars(dataset).items():
+        if isinstance(value, torch.Generator):
+            repeating.__dict__[name] = torch.Generator(value.device).set_state(value.get_state())
+        elif isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
+            repeating.__dict__[name] = copy.deepcopy(value)
+    return repeating
 
 
 def _alone(value: Any, rows: int, index: int, watched: list[_Watched]) -> Any:

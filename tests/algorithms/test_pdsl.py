@@ -12,6 +12,7 @@ import torch
 from algorithm_references import softmax_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loop_kernel import build_kernel
 from scipy.optimize import minimize
 from tiny_scenario import Build
 
@@ -23,7 +24,6 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
 from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.gradients import build_kernel
 from flower_privdec.models import build_model, flatten
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import plan_text

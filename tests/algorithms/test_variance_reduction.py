@@ -15,7 +15,7 @@ from flower_privdec.algorithms.tables import TABLES, stacked
 from flower_privdec.data import Sampler
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import memory
+from flower_privdec.experiment import view
 
 UNEQUAL = ["data.partition={kind: sizes, sizes: [100, 60, 50, 30]}"]
 SOME = ["participation={kind: uniform, fraction: 0.5}"]
@@ -317,7 +317,7 @@ def test_the_memory_a_table_is_said_to_take_is_what_it_takes(build, table, more)
     experiment = build(*vr(table), *more)
     rows = engine_of(experiment).state.rows
     kept = {name: value for name, value in rows.items() if name not in ("x", "w")}
-    assert memory.table_bytes(experiment)[table] == sum(value.nbytes for value in kept.values())
+    assert view.table_bytes(experiment)[table] == sum(value.nbytes for value in kept.values())
     if table in TABLES:
         widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in stacked(experiment.kernel).layers]
         sizes, batch = experiment.own.sampler.partition_sizes, int(experiment.own.sampler.normalizer[0])
@@ -338,7 +338,7 @@ def test_factors_take_a_small_part_of_what_gradients_do():
 
 def test_a_table_that_does_not_fit_is_refused_before_anything_is_written(build, monkeypatch, tmp_path):
     experiment = build(*vr("dense"))
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(view, "available_bytes", lambda device: 1 << 20)
     with pytest.raises(ScenarioError, match=r"algorithm.table='dense' needs about .* are free; use factored"):
         experiment.cohort(tmp_path / "ledger")
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -359,8 +360,16 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_was_kept(
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return opened(path, mode, *more, **given)
 
+    opened_by_system = os.open
+
+    def full_by_system(path: Any, flags: int, *more: Any, **given: Any) -> int:
+        if Path(path).name.startswith(name) and flags & os.O_WRONLY:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return opened_by_system(path, flags, *more, **given)
+
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)
+        patched.setattr(os, "open", full_by_system)
         said = refused(capsys, "run", "s.yaml", "--out", half, "--resume", status=1)
     assert "No space left on device" in said
     assert "make room" in said

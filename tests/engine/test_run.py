@@ -70,7 +70,7 @@ def test_given_noise_stops_at_the_budget_and_the_last_lines_say_so(scenario, tmp
     ran = {row["rounds_run"] for row in summary["privacy"]}
     assert len(ran) == 1
     assert 0 < max(ran) < 8
-    said = f"the budget of peers 0-3 ends after {max(ran)} of their 8 rounds, and they train no more: raise"
+    said = f"the budget of peers 0-3 ends after {max(ran)} of their 8 rounds, and they stop training: raise"
     assert summary["budget_note"].startswith(said)
     assert said in " ".join(capsys.readouterr().out.splitlines()[-2:])
     assert privdec("plan", scenario, "--set", "privacy.noise_multiplier=0.9") == 0

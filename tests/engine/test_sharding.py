@@ -24,7 +24,7 @@ from torch.distributed import FileStore
 from variants import VARIANTS, settings_for
 
 from flower_privdec import testing
-from flower_privdec.core import Exchange, State
+from flower_privdec.core import Edges, Exchange, Gather, State
 from flower_privdec.engine.shards import process_group as wires_module
 from flower_privdec.engine.shards.communication_plan import Shards, Traffic, mix_plan
 from flower_privdec.engine.shards.process_group import LostShardError, ProcessGroup
@@ -309,12 +309,23 @@ def test_shards_that_would_run_something_else_refuse(tmp_path: Path) -> None:
         assert "is about to run something else" in str(end.exception())
 
 
-def test_an_exchange_of_another_kind_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    shards = Shards.deal(4, 1)
-    make = engines_of(tiny(), shards)
-    other = type("Shuffle", (Exchange,), dict.fromkeys(("outgoing", "incoming", "together"), lambda *_: None))
-    with raises(RunError, "shards.exchange", "Shuffle"):
-        in_shards(tmp_path, shards, lambda wires: make(wires).perform(other(("x",))))
+def test_an_exchange_of_another_kind_passes_its_messages(tiny: Tiny, tmp_path: Path) -> None:
+    methods = {name: getattr(Gather, name) for name in ("outgoing", "incoming", "together")}
+    exchange = type("Own", (Exchange,), methods)(("x",))
+    shards = Shards.deal(4, 2)
+    make = engines_of(tiny("topology.name=complete"), shards)
+
+    def work(wires: ProcessGroup) -> Edges:
+        engine = make(wires)
+        engine.state.rows["x"].add_(torch.from_numpy(engine.state.peers)[:, None])
+        engine.perform(exchange)
+        wires.part()
+        return engine.state.edges["x"]
+
+    for edges in in_shards(tmp_path, shards, work):
+        gained = edges.values - edges.values[:1] + edges.other[0]
+        assert torch.equal(gained[:, 0].round().long(), torch.from_numpy(edges.other))
+        assert len(edges.own) == 6
 
 
 # --- the meeting ---

@@ -18,7 +18,7 @@ from flower_privdec.cli.main import main
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower.apps.client_app import reply_partition
 from flower_privdec.flower.apps.server_app import ScenarioStrategy, caller_folder, scenario_strategy
-from flower_privdec.flower.launch.error_formatting import one_line_failure, one_line_replies, reason
+from flower_privdec.flower.error_formatting import one_line_failure, one_line_replies, reason
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import to_yaml
 

@@ -386,7 +386,7 @@ def test_a_budget_of_the_apps_own_ends_training_and_not_relaying(
         return holding(np.ones(3))(message)
 
     strategy = start(tmp_path, 5, answers(reply, PeerMod(share_metrics=False)))
-    stopped = "its app's own budget allows no more training; it goes on relaying"
+    stopped = "its app's own budget allows no more training; it only exchanges"
     assert f"[ROUND 2/5] 0 of 2 peers trained (peers 0, 1: {stopped})" in caplog.text
     assert f"Training stops: peers 0, 1: {stopped}" in caplog.text
     assert strategy.reports[0].round_index == 2  # a part of the mass went on its way all the same

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+from contextlib import suppress
 
 import dp_accounting
 import numpy as np
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
+from flower_privdec.flower.mods.masking import masked, unmasked_sum
 from flower_privdec.flower.mods.peer_mod import PeerRequest
 from flower_privdec.flower.mods.peer_state import (
     Identity,
@@ -31,13 +34,15 @@ from flower_privdec.flower.mods.peer_state import (
     clipped,
     load_state,
     norm,
+    protected,
     run_frames,
     solved_noise,
     spent_so_far,
     state_path,
 )
-from flower_privdec.flower.strategies.masking import masked, unmasked_sum
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
+from flower_privdec.privacy.ledger import ledger as ledger_module
+from flower_privdec.privacy.noise.deployed import grid_steps
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 DELTA = 1e-5
@@ -144,7 +149,7 @@ def test_a_budget_that_is_reached_stops_training_and_the_peer_goes_on_relaying(t
     assert sum(edge.sent for edge in state.shares.edges.values()) == 6  # it went on sending
     assert state.round_index == 6
     assert "3 of 4 peers trained (peer 2: its next update would exceed epsilon" in caplog.text
-    assert "it trains no more, and goes on relaying" in caplog.text
+    assert "it stops training and only exchanges" in caplog.text
 
 
 def test_training_ends_when_every_budget_is_reached(tmp_path, caplog):
@@ -246,13 +251,13 @@ def test_metrics_of_a_protected_peer_stay_with_it_unless_it_is_told_otherwise(sh
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"clip_norm": 1.0}, "clip_norm=1.0, noise_multiplier=None, epsilon=None: a peer is protected by"),
-        ({"noise_multiplier": 1.0}, "clip_norm=None, noise_multiplier=1.0"),
-        ({"epsilon": 1.0}, "give both, or neither"),
-        ({"clip_norm": 0.0, "noise_multiplier": 1.0}, "clip_norm=0.0 must be finite and > 0"),
-        ({"clip_norm": 1.0, "noise_multiplier": float("nan")}, "noise_multiplier=nan must be finite and > 0"),
-        ({"clip_norm": 1.0, "epsilon": -1.0}, "epsilon=-1.0 must be finite and > 0"),
-        ({"clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 0.0}, r"delta=0.0 must be in \(0, 1\)"),
+        ({"clip_norm": 1.0}, "give epsilon .a budget the noise is solved for., noise_multiplier, or both"),
+        ({"noise_multiplier": 1.0}, "PeerMod: 'clip_norm' is missing"),
+        ({"epsilon": 1.0}, "'clip_norm' is missing"),
+        ({"clip_norm": 0.0, "noise_multiplier": 1.0}, "clip_norm=0.0 must be > 0"),
+        ({"clip_norm": 1.0, "noise_multiplier": float("nan")}, "noise_multiplier=nan must be a finite number"),
+        ({"clip_norm": 1.0, "epsilon": -1.0}, "epsilon=-1.0 must be > 0"),
+        ({"clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 0.0}, "delta=0.0 must be > 0"),
     ],
 )
 def test_wrong_settings_are_refused_when_the_app_is_made(options, said):
@@ -483,3 +488,29 @@ def test_a_ledger_in_use_is_not_paid_from_twice(tmp_path):
 
     with Ledger(tmp_path, "peer-updates"), pytest.raises(BudgetError, match="in use by another run"):
         PeerLedger(tmp_path, "run", 1, 0, DELTA).charge(1, 1.0)
+
+
+def test_an_update_is_noised_on_a_grid() -> None:
+    """Its digits show nothing of the update: what is released is a multiple of 2^-21 of the noise at least."""
+    released = protected(1.0, 1.5, np.full(4000, 1e-3) * np.pi)
+    step = grid_steps(torch.tensor([1.5]).double()).item()
+    assert not np.any(np.remainder(released, step))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_an_app_does_not_train_where_its_charge_cannot_be_written(is_full, tmp_path, monkeypatch):
+    app, trained = ClientApp(mods=[PeerMod(clip_norm=1.0, noise_multiplier=1.0, delta=DELTA)]), []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        trained.append(context.node_config["partition-id"])
+        return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
+
+    def full(fd: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if is_full:
+        monkeypatch.setattr(ledger_module.os, "write", full)
+    with suppress(RunError):
+        PushSum(name="e", fraction_evaluate=0.0).start(LocalGrid(app, 2, folder=tmp_path), zeros(), 2)
+    assert bool(trained) != is_full

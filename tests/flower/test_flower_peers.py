@@ -218,7 +218,7 @@ def test_node_ids_may_change_and_peers_stay_who_they_are(tmp_path):
 
     start(1, [5, 9, 7, 3])
     strategy = start(2, [30, 10, 20, 40])
-    assert strategy.network.registry.node_of == {0: 30, 1: 10, 2: 20, 3: 40}
+    assert strategy.network.node_of == {0: 30, 1: 10, 2: 20, 3: 40}
     for arrays in strategy.peer_arrays.values():
         np.testing.assert_allclose(first(arrays), mean_of(4), rtol=1e-12)
 

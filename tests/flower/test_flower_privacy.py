@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -312,6 +313,16 @@ def test_a_deployed_node_refuses_what_is_not_the_servers_to_say(
     with pytest.raises(RunError, match=rule):
         raise RunError(reply.error.reason)
     assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_a_clock_that_is_set_back_loses_no_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("algorithm.name=local", "rounds=3")
+    node = deployed(tmp_path / "node")
+    for until in (1, 2, 3):
+        assert not answer(node, order(scenario, until=until, begin=until - 1)).has_error()
+        for path in (tmp_path / "node").glob("checkpoint-*"):
+            os.utime(path, (2**32 - until, 2**32 - until))  # what comes next is older
+    assert {path.name for path in (tmp_path / "node").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
 
 
 @pytest.mark.parametrize("host", ["cohort"])

@@ -256,7 +256,7 @@ def test_what_was_lost_between_two_mesh_runs_is_missed(tmp_path):
     assert not run()
     forget_the_run()
     peers.put(None)
-    assert "peers [1] did not come to their end" in run()
+    assert "peers [1] did not finish" in run()
     assert peers.count[1] == 3
     forget_the_run()
     assert not run(charge=True)

@@ -204,7 +204,7 @@ def test_a_peer_whose_budget_ends_stops_training_and_continues_to_relay(tmp_path
     run_all(peers)
     assert sorted(trained) == [(peer, done) for peer in range(4) for done in (1, 2, 3)]
     for peer in peers:
-        assert "trains no more, and goes on relaying" in peer.status()["idle"]
+        assert "stops training and only exchanges" in peer.status()["idle"]
         assert peer.status()["epsilon"] <= peer.status()["budget"]
         assert not peer.trainer.is_active(3)
     rows = [peer.state.rows["x"] / peer.state.rows["w"] for peer in peers]
@@ -225,7 +225,7 @@ def test_an_app_whose_own_budget_ends_trains_no_more_and_its_peer_goes_on_relayi
     peers = peers_of(scenario, places, step)
     run_all(peers)
     assert sorted(asked) == [(0, 1), (0, 2), (1, 1), (1, 2), (1, 3), (1, 4)]
-    assert peers[0].status()["idle"] == "its app's own budget allows no more training; it goes on relaying"
+    assert peers[0].status()["idle"] == "its app's own budget allows no more training; it only exchanges"
     assert "2 Gaussian updates" in peers[0].status()["privacy"], "that of the round in which it ended was paid for"
     assert not peers[0].trainer.is_active(3)
 

@@ -14,11 +14,12 @@ import torch
 from gradient_problems import CLASSES, MARGINS, MODELS, ORDER, OTHERS, SHAPE, Batch, added, module_of, targets_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loop_kernel import build_kernel
 from torch import Tensor, nn
 
 from flower_privdec.algorithms.tables import TABLES
 from flower_privdec.core.cohort import PrivateStep
-from flower_privdec.gradients import GradientKernel, StackedKernel, build_kernel
+from flower_privdec.gradients import GradientKernel, StackedKernel
 from flower_privdec.gradients.factored import Outer
 from flower_privdec.gradients.protocol import (
     BLOCK,

@@ -10,20 +10,19 @@ import torch
 from gradient_problems import CLASSES, MARGINS, MODELS, ORDER, OTHERS, SHAPE, Batch, added, module_of, targets_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loop_kernel import LoopKernel, build_kernel
 from raising import raises
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flower_privdec.catalogue import LOSS_KINDS
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import (
     KERNELS,
     StackedKernel,
-    build_kernel,
     stacked,
 )
-from flower_privdec.gradients.per_example import LoopKernel
 from flower_privdec.models import flatten, parameter_count
-from flower_privdec.tasks.kinds import LOSS_KINDS
 from flower_privdec.tasks.losses import LOSSES, resolve_loss
 
 FITTING = [  # every kernel from the fastest that fits on
@@ -163,7 +162,7 @@ def test_loop_agrees_with_the_formula_of_softmax_regression() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 14, 1024])
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("kind", [*KERNELS, "loop"])
 def test_logits_are_the_module_s_outputs(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacked, "SHARED_COLUMNS", columns)
     monkeypatch.setattr(stacked, "SHARED_EXAMPLES", 4)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from loop_kernel import LoopKernel
 from raising import raises
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,7 +18,7 @@ from torch.nn.utils import parametrizations
 from flower_privdec.errors import PrivdecError, RunError, ScenarioError
 from flower_privdec.gradients import build_kernel, explain_kernel
 from flower_privdec.gradients.factored import FactoredKernel
-from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
+from flower_privdec.gradients.per_example import VmapKernel
 from flower_privdec.gradients.proof import Unproved, prove
 from flower_privdec.models import flatten, parameter_count
 

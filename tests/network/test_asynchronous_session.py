@@ -21,7 +21,9 @@ def two() -> tuple[AsynchronousSession, AsynchronousSession]:
         mass = {"x": torch.full((3,), 4.0), "w": torch.tensor(1.0)}
         machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, TensorArithmetic())
         frames = FrameCodec(b"run", formats_of(mass))
-        found.append(AsynchronousSession(machine, witness_of(peer, [1 - peer]), frames, [], retry=1e6, rounds=9))
+        found.append(
+            AsynchronousSession(machine, witness_of(peer, [1 - peer]), frames, [], retry=1e6, rounds=9, n_peers=2)
+        )
     sender, receiver = found
     commit(sender.protocol, receiver.protocol)
     shake(sender.protocol, receiver.protocol)

@@ -38,7 +38,7 @@ from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage
 from flower_privdec.pushsum.witness import LedgerReport
 
-QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}, final_mixing: 0}}"
 NEEDS_A_SERVER = ("scaffold",)
 ALONE = ("local", "dp-sgd")
 TOGETHER = [v for v in VARIANTS if v[0].removeprefix("algorithm.name=") not in (*NEEDS_A_SERVER, *ALONE)]

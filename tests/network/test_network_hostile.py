@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from asynchronous_network import FOLDERS, QUICK, STILL, stop_all
-from networked import LONG, begin_without, devices, finish, running
+from networked import LONG, begin_without, devices, finish, running, wait_until
 from tiny_scenario import Tiny
 from torch import Tensor
 from variants import settings_for
@@ -204,10 +206,22 @@ OF_SHARES: dict[str, tuple[Says, str]] = {
     "a share of another incarnation": (lambda h: [h.share(incarnation=FIRST + 2**32)], "from incarnation 0x"),
     "a share for another incarnation": (lambda h: [h.share(addressed=FIRST + 2**32)], "to 0x200000000"),
     "a share of another life": (lambda h: [h.share(boot=h.own.protocol.boot + 1)], "of a boot that its hello"),
+    "no weight": (
+        lambda h: [h.bad_rows(lambda rows: rows | {"w": torch.zeros_like(rows["w"])})],
+        "weight 0, which must be above 0",
+    ),
+    "a weight of more than all": (
+        lambda h: [h.bad_rows(lambda rows: {"x": rows["x"] * 0, "w": torch.full_like(rows["w"], 1e6)})],
+        r"weight 1e\+06, which must be above 0 and at most 8",
+    ),
     "a share before the first": (lambda h: [h.share(number=0)], "sent share 0 of a boot"),
 }
 OF_ROWS: dict[str, tuple[Says, str]] = {
     "a share": (lambda h: [h.share()], "which this algorithm does not have"),
+    "rows of rounds that are not": (
+        lambda h: [replace(h.own.protocol.hello(0), seen=2**64 - 1)],
+        f"reports rows of round {2**64 - 2} of peer 0, and the run has {ROUNDS}",
+    ),
     "rows of no exchange": (lambda h: [h.message(at=99)], "for exchange 99, which this algorithm does not have"),
 }
 THEN_GREET_ANEW: dict[str, tuple[Says, str]] = {  # what ends the handshake, and no more
@@ -236,11 +250,30 @@ def test_what_breaks_a_rule_is_refused_by_name_and_changes_nothing(hostile: Host
         assert re.search(why, str(refused.value)), f"{case}: {refused.value}"
         assert hostile.target.connections.refused[3] in str(refused.value)
         assert known(hostile.target) == before, case
-        assert hostile.target.protocol.is_open(3) == (case not in THEN_GREET_ANEW), case
+        assert hostile.target.protocol.is_open(3) == (case not in THEN_GREET_ANEW and "weight" not in why), case
+        hostile.target.session.quarantined.clear()
         hostile.greet()
     assert json.loads(bytes(hostile.link.call(STATUS_REQUEST, LONG)))["round"] == 0
     hostile.say(hostile.good())
     assert known(hostile.target) != before  # what is right is taken
+
+
+@pytest.mark.parametrize("weight", [0.0, 9.0, 1e6, 1e300])
+def test_a_weight_that_no_honest_peer_sends_quarantines_its_sender_by_name(hostile: Hostile, weight: float) -> None:
+    """And takes no mass: one share of x = 0 and w = 1e6 made the model of every peer it reached 0."""
+    if not hostile.target.protocol.mass:
+        pytest.skip("gossip has no weights")
+    hostile.greet()
+    before = known(hostile.target)
+    with pytest.raises(RefusedError, match="peer 3 is quarantined by peer 0"):
+        hostile.say(hostile.bad_rows(lambda rows: {"x": rows["x"] * 0, "w": torch.full_like(rows["w"], weight)}))
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="takes nothing from peer 3 any more"):
+            hostile.say(replace(hostile.own.protocol.hello(0)))
+    assert known(hostile.target) == before
+    assert not hostile.target.protocol.is_open(3)
+    assert "weight" in hostile.target.status()["quarantined"]["3"]
+    assert not hostile.target.session.has_news(3, float("inf"))
 
 
 def say_again(hostile: Hostile) -> None:
@@ -350,6 +383,68 @@ def test_a_run_beside_a_hostile_neighbour_ends_with_all_its_mass(tiny: Tiny, tmp
     found = mass_on_disk([tmp_path / name for name in FOLDERS])
     torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64))
     torch.testing.assert_close(found["x"], 4 * start, rtol=0, atol=1e-9)
+
+
+INTEGERS = [0, 1, 2, 7, 2**31, 2**32, 2**32 + 1, 2**63, 2**64 - 1]
+FLOATS = [0.0, -1.0, float("nan"), float("inf"), 1e25, 3e38, 1e300]
+
+
+def fuzzed(hostile: Hostile, draw: Random) -> Message:
+    """Return a message of any type with a hostile value or two in it."""
+    makers = [hostile.own.protocol.hello, lambda _: hostile.acknowledgement(), lambda _: hostile.good()]
+    message: Any = draw.choice(makers)(0)
+    for _ in range(draw.choice([1, 1, 2, 4])):
+        name = draw.choice([name for name in vars(message) if name != "receiver"])
+        if name == "values":
+            part = draw.choice(sorted(message.values))
+            value = torch.full_like(message.values[part], draw.choice(FLOATS))
+            message = replace(message, values={**message.values, part: value})
+        elif name == "opened":
+            message = replace(message, opened=not message.opened)
+        else:
+            near = [max(0, getattr(message, name) + change) for change in (-1, 1, 2)]
+            message = replace(message, **{name: draw.choice(INTEGERS + near)})
+    return message
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_message_of_a_member_ends_a_peer(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Hostile values in every field of every message, from the first that a new process gets; the others go on."""
+    settings = settings_for(f"algorithm.name={name}")
+    scenario = tiny(*settings, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    theirs, draw = devices(scenario, tmp_path), Random(7)
+    peers = [running_peer(scenario, device) for device in theirs]
+    begin_without(peers[:3], 3)
+    own, refused = peers[3], 0
+    assert isinstance(own, AsynchronousPeer)
+    own._begin()
+    link = GrpcConnection(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    evil = Hostile(peers[0], own, link, [])  # type: ignore[arg-type]
+    try:
+        with running(peers[:3]) as futures:
+            wait_until(lambda: any(peer.status()["bytes_received"] for peer in peers[:3]))
+            for number in range(400):
+                evil.target.session.quarantined.clear()
+                with contextlib.suppress(RefusedError, UnreachableError, struct.error, OverflowError):
+                    if number % 20 == 19:
+                        with contextlib.suppress(AssertionError):  # it may have lost what it remembers by its own lies
+                            evil.greet()
+                    refused += 1
+                    evil.say(fuzzed(evil, draw))
+                    refused -= 1
+            before = [peer.state.round_index for peer in peers[:3]]
+            wait_until(
+                lambda: (
+                    any(future.done() for future in futures)
+                    or all(peer.state.round_index > start for peer, start in zip(peers, before, strict=False))
+                )
+            )
+            assert [future.done() for future in futures] == [False] * 3
+            stop_all(peers[:3], futures)
+    finally:
+        link.close()
+        own.close()
+    assert refused > 100
 
 
 def test_nothing_is_said_of_an_incarnation_before_it_is_on_disk(hostile: Hostile) -> None:

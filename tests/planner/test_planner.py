@@ -16,8 +16,8 @@ from tiny_scenario import Build
 from flower_privdec.cli import main
 from flower_privdec.common import machine
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import memory
-from flower_privdec.experiment.memory import memory_need, outputs_per_example, table_bytes
+from flower_privdec.experiment import view
+from flower_privdec.experiment.view import memory_need, outputs_per_example, table_bytes
 from flower_privdec.models import build_model
 from flower_privdec.planner.plan import (
     best_signal,
@@ -173,8 +173,8 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(
 ) -> None:
     experiment = build(vr("dense"))
     need = memory_need(experiment)
-    free = int((need.state + need.data + need.checkpoint) / memory.HEADROOM)
-    monkeypatch.setattr(memory, "available_bytes", lambda _device: free)
+    free = int((need.state + need.data + need.checkpoint) / view.HEADROOM)
+    monkeypatch.setattr(view, "available_bytes", lambda _device: free)
     plan = make_plan(experiment)
     assert plan["seconds"] is None
     told = plan["warnings"][-1]
@@ -188,7 +188,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(
     assert leaving.value.code == 2
     assert "algorithm.table='dense' needs about" in capsys.readouterr().err
     assert not out.exists()
-    monkeypatch.setattr(memory, "available_bytes", lambda _device: 1000)
+    monkeypatch.setattr(view, "available_bytes", lambda _device: 1000)
     with pytest.raises(ScenarioError, match=r"n_peers=1 with models of 650 parameters need .* use fewer peers"):
         hosting(build(), [2]).cohort()
 

@@ -120,7 +120,7 @@ def test_a_run_that_is_allowed_some_steps_takes_them_and_says_so_everywhere(
     scenario.write_text(to_yaml(tiny(f"privacy.ledger={tmp_path}/L")))
     assert privdec("run", scenario, "--out", tmp_path / "first")[0] == 0
     _, planned, _ = privdec("plan", scenario, *more)
-    said = "of 12 rounds only; after them they train no more and go on exchanging"
+    said = "of 12 rounds only; after them they stop training and only exchange"
     assert said in " ".join(planned.split())
     assert "ε = 3.00 before this run" in planned
     code, shown, _ = privdec("run", scenario, "--out", tmp_path / "second", *more)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flower_privdec.algorithms.feddeper import growth
+from flower_privdec.catalogue import METRIC_KINDS
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.recorder import traffic
 from flower_privdec.engine.run import run
@@ -21,7 +22,6 @@ from flower_privdec.reporting import plots
 from flower_privdec.reporting.wording import own_labels, sent
 from flower_privdec.study.cells import expand
 from flower_privdec.study.spec import load_study, metric
-from flower_privdec.tasks.kinds import METRIC_KINDS
 
 DEPER = ["algorithm.name=feddeper", "algorithm.local_steps=3", "topology.name=server", "privacy=none"]
 OWN_LABELS = ["data.partition={kind: pathological, classes_per_peer: 2}", "n_peers=5"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from algorithm_references import NoiseTape, exponential_graph
+from loop_kernel import build_kernel
 from tasks import TASKS
 from tiny_scenario import Build
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
-from flower_privdec.gradients import build_kernel
 from flower_privdec.models import build_model, flatten, parameter_count, unflatten
 
 ROUNDS, RATE, CLIP = 6, 0.2, 0.5

@@ -252,6 +252,17 @@ class OwnGenerator(Items):
         return self.row(index) + torch.randn(5, generator=self.generator), self.y[index]
 
 
+class OwnMixup(Items):
+    """Mixup by a generator of the dataset's own, as a copy of it does not repeat."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.generator = np.random.default_rng()
+
+    def __getitem__(self, index: int) -> Any:
+        return 0.7 * self.row(index) + 0.3 * self.row(int(self.generator.integers(N))), self.y[index]
+
+
 class Shifted(Items):
     def __getitem__(self, index: int) -> Any:
         return self.inner[(index + 3) % N][0], self.y[index]
@@ -269,7 +280,7 @@ class Repeating(Dataset[Any]):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array", "list", "tuple", "dict"])
-@pytest.mark.parametrize("dataset", [Pairs, RandomPairs, OfOneClass, Standardised, InnerPairs])
+@pytest.mark.parametrize("dataset", [Pairs, RandomPairs, OfOneClass, Standardised, InnerPairs, OwnMixup])
 @pytest.mark.parametrize("subset", [False, True])
 def test_a_dataset_whose_items_read_others_is_refused(
     dataset: type[Items], kind: str, subset: bool, tmp_path: Path

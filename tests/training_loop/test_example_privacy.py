@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import math
 import os
@@ -27,6 +28,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.gradients.protocol import LARGEST
+from flower_privdec.privacy.ledger import ledger as ledger_module
+from flower_privdec.privacy.noise import ExactNoise
 from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
 from flower_privdec.training_loop.clipped_sum import ClippedSum
 from flower_privdec.training_loop.private_loop import NoisedSteps
@@ -1070,6 +1073,27 @@ def test_no_buffer_carries_examples_out_of_a_pass_or_an_evaluation(assigned: boo
     assert not parts.model.state_dict()["seen"].any()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_that_a_forward_pass_keeps_leaves_with_the_model(grad: bool, tmp_path: Path) -> None:
+    class Keeping(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.kept: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.append(x.mean(0).detach())
+            with torch.no_grad():
+                self.weight.add_(x.mean())
+            return super().forward(x)
+
+    parts = setup(tmp_path, model := Keeping())
+    before = model.weight.clone()
+    with torch.set_grad_enabled(grad):
+        parts.model(data()[:][0])
+    assert torch.equal(model.weight, before)
+    assert not model.kept
+
+
 @pytest.mark.parametrize(
     "norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm]
 )
@@ -1204,3 +1228,32 @@ def test_a_flower_task_becomes_private_by_at_most_eight_lines(tmp_path: Path, ca
     assert "0 steps left" in said[-1]
     with raises(BudgetError, "ledger.budget-spent"):
         names["train"](names["Net"](), DataLoader(digits, 20), 2, 0.1, "cpu", tmp_path / "peer-3.jsonl")
+
+
+def test_hardened_noise_is_rounded_exactly_and_covers_how_sums_are_rounded(tmp_path: Path) -> None:
+    parts = setup(tmp_path, hardened=True)
+    noise, plain = parts._steps, setup(tmp_path, ledger=tmp_path / "plain")._steps
+    assert isinstance(noise._noise, ExactNoise)
+    assert 1e-6 < noise._std / plain._std - 1 < 1e-3
+    loop(parts)
+
+
+def test_hardened_noise_of_batches_that_are_too_large_or_of_a_seed_is_refused(tmp_path: Path) -> None:
+    many = TensorDataset(torch.zeros(2000, 5), torch.zeros(2000).long())
+    with raises(ScenarioError, "training-loop.argument", "2000 examples in float32"):
+        setup(tmp_path, loader=DataLoader(many, 2000), hardened=True)
+    with raises(ScenarioError, "training-loop.argument", "insecure_seed"):
+        setup(tmp_path, hardened=True, insecure_seed=1)
+
+
+def test_a_full_disk_draws_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, read = setup(tmp_path), list[int]()
+
+    def full(fd: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ledger_module.os, "write", full)
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda dataset, index: read.append(index))
+    with raises(BudgetError, "ledger.disk"):
+        loop(parts)
+    assert not read

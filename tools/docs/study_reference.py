@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+from flower_privdec.catalogue import METRIC_KINDS
 from flower_privdec.study.spec import (
     ALWAYS,
     Above,
@@ -21,7 +22,6 @@ from flower_privdec.study.spec import (
     Study,
     readings_of,
 )
-from flower_privdec.tasks.kinds import METRIC_KINDS
 from tools.docs.scenario_reference import table
 
 SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {

@@ -1,23 +1,22 @@
-"""What of an exchange crosses from shard to shard: worked out from the graph alone, by every shard alike.
+"""Which rows shards send each other in an exchange: computed from the graph alone, by every shard alike.
 
-A row that several peers of another shard need goes there once, unweighed; the receivers' shard weighs it, as the engine
-does. Of a mean over peers everywhere only sums cross.
+A row that several peers of another shard mix is sent once, without a weight, which the receivers' shard applies, as the
+engine does. Of a mean over all peers only sums are sent, and of any other exchange its messages.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from flower_privdec.common.formatting import peer_ranges
-from flower_privdec.graph.mixing import MixingMatrix, SparseMatrix
+from flower_privdec.graph.mixing import Link, MixingMatrix, SparseMatrix
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Shards:
         """Return the global ids of a shard's peers, int64 [m]."""
         return np.arange(self.ends[shard], self.ends[shard + 1])
 
-    def of(self, peers: np.ndarray) -> np.ndarray:
+    def of(self, peers: npt.ArrayLike) -> np.ndarray:
         """Return the shard of each of some peers."""
-        return np.searchsorted(self.ends, peers, side="right") - 1
+        return np.asarray(np.searchsorted(self.ends, peers, side="right") - 1)
 
     def name(self, shard: int) -> str:
         """Return what a message calls a shard."""
@@ -96,8 +95,6 @@ def _runs(which: np.ndarray) -> list[tuple[int, int]]:
 
 
 Part = tuple[slice | Tensor, MixingMatrix]
-Plan = TypeVar("Plan")
-KEPT = 64  # plans: a graph that repeats has some log2(n) phases
 
 
 @dataclass(frozen=True)
@@ -113,21 +110,6 @@ class MixPlan:
     traffic: Traffic
     inner: tuple[Part, ...]
     border: tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class GatherPlan:
-    """How a shard gathers its peers' in-neighbours.
-
-    Attributes:
-        own, other: int64 [E], receiver and sender: edges as `Gather` makes them.
-        place: int64 [E], where each edge's row stands among the rows here and, behind them, those from elsewhere.
-    """
-
-    traffic: Traffic
-    own: np.ndarray
-    other: np.ndarray
-    place: Tensor
 
 
 def mix_plan(matrix: SparseMatrix, shards: Shards, shard: int) -> MixPlan:
@@ -154,39 +136,16 @@ def _part(mine: SparseMatrix, rows: np.ndarray, at: np.ndarray, n_columns: int) 
     return ((slice(int(rows[0]), int(rows[-1]) + 1) if run else torch.from_numpy(rows), weights),)
 
 
-def gather_plan(links: np.ndarray, shards: Shards, shard: int) -> GatherPlan:
-    """Work out what a shard sends and receives where peers get their in-neighbours' rows.
+def between(going: Sequence[Link], coming: Sequence[Link], shards: Shards) -> Traffic:
+    """Return the traffic of messages to other shards' peers and from them.
 
     Args:
-        links: of all peers, [m, 2] (sender, receiver).
+        going, coming: links of the messages, those of one shard following one another in the order of the links.
     """
-    peers = shards.peers(shard)
-    traffic, foreign = _rows_that_cross(links[:, 0], links[:, 1], shards, shard)
-    mine = links[shards.of(links[:, 1]) == shard]
-    other, own = mine[np.lexsort((mine[:, 0], mine[:, 1]))].T
-    at = np.where(np.isin(other, peers), other - peers[0], len(peers) + np.searchsorted(foreign, other))
-    return GatherPlan(traffic, own, other, torch.from_numpy(at))
-
-
-def reply_plan(links: np.ndarray, shards: Shards, shard: int) -> GatherPlan:
-    """Work out what a shard sends and receives where each edge (own, other) goes back to the peer it was heard from.
-
-    Args:
-        links: of all peers, [m, 2]: who sent, and who heard, which now answers.
-    """
-    askers, answers = links[np.lexsort((links[:, 0], links[:, 1]))].T  # the order of edges: by own, who answers
-    to, by = shards.of(askers), shards.of(answers)
-    at, coming = np.flatnonzero(by == shard), np.flatnonzero(to == shard)
-    others = [other for other in range(len(shards)) if other != shard]
-    sends = {other: np.flatnonzero(to[at] == other) for other in others}
-    theirs = {other: np.flatnonzero(to[by == other] == shard) for other in others}
-    sends, theirs = ({other: which for other, which in plan.items() if len(which)} for plan in (sends, theirs))
-    traffic, place = Traffic.of(sends, theirs), np.zeros(len(links), dtype=np.int64)
-    place[at] = np.arange(len(at))
-    for other, part in traffic.receives.items():
-        place[coming[by[coming] == other]] = len(at) + np.arange(part.start, part.stop)
-    order = coming[np.lexsort((answers[coming], askers[coming]))]
-    return GatherPlan(traffic, askers[order], answers[order], torch.from_numpy(place[order]))
+    to = shards.of(np.array(going, dtype=np.int64).reshape(-1, 2)[:, 1])
+    by = shards.of(np.array(coming, dtype=np.int64).reshape(-1, 2)[:, 0])
+    sends = {int(shard): np.flatnonzero(to == shard) for shard in np.unique(to)}
+    return Traffic.of(sends, {int(shard): np.arange((by == shard).sum()) for shard in np.unique(by)})
 
 
 def collecting(shards: Shards, shard: int) -> Traffic:
@@ -209,20 +168,3 @@ def _rows_that_cross(
         for other in np.unique(here[leaving])
     }
     return Traffic.of(sends, coming), foreign
-
-
-class Plans:
-    """Plans that are worked out once for each matrix, as long as it comes again soon."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[tuple[int, str], tuple[MixingMatrix, object]] = OrderedDict()
-
-    def of(self, matrix: MixingMatrix, kind: str, make: Callable[[], Plan]) -> Plan:
-        """Return a plan of a kind for a matrix; the matrix is kept with it, so that no other is taken for it."""
-        key = (id(matrix), kind)
-        if key not in self._known:
-            self._known[key] = (matrix, make())
-            if len(self._known) > KEPT:
-                self._known.popitem(last=False)
-        plan: Plan = self._known[key][1]  # type: ignore[assignment]
-        return plan

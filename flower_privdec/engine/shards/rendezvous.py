@@ -1,8 +1,8 @@
-"""Where shards meet: a file on one machine, or a port of the first shard's, whose address its owner names.
+"""The rendezvous of shards: a file on one machine, or a port of the first shard, whose address its owner gives.
 
-Through the meeting point shards exchange the ports at which they listen. It knows no passwords, as the connections
-themselves do not: a process that reaches it can disturb a run, and one that reaches a shard's ports can read and change
-rows. So nothing but this machine is ever listened to unless the owner of a shard names an address.
+Shards exchange through it the ports at which they listen. It has no authentication, nor have their connections: a
+process that reaches it can disturb a run, and one that reaches a shard's ports can read and change rows. So a shard
+listens on the loopback address alone unless its owner gives another one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from flower_privdec.engine.shards.process_group import LostShardError
 from flower_privdec.errors import RunError
 
 THIS_MACHINE = "127.0.0.1"
-PUNCTUAL = 300.0  # seconds to wait for shards that are not there yet
+PUNCTUAL = 300.0  # seconds to wait for the other shards
 GIVE = '--node-config \'... shard-address="10.0.0.2" shard-meeting="10.0.0.1:29500"\''
 BESIDE = "an IP address of this machine, and the first shard's with a port, which is the same for all"
 
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """Where a shard listens, and where it meets the others.
+    """The address at which a shard listens, and that of the rendezvous.
 
     Attributes:
-        address: of this machine, the only one on which anything listens.
+        address: of this machine; the shard listens on no other.
         meeting: HOST:PORT of the first shard; None for a file.
         path: the file, on one machine.
     """
@@ -62,7 +62,7 @@ class MeetingPlace:
 
     @property
     def is_open(self) -> bool:
-        """Return whether others than this machine may reach it."""
+        """Return whether other machines may reach the shard."""
         return not ipaddress.ip_address(self.address).is_loopback
 
     @contextmanager
@@ -70,11 +70,11 @@ class MeetingPlace:
         """Yield the store through which the shards of one message find each other, once all have joined.
 
         Args:
-            token: of the message, which keeps apart what is left of another.
+            token: of the message, so that entries of an earlier one are not taken for its own.
             patience: seconds to wait for the others.
 
         Raises:
-            RunError: naming those that did not come, or why none can meet here.
+            RunError: naming the shards that are missing, or why the rendezvous fails.
         """
         deadline = time.monotonic() + patience
         try:
@@ -131,7 +131,7 @@ class MeetingPlace:
 
 
 def _address(text: str) -> str | None:
-    """Return an address of one machine; None where a text is none, or means all that a machine has."""
+    """Return an IP address; None where a text is none, or stands for all addresses of a machine."""
     try:
         return None if ipaddress.ip_address(text).is_unspecified else text
     except ValueError:
@@ -139,7 +139,7 @@ def _address(text: str) -> str | None:
 
 
 def _listen(host: str, port: int, deadline: float) -> socket.socket:
-    """Listen at one address alone; a port that an earlier message has just used is waited for."""
+    """Listen at one address; wait for a port that an earlier message has just used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         listening = socket.socket(family)

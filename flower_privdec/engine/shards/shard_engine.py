@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.core import Algorithm, Edges, Exchange, Gather, Mix, Reply, State
+from flower_privdec.core import Algorithm, Exchange, Mix, State
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Changed
 from flower_privdec.engine.engine import Engine
-from flower_privdec.engine.shards.communication_plan import (
-    GatherPlan,
-    MixPlan,
-    Part,
-    Plans,
-    collecting,
-    gather_plan,
-    mix_plan,
-    reply_plan,
-)
+from flower_privdec.engine.shards.communication_plan import MixPlan, Part, between, collecting, mix_plan
 from flower_privdec.engine.shards.process_group import ProcessGroup, clean_rows
 from flower_privdec.errors import RunError
 from flower_privdec.graph.mixing import AverageMatrix, Mixing, SparseMatrix, sum_rows
 from flower_privdec.rows.tensors import all_finite, empty_rows
+
+MOST_PLANS = 64  # a graph that repeats has some log2(n) phases
 
 
 class ShardEngine(Engine):
@@ -36,7 +31,8 @@ class ShardEngine(Engine):
     def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State, wires: ProcessGroup) -> None:
         super().__init__(algorithm, cohort, state)
         self.wires = wires
-        self._plans, self._tables = Plans(), Tables()
+        self._plans: OrderedDict[int, tuple[SparseMatrix, MixPlan]] = OrderedDict()
+        self._tables = Tables()
 
     def perform(self, exchange: Exchange) -> None:
         """Perform this shard's part of an exchange among all peers.
@@ -48,15 +44,7 @@ class ShardEngine(Engine):
         mixing = self.cohort.mixing
         if mixing is None:
             raise TypeError(f"{self.algorithm.name} exchanges rows but has no mixing weights")
-        if isinstance(exchange, Mix):
-            changed = self._mix(exchange, mixing)
-        elif isinstance(exchange, Gather | Reply):
-            changed = self._gather(exchange, mixing)
-        else:
-            raise RunError(
-                f"{type(exchange).__name__} is no exchange that shards know: run it in the engine",
-                code="shards.exchange",
-            )
+        changed = self._mix(exchange, mixing) if isinstance(exchange, Mix) else self._deliver(exchange, mixing)
         changed.apply_(self.state)
 
     def collect(self) -> dict[str, Tensor] | None:
@@ -89,7 +77,7 @@ class ShardEngine(Engine):
                 code="shards.matrix",
             )
         wires, rows = self.wires, [self.state.rows[name] for name in exchange.names]
-        plan: MixPlan = self._plans.of(matrix, "mix", lambda: mix_plan(matrix, wires.shards, wires.shard))
+        plan = self._plan(matrix)
         tables = [self._tables.of(name, self.state.rows[name], plan.traffic.foreign) for name in exchange.names]
         here = [table[: len(block)] for (table, _), block in zip(tables, rows, strict=True)]
         foreign = [table[len(block) :] for (table, _), block in zip(tables, rows, strict=True)]
@@ -120,24 +108,31 @@ class ShardEngine(Engine):
         out.copy_(rows)[averaged] = mean
         return out
 
-    def _gather(self, exchange: Gather | Reply, mixing: Mixing) -> Changed:
-        """Return the edges that an exchange makes, of rows or edges here and of those from elsewhere."""
-        wires, links = self.wires, mixing.links(exchange.place(self.state.round_index, mixing))
-        replies = isinstance(exchange, Reply)
-        make = reply_plan if replies else gather_plan
-        matrix = mixing.matrix(exchange.place(self.state.round_index, mixing))
-        plan: GatherPlan = self._plans.of(matrix, make.__name__, lambda: make(links, wires.shards, wires.shard))
-        here = [self.state.edges[name].values if replies else self.state.rows[name] for name in exchange.names]
-        tables = [clean_rows(block, len(block) + plan.traffic.foreign) for block in here]
-        for table, block in zip(tables, here, strict=True):
-            table[: len(block)] = block
-        rows = [table[: len(block)] for table, block in zip(tables, here, strict=True)]
-        foreign = [table[len(block) :] for table, block in zip(tables, here, strict=True)]
-        wires.begin(rows, plan.traffic, foreign, self._here).wait()
-        place = plan.place.to(here[0].device)
-        values = (table.index_select(0, place) for table in tables)
-        edges = (Edges(plan.own, plan.other, value) for value in values)
-        return Changed({}, dict(zip(exchange.names, edges, strict=True)))
+    def _plan(self, matrix: SparseMatrix) -> MixPlan:
+        """Return the plan of a matrix, worked out once as long as the matrix comes again soon."""
+        key = id(matrix)
+        if key not in self._plans:
+            self._plans[key] = matrix, mix_plan(matrix, self.wires.shards, self.wires.shard)  # no id is used again
+            if len(self._plans) > MOST_PLANS:
+                self._plans.popitem(last=False)
+        return self._plans[key][1]
+
+    def _deliver(self, exchange: Exchange, mixing: Mixing) -> Changed:
+        """Return what an exchange makes of the state, by its messages, of which those of other shards' peers cross."""
+        state, shards, here = self.state, self.wires.shards, set(self.state.peers.tolist())
+        messages = exchange.outgoing(state, mixing)
+        outside = (link for link in messages if link[1] not in here)
+        going = sorted(outside, key=lambda link: (int(shards.of(link[1])), link))
+        coming = sorted(link for link in exchange.awaited(state, mixing) if link[0] not in here)  # so by shard, too
+        likes = [state.rows[exchange.shaped(name)] for name in exchange.names]
+        rows, foreign = ([clean_rows(like, len(links)) for like in likes] for links in (going, coming))
+        for place, link in enumerate(going):
+            for table, name in zip(rows, exchange.names, strict=True):
+                table[place] = messages[link][name]
+        self.wires.begin(rows, between(going, coming, shards), foreign, self._here).wait()
+        for place, link in enumerate(coming):
+            messages[link] = {name: table[place] for name, table in zip(exchange.names, foreign, strict=True)}
+        return exchange.incoming(state, mixing, messages)
 
 
 class Tables:

@@ -1,4 +1,4 @@
-"""Processes forked from a run, which end with it: orders, answers, and what became of one that is gone."""
+"""Worker processes forked from a run: commands and replies over a pipe, a barrier, shared memory, and failures."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from flower_privdec.core import Edges
 from flower_privdec.errors import PrivdecError, RunError
 from flower_privdec.rows.tensors import BOUNDARY, aligned
 
-SPIN = 50e-6  # seconds of looking before a process sleeps until it is called
+SPIN = 50e-6  # seconds of polling before a process sleeps
 TURNS = 2  # a process may be one wait ahead of another, and no more
 
 
 class Barrier:
-    """Where all members wait for one another, again and again.
+    """A reusable barrier of processes, by eventfds.
 
-    A member calls the others through a counter that each of them has for every other turn. Who comes last finds all
-    calls there; who waits looks for a moment and then sleeps in the kernel, which leaves a busy machine to others.
+    Each member has two counters, used in turn. To arrive is to increment the others' counters; a member that waits
+    spins for SPIN seconds and then sleeps in poll(), which leaves a busy machine to others.
     """
 
     def __init__(self, members: int) -> None:
-        """Make the counters, before the processes are forked; who is alone needs none."""
+        """Create the counters, before the fork; a single member needs none."""
         several = members if members > 1 else 0
         self._calls = [[os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(TURNS)] for _ in range(several)]
         self._me, self._turn = 0, 0
@@ -48,13 +48,13 @@ class Barrier:
         self._sleeps: list[select.poll] = []
 
     def join(self, me: int, alarms: Sequence[int], event: int, alarm: Callable[[int], None]) -> None:
-        """Say who this process is.
+        """Set which member this process is.
 
         Args:
             me: its number among the members.
-            alarms: files on which something happens once a partner is gone or has failed.
-            event: what that is, as `select.poll` takes it; that the other end is closed always counts.
-            alarm: called with the one on which it did; it raises.
+            alarms: file descriptors that become ready when another process has failed or ended.
+            event: the poll event to wait for; a closed other end always counts.
+            alarm: called with the descriptor that is ready; it raises.
         """
         self._me, self._alarms = me, alarm
         for own in self._calls[me]:
@@ -65,7 +65,7 @@ class Barrier:
             self._sleeps.append(sleep)
 
     def wait(self) -> None:
-        """Wait until all members are here."""
+        """Wait until all members have arrived."""
         turn, self._turn = self._turn, (self._turn + 1) % TURNS
         for number, calls in enumerate(self._calls):
             if number != self._me:
@@ -75,7 +75,7 @@ class Barrier:
             missing -= self._called(turn)
 
     def _called(self, turn: int) -> int:
-        """Return how many have called since the last time, at least one."""
+        """Return how many members have arrived since the last call, at least one."""
         own, sleep, until = self._calls[self._me][turn], self._sleeps[turn], time.perf_counter() + SPIN
         while not (ready := sleep.poll(0)):
             if time.perf_counter() > until:
@@ -87,7 +87,7 @@ class Barrier:
         return os.eventfd_read(own)
 
     def close(self) -> None:
-        """Let go of the counters."""
+        """Close the counters."""
         for calls in self._calls:
             for call in calls:
                 os.close(call)
@@ -98,10 +98,10 @@ LENGTH = 8  # bytes of the number before a box's contents
 
 
 def shared_copy(rows: Tensor, *, filled: bool = True) -> Tensor:
-    """Return a copy in shared memory that lies as the rows do, by which products of either have the same bits.
+    """Return a copy in shared memory with the strides of the rows, so that products of either have the same bits.
 
     Args:
-        filled: whether the numbers are copied, and not the room for them alone.
+        filled: whether the numbers are copied; else the memory is only allocated.
     """
     if not _padded_or_dense(rows):
         rows = aligned(rows)
@@ -120,14 +120,14 @@ def _padded_or_dense(rows: Tensor) -> bool:
 
 
 class EdgeBox:
-    """Edges that one process puts where the others can read them."""
+    """Shared memory in which one process publishes edges for the others to read."""
 
     def __init__(self) -> None:
-        """Make an empty box, before the processes are forked."""
+        """Create it empty, before the fork."""
         self._file = os.memfd_create("edges", os.MFD_CLOEXEC)
 
     def put(self, edges: Sequence[Mapping[str, Edges]]) -> None:
-        """Put in the edges of some blocks, in place of what was there, which no process may be reading."""
+        """Replace the content by the edges of some blocks; no process may be reading it."""
         buffers: list[pickle.PickleBuffer] = []
         parts = [{name: (e.own, e.other, e.values.numpy()) for name, e in block.items()} for block in edges]
         payload = pickle.dumps(parts, protocol=5, buffer_callback=buffers.append)
@@ -139,22 +139,22 @@ class EdgeBox:
             _write(self._file, view, place)
 
     def look(self) -> list[dict[str, Edges]]:
-        """Return what is in the box, as views that hold until something else is put in."""
+        """Return the edges of each block, as views that are valid until the next `put`."""
         memory = memoryview(mmap.mmap(self._file, 0))
         stop = LENGTH + int.from_bytes(memory[:LENGTH], "little")
-        payload, sizes = pickle.loads(memory[LENGTH:stop])  # of a process of one's own
+        payload, sizes = pickle.loads(memory[LENGTH:stop])  # written by a process of this run
         places = _places(stop - LENGTH, sizes)
         views = [memory[place : place + size] for place, size in zip(places, sizes, strict=False)]
         parts = pickle.loads(payload, buffers=views)
         return [{name: Edges(e[0], e[1], torch.from_numpy(e[2])) for name, e in block.items()} for block in parts]
 
     def close(self) -> None:
-        """Let go of the box."""
+        """Close the memory's file."""
         os.close(self._file)
 
 
 def _places(head: int, sizes: list[int]) -> list[int]:
-    """Return where each of some contents begins behind a head, and where the last ends."""
+    """Return the offset of each of some buffers behind a header, and where the last ends."""
     offsets = [-(-(LENGTH + head) // BOUNDARY) * BOUNDARY]
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // BOUNDARY) * BOUNDARY)
@@ -169,19 +169,19 @@ def _write(file: int, content: bytes | memoryview, place: int) -> None:
 
 
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-WORK_FAILED = 3  # the status of a worker whose error was sent
+WORK_FAILED = 3  # exit status of a worker that has sent its error
 
 
 class GoneError(RunError):
-    """A process of a run ended before the run did; names which, and how."""
+    """A worker ended before the run did; the message names it and how it ended."""
 
 
 class Forked:
-    """A process forked from this one, seen from here.
+    """The parent's handle of a worker process.
 
     Attributes:
         name: what to call it in an error.
-        line: where orders go and answers come from; it can be read once the process is gone, too.
+        line: the pipe of commands and replies; it can be read after the process has ended, too.
     """
 
     def __init__(self, name: str, serve: Callable[[Connection], None], leave: Iterable[Callable[[], None]]) -> None:
@@ -189,8 +189,8 @@ class Forked:
 
         Args:
             name: for errors.
-            serve: what it does, given its end of the line; it never comes back from it.
-            leave: lets go of what it inherits and is not its own: locks, and the lines of others.
+            serve: the worker's main function, given its end of the pipe; the process ends when it returns.
+            leave: functions that close, in the worker, what it inherits from others: locks, and other workers' pipes.
         """
         self.name = name
         self.line, theirs = Pipe()
@@ -198,7 +198,7 @@ class Forked:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads of others; it takes none of their locks
+            warnings.simplefilter("ignore", DeprecationWarning)  # other threads: the worker takes none of their locks
             pid = os.fork()
         if not pid:
             _be_a_worker(libc, parent, theirs, serve, (self.line.close, *leave))
@@ -207,11 +207,11 @@ class Forked:
         self._process: int | None = os.pidfd_open(pid)
 
     def order(self, order: object) -> None:
-        """Send the process an order.
+        """Send the worker a command.
 
         Raises:
-            PrivdecError, RaisedElsewhere: what it has raised since the last order.
-            GoneError: it is gone.
+            PrivdecError, RaisedElsewhere: what it has raised since the last command.
+            GoneError: it has ended.
         """
         try:
             self.line.send(order)
@@ -219,11 +219,11 @@ class Forked:
             self.fail()
 
     def answer(self) -> Any:
-        """Return what an order came to.
+        """Return the reply to a command.
 
         Raises:
-            PrivdecError, RaisedElsewhere: what the process raised.
-            GoneError: it is gone.
+            PrivdecError, RaisedElsewhere: what the worker raised.
+            GoneError: it has ended.
         """
         try:
             answer, problem = self.line.recv()
@@ -258,7 +258,7 @@ class Forked:
         return None
 
     def close(self) -> None:
-        """End the process and wait until it is gone."""
+        """Kill the process and wait for its end."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -275,7 +275,7 @@ def _be_a_worker(
     serve: Callable[[Connection], None],
     leave: Iterable[Callable[[], None]],
 ) -> None:
-    """Serve, and end whatever happens: nothing of the program that called the run goes on in this process."""
+    """Run the worker's main function and exit, so that nothing of the calling program continues in this process."""
     status = WORK_FAILED
     try:
         libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)
@@ -286,7 +286,7 @@ def _be_a_worker(
             serve(line)
             status = 0
     except (EOFError, BrokenPipeError):
-        status = 0  # the run is gone
+        status = 0  # the run has ended
     except BaseException as error:
         with suppress(OSError):
             line.send((None, carried(error)))
@@ -295,7 +295,7 @@ def _be_a_worker(
 
 
 def _settle() -> None:
-    """Leave Ctrl-C to the run, and freeze its objects, so that their pages are not copied."""
+    """Ignore Ctrl-C, which the main process handles, and freeze all objects, so that their pages are not copied."""
     gc.freeze()
     torch.set_num_threads(1)
     with suppress(ValueError):  # of a thread that is not the main one
@@ -305,7 +305,7 @@ def _settle() -> None:
 
 
 def carried(error: BaseException) -> Exception:
-    """Return an error as another process may raise it."""
+    """Return an error in a form that the main process can unpickle and raise."""
     name = type(error).__name__
     if isinstance(error, PrivdecError) and getattr(errors, name, None) is type(error):
         return type(error)(str(error))

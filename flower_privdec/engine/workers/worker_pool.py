@@ -1,4 +1,4 @@
-"""The engine of a run: in one piece, or in blocks by as many processes as the scenario says."""
+"""The engine on several processes: forked workers, each of which computes some blocks of peers."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from flower_privdec.privacy.ledger.ledger import CohortLedger
 
 
 class PaidLedger(CohortLedger):
-    """What a block sees of the run's ledger: who may step, and that each step was paid before it begins.
+    """A block's view of the run's ledger, which refuses a step that was not charged.
 
-    The process that keeps the ledger pays for a round before any block begins with it.
+    The main process holds the ledger and charges a round before any block begins it.
     """
 
     def __init__(self, whole: CohortLedger, start: int, stop: int, paid: Tensor) -> None:
-        """Look at some rows of a ledger.
+        """View the rows [start, stop) of a ledger.
 
         Args:
-            paid: int64 [1], the step before which all is paid; every process sees it change.
+            paid: int64 [1] in shared memory, the step before which all steps are charged.
         """
         self._whole, self._start, self._stop, self._until = whole, start, stop, paid
 
@@ -89,11 +89,11 @@ class Block:
         return cls(start, stop, part, State(part.peers, round_index))
 
     def see(self, name: str, whole: Tensor) -> None:
-        """Make some rows of the state those of the whole's that are this block's."""
+        """Make some rows of the state views of this block's part of all peers' rows."""
         self.state.rows[name] = whole[self.start : self.stop]
 
     def misplaced(self, whole: dict[str, Tensor], names: Iterable[str]) -> list[tuple[Tensor, Tensor]]:
-        """Return where rows belong that a step has put elsewhere, and what they are, and see them there."""
+        """Return (destination, rows) of the rows that a step has replaced by new tensors; the state gets the former."""
         moves = []
         for name in names:
             home, now = whole[name][self.start : self.stop], self.state.rows[name]
@@ -104,7 +104,7 @@ class Block:
 
 
 def bring_home(blocks: Iterable[Block], whole: dict[str, Tensor], names: Iterable[str]) -> None:
-    """Put rows that steps have put elsewhere back to where everybody finds them."""
+    """Copy rows that steps have replaced by new tensors back into the buffer of all peers' rows."""
     moves = [move for block in blocks for move in block.misplaced(whole, list(names))]
     copies = [(home, now.clone() if len(moves) > 1 else now) for home, now in moves]  # two may have changed places
     for home, now in copies:
@@ -132,12 +132,12 @@ class WorkerPool:
         attempt: Attempt | None = None,
         leave: Iterable[Callable[[], None]] = (),
     ) -> None:
-        """Deal out the peers; where there are several processes, share the rows and fork.
+        """Partition the peers; where there are several processes, move the rows to shared memory and fork.
 
         Args:
             state: its rows are taken over.
-            attempt: tries the models of a block.
-            leave: lets go, in a forked process, of what this one alone holds: locks.
+            attempt: evaluates the models of a block.
+            leave: functions that close, in a forked process, what this one alone holds: locks.
         """
         self.algorithm, self.cohort, self.state, self._partitioning = algorithm, cohort, state, partitioning
         self._attempt, self._me = attempt, 0
@@ -153,7 +153,7 @@ class WorkerPool:
                 raise
 
     def _share(self, state: State) -> None:
-        """Put rows where all processes find them, with a second buffer of those that are mixed."""
+        """Move the rows to shared memory, with a second buffer for those that are mixed."""
         self._paid, self._whole = torch.zeros(1, dtype=torch.int64), state.rows
         self._spare: dict[str, Tensor | None] = {}
         if self._partitioning.workers > 1:
@@ -183,13 +183,13 @@ class WorkerPool:
         self._barrier.join(0, [other.line.fileno() for other in self._others], select.POLLIN, self._alarm)
 
     def _alarm(self, line: int) -> None:
-        """Raise why a process that should be at work has something to say, or is gone."""
+        """Raise the error of a worker that failed or ended while it should be computing."""
         for other in self._others:
             if other.line.fileno() == line:
                 other.fail()
 
     def _serve(self, number: int, hosted: list[Block], line: Connection) -> None:
-        """Do what the run orders, in a forked process, until the run is gone."""
+        """Execute the main process's commands, in a worker, until the main process ends."""
         self._me, self._mine, self._others = number, hosted, []
         self._barrier.join(number, [line.fileno()], 0, _gone)
         calls = select.poll()
@@ -298,7 +298,7 @@ class WorkerPool:
             self._whole[name][torch.from_numpy(mine)] = rows
 
     def _heard(self, exchange: Exchange, mixing: Mixing) -> None:
-        """Gather or answer: read what the others have, and go on once all have read it."""
+        """Perform a Gather or a Reply: read what all blocks have, and continue once all have read it."""
         if self._partitioning.workers == 1:
             changes = self._changes(exchange, mixing, [block.state.edges for block in self._mine])
         else:
@@ -318,7 +318,7 @@ class WorkerPool:
         return [exchange.among(block.state, mixing, reach) for block in self._mine]
 
     def collected(self) -> State:
-        """Return the whole state between two rounds, wherever its parts were made."""
+        """Return the whole state between two rounds, collected from all workers."""
         self._order(COLLECT)
         answers = [self._state_parts(), *(other.answer() for other in self._others)]
         parts_of_blocks = [part for parts, _ in answers for part in parts]
@@ -333,7 +333,7 @@ class WorkerPool:
         return state
 
     def _state_parts(self) -> tuple[list[StatePart], float]:
-        """Bring rows home; return what has no home there, by block, and how long coalitions have been tried here."""
+        """Copy rows back; return what is in no shared buffer, by block, and the seconds spent on coalitions here."""
         bring_home(self._mine, self._whole, [name for name in self._whole if name in self._mine[0].state.rows])
         parts = []
         for block in self._mine:
@@ -346,7 +346,7 @@ class WorkerPool:
         return parts, sum(block.cohort.game_seconds for block in self._mine)
 
     def trial(self) -> list[Any]:
-        """Return what trying the models of each block has found, in order."""
+        """Return the evaluation of each block's models, in order."""
         self._order(TRY)
         answers = [self._tried(), *(other.answer() for other in self._others)]
         return [part_of for part in answers for part_of in part]
@@ -357,7 +357,7 @@ class WorkerPool:
         return [self._attempt(block.state.rows) for block in self._mine]
 
     def close(self) -> None:
-        """End the other processes, and let go of what was shared with them."""
+        """End the workers, and release what was shared with them."""
         for other in self._others:
             other.close()
         self._barrier.close()
@@ -367,7 +367,7 @@ class WorkerPool:
 
 
 def _gone(line: int) -> None:
-    raise EOFError("the run is gone")
+    raise EOFError("the run has ended")
 
 
 def _some(edges: Edges, block: Block) -> Edges:
@@ -396,7 +396,7 @@ def start_engine(
 
     Args:
         cohort: of all peers.
-        leave: lets go, in a forked process, of what this one alone holds: locks.
+        leave: functions that close, in a forked process, what this one alone holds: locks.
         workers: how many processes, in place of the scenario's `compute.workers`.
 
     Raises:

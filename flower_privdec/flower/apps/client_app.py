@@ -48,7 +48,7 @@ from flower_privdec.flower.apps.records import (
     unpack_message,
     unpack_state,
 )
-from flower_privdec.flower.launch.error_formatting import one_line_replies
+from flower_privdec.flower.error_formatting import one_line_replies
 from flower_privdec.flower.node_settings import HostSettings, in_simulation
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 
@@ -124,8 +124,10 @@ class Node:
         run, head = self.experiment.own.run, None if cohort.ledger is None else cohort.ledger.head
         checkpoint = Checkpoint(state, scenario_hash(self.experiment.scenario), run, head=head)
         save_checkpoint(self._checkpoint(state.round_index), checkpoint)
-        for old in sorted(self.folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime_ns)[:-GENERATIONS]:
-            old.unlink()
+        paths = {path.name.removeprefix("checkpoint-"): path for path in self.folder.glob("checkpoint-*")}
+        rounds = sorted(int(name) for name in paths if name.isdigit() and int(name) <= state.round_index)
+        for name in paths.keys() - {str(number) for number in rounds[-GENERATIONS:]}:
+            paths[name].unlink()  # by rounds and not by age, for a clock may be set back
 
     @contextmanager
     def cohort(self, stored: RecordDict, begin: int) -> Iterator[Cohort]:

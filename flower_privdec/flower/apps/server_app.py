@@ -45,7 +45,7 @@ from flower_privdec.flower.apps.records import (
     spent_of,
     unpack_rows,
 )
-from flower_privdec.flower.launch.error_formatting import one_line_failure, reason
+from flower_privdec.flower.error_formatting import one_line_failure, reason
 from flower_privdec.scenario import Scenario, load_scenario, to_yaml
 
 log = logging.getLogger("flwr.privdec")

@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import math
 import os
 import re
 import shlex
@@ -51,7 +52,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from flower_privdec.common.files import write_atomically
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
-from flower_privdec.flower.launch.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line
+from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line
 from flower_privdec.flower.mods.peer_mod import SAYS, PeerMod
 from flower_privdec.flower.mods.peer_state import (
     ADJACENCY,
@@ -59,9 +60,9 @@ from flower_privdec.flower.mods.peer_state import (
     UNIT,
     Layout,
     PeerLedger,
-    PeerPrivacy,
     PeerSpent,
     alone_in,
+    held_privacy,
     keep_metrics,
     numpy_arrays,
     protected,
@@ -197,7 +198,6 @@ class Guard:
     def __init__(self, policy: Policy, load: Callable[[], ClientApp]) -> None:
         self.policy, self._load = policy, load
         privacy = {name: getattr(policy, name) for name in ("clip_norm", "epsilon", "delta")}
-        self._privacy = PeerPrivacy(noise_multiplier=policy.noise, **privacy)
         self._peer_mod = PeerMod(noise_multiplier=policy.noise, share_metrics=False, **privacy)
 
     def __call__(self, message: Message, context: Context) -> Message:
@@ -260,8 +260,10 @@ class Guard:
         Raises:
             BudgetError: the budget does not allow it, or the ledger fails.
         """
-        budget, delta = self._privacy.budget(place)
-        with PeerLedger(place.folder, "guard", 0, place.peer, delta, budget) as ledger:
+        held = held_privacy(self._peer_mod.privacy, place)
+        assert held is not None
+        budget = held.epsilon or math.inf
+        with PeerLedger(place.folder, "guard", 0, place.peer, held.delta, budget) as ledger:
             index = ledger.n_entries + 1
             if not ledger.charge(index, self.policy.noise):
                 raise BudgetError(

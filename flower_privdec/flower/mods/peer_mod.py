@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,29 +17,29 @@ from torch import Tensor
 
 from flower_privdec.common.arguments import check_kinds, check_paths
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError
-from flower_privdec.flower.launch.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, reason
+from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, reason
+from flower_privdec.flower.mods.masking import check_set, masked
 from flower_privdec.flower.mods.peer_state import (
-    APP_SPENT,
-    LEAST_WEIGHT,
     WITNESSED,
     Identity,
     KnownPeers,
     Layout,
     PeerLedger,
-    PeerPrivacy,
     PeerSeal,
     PeerSpent,
     PeerState,
     Train,
     UnfitAnswerError,
     alone_in,
+    app_privacy,
     bare_words,
     boot_of,
     check_shares,
+    held_privacy,
     keep_metrics,
     load_state,
+    noise_for,
     numpy_arrays,
-    protected,
     returned_arrays,
     run_frames,
     save_state,
@@ -51,11 +51,11 @@ from flower_privdec.flower.mods.peer_state import (
 )
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, run_mesh
-from flower_privdec.flower.strategies.masking import check_set, masked
 from flower_privdec.network.peer.peer import WitnessFile
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
+from flower_privdec.scenario.sections import AppPrivacySection
 
 log = logging.getLogger("flwr.privdec")
 
@@ -230,14 +230,16 @@ class RequestHandler:
         seal: whether it seals what it sends, and takes sealed shares alone.
     """
 
-    def __init__(self, request: PeerRequest, place: PeerSettings, privacy: PeerPrivacy, seal: bool) -> None:
-        self.request, self.place, self.privacy, self.seals = request, place, privacy, seal
+    def __init__(
+        self, request: PeerRequest, place: PeerSettings, privacy: AppPrivacySection | None, seal: bool
+    ) -> None:
+        self.request, self.place, self.seals = request, place, seal
+        self.privacy = held_privacy(privacy, place)
         self.path = state_path(place.folder, request.run)
         self.identity = Identity(place.folder)
         self.known = KnownPeers(place.folder, place.known_peers)
         self.state = load_state(self.path)
         self._seal = PeerSeal(self.identity, self.known) if seal else None
-        self._budget = privacy.budget(place)
         self.facts: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
@@ -270,11 +272,11 @@ class RequestHandler:
             self._save(self.state)
 
     def _save(self, state: PeerState) -> None:
-        """Keep a state, so that nothing short of a simulated peer's machine stopping can lose it."""
+        """Save a state: of a deployed peer also against a stop of its machine."""
         save_state(self.path, state, durable=not self.place.simulated)
 
-    def take_mail(self, content: RecordDict) -> PeerState:
-        """Hear reports of ledgers, forget shares that were acknowledged, absorb those that came, and return the state.
+    def absorb_inbox(self, content: RecordDict) -> PeerState:
+        """Take in reports of ledgers, drop acknowledged shares, absorb those that arrived, and return the state.
 
         A state that is an old copy begins again without mass.
 
@@ -288,7 +290,7 @@ class RequestHandler:
         introduced = dict(zip(request.neighbors, request.keys, strict=True))
         self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.place.n_peers})
         frames, inbox = run_frames(state.run, state.layout, self._seal), unpack_bytes(content.array_records.get(INBOX))
-        self._hear(state, frames, [(name, frame) for name, frame in inbox if name.startswith(LEDGER)])
+        self._witness_ledger(state, frames, [(name, frame) for name, frame in inbox if name.startswith(LEDGER)])
         self._introduce(state)
         shares = [(name, frame) for name, frame in inbox if not name.startswith(LEDGER)]
         try:
@@ -307,19 +309,19 @@ class RequestHandler:
                 with self._refusing(f"peer {neighbor}"):
                     state.shares.introduce(neighbor, incarnation)
 
-    def _hear(self, state: PeerState, frames: FrameCodec, reports: Iterable[tuple[str, bytes]]) -> None:
+    def _witness_ledger(self, state: PeerState, frames: FrameCodec, reports: Iterable[tuple[str, bytes]]) -> None:
         """Take in what neighbours report, and check or charge what they and the state have seen of the ledger."""
         place, request = self.place, self.request
-        if self.privacy.on:
-            budget, delta = self._budget
-            self._ledger = PeerLedger(place.folder, request.run, state.shares.incarnation, state.peer, delta, budget)
-            self._ledger.ledger.name_lines(self._boot)
+        if (privacy := self.privacy) is not None:
+            budget, incarnation = privacy.epsilon or math.inf, state.shares.incarnation
+            self._ledger = PeerLedger(place.folder, request.run, incarnation, state.peer, privacy.delta, budget)
+            self._ledger.name_lines(self._boot)
         ledger, neighbors = self._ledger, witnesses_of(place.peer, place.n_peers)
         self._witness = witness = LedgerWitness(
             place.peer,
             neighbors,
             self._boot,
-            None if ledger is None else ledger.ledger,
+            ledger,
             self._counts.read(),
             self._counts.write,
             lambda: self._boot,
@@ -331,16 +333,16 @@ class RequestHandler:
                     raise RefusedError("it is no report for this peer")
                 witness.receive(report)
                 self._reporters.add(report.sender)
-        if ledger is None:
+        if ledger is None or self.privacy is None:
             return
         if not place.charge_witnessed:
-            ledger.ledger.check_witnessed(state.paid)
+            ledger.check_witnessed(state.paid)
             if witness.problem is not None:
                 raise witness.problem
             return
         seen = witness.reported
         counted = {boot: max(lines, seen.get(boot, 0)) for boot, lines in (seen | state.paid).items()}
-        if charged := ledger.charge_witnessed(counted, self.privacy.noise(place, request.rounds)):
+        if charged := ledger.charge_witnessed(counted, noise_for(self.privacy, request.rounds)):
             log.warning("peer %s charged %s lines that its ledger lacked", place.peer, charged)
             self._spent, witness.problem = ledger.spent, None
 
@@ -371,7 +373,7 @@ class RequestHandler:
                 check_set(request.mean_of, state.peer, self.place.mean_peers, state.handed.served)
             state.adopt(numpy_arrays(content.array_records[MODEL]))
         weights = self._receivers()
-        self.facts["trained"] = self._may_train(state) and self._train(state, train)
+        self.facts["trained"] = self._train(state, train)
         state.idle = MODEL in content.array_records and not self.facts["trained"]
         state.round_index = request.round_index
         self._hand_in(state)
@@ -403,36 +405,22 @@ class RequestHandler:
                 del weights[receiver]
         return weights
 
-    def _may_train(self, state: PeerState) -> bool:
-        if state.w < LEAST_WEIGHT:
-            self.facts["stopped"] = f"it holds {state.w:.2g} of the mass, and waits for a share before it trains"
-        return state.w >= LEAST_WEIGHT
-
     def _train(self, state: PeerState, train: Train) -> bool:
         """Let the app train from z, and add what it moved by, w · (clipped and noised), to x."""
-        request, privacy, noise = self.request, self.privacy, 0.0
-        if privacy.on:
-            assert self._ledger is not None
+        request, privacy, ledger, noise, clip_norm = self.request, self.privacy, self._ledger, 0.0, None
+        if privacy is not None:
+            assert ledger is not None
             assert self._witness is not None
             if not self._witness.is_witnessed:
                 self.facts["stopped"] = UNWITNESSED
                 return False
-            noise = privacy.noise(self.place, request.rounds)
-            with self._ledger as ledger:
-                charged = ledger.charge(request.round_index, noise)
-                self._spent, state.paid = ledger.spent, dict(ledger.ledger.lines)
-            if not charged:
-                self.facts["stopped"] = (
-                    f"its next update would exceed epsilon = {ledger.budget:g}; it trains no more, and goes on relaying"
-                )
-                self.facts["exhausted"] = True
-                return False
-        protect = None if privacy.clip_norm is None else partial(protected, privacy.clip_norm, noise)
-        if not take_step(state, train, protect, request.round_index):
-            self.facts["stopped"] = APP_SPENT
-            self.facts["exhausted"] = True
-            return False
-        return True
+            noise, clip_norm = noise_for(privacy, request.rounds), privacy.clip_norm
+        hindrance = take_step(state, train, request.round_index, ledger, clip_norm, noise)
+        if ledger is not None:
+            self._spent, state.paid = ledger.spent, dict(ledger.lines)
+        if hindrance is not None:
+            self.facts |= {"stopped": hindrance.why, "exhausted": hindrance.for_good}
+        return hindrance is None
 
     def _hand_in(self, state: PeerState) -> None:
         """Put (x, w) into the answer: open, or masked so that only the sum over all says something."""
@@ -470,7 +458,7 @@ class RequestHandler:
         """Save the state and return what to answer, once it is on disk."""
         state = self.state
         if state is None:
-            return {SAYS: self._tell(None, []).record()}
+            return {SAYS: self._report(None, []).record()}
         frames, shares = run_frames(state.run, state.layout, self._seal), state.shares
         if self.request.kind == INTRODUCE:
             for neighbor, edge in shares.edges.items():
@@ -482,7 +470,7 @@ class RequestHandler:
             self.records[OUTBOX] = self._packed(frames, due)
             self._counts.sync()
         acknowledgements = [bytes(frames.encode(ack)) for ack in shares.acknowledgements()]
-        return {SAYS: self._tell(state, acknowledgements).record(), **self.records}
+        return {SAYS: self._report(state, acknowledgements).record(), **self.records}
 
     def _packed(self, frames: FrameCodec, shares: Iterable[FrozenShare[Tensor]]) -> ArrayRecord:
         """Return the frames of shares and ledger reports, but of those whose receiver's key cannot be trusted."""
@@ -494,13 +482,15 @@ class RequestHandler:
         if witness is None:
             return pack_bytes(packed)
         for neighbor in sorted(witness.neighbors & set(self.request.neighbors)):
-            if self.privacy.on or neighbor in self._reporters:
+            if self.privacy is not None or neighbor in self._reporters:
                 with self._refusing(f"to {neighbor}"):
                     packed[f"{LEDGER}{neighbor}"] = bytes(frames.encode(witness.report(neighbor)))
         return pack_bytes(packed)
 
-    def _tell(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:
-        spent = self._spent or (spent_so_far(self.place.folder, self._budget[1]) if self.privacy.on else None)
+    def _report(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:
+        spent = self._spent
+        if spent is None and self.privacy is not None:
+            spent = spent_so_far(self.place.folder, self.privacy.delta)
         bare = 0 if state is None else state.bare
         return PeerReport(
             self.place.peer,
@@ -586,11 +576,11 @@ class PeerMod:
     ) -> None:
         check_paths({"folder": folder})
         check_kinds({"seal": seal, "share_metrics": share_metrics}, (bool,), "True, False or None")
-        self.privacy = PeerPrivacy(clip_norm, noise_multiplier, epsilon, delta)
+        self.privacy = app_privacy(clip_norm, noise_multiplier, epsilon, delta)
         self.folder = None if folder is None else Path(folder)
         self.seal = seal
-        self.keeps_metrics = self.privacy.on if share_metrics is None else not share_metrics
-        self.withholds = self.privacy.on or self.keeps_metrics
+        self.keeps_metrics = self.privacy is not None if share_metrics is None else not share_metrics
+        self.withholds = self.privacy is not None or self.keeps_metrics
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message in the app's place, and let it answer what is its own."""
@@ -619,7 +609,7 @@ class PeerMod:
         if kind == MESH:
             self._mesh(peer, message, context, app)
             return {}
-        state = peer.take_mail(content)
+        state = peer.absorb_inbox(content)
 
         def call(arrays: ArrayRecord) -> RecordDict:
             theirs.update(self._call(peer, arrays, message, context, app))
@@ -637,7 +627,7 @@ class PeerMod:
         return self._leaving(peer, theirs)
 
     def _mesh(self, peer: RequestHandler, message: Message, context: Context, app: App) -> None:
-        """Run all rounds with the other peers directly, and keep what they come to, unless that was done before.
+        """Run all rounds with the other peers directly, and keep the resulting state, unless that was done before.
 
         Raises:
             RunError: the message has no initial arrays, or the rounds cannot be run.
@@ -665,7 +655,7 @@ class PeerMod:
             return self._trained(peer, answer, layout)
 
         initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), request.arrays)
-        peer.state = run_mesh(request.run, request.scenario, initial, peer.place, self.privacy, train)
+        peer.state = run_mesh(request.run, request.scenario, initial, peer.place, peer.privacy, train)
 
     def _call(
         self, peer: RequestHandler, arrays: ArrayRecord, message: Message, context: Context, app: App

@@ -20,13 +20,13 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,16 +43,18 @@ from flower_privdec.common.arguments import check_numbers, check_paths
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.flower.mods.masking import Handed
 from flower_privdec.flower.node_settings import PeerSettings
-from flower_privdec.flower.strategies.masking import Handed
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
-from flower_privdec.privacy.ledger.ledger import Charge, Head, Ledger, RunName, read_entries, releases_in
+from flower_privdec.privacy.ledger.ledger import Charge, Ledger, RunName, read_entries, releases_in
 from flower_privdec.privacy.mechanism.events import Release
-from flower_privdec.privacy.noise.deployed import SystemNoise
+from flower_privdec.privacy.noise.deployed import ExactNoise
 from flower_privdec.pushsum.exactly_once import LAST, PushSumProtocol, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, TensorArithmetic, pack, unpack
 from flower_privdec.pushsum.witness import draw_boot
+from flower_privdec.scenario.loading import validated
+from flower_privdec.scenario.sections import AppPrivacySection
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -132,29 +134,17 @@ class Layout:
 
     def misfit(self, arrays: Arrays) -> str:
         """Return in words how arrays do not fit; empty where they do. Types of the same kind fit: they are cast."""
-        other = Layout(tuple((name, str(value.dtype), value.shape) for name, value in arrays.items()))
-        same = {name: kind for name, kind, _ in self.parts}
-        alike = tuple(
-            (name, same[name] if _same_kind(kind, same.get(name)) else kind, shape) for name, kind, shape in other.parts
-        )
-        return self.differs(Layout(alike))
-
-    def differs(self, other: Layout) -> str:
-        """Return in words how another layout differs from this one; empty where it does not."""
-        if self.parts == other.parts:
-            return ""
-        ours, theirs = ({name: part for name, *part in layout.parts} for layout in (self, other))
+        kinds = {name: kind for name, kind, _ in self.parts}
+        ours, theirs = {name: f"{kind} {shape}" for name, kind, shape in self.parts}, dict[str, str]()
+        for name, value in arrays.items():
+            is_cast = name in kinds and (np.dtype(kinds[name]).kind == "f") == (value.dtype.kind == "f")
+            theirs[name] = f"{kinds[name] if is_cast else value.dtype} {value.shape}"
         for name in [*ours, *theirs]:
             if ours.get(name) != theirs.get(name):
-                described = [
-                    " ".join(map(str, parts[name])) if name in parts else "missing" for parts in (theirs, ours)
-                ]
-                return f"array {name!r} is {described[0]} and must be {described[1]}"
-        return f"the arrays are in the order {list(theirs)} and must be in the order {list(ours)}"
-
-
-def _same_kind(one: str, other: str | None) -> bool:
-    return other is not None and (np.dtype(one).kind == "f") == (np.dtype(other).kind == "f")
+                return f"array {name!r} is {theirs.get(name, 'missing')} and must be {ours.get(name, 'missing')}"
+        if list(ours) != list(theirs):
+            return f"the arrays are in the order {list(theirs)} and must be in the order {list(ours)}"
+        return ""
 
 
 def numpy_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
@@ -472,53 +462,37 @@ class PeerSpent:
         )
 
 
-class PeerLedger:
-    """The open ledger of one peer's updates; a context manager.
+class PeerLedger(Ledger):
+    """The open ledger of one peer's updates.
 
     Each round draws fresh noise, so each charge counts, that of a round begun twice as well.
 
-    Args:
-        folder: of the ledger's file.
-        run: the run's name.
-        incarnation: of the peer in that run.
+    Attributes:
         peer: its id.
         delta: δ at which ε is reported.
         budget: the ε that all runs together may not exceed, or ∞.
-
-    Attributes:
-        spent: the total over all runs.
-
-    Raises:
-        BudgetError: the ledger is in use or fails verification.
     """
-
-    charged = 0  # no entry of this run covers steps ahead
 
     def __init__(
         self, folder: Path, run: str, incarnation: int, peer: int, delta: float, budget: float = math.inf
     ) -> None:
+        """Open the ledger in a folder.
+
+        Args:
+            run: the run's name.
+            incarnation: of the peer in that run.
+
+        Raises:
+            BudgetError: the ledger is in use or fails verification.
+        """
+        super().__init__(folder, SOURCE)
         self.peer, self.delta, self.budget = peer, delta, budget
         self._run = RunName(f"{run}-{incarnation}", run, "system entropy")
-        self.ledger = Ledger(folder, SOURCE)
 
     @property
     def spent(self) -> PeerSpent:
-        """Return the total of all charges."""
-        return PeerSpent(releases_in(self.ledger.entries), self.delta)
-
-    @property
-    def n_entries(self) -> int:
-        """Return how many charges the ledger holds."""
-        return self.ledger.n_entries
-
-    @property
-    def head(self) -> Head:
-        """Return what a checkpoint names."""
-        return self.ledger.head
-
-    def check_head(self, head: Sequence[int | str] | None) -> None:
-        """Check that the ledger still holds everything that a checkpoint saw; raises BudgetError."""
-        self.ledger.check_head(head)
+        """Return the total of all charges of all runs."""
+        return PeerSpent(releases_in(self.entries), self.delta)
 
     def charge_witnessed(self, witnessed: Mapping[int, int], noise: float) -> int:
         """Charge the lines that the ledger lacks, each as an update of a noise multiplier; return how many there are.
@@ -526,16 +500,16 @@ class PeerLedger:
         Args:
             witnessed: see `Ledger.lacks`.
         """
-        missing = self.ledger.lacks(witnessed)
+        missing = self.lacks(witnessed)
         if missing:
             run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
             charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
-            self.ledger.append(run, 0, missing, [charge], witnessed=witnessed)
+            self.append(run, 0, missing, [charge], witnessed=witnessed)
         return missing
 
     def allows(self, noise: float) -> bool:
         """Return whether the budget allows one more update of a noise multiplier."""
-        return self.ledger.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
+        return self.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
 
     def charge(self, round_index: int, noise: float) -> bool:
         """Charge one round's update, on disk before it is computed, and return True; False where the budget is spent.
@@ -550,7 +524,7 @@ class PeerLedger:
         if not self.allows(noise):
             return False
         steps = (round_index - 1, round_index)
-        self.ledger.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
+        self.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
         return True
 
     def check_budget(self, noise: float) -> None:
@@ -561,21 +535,10 @@ class PeerLedger:
         """
         if not self.allows(noise):
             raise BudgetError(
-                f"{self.ledger.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon="
-                f"{self.budget:g} allows this run no update of noise multiplier {noise:.4g}; raise the budget or the "
-                "noise",
+                f"{self.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon={self.budget:g} allows "
+                f"this run no update of noise multiplier {noise:.4g}; raise the budget or the noise",
                 code="ledger.budget-spent",
             )
-
-    def close(self) -> None:
-        """Release the lock."""
-        self.ledger.close()
-
-    def __enter__(self) -> PeerLedger:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def spent_so_far(folder: Path, delta: float) -> PeerSpent:
@@ -585,20 +548,6 @@ def spent_so_far(folder: Path, delta: float) -> PeerSpent:
         BudgetError: it fails verification.
     """
     return PeerSpent(releases_in(read_entries(folder, SOURCE)), delta)
-
-
-def check_budget(budget: float, delta: float, noise: float | None, where: str) -> None:
-    """Refuse a budget that is none, or that no noise keeps.
-
-    Raises:
-        BudgetError: naming it.
-    """
-    if not budget > 0 or not 0 < delta < 1:
-        raise BudgetError(f"epsilon={budget} must be > 0 and delta={delta} in (0, 1); set {where}")
-    if math.isfinite(budget) and noise is None:
-        raise BudgetError(
-            f"epsilon={budget} of {where} needs clip_norm and noise: say PeerMod(clip_norm=..., epsilon=...)"
-        )
 
 
 _folder: ContextVar[Path] = ContextVar("folder")
@@ -661,17 +610,13 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> ArrayRecor
             f"return RecordDict({{{key!r}: ArrayRecord(...)}})",
         )
     returned = records[key] if key in records else next(iter(records.values()))
-    if difference := _misfit(returned, layout):
+    try:
+        difference = layout.misfit(numpy_arrays(returned))
+    except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
+        difference = f"they cannot be read as NumPy's: {one_line(error)}"
+    if difference:
         raise UnfitAnswerError("returned other arrays than it was given", difference)
     return returned
-
-
-def _misfit(returned: ArrayRecord, layout: Layout) -> str:
-    """Return in words how arrays that an app returned are not the model's; empty where they are."""
-    try:
-        return layout.misfit(numpy_arrays(returned))
-    except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
-        return f"they cannot be read as NumPy's: {one_line(error)}"
 
 
 def norm(vector: np.ndarray) -> float:
@@ -698,9 +643,12 @@ def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
 
 
 def noised(update: np.ndarray, std: float) -> np.ndarray:
-    """Return an update with N(0, std² I) added from the operating system's entropy, float64 [d]."""
+    """Return an update with N(0, std² I) added from the operating system's entropy and rounded exactly, float64 [d].
+
+    Exact rounding costs little beside an app's training; see `ExactNoise`.
+    """
     row = torch.from_numpy(update.astype(np.float64, copy=True))[None]
-    SystemNoise().add_(row, torch.tensor([std], dtype=torch.float64), 0, np.zeros(1, dtype=np.int64))
+    ExactNoise().add_(row, torch.tensor([std], dtype=torch.float64), 0, np.zeros(1, dtype=np.int64))
     return np.asarray(row[0].numpy())
 
 
@@ -712,92 +660,103 @@ def unsound(update: np.ndarray) -> str:
     return f"{infinite} of its {update.size} numbers are infinite" if infinite else ""
 
 
-@dataclass(frozen=True)
-class PeerPrivacy:
-    """What an app asks for.
+def app_privacy(
+    clip_norm: float | None, noise_multiplier: float | None, epsilon: float | None, delta: float
+) -> AppPrivacySection | None:
+    """Return what an app asks for: None where it gives no clip norm, noise or budget.
 
-    Attributes:
-        clip_norm: the most that a round's update may move the model, in Euclidean norm; None for no protection.
-        noise_multiplier: noise std over the clip norm; None to solve it from epsilon.
-        epsilon: the budget over all rounds and runs of this peer; None for no limit.
-        delta: δ.
+    Raises:
+        ScenarioError: a value of the wrong kind or out of its range, or a clip norm without noise, or noise without a
+            clip norm.
     """
+    given = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "epsilon": epsilon}
+    check_numbers({**given, "delta": delta})
+    numbers = {name: float(value) for name, value in given.items() if value is not None}
+    checked = numbers or {"clip_norm": 1.0, "noise_multiplier": 1.0}  # where nothing is asked for, δ is checked alone
+    section = validated(AppPrivacySection, {**checked, "delta": delta}, "PeerMod")
+    return section if numbers else None
 
-    clip_norm: float | None
-    noise_multiplier: float | None
-    epsilon: float | None
-    delta: float
 
-    def __post_init__(self) -> None:
-        check_numbers(asdict(self))
-        for name, value in (("clip_norm", self.clip_norm), ("epsilon", self.epsilon)):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ScenarioError(f"{name}={value} must be finite and > 0; leave it out for none")
-        noise = self.noise_multiplier
-        if noise is not None and not (noise > 0 and math.isfinite(noise)):
-            raise ScenarioError(f"noise_multiplier={noise} must be finite and > 0; leave it out to have no noise")
-        if self.delta is None or not 0 < self.delta < 1:
-            raise ScenarioError(f"delta={self.delta} must be in (0, 1); well below one over the number of peers")
-        if (self.clip_norm is None) != (noise is None and self.epsilon is None):
-            raise ScenarioError(
-                f"clip_norm={self.clip_norm}, noise_multiplier={noise}, epsilon={self.epsilon}: a peer is protected by "
-                "clip_norm together with noise_multiplier, or with the epsilon from which the noise is solved; give "
-                "both, or neither"
+def held_privacy(privacy: AppPrivacySection | None, place: PeerSettings) -> AppPrivacySection | None:
+    """Return what an app asks for, with the stricter of its budget and that of the peer's owner.
+
+    Raises:
+        BudgetError: the owner has a budget and nothing is protected.
+    """
+    if privacy is None:
+        if math.isfinite(place.epsilon):
+            raise BudgetError(
+                f"epsilon={place.epsilon} of the node-config needs clip_norm and noise: say PeerMod(clip_norm=..., "
+                "epsilon=...)"
             )
+        return None
+    epsilon = min(place.epsilon, privacy.epsilon or math.inf)
+    delta = privacy.delta if place.delta is None else min(privacy.delta, place.delta)
+    return privacy.model_copy(update={"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta})
 
-    @property
-    def on(self) -> bool:
-        """Return whether anything is protected."""
-        return self.clip_norm is not None
 
-    def budget(self, place: PeerSettings) -> tuple[float, float]:
-        """Return ε and δ to which a peer is held: the stricter of the app's and its owner's.
-
-        Raises:
-            BudgetError: the owner's budget cannot be kept.
-        """
-        delta = self.delta if place.delta is None else min(self.delta, place.delta)
-        check_budget(place.epsilon, delta, self.clip_norm, "the node-config")
-        return min(place.epsilon, self.epsilon or math.inf), delta
-
-    def noise(self, place: PeerSettings, rounds: int) -> float:
-        """Return the noise multiplier of a run of so many rounds."""
-        if self.noise_multiplier is not None:
-            return self.noise_multiplier
-        epsilon, delta = self.budget(place)
-        return solved_noise(epsilon, delta, max(1, rounds))
+def noise_for(privacy: AppPrivacySection, rounds: int) -> float:
+    """Return the noise multiplier: the given one, or the least with which so many rounds keep the budget."""
+    if privacy.noise_multiplier is not None:
+        return privacy.noise_multiplier
+    assert privacy.epsilon is not None
+    return solved_noise(privacy.epsilon, privacy.delta, max(1, rounds))
 
 
 LEAST_WEIGHT = 1e-6  # with less of the mass a peer waits for some before it trains again
-APP_SPENT = "its app's own budget allows no more training; it goes on relaying"
+APP_SPENT = "its app's own budget allows no more training; it only exchanges"
 Train = Callable[[ArrayRecord], ArrayRecord]
-Protect = Callable[[np.ndarray], np.ndarray]
 
 
-def take_step(state: PeerState, train: Train, protect: Protect | None, round_index: int) -> bool:
-    """Let an app train, and add w · protect(u) to x, with u what it moved z by.
+class NoStep(NamedTuple):
+    """Why a peer took no step.
+
+    Attributes:
+        why: in words.
+        for_good: whether it takes none in later rounds either, a budget being spent.
+    """
+
+    why: str
+    for_good: bool
+
+
+def take_step(
+    state: PeerState, train: Train, round_index: int, ledger: PeerLedger | None, clip_norm: float | None, noise: float
+) -> NoStep | None:
+    """Charge one update, let the app train, and add w · (u · min(1, C / ‖u‖) + N(0, σ² C² I)) to x.
+
+    u is what the app moved z by.
 
     Args:
-        state: which has some mass; its x, and the arrays that are not mixed, are put in place.
+        state: its x, and the arrays that are not mixed, are put in place.
         train: returns arrays of the state's layout, as `returned_arrays` has them.
-        protect: returns u · min(1, C / ‖u‖) + N(0, σ² C² I) of a finite u, float64 [d]; None for no protection.
-        round_index: from 1, for the log.
+        round_index: from 1.
+        ledger: None for no protection.
+        clip_norm: C; None where there is no ledger.
+        noise: σ, noise std over C.
 
     Returns:
-        Whether the app trained; False where its own ledger, as `private` has one, allows no more: the state is as it
-        was, and the words of that ledger stay in the app's log.
+        None where a step was taken. Where the app's own ledger, as `private` has one, allows no more, the state is as
+        it was, and the words of that ledger stay in the app's log.
 
-    Privacy: one Gaussian release of the whole update, which has to be paid for before. Without protection the state
-    counts the update in `bare`.
+    Privacy: one Gaussian release of the whole update, charged before the app runs. Without protection the state counts
+    the update in `bare`.
     """
+    if state.w < LEAST_WEIGHT:
+        return NoStep(f"it holds {state.w:.2g} of the mass, and waits for a share before it trains", for_good=False)
+    if ledger is not None and not ledger.charge(round_index, noise):
+        why = f"its next update would exceed epsilon = {ledger.budget:g}; it stops training and only exchanges"
+        return NoStep(why, for_good=True)
     given = state.layout.record(state.model(), state.unmixed)
     try:
         returned = train(given)
     except BudgetError:
-        return False
+        return NoStep(APP_SPENT, for_good=True)
     update = _update(state, given, returned, round_index)
-    _move(state, update if protect is None else protect(update), protect is None, round_index)
-    return True
+    if clip_norm is not None:
+        update = protected(clip_norm, noise, update)
+    _move(state, update, clip_norm is None, round_index)
+    return None
 
 
 def _update(state: PeerState, given: ArrayRecord, returned: ArrayRecord, round_index: int) -> np.ndarray:
@@ -896,24 +855,6 @@ class Identity:
         both = b"".join(sorted((self.public, public)))
         return HKDF(SHA256(), KEY, salt, b"flower-privdec 1 " + purpose + both).derive(secret)
 
-    def seal(self, public: bytes, header: bytes, body: bytes) -> bytes:
-        """Return a body that only the owner of a public key can read, bound to its header."""
-        salt = os.urandom(SALT)
-        key = self.key_for(public, salt, b"share")
-        return salt + ChaCha20Poly1305(key).encrypt(_NONCE, body, header)
-
-    def unseal(self, public: bytes, header: bytes, sealed: bytes) -> bytes:
-        """Return what the owner of a public key sealed for this peer.
-
-        Raises:
-            RefusedError: it was not sealed by that one for this one with that header, or was changed since.
-        """
-        key = self.key_for(public, sealed[:SALT], b"share")
-        try:
-            return ChaCha20Poly1305(key).decrypt(_NONCE, sealed[SALT:], header)
-        except InvalidTag as error:
-            raise RefusedError("its seal is broken: it was changed, or sealed with another key") from error
-
 
 def public_key(folder: Path | str) -> str:
     """Return the public key of the peer whose folder this is, in hexadecimal; made if it has none.
@@ -999,11 +940,21 @@ class PeerSeal:
 
     def encrypt(self, receiver: int, header: bytes, body: bytes) -> bytes:
         """See Seal."""
-        return self.identity.seal(self.known.key(receiver), header, body)
+        salt = os.urandom(SALT)
+        key = self.identity.key_for(self.known.key(receiver), salt, b"share")
+        return salt + ChaCha20Poly1305(key).encrypt(_NONCE, body, header)
 
     def decrypt(self, sender: int, header: bytes, body: bytes) -> bytes:
-        """See Seal."""
-        return self.identity.unseal(self.known.key(sender), header, body)
+        """See Seal.
+
+        Raises:
+            RefusedError: it was not sealed by that peer for this one with that header, or was changed since.
+        """
+        key = self.identity.key_for(self.known.key(sender), body[:SALT], b"share")
+        try:
+            return ChaCha20Poly1305(key).decrypt(_NONCE, body[SALT:], header)
+        except InvalidTag as error:
+            raise RefusedError("its seal is broken: it was changed, or sealed with another key") from error
 
 
 def _read_keys(path: Path) -> dict[int, bytes]:

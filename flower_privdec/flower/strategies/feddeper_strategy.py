@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -19,7 +18,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.flower.mods.peer_mod import MODEL
 from flower_privdec.flower.mods.peer_state import numpy_arrays
 from flower_privdec.flower.strategies.peer_network import log_privacy
-from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
+from flower_privdec.flower.strategies.push_sum import PushSum
 from flower_privdec.graph.topology import Topology
 from flower_privdec.scenario.loading import validated
 from flower_privdec.scenario.sections import FedDeperSection
@@ -88,22 +87,16 @@ class FedDeperStrategy(PushSum):
         super().__init__(topology, **options)
         self._over_server = topology == "server"
 
-    def _run(
-        self,
-        num_rounds: int,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        evaluate_fn: EvaluateMean | None,
-    ) -> Result:
+    def _run(self) -> ArrayRecord | None:
         self._model = self._initial
         self._wants_mean |= self._over_server
-        return super()._run(num_rounds, train_config, evaluate_config, evaluate_fn)
+        return super()._run()
 
     def _first_round(self) -> int:
         """Return the round to go on with; over a server, after restoring x from the peers that took part last."""
         if not self._over_server:
             return super()._first_round()
-        last = max(self.reports[peer].round_index for peer in self.network.registry.there)
+        last = max(self.reports[peer].round_index for peer in self.network.there)
         if last:
             peers = [peer for peer in self.network.responsive_peers() if self.reports[peer].round_index == last]
             summed = [peer for peer in peers if not self.reports[peer].idle]
@@ -126,7 +119,7 @@ class FedDeperStrategy(PushSum):
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
         if not self._over_server:
             return super()._links(round_index)
-        return {peer: [] for peer in range(self.network.registry.n_peers)}
+        return {peer: [] for peer in range(self.network.n_peers)}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

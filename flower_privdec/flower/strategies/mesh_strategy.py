@@ -6,12 +6,11 @@ import logging
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
-from flwr.serverapp.strategy import Result
 
 from flower_privdec.common.arguments import check_numbers
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower.mods.peer_mod import INITIAL, MESH
-from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
+from flower_privdec.flower.strategies.push_sum import PushSum
 from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.sections import AppScenario
 
@@ -81,26 +80,18 @@ class Mesh(PushSum):
         except ValueError as error:
             raise ScenarioError(f"a mesh cannot be: {' '.join(str(error).split())}") from error
 
-    def _run(
-        self,
-        num_rounds: int,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        evaluate_fn: EvaluateMean | None,
-    ) -> Result:
+    def _run(self) -> ArrayRecord | None:
         """Let the peers run all rounds among themselves; relay them where a peer cannot be reached."""
         network, reports = self.network, self.reports
-        unreachable = [
-            peer for peer in range(network.registry.n_peers) if peer not in reports or not reports[peer].address
-        ]
+        unreachable = [peer for peer in range(network.n_peers) if peer not in reports or not reports[peer].address]
         if unreachable:
             log.info("Peers %s have no address: all rounds are relayed by this ServerApp", unreachable)
-            return super()._run(num_rounds, train_config, evaluate_config, evaluate_fn)
-        log.info("The peers talk to each other directly, for %s rounds; this ServerApp waits", num_rounds)
-        self._wants_mean, result = False, Result()
-        train_config["server-round"] = 1
-        scenario = self._scenario([reports[peer].address for peer in sorted(reports)], num_rounds)
-        records: dict[str, ArrayRecord | ConfigRecord] = {INITIAL: self._initial, self.configrecord_key: train_config}
+            return super()._run()
+        log.info("The peers talk to each other directly, for %s rounds; this ServerApp waits", self._rounds)
+        self._wants_mean, config = False, self._train_config
+        config["server-round"] = 1
+        scenario = self._scenario([reports[peer].address for peer in sorted(reports)], self._rounds)
+        records: dict[str, ArrayRecord | ConfigRecord] = {INITIAL: self._initial, self.configrecord_key: config}
         peers = sorted(reports)
         messages = [network.message(peer, "train", MESH, RecordDict({**records}), scenario=scenario) for peer in peers]
         done = network.ask(messages)
@@ -112,9 +103,8 @@ class Mesh(PushSum):
             f" ({troubles})" if (troubles := network.troubles()) else "",
         )
         if missing := sorted(set(peers) - done.keys()):
-            raise RunError(f"peers {missing} did not come to their end; start the run of the same name again")
-        self._evaluate_peers(num_rounds, evaluate_config, result)
+            raise RunError(f"peers {missing} did not finish; start the run of the same name again")
+        self._evaluate_peers(self._rounds)
         mean = self._deliver()
-        self._evaluate_mean(num_rounds, mean, evaluate_fn, result)
-        result.arrays = mean or ArrayRecord()
-        return result
+        self._evaluate_mean(self._rounds, mean)
+        return mean

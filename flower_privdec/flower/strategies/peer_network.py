@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,8 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_privdec.errors import RunError
-from flower_privdec.flower.launch.error_formatting import reason
+from flower_privdec.flower.error_formatting import reason
+from flower_privdec.flower.mods.masking import unmasked_sum
 from flower_privdec.flower.mods.peer_mod import (
     GREET,
     INBOX,
@@ -30,7 +31,6 @@ from flower_privdec.flower.mods.peer_mod import (
     unpack_bytes,
 )
 from flower_privdec.flower.mods.peer_state import UNPROTECTED
-from flower_privdec.flower.strategies.masking import unmasked_sum
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
 from flower_privdec.graph.topology import CompleteTopology, Topology
 from flower_privdec.pushsum.exactly_once import RefusedError
@@ -132,111 +132,6 @@ NO_MOD = "its ClientApp is no peer: write app = ClientApp(mods=[PeerMod(...)])"
 MOST = 2**20  # peers: what masked sums hold, and a graph that fits into memory
 
 
-@dataclass
-class NodeRegistry:
-    """Peers and nodes.
-
-    A node says in its node-config which partition it is, and that is the peer that it is: a SuperNode that was
-    restarted has another node id and is the same peer.
-
-    Attributes:
-        n_peers: as the nodes say; 0 before the first answer.
-        node_of: the node of each peer that was met.
-        gone: peers whose node is not there any more.
-        silent: peers that did not answer the last time.
-        unanswered: the receivers of messages without an answer yet, by message id.
-        unmet: introductions without an answer yet: the node, by message id.
-    """
-
-    n_peers: int = 0
-    node_of: dict[int, int] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
-    silent: set[int] = field(default_factory=set)
-    unanswered: dict[str, int] = field(default_factory=dict)
-    unmet: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def there(self) -> list[int]:
-        """Return the peers whose node is there, ascending."""
-        return [peer for peer in sorted(self.node_of) if peer not in self.gone]
-
-    def peer_at(self, node: int) -> int:
-        """Return which peer a node is."""
-        return next(peer for peer, other in self.node_of.items() if other == node)
-
-    def update(self, grid: Grid, order: PeerRequest, patience: float, on_report: Callable[[PeerReport], None]) -> None:
-        """Notice nodes that are gone, and meet those that are new.
-
-        Args:
-            order: the introduction.
-            patience: seconds to wait for the answers of nodes that are new.
-            on_report: called with the report of each new peer.
-
-        Raises:
-            RunError: a new node is no peer, or claims to be one that another node is.
-        """
-        there = set(grid.get_node_ids())
-        self.gone = {peer for peer, node in self.node_of.items() if node not in there}
-        new = sorted(there - set(self.node_of.values()) - set(self.unmet.values()))
-        messages = [Message(RecordDict({SAYS: order.record()}), node, "train") for node in new]
-        sent = list(grid.push_messages(messages)) if messages else []
-        self.unmet |= dict(zip(sent, new, strict=True))
-        for _, reply in answers(grid, self.unmet, set(sent), patience):
-            report = self._read(reply)
-            self._admit(report, reply.metadata.src_node_id, there)
-            on_report(report)
-
-    def _read(self, reply: Message) -> PeerReport:
-        node = reply.metadata.src_node_id
-        if reply.has_error():
-            raise RunError(f"SuperNode {node} failed when asked for its peer: {reason(reply.error.reason)}")
-        return PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}")
-
-    def _admit(self, report: PeerReport, node: int, there: set[int]) -> None:
-        if not 0 <= report.peer < report.n_peers <= MOST:
-            raise RunError(
-                f"SuperNode {node} says partition-id={report.peer} of num-partitions={report.n_peers}: it must be 0 to "
-                f"num-partitions - 1, of at most {MOST:,}"
-            )
-        self.n_peers = self.n_peers or report.n_peers
-        if report.n_peers != self.n_peers:
-            raise RunError(
-                f"SuperNode {node} says num-partitions={report.n_peers}, others {self.n_peers}: set them alike"
-            )
-        before = self.node_of.get(report.peer)
-        if before in there and report.peer not in self.silent:
-            raise RunError(
-                f"SuperNodes {before} and {node} both claim to be peer {report.peer}; give each its own partition-id"
-            )
-        self.node_of[report.peer] = node
-        for receivers_told in (self.gone, self.silent):
-            receivers_told.discard(report.peer)
-
-    def ask(
-        self, grid: Grid, messages: Iterable[Message], patience: float, on_answer: Callable[[int, Message], None]
-    ) -> list[Message]:
-        """Send messages and pass the answers on, those to earlier messages too, until each has answered or time is up.
-
-        A peer without an answer is silent until its answer comes, however late. The call does not wait for silent peers
-        while others are asked too; the message to them also serves as a liveness probe.
-
-        Returns:
-            The answers to these messages.
-        """
-        sent, replies = list(messages), []
-        peers = [self.peer_at(message.metadata.dst_node_id) for message in sent]
-        waiting = dict(zip(grid.push_messages(sent), peers, strict=True))
-        self.unanswered |= waiting
-        wanted = {name for name, peer in waiting.items() if peer not in self.silent} or set(waiting)
-        self.silent |= set(peers)
-        for peer, reply in answers(grid, self.unanswered, wanted, patience):
-            self.silent.discard(peer)
-            on_answer(peer, reply)
-            if reply.metadata.reply_to_message_id in waiting:
-                replies.append(reply)
-        return replies
-
-
 def answers(grid: Grid, unanswered: dict[str, int], wanted: set[str], patience: float) -> Iterator[tuple[int, Message]]:
     """Yield what comes in answer to messages, with their senders, until all that are wanted are in or time is up.
 
@@ -268,14 +163,22 @@ LEAST_TTL = 60.0  # seconds; later Flower drops a message, and its answer
 
 @dataclass
 class PeerNetwork:
-    """The peers of one run.
+    """The peers of one run, and their nodes.
+
+    A node says in its node-config which partition it is, and that is the peer that it is: a SuperNode that was
+    restarted has another node id and is the same peer.
 
     Attributes:
         grid: the nodes.
         common: what is said in every message: the run, a simulation's folder, the arrays' key, the rounds.
         timeout: seconds to wait for answers.
         relay_store: the shares on their way.
-        registry: which node is which peer.
+        n_peers: as the nodes say; 0 before the first answer.
+        node_of: the node of each peer that was met.
+        gone: peers whose node is not there any more.
+        silent: peers that did not answer the last time.
+        unanswered: the receivers of messages without an answer yet, by message id.
+        unmet: introductions without an answer yet: the node, by message id.
         reports: the last of each peer.
         train_errors: peers whose last answer was a failure, and its reason.
         eval_errors: peers whose app could not evaluate, and why; no peer stops training for it.
@@ -286,11 +189,25 @@ class PeerNetwork:
     common: dict[str, Any]
     timeout: float
     relay_store: RelayStore
-    registry: NodeRegistry = field(default_factory=NodeRegistry)
+    n_peers: int = 0
+    node_of: dict[int, int] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+    unanswered: dict[str, int] = field(default_factory=dict)
+    unmet: dict[str, int] = field(default_factory=dict)
     reports: dict[int, PeerReport] = field(default_factory=dict)
     train_errors: dict[int, str] = field(default_factory=dict)
     eval_errors: dict[int, str] = field(default_factory=dict)
     has_new: bool = False
+
+    @property
+    def there(self) -> list[int]:
+        """Return the peers whose node is there, ascending."""
+        return [peer for peer in sorted(self.node_of) if peer not in self.gone]
+
+    def peer_at(self, node: int) -> int:
+        """Return which peer a node is."""
+        return next(peer for peer, other in self.node_of.items() if other == node)
 
     def find(self, patience: float) -> None:
         """Meet all peers, or at least two of them within some seconds.
@@ -298,26 +215,62 @@ class PeerNetwork:
         Raises:
             RunError: too few are there, or one is no peer.
         """
-        deadline, registry = time.monotonic() + patience, self.registry
-        while not registry.n_peers or len(registry.node_of) < registry.n_peers:
+        deadline = time.monotonic() + patience
+        while not self.n_peers or len(self.node_of) < self.n_peers:
             left = deadline - time.monotonic()
             self.update_members(max(0.0, left))
             if left < 0:
                 break
-            time.sleep(0.0 if registry.node_of else 0.05)
-        there, wanted = len(registry.there), registry.n_peers
+            time.sleep(0.0 if self.node_of else 0.05)
+        there, wanted = len(self.there), self.n_peers
         if there < min(2, wanted or 2):
             raise RunError(f"{there} of {wanted or 'the'} SuperNodes answered within {patience:g} s; start them all")
         if there < wanted:
             log.warning("%s of %s peers are there; the run begins without the others", there, wanted)
 
     def update_members(self, patience: float) -> None:
-        """Notice who is gone, and meet who is new.
+        """Notice nodes that are gone, and meet those that are new.
+
+        Args:
+            patience: seconds to wait for the answers of nodes that are new.
 
         Raises:
-            RunError: who is new is no peer, or says that it is one that is there.
+            RunError: a new node is no peer, or claims to be one that another node is.
         """
-        self.registry.update(self.grid, PeerRequest(INTRODUCE, **self.common), patience, self._note)
+        there = set(self.grid.get_node_ids())
+        self.gone = {peer for peer, node in self.node_of.items() if node not in there}
+        new = sorted(there - set(self.node_of.values()) - set(self.unmet.values()))
+        request = PeerRequest(INTRODUCE, **self.common)
+        messages = [Message(RecordDict({SAYS: request.record()}), node, "train") for node in new]
+        sent = list(self.grid.push_messages(messages)) if messages else []
+        self.unmet |= dict(zip(sent, new, strict=True))
+        for _, reply in answers(self.grid, self.unmet, set(sent), patience):
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                raise RunError(f"SuperNode {node} failed when asked for its peer: {reason(reply.error.reason)}")
+            report = PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}")
+            self._admit(report, node, there)
+            self._note(report)
+
+    def _admit(self, report: PeerReport, node: int, there: set[int]) -> None:
+        if not 0 <= report.peer < report.n_peers <= MOST:
+            raise RunError(
+                f"SuperNode {node} says partition-id={report.peer} of num-partitions={report.n_peers}: it must be 0 to "
+                f"num-partitions - 1, of at most {MOST:,}"
+            )
+        self.n_peers = self.n_peers or report.n_peers
+        if report.n_peers != self.n_peers:
+            raise RunError(
+                f"SuperNode {node} says num-partitions={report.n_peers}, others {self.n_peers}: set them alike"
+            )
+        before = self.node_of.get(report.peer)
+        if before in there and report.peer not in self.silent:
+            raise RunError(
+                f"SuperNodes {before} and {node} both claim to be peer {report.peer}; give each its own partition-id"
+            )
+        self.node_of[report.peer] = node
+        self.gone.discard(report.peer)
+        self.silent.discard(report.peer)
 
     def _note(self, report: PeerReport) -> None:
         self.reports[report.peer], self.has_new = report, True
@@ -337,7 +290,7 @@ class PeerNetwork:
         Raises:
             RunError: none of them can.
         """
-        new = [peer for peer in self.registry.there if not self.reports[peer].incarnation]
+        new = [peer for peer in self.there if not self.reports[peer].incarnation]
         if new:
             contents = {peer: RecordDict({INITIAL: initial}) for peer in new}
             self.ask([self.message(peer, "train", JOIN, contents[peer], founding=founding) for peer in new])
@@ -369,14 +322,14 @@ class PeerNetwork:
 
     def members(self) -> list[int]:
         """Return the peers that are there and have a state of this run."""
-        return [peer for peer in self.registry.there if self.reports[peer].incarnation]
+        return [peer for peer in self.there if self.reports[peer].incarnation]
 
     def responsive_peers(self) -> list[int]:
         """Return those of them that answered the last time, without a failure: who gets shares and is counted on."""
-        return [peer for peer in self.members() if peer not in self.registry.silent and peer not in self.train_errors]
+        return [peer for peer in self.members() if peer not in self.silent and peer not in self.train_errors]
 
     def message(self, peer: int, category: str, kind: str, content: RecordDict, **more: Any) -> Message:
-        """Return a message to a peer, with its mail and what it has to know of the others."""
+        """Return a message to a peer, with the shares for it and the facts about its neighbours."""
         known = sorted(self.relay_store.incarnations)
         request = PeerRequest(
             kind,
@@ -391,14 +344,28 @@ class PeerNetwork:
         if kind != JOIN:
             content[INBOX] = self.relay_store.inbox(peer)
         content[SAYS] = request.record()
-        return Message(content, self.registry.node_of[peer], category, ttl=max(self.timeout, LEAST_TTL))
+        return Message(content, self.node_of[peer], category, ttl=max(self.timeout, LEAST_TTL))
 
     def ask(self, messages: Iterable[Message]) -> dict[int, Message]:
-        """Send messages, and return the good answers that came in time, by peer; late ones are heard all the same."""
-        replies = self.registry.ask(self.grid, messages, self.timeout, self._hear)
-        return {self.registry.peer_at(r.metadata.src_node_id): r for r in replies if not r.has_error()}
+        """Send messages, and return the good answers that came in time, by peer; late ones count too.
 
-    def _hear(self, peer: int, reply: Message) -> None:
+        A peer without an answer is silent until its answer comes, however late. The call does not wait for silent peers
+        while others are asked too; the message to them also serves as a liveness probe.
+        """
+        sent, replies = list(messages), dict[int, Message]()
+        peers = [self.peer_at(message.metadata.dst_node_id) for message in sent]
+        waiting = dict(zip(self.grid.push_messages(sent), peers, strict=True))
+        self.unanswered |= waiting
+        wanted = {name for name, peer in waiting.items() if peer not in self.silent} or set(waiting)
+        self.silent |= set(peers)
+        for peer, reply in answers(self.grid, self.unanswered, wanted, self.timeout):
+            self.silent.discard(peer)
+            self._take_answer(peer, reply)
+            if reply.metadata.reply_to_message_id in waiting and not reply.has_error():
+                replies[peer] = reply
+        return replies
+
+    def _take_answer(self, peer: int, reply: Message) -> None:
         """Take in an answer, whenever it comes."""
         if reply.has_error():
             failed = self.eval_errors if reply.metadata.message_type == "evaluate" else self.train_errors
@@ -409,7 +376,7 @@ class PeerNetwork:
         except RunError as error:
             self.train_errors[peer] = str(error)
             return
-        if (report.peer, report.n_peers) != (peer, self.registry.n_peers):
+        if (report.peer, report.n_peers) != (peer, self.n_peers):
             self.train_errors[peer] = (
                 f"it says now that it is peer {report.peer} of {report.n_peers}: give it its own partition-id"
             )
@@ -420,23 +387,19 @@ class PeerNetwork:
             self._relay(report, reply.content.array_records.get(OUTBOX))
 
     def troubles(self) -> str:
-        """Return what is worth a word: who is silent, fails, refuses a share, or trains no more."""
+        """Return the problems to log: peers that are silent, fail, refuse a share, or have stopped training."""
         troubles = {peer: report.stopped for peer, report in self.reports.items() if report.stopped}
         troubles |= {peer: f"cannot evaluate: {why}" for peer, why in self.eval_errors.items()}
         for peer, report in self.reports.items():
             for why in report.refused:
                 troubles[peer] = f"refused: {why}"
-        troubles |= (
-            self.train_errors
-            | dict.fromkeys(self.registry.silent, "no answer")
-            | dict.fromkeys(self.registry.gone, "gone")
-        )
+        troubles |= self.train_errors | dict.fromkeys(self.silent, "no answer") | dict.fromkeys(self.gone, "gone")
         return formatted(troubles)
 
     def raise_if_all_fail(self, peers: Iterable[int]) -> None:
         """Raise the errors of some peers, when none of them did what was requested."""
         requested = list(peers)
-        failed = {peer: "no answer" for peer in requested if peer in self.registry.silent}
+        failed = {peer: "no answer" for peer in requested if peer in self.silent}
         failed |= {peer: self.train_errors[peer] for peer in requested if peer in self.train_errors}
         if failed and len(failed) == len(requested):
             raise RunError(f"no peer could go on: {formatted(failed)}")

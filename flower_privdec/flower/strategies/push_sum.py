@@ -17,7 +17,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flower_privdec.common.arguments import check_calls, check_kinds, check_numbers, check_paths, check_whole
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower.launch.error_formatting import one_line_failure
+from flower_privdec.flower.error_formatting import one_line_failure
 from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, ROUND, PeerReport
 from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays, run_frames
 from flower_privdec.flower.node_settings import FOLDER, safe_name
@@ -79,7 +79,7 @@ def check_strategy(given: Mapping[str, Any]) -> None:
     """Refuse options of the wrong kind or out of their range.
 
     Args:
-        given: those of `Routed`, by name.
+        given: those of `PushSum`, by name.
 
     Raises:
         ScenarioError: naming the value and the rule.
@@ -134,8 +134,13 @@ Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-class Routed(Strategy):
-    """A strategy that finds its peers, sends each in every round its receivers, and relays its shares to them.
+class PushSum(Strategy):
+    """Let every peer train its own model and average them over a directed graph by push-sum.
+
+        (x_i, w_i) ← Σ_j W_ij (x_j, w_j),  z_i = x_i / w_i,  W_ij = 1 / (out_j + 1) of the round's active peers
+
+    It takes the place of one of Flower's: `PushSum(topology="directed-exponential").start(grid, arrays, ...)`. It finds
+    the peers, sends each in every round its receivers, and relays the shares to them, of which it combines none.
 
     No global model exists. The network's mean Σ x / Σ w is computed for `evaluate_fn` alone, and is what
     `result.arrays` holds at the end; `peer_arrays` then has each peer's own model, where peers do not seal what they
@@ -165,9 +170,11 @@ class Routed(Strategy):
 
     Raises:
         ScenarioError: an option of the wrong kind or out of its range, or a graph without such weights.
+
+    Source: Kempe et al. 2003; Assran et al. 2019, Stochastic Gradient Push, Algorithm 1.
     """
 
-    weights: ClassVar[str]
+    weights: ClassVar[str] = "column-stochastic"
     local_record: ClassVar[str] = ""  # see `PeerRequest`
 
     def __init__(
@@ -238,30 +245,24 @@ class Routed(Strategy):
         """
         given = {"train_config": train_config, "evaluate_config": evaluate_config}
         check_start(grid, initial_arrays, num_rounds, timeout, given, evaluate_fn)
-        configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        self._wants_mean = evaluate_fn is not None
+        self._train_config, self._evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        self._evaluate_fn, self._wants_mean, self._result = evaluate_fn, evaluate_fn is not None, Result()
         with one_line_failure():
             self._begin(grid, initial_arrays, num_rounds, timeout)
-            return self._run(num_rounds, *configs, evaluate_fn)
+            self._result.arrays = self._run() or ArrayRecord()
+        return self._result
 
-    def _run(
-        self,
-        num_rounds: int,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        evaluate_fn: EvaluateMean | None,
-    ) -> Result:
-        """Relay all rounds, once the peers are found."""
+    def _run(self) -> ArrayRecord | None:
+        """Relay all rounds, once the peers are found, and return the peers' mean."""
         self.network.join(self._initial, founding=all(report.incarnation == 0 for report in self.reports.values()))
-        result, first = Result(), self._first_round()
+        first = self._first_round()
         if first == 1:
-            self._evaluate_mean(0, self._initial, evaluate_fn, result)
-        for server_round in range(first, num_rounds + 1):
-            self._round(server_round, train_config, evaluate_config, evaluate_fn, result)
+            self._evaluate_mean(0, self._initial)
+        for server_round in range(first, self._rounds + 1):
+            self._round(server_round)
             if self._all_stopped():
                 break
-        result.arrays = self._deliver() or ArrayRecord()
-        return result
+        return self._deliver()
 
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int, timeout: float) -> None:
         """Find the peers, and build their graph."""
@@ -275,7 +276,7 @@ class Routed(Strategy):
         self.network = PeerNetwork(grid, common, timeout, RelayStore(run_frames(run, self._layout)))
         self.network.find(self.patience)
         self._sealed = self.network.sealed
-        self._build_graph(self.network.registry.n_peers)
+        self._build_graph(self.network.n_peers)
         self.summary()
 
     @property
@@ -294,43 +295,36 @@ class Routed(Strategy):
 
     def _first_round(self) -> int:
         """Return the round to go on with: again the last, where a peer missed it, for none takes part twice."""
-        rounds = [self.reports[peer].round_index for peer in self.network.registry.there]
+        rounds = [self.reports[peer].round_index for peer in self.network.there]
         return max(rounds) + (min(rounds) == max(rounds) or max(rounds) == 0)
 
     def summary(self) -> None:
         """Log who takes part and how."""
-        n_peers, common = self.network.registry.n_peers, self.network.common
+        n_peers, common = self.network.n_peers, self.network.common
         log.info("%s on %s: %s peers, %s rounds", type(self).__name__, self._graph.name, n_peers, self._rounds)
         log.info("Run %r; a simulation's peers keep state and ledgers in %s", common["run"], common["folder"])
         log.info("Shares are %s", "sealed between the peers" if self._sealed else "open to this ServerApp")
 
     # A round.
 
-    def _round(
-        self,
-        server_round: int,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        evaluate_fn: EvaluateMean | None,
-        result: Result,
-    ) -> None:
+    def _round(self, server_round: int) -> None:
         network, arrays = self.network, self._initial
         network.update_members(network.timeout)
         network.join(arrays, founding=False)
         network.greet()
-        trained = network.ask(self.configure_train(server_round, arrays, train_config, network.grid))
+        trained = network.ask(self.configure_train(server_round, arrays, self._train_config, network.grid))
         mean, metrics = self.aggregate_train(server_round, trained.values())
         if metrics:
-            result.train_metrics_clientapp[server_round] = metrics
-        self._evaluate_peers(server_round, evaluate_config, result)
-        self._evaluate_mean(server_round, mean, evaluate_fn, result)
+            self._result.train_metrics_clientapp[server_round] = metrics
+        self._evaluate_peers(server_round)
+        self._evaluate_mean(server_round, mean)
 
-    def _evaluate_peers(self, server_round: int, config: ConfigRecord, result: Result) -> None:
+    def _evaluate_peers(self, server_round: int) -> None:
         """Let some peers evaluate their own models."""
-        network = self.network
+        network, config = self.network, self._evaluate_config
         evaluated = network.ask(self.configure_evaluate(server_round, self._initial, config, network.grid))
         if metrics := self.aggregate_evaluate(server_round, evaluated.values()):
-            result.evaluate_metrics_clientapp[server_round] = metrics
+            self._result.evaluate_metrics_clientapp[server_round] = metrics
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -358,7 +352,7 @@ class Routed(Strategy):
 
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
         """Return the receivers of each peer's shares in a round, with weights: responsive peers alone."""
-        present = np.zeros(self.network.registry.n_peers, dtype=bool)
+        present = np.zeros(self.network.n_peers, dtype=bool)
         present[self._counted] = True
         links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(len(present))}
         if present.sum() < 2:
@@ -373,7 +367,7 @@ class Routed(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the mean over the peers that took part, for evaluation alone, and the metrics that came."""
         self.network.raise_if_all_fail(self._asked)
-        answers = {self.network.registry.peer_at(reply.metadata.src_node_id): reply for reply in replies}
+        answers = {self.network.peer_at(reply.metadata.src_node_id): reply for reply in replies}
         trained = sum(self.reports[peer].trained for peer in answers)
         self._exhausted |= {peer: self.reports[peer].stopped for peer in answers if self.reports[peer].exhausted}
         troubles = self.network.troubles()
@@ -382,7 +376,7 @@ class Routed(Strategy):
             server_round,
             self._rounds,
             trained,
-            self.network.registry.n_peers,
+            self.network.n_peers,
             f" ({troubles})" if troubles else "",
         )
         mean = self._mean(answers, self._counted) if self._wants_mean else None
@@ -411,16 +405,15 @@ class Routed(Strategy):
         alike = comparable(replies, self.weighted_by_key)
         return aggregate(alike, self.weighted_by_key) if alike else None
 
-    def _evaluate_mean(
-        self, server_round: int, mean: ArrayRecord | None, evaluate_fn: EvaluateMean | None, result: Result
-    ) -> None:
+    def _evaluate_mean(self, server_round: int, mean: ArrayRecord | None) -> None:
+        evaluate_fn = self._evaluate_fn
         metrics = None if mean is None or evaluate_fn is None else evaluate_fn(server_round, mean)
         if metrics is not None and not isinstance(metrics, MetricRecord):
             raise RunError(f"evaluate_fn returned a {type(metrics).__name__}: it must be a MetricRecord, or None")
         if metrics is not None:
             line = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if not isinstance(value, list))
             log.info("[ROUND %s/%s] the peers' mean: %s", server_round, self._rounds, line)
-            result.evaluate_metrics_serverapp[server_round] = metrics
+            self._result.evaluate_metrics_serverapp[server_round] = metrics
 
     def _all_stopped(self) -> bool:
         """Return whether no peer trains any more, for what its budget allows is spent, and log it."""
@@ -467,27 +460,13 @@ class Routed(Strategy):
         return self._layout.record(mass[:-1] / mass[-1], self._unmixed)
 
 
-class PushSum(Routed):
-    """Let every peer train its own model and average them over a directed graph by push-sum.
-
-        (x_i, w_i) ← Σ_j W_ij (x_j, w_j),  z_i = x_i / w_i,  W_ij = 1 / (out_j + 1) of the round's active peers
-
-    It takes the place of one of Flower's: `PushSum(topology="directed-exponential").start(grid, arrays, ...)`. It
-    carries what peers send to each other and combines none of it; see `Routed` for its arguments.
-
-    Source: Kempe et al. 2003; Assran et al. 2019, Stochastic Gradient Push, Algorithm 1.
-    """
-
-    weights = "column-stochastic"
-
-
-class Gossip(Routed):
+class Gossip(PushSum):
     """Let every peer train its own model and average them over an undirected graph, with doubly stochastic weights.
 
         x_i ← Σ_j W_ij x_j,  W_ij = 1 / (1 + max(deg_i, deg_j)) of the round's active peers, the rest to itself
 
     The weight w of push-sum goes along: it is 1, and leaves it only where a message is late, whose part is then not
-    missed. See `Routed` for the arguments.
+    missed. The arguments are those of PushSum.
 
     Raises:
         ScenarioError: the graph is directed.

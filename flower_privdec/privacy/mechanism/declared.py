@@ -15,6 +15,10 @@ from typing import Literal, Protocol
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.mechanism.events import Release
 
+MOST_INFLATION = 0.1  # by how much hardened noise may be larger; beyond, the numbers are too short for such sums
+OTHER = 2.0**-20  # for the rounding of the noise's scale itself
+RARE = 2.0**-64  # the chance that a step draws more examples than are counted on
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -38,6 +42,23 @@ class Drawing:
     def neighbours(self, round_index: int) -> int:
         """Return how many neighbours the peer answers in a round."""
         return self.answered[round_index % len(self.answered)] if self.answered else 0
+
+    @property
+    def most(self) -> int:
+        """Return the most examples of a step; in a Poisson batch but for a chance of 2^-64 (Bernstein's inequality)."""
+        if self.sampling == "poisson":
+            mean, rare = self.size * self.rate, -math.log(RARE)
+            return min(self.size, math.ceil(mean + rare / 3 + math.sqrt(rare**2 / 9 + 2 * mean * rare)))
+        return self.size if self.sampling == "full" else min(self.size, -int(-self.batch // 1))
+
+
+def rounding_error(terms: int, unit: float) -> float:
+    """Return by how much two sums of so many clipped gradients may be wrong, in clip norms, added in any order.
+
+    Args:
+        unit: u, half of what the number type rounds 1 by.
+    """
+    return terms * unit / (1 - min(terms * unit, 0.5)) * 2 * terms
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flower_privdec.catalogue import SAMPLINGS
+from flower_privdec.common.user_code import require
 from flower_privdec.errors import ScenarioError
 
 if TYPE_CHECKING:
     import dp_accounting
 
 ACCOUNTANT = "zero-out PLD 4"
+ACCOUNTING = "an event of dp-accounting", "pip install 'flower-privdec[accounting]'"
 MOST_STEPS = 10**12
 Mechanism = tuple[str, float, int, int, float, float]
 
@@ -57,7 +59,8 @@ class Release:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers are not JSON's
-        SAMPLINGS.check(self.sampling, "sampling")
+        if self.sampling not in SAMPLINGS.lines:
+            SAMPLINGS.check(self.sampling, "sampling")
         _check("dataset_size", self.dataset_size, self.dataset_size >= 1, ">= 1")
         _check("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
         _check("sampling_rate", self.sampling_rate, 0 < self.sampling_rate <= 1, "in (0, 1]")
@@ -141,15 +144,14 @@ class Release:
         one more thing to condition on; see `loss_distributions.shown_profile`. dp-accounting has no such event under
         zero-out, nor one that has `idle`: these are given as Gaussians at what a drawn example moves.
         """
-        import dp_accounting
-        from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
-
+        dp_accounting = require("dp_accounting", *ACCOUNTING)
         step = dp_accounting.GaussianDpEvent(self.noise_multiplier)
         if self.sampling == "poisson" and self.sampling_rate < 1:
             step = dp_accounting.PoissonSampledDpEvent(self.sampling_rate, step)
             if self.idle > 0:
                 chances = [1 - self.sampling_rate, self.sampling_rate]
-                step = MixtureOfGaussiansDpEvent(self.noise_multiplier, [self.idle, 1.0], chances)
+                mixture = dp_accounting.dp_event.MixtureOfGaussiansDpEvent
+                step = mixture(self.noise_multiplier, [self.idle, 1.0], chances)
         elif self.sampling == "uniform" and self.batch_size < self.dataset_size and self.idle == 0:
             step = dp_accounting.SampledWithoutReplacementDpEvent(self.dataset_size, self.batch_size, step)
         return dp_accounting.SelfComposedDpEvent(step, self.steps)
@@ -165,9 +167,7 @@ def _check(name: str, value: float, holds: bool, rule: str) -> None:
 
 def event(releases: Iterable[Release]) -> dp_accounting.DpEvent:
     """Return the composition of releases as one dp-accounting event."""
-    import dp_accounting
-
-    return dp_accounting.ComposedDpEvent([r.event() for r in canonical(releases)])
+    return require("dp_accounting", *ACCOUNTING).ComposedDpEvent([r.event() for r in canonical(releases)])
 
 
 def canonical(releases: Iterable[Release]) -> tuple[Release, ...]:

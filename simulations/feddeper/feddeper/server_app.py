@@ -6,7 +6,7 @@ from flwr.serverapp import Grid, ServerApp
 from feddeper.task import CLIENTS, accuracy, build_model, digits
 from flower_privdec.errors import RunError
 from flower_privdec.flower import FedDeper
-from flower_privdec.flower.launch.error_formatting import one_line_failure
+from flower_privdec.flower.error_formatting import one_line_failure
 
 app = ServerApp()
 

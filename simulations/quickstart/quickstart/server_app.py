@@ -6,7 +6,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flower_privdec.flower.apps.server_app import scenario_strategy
-from flower_privdec.flower.launch.error_formatting import one_line_failure
+from flower_privdec.flower.error_formatting import one_line_failure
 from flower_privdec.reporting.plots import save_run_plots
 
 app = ServerApp()

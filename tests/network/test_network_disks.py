@@ -1,0 +1,124 @@
+"""Networked peers whose disk is full or whose data are another's, and that die between two commits."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from networked import LONG, Killed, devices, finish, mortal, running, running_peer
+from raising import raises
+from tiny_scenario import Tiny
+
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.errors import PrivdecError, RunError
+from flower_privdec.experiment import Experiment
+from flower_privdec.privacy.ledger.ledger import read_chain
+
+ASYNCHRONOUS = "network={mode: asynchronous, retry: 0.1, start: 100.0, deadline: 100.0}"
+SYNCHRONOUS = "network={mode: synchronous, retry: 0.1, start: 100.0, deadline: 100.0}"
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the steps of every peer, from outside."""
+    peers, release = list[int](), Cohort.release_rows_
+
+    def counting(cohort: Cohort, *arguments: Any, **options: Any) -> None:
+        peers.append(int(cohort.peers[0]))
+        release(cohort, *arguments, **options)
+
+    monkeypatch.setattr(Cohort, "release_rows_", counting)
+    return peers
+
+
+def paid(folder: Path) -> int:
+    """Return how many steps the ledger in a peer's folder pays for."""
+    (ledger,) = (folder / "ledger").glob("*.jsonl")
+    return sum(entry.to_step - entry.from_step for entry in read_chain(ledger)[1])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Return a function that makes or enlarges a file system of some bytes, and its folder."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def sized(size: str) -> Path:
+        options = f"size={size}" + (",remount" if folder.is_mount() else "")
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, check=False)
+        if done.returncode:
+            pytest.skip("a disk that is full needs the right to mount one")
+        return folder
+
+    yield sized
+    if folder.is_mount():
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", [ASYNCHRONOUS, SYNCHRONOUS])
+def test_a_full_disk_ends_a_peer_with_every_step_paid_for_and_space_lets_it_go_on(
+    network: str, tiny: Tiny, tmp_path: Path, taken: list[int], small_disk: Callable[[str], Path]
+) -> None:
+    scenario = tiny(
+        "n_peers=2", "rounds=60", "topology.name=complete", "privacy={noise_multiplier: 1, delta: 1.0e-3}", network
+    )
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    (tmp_path / "peer-1").symlink_to(small_disk("56k"))
+    peers = [running_peer(scenario, device) for device in theirs]
+    with running(peers) as futures:
+        with pytest.raises((PrivdecError, OSError)):
+            futures[1].result(LONG)
+        assert 0 < taken.count(1) <= paid(tmp_path / "peer-1") < 60
+        small_disk("8m")
+        finish(running_peer(scenario, theirs[1], resume=True))
+        wait(futures, LONG)
+    for peer in (0, 1):
+        assert 60 <= taken.count(peer) <= paid(tmp_path / f"peer-{peer}") <= 62
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize(
+    "point", [("_save", "before"), ("_save", "after"), ("trainer.advance", "after"), ("trainer.advance", "before")]
+)
+@pytest.mark.parametrize("moment", [2, 5])
+def test_synchronous_peers_that_commit_seldom_pay_for_what_they_take_again(
+    every: int, point: tuple[str, str], moment: int, tiny: Tiny, tmp_path: Path, taken: list[int]
+) -> None:
+    network = SYNCHRONOUS.replace("}", f", commit_every: {every}}}")
+    scenario = tiny("n_peers=2", "rounds=7", "topology.name=complete", network)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], point, moment)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        finish(running_peer(scenario, theirs[1], resume=True))
+        futures[0].result(LONG)
+    for peer in (0, 1):
+        assert 7 <= taken.count(peer) <= paid(tmp_path / f"peer-{peer}")
+
+
+def test_two_peers_of_one_data_file_do_not_train_at_once(tiny: Tiny, tmp_path: Path) -> None:
+    examples = Experiment.build(tiny()).own.examples
+    x, y = examples.x.numpy(), examples.y.numpy()
+    np.savez(tmp_path / "all.npz", x_train=x, y_train=y)
+    np.savez(tmp_path / "test.npz", x_test=x, y_test=y)
+    scenario = tiny(
+        *("n_peers=2", "topology.name=complete", "data.dataset=npz", "data.test_samples=null", "data.samples=null"),
+        *(f"data.root={tmp_path}/{{peer}}.npz", f"data.test={tmp_path}/test.npz", ASYNCHRONOUS),
+    )
+    for peer in (0, 1):
+        (tmp_path / f"{peer}.npz").symlink_to(tmp_path / "all.npz")
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    one = running_peer(scenario, theirs[0])
+    with raises(RunError, "peer.data-in-use", "1.npz"):
+        running_peer(scenario, theirs[1])
+    one.close()
+    running_peer(scenario, theirs[1]).close()
