@@ -312,7 +312,7 @@ def test_a_running_peer_says_how_it_does(
         assert (said["peer"], said["round"], said["rounds"], said["budget"]) == (2, 0, 3, 3.0)
         assert privdec(*words) == 0
         assert (
-            "tiny: peer 2  round 0/3  loss –  ε 0 of 3.00  0/3 neighbours up  not yet heard: 0, 1, 3"
+            "tiny: peer 2  round 0/3  loss –  ε 0 of 3.00  waits for its neighbours  0/3 neighbours up  not yet heard: 0, 1, 3"
             in capsys.readouterr().out
         )
         assert privdec("status", "127.0.0.1:1", "--certs", str(certs)) == 1
