@@ -24,6 +24,7 @@ from flower_privdec.core import Algorithm, Exchange, Reply
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.graph.mixing import Mixing, rounds_to_agree
+from flower_privdec.scenario.sections import CancellingSection
 
 Sent = TypeVar("Sent")  # a message as it is sent
 Heard = TypeVar("Heard")  # and as it is received
@@ -276,5 +277,12 @@ def network_mixing(agreement: Agreement) -> Mixing:
         raise ScenarioError(
             "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
             "graph in which all peers are neighbours"
+        )
+    private = agreement.scenario.private
+    if private is not None and isinstance(private.noise, CancellingSection):
+        raise ScenarioError(
+            "privacy.noise.kind=cancelling needs one process that hosts all peers, and a network's peers are processes "
+            "of their own: use `privdec run`, or leave privacy.noise out",
+            code="noise.cancelling-part",
         )
     return mixing
