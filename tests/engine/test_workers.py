@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -205,6 +206,19 @@ def run_in_a_group(*words: object) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with smallest_blocks():
         return privdec(*words)
+
+
+def test_a_forked_process_frees_no_garbage_of_the_tests_before(tmp_path):
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            (tmp_path / "freed").write_text(str(os.getpid()))
+
+    Cycle()
+    assert status_of(forked(lambda: 0 * gc.collect())) == 0
+    assert (tmp_path / "freed").read_text() == str(os.getpid())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
 from collections.abc import Callable
@@ -23,7 +24,12 @@ def privdec(*arguments: object) -> int:
 
 
 def forked(work: Callable[..., Any], *arguments: Any) -> BaseProcess:
-    """Start a forked process that calls a function, whose result is its exit status."""
+    """Start a forked process that calls a function, whose result is its exit status.
+
+    Garbage is freed here before: a process group of PyTorch's, freed in a forked process, waits for threads for ever
+    that the fork has left behind.
+    """
+    gc.collect()
     process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(work(*arguments)))
     process.start()
     return process

@@ -276,6 +276,7 @@ def _be_a_worker(
     leave: Iterable[Callable[[], None]],
 ) -> None:
     """Run the worker's main function and exit, so that nothing of the calling program continues in this process."""
+    gc.freeze()  # pages are not copied, and nothing inherited is freed here, where the threads that it may need are not
     status = WORK_FAILED
     try:
         libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)
@@ -295,8 +296,7 @@ def _be_a_worker(
 
 
 def _settle() -> None:
-    """Ignore Ctrl-C, which the main process handles, and freeze all objects, so that their pages are not copied."""
-    gc.freeze()
+    """Take one thread, and ignore Ctrl-C, which the main process handles."""
     torch.set_num_threads(1)
     with suppress(ValueError):  # of a thread that is not the main one
         signal.set_wakeup_fd(-1)
