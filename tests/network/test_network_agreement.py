@@ -122,6 +122,34 @@ def test_the_last_models_agree_exactly_where_the_graph_is_finite_and_no_step_is_
     assert {peer.status()["epsilon"] for peer in peers} == {max(spent)}
 
 
+def test_a_peer_ends_once_all_that_it_mixes_with_agree_and_not_the_neighbour_of_one_round_alone(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    scenario = tiny("rounds=3", QUICK, STILL, "privacy=none")
+    peers = in_memory(scenario, tmp_path)
+    last = scenario.rounds + peers[0].final - 1  # the first round of final mixing in which a peer may end
+
+    def move(peer: RunningPeer) -> None:  # as late shares do, so that pairs agree, and each with no other one
+        exchange = peer._exchange_finally  # type: ignore[attr-defined]
+
+        def moved(*arguments: Any) -> None:
+            if peer.state.round_index in (last - 1, last):
+                with peer.connections.changed:
+                    mass = peer.protocol.mass  # type: ignore[attr-defined]
+                    mass["x"] = mass["x"] + mass["w"]
+            exchange(*arguments)
+
+        peer._exchange_finally = moved  # type: ignore[attr-defined]
+
+    for odd in peers[1::2]:
+        move(odd)
+    with running(peers) as futures:
+        for future in futures:
+            future.result(LONG)
+    assert [peer.shortcoming() for peer in peers] == [None] * 4
+    assert farthest(models_of(scenario, peers)) < APART
+
+
 FINAL_POINTS = {
     "before a round": ("_exchange_finally", "before"),
     "after a round": ("_exchange_finally", "after"),

@@ -8,7 +8,7 @@ A peer takes a private step only while a quorum of its neighbours exchange with 
 the slowest of those that are up, and while its push-sum weight is not so small that the step would be too long. Else it
 waits; meanwhile it acknowledges, relays, and mixes without a step every `network.retry` seconds, so that two peers that
 can reach each other never wait for each other for ever. After the last round it mixes without steps, in rounds in which
-it waits for its neighbours, until its model agrees with theirs.
+it waits for its neighbours, until its model agrees with theirs in all rounds of a period of the graph.
 
 A peer that has nothing of a run that others have begun without it joins them as they are: in push-sum with no mass,
 which comes with the model of its first share; else with the rows of the first neighbour that sends some. A peer whose
@@ -535,6 +535,7 @@ class AsynchronousPeer(RunningPeer):
             time.monotonic(),
         )  # the floor is lowered by this; when the weight last was above
         self._came: dict[int, int] = {}  # the round of the last share of each neighbour that was added
+        self._agreed = set[int]()  # rounds of a period in which what came agreed with this peer, since some did not
         self._given_up: set[int] = set()  # neighbours that are not waited for any more in final mixing
         self._waited = 0.0  # seconds, in the exchange under way
         self._absorbed: set[int] = set()  # whose shares were added since the last exchange in which they are due
@@ -1045,7 +1046,12 @@ class AsynchronousPeer(RunningPeer):
             has_come = self.session.senders
             self._await_finally(senders, lambda j: j in has_come(at, k) or self.session.rounds.get(j, 0) > k, k)
             self._mix(exchange, self.state, senders)
-        agrees = bool(self.distances) and max(self.distances.values()) <= AGREE
+        period = self.mixing.topology.period
+        if self.distances and max(self.distances.values()) <= AGREE:
+            self._agreed.add(k % period if period else k)
+        elif self.distances:
+            self._agreed.clear()
+        agrees = len(self._agreed) >= (period or self.final)
         if k + 1 == self.end or (k + 1 >= self.rounds + self.final and agrees):
             self.state.round_index, self.waits_for = self.end - 1, ""
 
