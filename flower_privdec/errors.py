@@ -13,7 +13,10 @@ class PrivdecError(Exception):
     Attributes:
         code: a stable name of the rule that was broken, such as `privacy.budget-spent`; messages may be reworded, codes
             stay. Empty where a rule has no name yet.
+        exit_status: of the command.
     """
+
+    exit_status = 2
 
     def __init__(self, message: str = "", *, code: str = "") -> None:
         super().__init__(message)
@@ -30,6 +33,14 @@ class BudgetError(PrivdecError):
 
 class RunError(PrivdecError):
     """A run that had started could not go on."""
+
+    exit_status = 1
+
+
+class NotAgreedError(RunError):
+    """A peer's rounds are done, and its model is not the one that its neighbours have."""
+
+    exit_status = 3
 
 
 class StoppedError(PrivdecError):

@@ -128,6 +128,11 @@ class DPDDA(Algorithm):
         for chosen in torch.as_tensor(rows, device=cohort.device).split(max(1, TOGETHER // d)):
             state.rows["x"][chosen] = self.regularizer.minimizer(-state.rows["dual"][chosen], scale, pull)
 
+    @property
+    def final_exchange(self) -> Mix:
+        """Return the mixing of the running averages, which are the models."""
+        return Mix(("average",))
+
     def debiased(self, rows: dict[str, Tensor]) -> Tensor:
         """Return the running averages x̃, [m, d]."""
         return rows["average"]

@@ -30,7 +30,7 @@ from flower_privdec.cli.typer_parts import (
 from flower_privdec.common.files import disk_error
 from flower_privdec.common.formatting import printable
 from flower_privdec.common.user_code import require
-from flower_privdec.errors import PrivdecError, RunError, ScenarioError, StoppedError
+from flower_privdec.errors import PrivdecError, ScenarioError, StoppedError
 
 
 def flower_run(
@@ -292,7 +292,11 @@ for network_command in NETWORK_COMMANDS:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: 0 done, 1 the run failed, 2 the input is wrong (nothing was written), 130 Ctrl-C."""
+    """Run the command line.
+
+    Its exit status: 0 done, 1 the run failed, 2 the input is wrong (nothing was written), 3 a peer's model is not the
+    one that its neighbours agreed on, 130 Ctrl-C.
+    """
     if sys.stdout is None:  # closed by the reader of a pipe
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
     os.environ.setdefault(*HUGE_PAGES)
@@ -313,7 +317,7 @@ def main(arguments: list[str] | None = None) -> None:
     except StoppedError as error:
         _exit("interrupted", str(error), 130)
     except PrivdecError as error:
-        _exit("error", str(error), 1 if isinstance(error, RunError) else 2)
+        _exit("error", str(error), error.exit_status)
     except typer.Exit as leaving:
         sys.exit(leaving.exit_code)
     except OSError as error:

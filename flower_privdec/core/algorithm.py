@@ -75,6 +75,12 @@ class Algorithm:
         """Return what the scenario calls it."""
         return self.section.name
 
+    @property
+    def final_exchange(self) -> Mix:
+        """Return the exchange that makes the peers' models agree: the last mixing of the program, or one of x."""
+        mixes = [item for item in self.program if isinstance(item, Mix)]
+        return replace(mixes[-1], mixing_step=0) if mixes else Mix(("x",))
+
     def repeat_mixing(self, steps: int, topology: str) -> None:
         """Exchange several times in a round, each time by the next matrix of the sequence.
 

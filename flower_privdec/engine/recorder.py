@@ -253,17 +253,21 @@ class Recorder:
         """Return the latest line of metrics.jsonl."""
         return read_metrics(self.out)[-1]
 
-    def finish(self, rows: dict[str, Tensor], spent: Spent, **entries: Any) -> dict[str, Any]:
+    def finish(
+        self, rows: dict[str, Tensor], spent: Spent, measured: dict[str, Any] | None = None, **entries: Any
+    ) -> dict[str, Any]:
         """Write the models and the summary, and return the summary.
 
         Args:
             rows: the final state's, at least those that others may see.
             spent: what the peers have spent and run.
+            measured: of the models, see `measure`, in place of the last line of metrics.jsonl.
             entries: further or other entries of the summary, by name.
         """
         scenario = self.agreement.scenario
         known = [record for record in read_metrics(self.out) if record["round"] == scenario.rounds]
         metrics = known[-1] if known else self.record(rows, scenario.rounds, spent.epsilons)
+        metrics |= measured or {}
         note = spent.note or shortfall(self.agreement.participation, spent.rounds_run, scenario.rounds)
         steps = sum(spent.rounds_run) * self.agreement.algorithm.steps_per_round
         summary = {

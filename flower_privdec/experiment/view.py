@@ -246,6 +246,12 @@ def pair_plan(agreement: Agreement, peers: np.ndarray, sampler: Sampler, needed:
         raise ScenarioError(
             f"{where}, which {why}: leave privacy.noise out, or take privsgp", code="noise.cancelling-sum"
         )
+    if section.colluding >= scenario.n_peers:
+        raise ScenarioError(
+            f"privacy.noise.colluding={section.colluding} must be < n_peers={scenario.n_peers}: all others are "
+            f"{scenario.n_peers - 1}",
+            code="noise.colluding",
+        )
     if len(peers) < scenario.n_peers:
         raise ScenarioError(
             f"{where}: this process hosts {len(peers)} of {scenario.n_peers} peers, and pairs of peers need a process "

@@ -786,6 +786,39 @@ def disagreement_left(mixing: Mixing) -> float:
     return total
 
 
+def rounds_to_agree(mixing: Mixing, first: int, most: int, tolerance: float) -> tuple[int, float]:
+    """Return after how many rounds of mixing alone the peers agree, whatever their models were.
+
+    The product of the rounds' matrices, each row divided by its push-sum weight, makes of the peers' models the rows'
+    weighted means; where all rows are nearly the same, so are the models.
+
+    Args:
+        first: the first of the rounds.
+        most: rounds at most.
+        tolerance: the part of the largest distance between two models that may be left.
+
+    Returns:
+        The rounds, at most `most`; and which part is left after them, at most.
+
+    Raises:
+        ScenarioError: there are too many peers to multiply matrices of as many rows.
+    """
+    n, left = mixing.n_peers, 1.0
+    if n > MOST_MEASURED:
+        raise ScenarioError(
+            f"network.final_mixing=auto must have {MOST_MEASURED} peers at most, not n_peers={n}: give it a number",
+            code="network.final-mixing",
+        )
+    product = torch.eye(n, dtype=torch.float64)
+    for count in range(1, most + 1):
+        product = mixing.matrix(first + count - 1).apply(product)
+        rows = product / product.sum(1, keepdim=True)
+        left = float((rows - rows.mean(0)).abs().sum(1).max())
+        if left <= tolerance:
+            return count, left
+    return most, left
+
+
 def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
     """Measure how fast a graph agrees: 1 - |lambda_2(W_{K-1} ... W_0)|^(1/K), per round.
 

@@ -414,6 +414,13 @@ class PushSumProtocol(Generic[V]):
             held.append(share)
         return True
 
+    def has_passed(self, neighbor: int, round_index: int) -> bool:
+        """Return whether a neighbour has committed a round, and all that it sent up to then has come in."""
+        last, held = self._hellos.get(neighbor), self._inbox.get(neighbor)
+        if last is None or last.round_index <= round_index:
+            return False
+        return last.sent <= (held[-1].number if held else self.edges[neighbor].received)
+
     def waiting_rounds(self) -> dict[int, int]:
         """Return the round of the last share that is held and not absorbed, by sender."""
         return {sender: held[-1].round_index for sender, held in self._inbox.items() if held}

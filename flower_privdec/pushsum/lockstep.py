@@ -23,7 +23,8 @@ import numpy as np
 from flower_privdec.core import Algorithm, Exchange, Reply
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
-from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.mixing import Mixing, rounds_to_agree
+from flower_privdec.scenario.sections import CancellingSection
 
 Sent = TypeVar("Sent")  # a message as it is sent
 Heard = TypeVar("Heard")  # and as it is received
@@ -143,34 +144,59 @@ class Lockstep(Generic[Sent, Heard]):
 class Timetable:
     """The places of a run: exchange e of round k is place k E + e, with E exchanges a round.
 
+    Rounds of final mixing follow: each is one place, with the algorithm's last mixing, at the index after its program,
+    among all peers. They have no steps.
+
     Args:
         algorithm: whose program has the exchanges.
         mixing: the graph and its weights, see `network_mixing`.
         rounds: of the run.
+        final: rounds of final mixing after them.
 
     Attributes:
         exchanges: by index in the program.
+        final_at: the index of the exchange of final mixing.
+        final_exchange: that exchange.
+        final_mixing: its graph and weights, with all peers active.
+        end: the round after the last of final mixing.
         places: how many the run has.
     """
 
-    def __init__(self, algorithm: Algorithm, mixing: Mixing, rounds: int) -> None:
+    def __init__(self, algorithm: Algorithm, mixing: Mixing, rounds: int, final: int = 0) -> None:
         self.exchanges = {at: item for at, item in enumerate(algorithm.program) if isinstance(item, Exchange)}
         self._at = list(self.exchanges)
-        self.rounds, self.places = rounds, rounds * len(self._at)
+        self.rounds, self.end, self._exchanges = rounds, rounds + final, rounds * len(self._at)
+        self.places = self._exchanges + final
+        self.final_at, self.final_exchange = len(algorithm.program), algorithm.final_exchange
+        self.final_mixing = everybody(mixing)
         self._mixing = mixing
         self.neighbours = cache(self._neighbours)
 
     def place(self, round_index: int, at: int) -> int:
-        """Return the place of the exchange at an index of the program, in a round."""
+        """Return the place of the exchange at an index of the program, in a round.
+
+        Raises:
+            RunError: the round has no such exchange.
+        """
+        if round_index >= self.rounds:
+            return self._exchanges + min(round_index, self.end) - self.rounds
+        if at not in self.exchanges:
+            raise RunError(f"round {round_index} has no exchange {at}; another version?")
         return round_index * len(self._at) + self._at.index(at)
 
     def round_and_exchange(self, place: int) -> tuple[int, int]:
         """Return the round of a place, and the index of its exchange in the program."""
+        if place >= self._exchanges:
+            return self.rounds + place - self._exchanges, self.final_at
         return place // len(self._at), self._at[place % len(self._at)]
 
     def exchange(self, place: int) -> Exchange:
         """Return the exchange of a place."""
-        return self.exchanges[self._at[place % len(self._at)]]
+        return self.final_exchange if place >= self._exchanges else self.exchanges[self._at[place % len(self._at)]]
+
+    def mixing(self, round_index: int) -> Mixing:
+        """Return the graph and the weights of a round."""
+        return self.final_mixing if round_index >= self.rounds else self._mixing
 
     def receivers(self, peer: int, place: int) -> set[int]:
         """Return the peers that a peer sends to at a place."""
@@ -183,22 +209,57 @@ class Timetable:
     def _others(self, peer: int, place: int, *, receives: bool) -> set[int]:
         if not 0 <= place < self.places:
             return set()
-        at = self.exchange(place).place(place // len(self._at), self._mixing)
-        hosted = self._mixing.hosted(at, np.array([peer]))
+        round_index = self.round_and_exchange(place)[0]
+        mixing = self.mixing(round_index)
+        at = self.exchange(place).place(round_index, mixing)
+        hosted = mixing.hosted(at, np.array([peer]))
         if receives == isinstance(self.exchange(place), Reply):
             return {receiver for _, receiver, _ in hosted.sent}
         return {sender for sender, _ in hosted.heard}
 
     def column(self, peer: int, round_index: int) -> dict[int, float]:
         """Return the weights that a peer's row has at others in a round, W[j, peer] by j."""
-        hosted = self._mixing.hosted(round_index, np.array([peer]))
+        hosted = self.mixing(round_index).hosted(round_index, np.array([peer]))
         return {receiver: weight for _, receiver, weight in hosted.sent}
+
+    def receivers_ever(self, peer: int) -> list[int]:
+        """Return the peers that a peer may ever send to."""
+        edges = self._mixing.topology.support()
+        return sorted(set(edges[edges[:, 0] == peer, 1].tolist()) - {peer})
 
     def _neighbours(self, peer: int) -> list[int]:
         """Return the peers that a peer may ever send to, or hear."""
         edges = self._mixing.topology.support()
         mine = edges[(edges == peer).any(1)]
         return sorted(set(mine.flatten().tolist()) - {peer})
+
+
+AGREED = 1e-3  # of the largest distance between two models before final mixing: what may be left
+FEWEST_AT_MOST = 256  # rounds of final mixing, also of a run with fewer rounds
+
+
+def everybody(mixing: Mixing) -> Mixing:
+    """Return the same graph and weights with all peers active in every round, which has one matrix."""
+    is_same = mixing.participation.kind == "all" and mixing.steps == 1
+    return mixing if is_same else Mixing(mixing.topology, mixing.weights)
+
+
+def final_rounds(mixing: Mixing, rounds: int, setting: int | str) -> tuple[int, float | None]:
+    """Return how many rounds of mixing follow the last round of a run, and which part of the distance they leave.
+
+    One more than the peers need to agree, in which they see that they do; at most as many as the run has rounds, or
+    FEWEST_AT_MOST.
+
+    Args:
+        setting: `network.final_mixing`.
+
+    Returns:
+        The rounds; and the part that is left of the largest distance between two models, None where it was not asked.
+    """
+    if setting != "auto":
+        return int(setting), None
+    needed, left = rounds_to_agree(everybody(mixing), rounds, max(rounds, FEWEST_AT_MOST), AGREED)
+    return needed + 1, left
 
 
 def network_mixing(agreement: Agreement) -> Mixing:
@@ -216,5 +277,12 @@ def network_mixing(agreement: Agreement) -> Mixing:
         raise ScenarioError(
             "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
             "graph in which all peers are neighbours"
+        )
+    private = agreement.scenario.private
+    if private is not None and isinstance(private.noise, CancellingSection):
+        raise ScenarioError(
+            "privacy.noise.kind=cancelling needs one process that hosts all peers, and a network's peers are processes "
+            "of their own: use `privdec run`, or leave privacy.noise out",
+            code="noise.cancelling-part",
         )
     return mixing

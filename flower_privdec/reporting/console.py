@@ -180,6 +180,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         ("traffic", wording.sent(summary)),
         ("numbers", summary.get("numbers")),
         ("gone", summary.get("gone")),
+        ("not agreed", summary.get("not_agreed")),
         ("noise", summary.get("noise") if wording.is_private(summary) else None),
         ("speed", f"{duration(summary['wall_seconds'])}, {pace}"),
         ("files", str(folder)),

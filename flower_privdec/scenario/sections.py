@@ -1165,6 +1165,14 @@ class NetworkSection(Section):
         retry: seconds until what was not answered is sent again.
         commit_every: in asynchronous mode, every how many rounds a peer puts its state on disk. Shares of push-sum
             leave at commits alone, so that peers exchange as often as they commit.
+        quorum: in asynchronous mode, how many neighbours have to exchange with a peer for it to take private steps; a
+            peer with fewer neighbours needs all of them.
+        alone: what a peer does below the quorum: wait, until enough of its neighbours exchange with it; or go-on, which
+            spends its budget without them.
+        lead: in asynchronous mode, at how many rounds beyond its slowest neighbour that is up a peer waits; null for no
+            limit.
+        final_mixing: rounds of mixing after the last round, without private steps, after which the models agree: auto,
+            as many as the graph needs; or a number, 0 for none.
         hand_in: whether each peer leaves its model in its folder at every evaluation, for others to read, as `privdec
             up` does; left out, only where peers is left out too: all peers are on one machine then.
     """
@@ -1177,6 +1185,10 @@ class NetworkSection(Section):
     deadline: Positive = 10.0
     retry: Positive = 1.0
     commit_every: Annotated[int, Field(ge=1)] = 1
+    quorum: Annotated[int, Field(ge=1)] = 1
+    alone: Literal["wait", "go-on"] = "wait"
+    lead: Annotated[int, Field(ge=1)] | None = 4
+    final_mixing: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     hand_in: bool | None = None
 
     @property

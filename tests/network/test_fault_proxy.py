@@ -232,7 +232,9 @@ def test_peers_behind_it_still_do_what_the_engine_does(
     variant: list[str], faults: str, tiny: Callable[..., Scenario], tmp_path: Path
 ) -> None:
     scenario = tiny(
-        *settings_for(*variant), "rounds=4", "network={mode: synchronous, retry: 0.1, start: 120.0, deadline: 120.0}"
+        *settings_for(*variant),
+        "rounds=4",
+        "network={mode: synchronous, retry: 0.1, start: 120.0, deadline: 120.0, final_mixing: 0}",
     )
     wanted = testing.run_rounds(Experiment.build(scenario), 4).state.rows["x"]
     with FaultProxy(11, FAULTS[faults]) as proxy:

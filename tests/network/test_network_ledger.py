@@ -118,7 +118,7 @@ def check_ends(peers: list[RunningPeer], theirs: list[PeerDevice]) -> None:
     """Check models, ε and weights of peers that are done, of which peer 1 died once."""
     rounds, algorithm = trainer_of(peers[0]).experiment.scenario.rounds, trainer_of(peers[0]).experiment.algorithm
     for peer in peers:
-        assert peer.state.round_index == rounds
+        assert peer.state.round_index == peer.end
         assert bool(algorithm.debiased(peer.state.rows).isfinite().all())
     for peer in peers[:1] + peers[2:]:
         planned = trainer_of(peer).experiment.own.protection

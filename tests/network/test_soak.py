@@ -130,7 +130,9 @@ def test_every_private_step_is_counted_and_the_ledger_has_it(
     testing.run_rounds(experiment, 2)  # which keeps no ledger
     assert look_at_ledger(folder, counts, paid, 1)[1] == "it pays for 3 steps, and 5 were taken"
     (ledger,) = folder.glob("*.jsonl")
-    ledger.write_bytes(ledger.read_bytes().replace(b'"to_step":3', b'"to_step":4'))
+    content = ledger.read_bytes()
+    assert b'"from_step":2' in content
+    ledger.write_bytes(content.replace(b'"from_step":2', b'"from_step":7'))
     with raises(BudgetError, "ledger.damaged"):
         look_at_ledger(folder, counts, paid, 1)
 

@@ -11,6 +11,8 @@ from witnesses import witness_of
 pytest.importorskip("grpc")
 
 from flower_privdec.core import Mix
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.network.peer.connections import Messages
 from flower_privdec.network.peer.synchronous import GONE, Machine, SynchronousSession
 from flower_privdec.network.transport.transport import UnreachableError
@@ -24,6 +26,7 @@ class OneExchange:
     """An algorithm of one exchange a round."""
 
     program = (Mix(("x",)),)
+    final_exchange = program[0]
 
 
 class TwoSessions:
@@ -33,7 +36,8 @@ class TwoSessions:
         """Begin with both at the first place."""
         self.places, self.carried = places, 0
         self.sessions = []
-        timetable = Timetable(OneExchange(), None, places)  # type: ignore[arg-type]  # the machine has its own graph
+        mixing = Mixing(build_topology("complete", 2), "column-stochastic")
+        timetable = Timetable(OneExchange(), mixing, places)  # type: ignore[arg-type]  # the machine has its own graph
         for peer in (0, 1):
             machine = Machine(peer, lambda place, other=1 - peer: {other}, places)  # type: ignore[misc]
             frames = FrameCodec(b"run", exchanges={0: formats_of(ROWS)})

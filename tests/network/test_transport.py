@@ -26,7 +26,7 @@ from flower_privdec.network.transport.transport import MemoryNetwork, RefusedErr
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
 
-SYNCHRONOUS = f"network={{mode: synchronous, retry: 0.05, start: {LONG}, deadline: {LONG}}}"
+SYNCHRONOUS = f"network={{mode: synchronous, retry: 0.05, start: {LONG}, deadline: {LONG}, final_mixing: 0}}"
 Rows = dict[str, Tensor]
 
 

@@ -10,6 +10,7 @@ import dp_accounting
 import numpy as np
 import pytest
 import torch
+from command_line import privdec
 from dp_accounting.pld import PLDAccountant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -258,11 +259,19 @@ def test_an_algorithm_that_leaves_unequal_rates_out_is_stopped(build: Build) -> 
         ([PAIRS, "privacy.hardened=true"], "scenario.value_error"),
         ([PAIRS, "privacy.noise.secrets=server"], "scenario.value_error"),
         ([PAIRS, "compute.generator=system"], "noise.cancelling-deployed"),
+        ([PAIRS, "privacy.noise.colluding=4"], "noise.colluding"),
     ],
 )
 def test_what_it_is_not_proved_for_is_refused(build: Build, settings: list[str], code: str) -> None:
     with raises(ScenarioError, code):
         build(*settings)
+
+
+def test_a_network_of_peers_is_refused_before_anything_is_written(tiny_text: str, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(tiny_text)
+    words = ["up", str(tmp_path / "tiny.yaml"), "--set", PAIRS, "--out", str(tmp_path / "out")]
+    assert privdec(*words) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_process_that_hosts_some_peers_is_refused(build: Build) -> None:

@@ -988,7 +988,6 @@ def test_a_loader_that_cannot_be_sampled_is_refused(loader: Any, named: str, tmp
         ({"model": nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(4, 4))}, "group_norm"),
         ({"model": nn.EmbeddingBag(7, 3, max_norm=1.0)}, "max_norm"),
         ({"model": nn.Linear(5, 3).half()}, "float16"),
-        ({"optimizer": torch.optim.SGD(nn.Linear(5, 3).parameters(), 0.1)}, "0 are the model's"),
         ({"criterion": nn.CrossEntropyLoss(weight=torch.ones(3))}, "reduction='sum'"),
     ],
     ids=str,
@@ -996,6 +995,12 @@ def test_a_loader_that_cannot_be_sampled_is_refused(loader: Any, named: str, tmp
 def test_a_setting_that_cannot_be_private_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match=said):
         setup(tmp_path, **options)
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match="0 are the model's"):
+        setup(tmp_path, optimizer=torch.optim.SGD(nn.Linear(5, 3).parameters(), 0.1))
     assert not (tmp_path / "a.jsonl").exists()
 
 

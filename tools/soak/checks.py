@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.engine.checkpoint import Checkpoint
 from flower_privdec.network.peer.checkpoint_log import read_checkpoints
+from flower_privdec.network.peer.peer import APART, final_path
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST
 from tools.mass_on_disk import mass_on_disk
 from tools.soak.release_counter import counted_in
+
+STEPS_ALONE = 2  # of a peer that is cut off: the one under way, and one more
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,56 @@ def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
 
 def _newest(folder: Path) -> Checkpoint | None:
     return read_checkpoints(folder / CHECKPOINTS)[-1] if (folder / CHECKPOINTS).exists() else None
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models that the devices of a run end with.
+
+    Attributes:
+        devices: how many there are that agreed.
+        farthest: the largest distance of one of them from their mean, over the mean's norm.
+    """
+
+    devices: int
+    farthest: float
+
+
+def models_problem(folders: Sequence[Path], models: Models) -> str | None:
+    """Return what is wrong with the models of devices that came to the end and reported no disagreement, or None."""
+    if models.farthest <= 2 * APART:
+        return None
+    return f"of {models.devices} devices that agreed one is {models.farthest:.1%} from the mean of {len(folders)}"
+
+
+def last_models(folders: Sequence[Path]) -> Models | None:
+    """Return how far the last models of some devices are from each other; None where there are no two.
+
+    Args:
+        folders: of the devices that came to the end and reported no disagreement.
+    """
+    paths = [path for folder in folders if (path := final_path(folder)).exists()]
+    rows = [load_file(path) for path in paths]
+    if len(rows) < 2:
+        return None
+    models = torch.cat([row["x"] / row["w"][:, None] if "w" in row else row["x"] for row in rows]).double()
+    mean = models.mean(0)
+    distances = (models - mean).norm(dim=1) / mean.norm()
+    return Models(len(rows), float(distances.max()))
+
+
+def isolated_problem(before: int, after: int) -> str | None:
+    """Return what is wrong with the steps of a peer that was cut off, or None.
+
+    Args:
+        before, after: how many steps it had taken when it was cut off, and when that ended. One was under way, and what
+            its neighbours had sent before allows one more.
+    """
+    if after - before <= STEPS_ALONE:
+        return None
+    return (
+        f"it took {after - before} private steps while nothing came through from or to it, and may take {STEPS_ALONE}"
+    )
 
 
 def resident_bytes(process: int) -> int | None:

@@ -9,7 +9,11 @@ Every peer is a process of this machine that reaches the others through a proxy.
 - its ledger's chain is whole, never shrinks, and pays for every step that `release_counter` counted, with at most one
   payment more per start of the process;
 - some peer reaches a new round within a time limit;
-- after a run, the push-sum weights on the peers' disks sum to the number of peers.
+- after a run, the push-sum weights on the peers' disks sum to the number of peers;
+- a peer that is isolated takes one private step at most beside the one under way;
+- the models that the devices of a run end with agree, but for those that report that theirs does not.
+
+In each run one peer starts late.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flower_privdec.common.formatting import duration, memory, peer_ranges
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.errors import BudgetError, NotAgreedError, RunError, ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.fork_server import Process, start_process
@@ -39,10 +43,24 @@ from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, fr
 from flower_privdec.pushsum.lockstep import Timetable, network_mixing
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.sections import NetworkPeer
-from tools.soak.checks import Paid, Weight, ledger_problem, look_at_ledger, resident_bytes, weight_on_disk
+from tools.soak.checks import (
+    Models,
+    Paid,
+    Weight,
+    isolated_problem,
+    last_models,
+    ledger_problem,
+    look_at_ledger,
+    models_problem,
+    resident_bytes,
+    weight_on_disk,
+)
 from tools.soak.fault_schedule import KINDS, ON_FOLDERS, Fault, Pair, check_kinds, faults
 from tools.soak.release_counter import ReleaseObserver, counted_in
 
+ENDED = (0, NotAgreedError.exit_status)
+LATE_SECONDS = 2.0  # that one peer of a run starts after the others
+SETTLE_SECONDS = 0.5  # until what was sent before an isolation has come
 LOOK_SECONDS = 2.0  # between two looks at ledgers and memory
 COUNTER = (sys.executable, "-m", "tools.soak.release_counter")
 Action = Callable[[], None]
@@ -66,6 +84,9 @@ class Tally:
         crashes: processes that were killed.
         first, largest: memory of each peer at the first look after its first step, and the most, in bytes.
         weight: Σw on the disks after the last run whose disks told it; None where none did.
+        isolated: how often a peer was cut off for long enough to count its steps.
+        not_agreed: devices that reported that their model is not the others'.
+        models: of the devices of the last run that came to its end; None where none did.
     """
 
     runs: int = 0
@@ -81,6 +102,9 @@ class Tally:
     first: dict[int, int] = field(default_factory=dict)
     largest: dict[int, int] = field(default_factory=dict)
     weight: Weight | None = None
+    isolated: int = 0
+    not_agreed: int = 0
+    models: Models | None = None
 
 
 @dataclass
@@ -153,6 +177,8 @@ class SoakedRun:
         self._best, self._lives = 0, Counter[int]()
         self._paid = dict.fromkeys(range(scenario.n_peers), Paid())
         self._next: tuple[float, Fault] | None = None
+        self._alone: dict[int, int] = {}  # peers that are cut off, and the steps that they had taken by then
+        self._late = self.tally.runs % scenario.n_peers, LATE_SECONDS
         self._observer = ReleaseObserver(out / "observer")
         self._torn: set[int] = set()  # peers whose folder was not always the newest
         self._recovery: Recovery | None = None
@@ -165,8 +191,12 @@ class SoakedRun:
     def __enter__(self) -> Self:
         try:
             self.processes.prepare()
+            late, seconds = self._late
             for peer in self.processes.peers:
-                self._start(peer)
+                if peer != late:
+                    self._start(peer)
+            time.sleep(seconds)
+            self._start(late)
             self._watch = Watch(self.processes, self._told)
         except BaseException:
             self._end()
@@ -256,7 +286,22 @@ class SoakedRun:
                 self._run_copy(fault.peer)
         for pair in links:
             self._proxy.set(pair, fault.on_link)
+        if fault.kind == "isolate" and fault.seconds > SETTLE_SECONDS:
+            heapq.heappush(self._due, (now + SETTLE_SECONDS, next(self._order), lambda: self._count_alone(fault.peer)))
         heapq.heappush(self._due, (now + fault.seconds, next(self._order), lambda: self._mend(fault, where)))
+
+    def _count_alone(self, peer: int) -> None:
+        """Note the steps of a peer that was cut off, once what had been sent before has come."""
+        self._alone[peer] = counted_in(self._counts(peer))
+
+    def _check_alone(self, peer: int) -> None:
+        """Check the steps of a peer at the end of its isolation."""
+        before = self._alone.pop(peer, None)
+        if before is None or self.scenario.network.alone != "wait":
+            return
+        self.tally.isolated += 1
+        if (problem := isolated_problem(before, counted_in(self._counts(peer)))) is not None:
+            raise self._broken(f"peer {peer}: {problem}", "soak.alone")
 
     @property
     def _copy(self) -> Path:
@@ -350,6 +395,8 @@ class SoakedRun:
             self._strike(fault)  # what is troubled stays so until the peer has recovered
             return
         self._troubled -= where
+        if fault.kind == "isolate":
+            self._check_alone(fault.peer)
         if fault.kind == "kill":
             self._start(fault.peer)
         elif fault.kind == "pause":
@@ -365,7 +412,7 @@ class SoakedRun:
 
     def _check_alive(self) -> None:
         for peer in self.processes.peers if self._recovery is None and not self._copy.exists() else ():
-            if peer not in self._gone and self.processes.status(peer) not in (None, 0):
+            if peer not in self._gone and self.processes.status(peer) not in (None, *ENDED):
                 raise self._broken(f"peer {peer} ended by itself ({self.processes.last_line(peer)})", "soak.peer-ended")
 
     def _check_further(self, now: float) -> None:
@@ -417,12 +464,13 @@ class SoakedRun:
         return (
             not self._gone
             and self._recovery is None
-            and all(self.processes.status(peer) == 0 for peer in self.processes.peers)
+            and all(self.processes.status(peer) in ENDED for peer in self.processes.peers)
         )
 
     def conclude(self) -> None:
         """Stop the peers and check the invariants for the last time."""
         came_to_its_end = self.finished() and not self.is_given_up
+        agreed = [peer for peer in self.processes.peers if came_to_its_end and self.processes.status(peer) == 0]
         self.processes.end()
         self.tally.given_up += self.is_given_up
         self._look()
@@ -433,6 +481,16 @@ class SoakedRun:
         self.tally.finished += came_to_its_end
         if self._weighed and not self._torn:  # what was lost with a folder is lost
             self._check_weight(came_to_its_end)
+        if came_to_its_end:
+            self.tally.not_agreed += self.scenario.n_peers - len(agreed)
+            self._check_models([self.processes.folder(peer) for peer in agreed])
+
+    def _check_models(self, folders: list[Path]) -> None:
+        models = last_models(folders)
+        if models is not None and self.scenario.network.final_mixing != 0:
+            self.tally.models = models
+            if (problem := models_problem(folders, models)) is not None:
+                raise self._broken(problem, "soak.models")
 
     def _check_weight(self, came_to_its_end: bool) -> None:
         weight = weight_on_disk([self.processes.folder(peer) for peer in self.processes.peers], came_to_its_end)
@@ -541,6 +599,13 @@ class Soak:
             f"ledgers: {tally.taken:,} steps taken, {tally.paid:,} paid for, {tally.crashes} processes killed",
             f"releases: {tally.received:,} received, {tally.charged:,} charged as witnessed",
         ]
+        if tally.isolated:
+            lines.append(f"isolation: no ε beyond one step in {tally.isolated} times")
+        if tally.models is not None:
+            lines.append(
+                f"models: the last {tally.models.devices} devices that agreed are {tally.models.farthest:.2%} from "
+                f"their mean at most; {tally.not_agreed} in all reported that theirs is not"
+            )
         if tally.weight is not None:
             lines.append(f"mass: Σw = {tally.weight.total:.9g} of {tally.weight.expected}")
         grown = [

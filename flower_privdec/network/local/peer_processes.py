@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flower_privdec.common.files import write_atomically
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.network.local.fault_proxy import FaultProxy
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
 from flower_privdec.network.peer.status import STATUS_CAP, request_status
@@ -169,7 +169,7 @@ class PeerProcesses:
     def last_status(self, peer: int) -> dict[str, Any] | None:
         """Return the last status of a peer that finished; None for others."""
         path = self.folder(peer) / "summary.json"
-        if self.status(peer) != 0 or not path.exists():
+        if self.status(peer) not in (0, NotAgreedError.exit_status) or not path.exists():
             return None
         status: dict[str, Any] = json.loads(path.read_text())
         return status

@@ -18,20 +18,21 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from flower_privdec.core import State
-from flower_privdec.engine.recorder import OnMetrics, Recorder, evaluation_rounds
+from flower_privdec.engine.recorder import OnMetrics, Recorder, evaluation_rounds, measure
 from flower_privdec.engine.spent import Spent
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
-from flower_privdec.network.peer.peer import INSECURE, rows_path
+from flower_privdec.network.peer.peer import INSECURE, final_path, rows_path
 from flower_privdec.pushsum.lockstep import network_mixing
 from flower_privdec.scenario import Scenario
 
 _log = logging.getLogger(__name__)
 
 POLL = 0.1
+ENDED = (0, NotAgreedError.exit_status)
 NUMBERS = {
     "synchronous": "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own",
     "asynchronous": "of this run alone: they depend on which messages arrived in time",
@@ -56,6 +57,9 @@ def losing(share: float) -> Iterator[FaultProxy | None]:
 
 class Up:
     """The peers of a scenario as processes, and the run folder made of the models that they hand in.
+
+    metrics.jsonl has the models after each evaluated round, as a simulation has them; summary and models are of what
+    the devices end with, after final mixing.
 
     Folder: what a run leaves (metrics, summary, models), certs/, network.yaml with the addresses, and for each peer
     peers/I/ (its own folder) and peers/I.log.
@@ -101,6 +105,7 @@ class Up:
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, proxy=proxy)
         self._spent, self._noise = Spent([], [], [], []), list[str]()
         self._gone: set[int] = set()
+        self._apart: dict[int, str] = {}  # peers whose model is not the one that the others agreed on, and why
 
     def run(self, on_metrics: OnMetrics | None = None, on_status: OnStatus | None = None) -> dict[str, Any]:
         """Start the peers, follow them to the end, and return the summary.
@@ -126,7 +131,7 @@ class Up:
                 self._wait()
             facts = {"noise": INSECURE, "publishable": False} if self._insecure else noise_facts(self._noise)
             facts = (facts if self.scenario.private else {}) | {"numbers": NUMBERS[self.scenario.network.mode]}
-            return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **facts, **self._gone_peers())
+            return self.recorder.finish(self._last_rows(), self._spent, self._measured(), **facts, **self._exceptions())
         finally:
             self.recorder.close()
 
@@ -143,7 +148,7 @@ class Up:
             yield
 
     def _wait(self) -> None:
-        while not all(self._processes.status(peer) == 0 for peer in self._alive()):
+        while not all(self._processes.status(peer) in ENDED for peer in self._alive()):
             self._check()
             time.sleep(POLL)
 
@@ -154,7 +159,12 @@ class Up:
         """Raise the error of the first peer that failed, if one did or none is left."""
         for peer in self._alive():
             status = self._processes.status(peer)
-            if status in (None, 0):
+            if status in (None, 0) or peer in self._apart:
+                continue
+            if status == NotAgreedError.exit_status:
+                self._apart[peer] = self._processes.last_line(peer)
+                if not self._path(peer, self.scenario.rounds).exists():
+                    self._gone.add(peer)
                 continue
             if status > 0 or self.scenario.network.mode == "synchronous" or len(self._alive()) == 1:
                 last, log = self._processes.last_line(peer), self._processes.log(peer)
@@ -171,10 +181,13 @@ class Up:
             if kill.comes_back:
                 self._processes.start(kill.peer)
 
-    def _gone_peers(self) -> dict[str, str]:
-        """Return which peers are gone, and from which round the model is that stands for each."""
+    def _exceptions(self) -> dict[str, str]:
+        """Return which peers are gone, and whose model is not the one that the others have."""
         last = [f"peer {peer} after round {self._last_round(peer)}" for peer in sorted(self._gone)]
-        return {"gone": f"{', '.join(last)}: its last model is among those above"} if last else {}
+        apart = [f"peer {peer}: {why}" for peer, why in sorted(self._apart.items())]
+        return ({"gone": f"{', '.join(last)}; the models above are the others'"} if last else {}) | (
+            {"not_agreed": "; ".join(apart)} if apart else {}
+        )
 
     # --- models that the peers hand in ---
 
@@ -217,6 +230,23 @@ class Up:
     def _rows(self, round_index: int) -> dict[str, torch.Tensor]:
         models = [load_file(self._handed_in(peer, round_index)) for peer in range(self.scenario.n_peers)]
         return {name: torch.cat([rows[name] for rows in models]) for name in models[0]}
+
+    def _last_rows(self) -> dict[str, torch.Tensor]:
+        """Return the rows of the devices' last models; for a peer that is gone, those that it handed in last."""
+        paths = [final_path(self._processes.folder(peer)) for peer in range(self.scenario.n_peers)]
+        last = [
+            self._handed_in(peer, self.scenario.rounds) if peer in self._gone else path
+            for peer, path in enumerate(paths)
+        ]
+        models = [load_file(path) for path in last]
+        return {name: torch.cat([rows[name] for rows in models]) for name in models[0]}
+
+    def _measured(self) -> dict[str, Any]:
+        """Try the devices' last models, but for peers that are gone."""
+        there = torch.tensor(self._alive())
+        return measure(
+            self.agreement, {name: rows[there] for name, rows in self._last_rows().items()}, self.scenario.rounds
+        )
 
     def _reported(self, round_index: int) -> Spent:
         """Return the ε that the peers report; keep the sources of their noise."""

@@ -4,6 +4,12 @@ Push-sum algorithms send shares that are added exactly once (`PushSumProtocol`),
 All others send rows, of which a neighbour uses the newest it has, once; the weight of a neighbour that was not heard in
 time returns to the peer itself for that round (`PartlyHeard`). `StragglerPolicy` decides which neighbours to wait for.
 
+A peer takes a private step only while a quorum of its neighbours exchange with it, while it is not too far ahead of
+the slowest of those that are up, and while its push-sum weight is not so small that the step would be too long. Else it
+waits; meanwhile it acknowledges, relays, and mixes without a step every `network.retry` seconds, so that two peers that
+can reach each other never wait for each other for ever. After the last round it mixes without steps, in rounds in which
+it waits for its neighbours, until its model agrees with theirs.
+
 A peer that has nothing of a run that others have begun without it joins them as they are: in push-sum with no mass,
 which comes with the model of its first share; else with the rows of the first neighbour that sends some. A peer whose
 checkpoint is an old copy learns it from its neighbours, and is reset the same way.
@@ -16,19 +22,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import median
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Exchange, Mix, Reply, State
 from flower_privdec.engine.checkpoint import Checkpoint
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.graph.mixing import PartlyHeard
 from flower_privdec.network.peer.connections import Messages, Session
-from flower_privdec.network.peer.peer import POLL, RunningPeer
+from flower_privdec.network.peer.peer import AGREE, POLL, RunningPeer
 from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.pushsum.exactly_once import (
     FIRST,
@@ -47,7 +55,11 @@ _log = logging.getLogger(__name__)
 SURPLUS = 2.0  # times the weight of all peers: no share has more
 MANY = 16  # frames in a call beside rows
 LOST = 4  # calls in a row that do not reach a neighbour, until it counts as lost
-LEAST = 0.4  # of its weight: below it a peer sends nothing until it receives a share, for steps at x / w grow
+LEAST = 0.4  # of the weight that it would have without delays: a peer keeps so much, for steps at x / w grow
+MEASURED = 128  # rounds of a random graph, in which that weight is computed
+LITTLE = 1e-3  # of a share: less is not sent
+KEPT = 0.5  # of its weight: what a peer keeps where it mixes while it waits
+SPAN = 16  # rounds of a random graph in which a peer exchanges with all of its quorum
 PATIENCE = 3.0
 STRIKES = 2
 SEEN, SLOWEST = 4, 2.0
@@ -206,6 +218,10 @@ class AsynchronousSession(Session):
         stale: why this peer must be reset, until it is.
         resumed_at: the round from which this process continues.
         ahead: the last round of which a neighbour reports that it had rows of this peer before; -1 where none does.
+        steps: of this peer so far, which `met` refers to.
+        met: in which of these steps each neighbour last exchanged with this peer: sent a share or rows, or took some.
+        met_at: when that was, by the clock of `time.monotonic`.
+        heard_at: when each neighbour last sent anything.
         quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
     """
 
@@ -229,7 +245,10 @@ class AsynchronousSession(Session):
         self.is_new = self.joins = False
         self.places: dict[int, tuple[int, int]] = {}
         self.stale: str | None = None
-        self.resumed_at, self.ahead = 0, -1
+        self.resumed_at, self.ahead, self.steps = 0, -1, 0
+        self.met: dict[int, int] = {}
+        self.met_at: dict[int, float] = {}
+        self.heard_at: dict[int, float] = {}
         self._checked: set[int] = set()  # neighbours whose first hello to this process was compared with its rows
         self._queues = {neighbor: SendQueue() for neighbor in witness.neighbors}
         self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is held back
@@ -261,6 +280,10 @@ class AsynchronousSession(Session):
     def collect(self, at: int, senders: Collection[int]) -> dict[int, RowMessage]:
         """Return the newest rows of an exchange from each of some neighbours, and forget them."""
         return {neighbor: self._rows[at].pop(neighbor) for neighbor in sorted(senders) if neighbor in self._rows[at]}
+
+    def informed(self, neighbor: int) -> int:
+        """Return the last round of this peer that a neighbour has heard of; -1 for none."""
+        return self._informed.get(neighbor, -1)
 
     def is_informed(self, neighbor: int, round_index: int) -> bool:
         """Return whether nothing is left to send to a neighbour, which knows of a round."""
@@ -301,24 +324,32 @@ class AsynchronousSession(Session):
             raise RefusedError(
                 f"peer {self.peer} takes nothing from peer {caller} any more: {self.quarantined[caller]}"
             )
+        self.heard_at[caller] = time.monotonic()
         for message in messages:
             if isinstance(message, Hello):
                 reply = self._receive_hello(message)
                 replies += [] if reply is None else [reply]
             elif isinstance(message, Acknowledgement):
-                self.protocol.acknowledge(message)
+                if self.protocol.acknowledge(message):
+                    self._meet(caller)
             elif isinstance(message, FrozenShare):
                 self._check_weight(message)
                 if self.protocol.receive(message):
+                    self._meet(caller)
                     self._is_at(caller, message.round_index + 1)
             elif not isinstance(message, RowMessage) or not self.protocol.is_open(caller):
                 raise RefusedError(f"peer {caller} must greet peer {self.peer} first, which has started since")
             else:
                 self._rows[message.at][caller] = message
+                self._meet(caller)
                 if message.at not in self._replies:
                     self._is_at(caller, message.round_index)
                     self.places[caller] = message.round_index, message.at
         return replies
+
+    def _meet(self, neighbor: int) -> None:
+        """Record that a neighbour exchanges with this peer, which is more than to greet it."""
+        self.met[neighbor], self.met_at[neighbor] = self.steps, time.monotonic()
 
     def _check_weight(self, share: FrozenShare[Tensor]) -> None:
         """Quarantine the sender of a share whose weight no honest peer sends.
@@ -427,12 +458,16 @@ class AsynchronousSession(Session):
         queue = self._queues[neighbor]
         queue.failures = 0
         for message in sent:
+            if isinstance(message, Hello):
+                self._informed[neighbor] = message.round_index
+            elif isinstance(message, FrozenShare | RowMessage):
+                self._informed[neighbor] = max(message.round_index, self.informed(neighbor))
             if isinstance(message, FrozenShare):
                 queue.share = message
-            elif isinstance(message, Hello):
-                self._informed[neighbor] = message.round_index
-            elif isinstance(message, RowMessage) and queue.rows.get(message.at) is message:
-                del queue.rows[message.at]
+            elif isinstance(message, RowMessage):
+                self._meet(neighbor)
+                if queue.rows.get(message.at) is message:
+                    del queue.rows[message.at]
         queue.hellos = [hello for hello in queue.hellos if hello not in sent]
         queue.acknowledgements = [ack for ack in queue.acknowledgements if ack not in sent]
         queue.hellos = [*queue.hellos, *self._received(neighbor, answer)][-1:]
@@ -461,6 +496,7 @@ class AsynchronousPeer(RunningPeer):
     def _make_session(self, checkpoints: list[Checkpoint]) -> AsynchronousSession:
         peer, neighbors = self.device.peer, self.timetable.neighbours(self.device.peer)
         self._partly = PartlyHeard(self.mixing, peer)
+        self._partly_final = PartlyHeard(self.timetable.final_mixing, peer)
         self.trainer.use_mixing(self._partly)
         deadline = self.network.deadline
         first = (
@@ -468,7 +504,8 @@ class AsynchronousPeer(RunningPeer):
         )  # the others may have used its rows, and left
         self.policy, self._replied = StragglerPolicy(neighbors, first), dict[int, int]()
         self._neighbors, self._commits, self._joining = neighbors, 0, False
-        exchanges = {at: self._formats(exchange) for at, exchange in self.timetable.exchanges.items()}
+        timetable = self.timetable
+        exchanges = {at: self._formats(exchange) for at, exchange in timetable.exchanges.items()}
         self._replies = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Reply)]
         shares = None
         if self.mixing.sends_shares:
@@ -478,17 +515,27 @@ class AsynchronousPeer(RunningPeer):
                     "round, and network.mode=asynchronous counts them once a round: use network.mode synchronous"
                 )
             (shares,), exchanges = exchanges.values(), {}
+        else:
+            exchanges[timetable.final_at] = self._formats(timetable.final_exchange)
         mass = RowMass(self.state, shares or ())
         self.protocol = PushSumProtocol(peer, neighbors, self.witness.boot, mass, self.arithmetic)
         frames, scenario = FrameCodec(self._run_id, shares, exchanges), self.trainer.scenario
         self.session = AsynchronousSession(
-            self.protocol, self.witness, frames, self._replies, self.network.retry, self.rounds, scenario.n_peers
+            self.protocol, self.witness, frames, self._replies, self.network.retry, self.end, scenario.n_peers
         )
         self._resumed, self._sent = bool(checkpoints), False
         self.session.resumed_at = self.state.round_index
+        self._unit_weight = self._weight() == 1.0
         if checkpoints:
             self._restore(checkpoints[-1])
         self._full = self._weight()  # what it was when something was added last
+        self._span = self.mixing.topology.period or SPAN
+        self._relief, self._above = (
+            1.0,
+            time.monotonic(),
+        )  # the floor is lowered by this; when the weight last was above
+        self._came: dict[int, int] = {}  # the round of the last share of each neighbour that was added
+        self._given_up: set[int] = set()  # neighbours that are not waited for any more in final mixing
         self._waited = 0.0  # seconds, in the exchange under way
         self._absorbed: set[int] = set()  # whose shares were added since the last exchange in which they are due
         was_reset = bool(mass) and self.protocol.incarnation > FIRST  # with nothing, so that shares may come
@@ -500,6 +547,8 @@ class AsynchronousPeer(RunningPeer):
         try:
             durable = unpack(self.device.peer, facts["shares"], checkpoint.carried, dict(self.protocol.mass))
             replied = {int(neighbor): int(k) for neighbor, k in facts["replied"].items()}
+            distances = {int(neighbor): float(part) for neighbor, part in facts["distances"].items()}
+            self._unit_weight = bool(facts["unit_weight"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScenarioError(
                 f"{self.device.folder}/{CHECKPOINTS} cannot be read as a checkpoint ({one_line(error)}); restore it "
@@ -507,7 +556,9 @@ class AsynchronousPeer(RunningPeer):
             ) from error
         self.protocol.restore(durable)
         self._commits, self._replied = facts["place"], replied
-        self._sent = self.state.at in self.timetable.exchanges and durable.round_index > self.state.round_index
+        self.distances = distances
+        places = {*self.timetable.exchanges, self.timetable.final_at}
+        self._sent = self.state.at in places and durable.round_index > self.state.round_index
 
     def _begin(self) -> None:
         if not self._resumed:
@@ -530,8 +581,13 @@ class AsynchronousPeer(RunningPeer):
         facts, carried = pack(durable)
         rows = self.state.rows | {name: value[None] for name, value in durable.mass.items()}
         self._commits += 1
-        replied = {str(neighbor): k for neighbor, k in self._replied.items()}
-        self._save(self._commits, replace(self.state, rows=rows), {"shares": facts, "replied": replied}, carried)
+        transport = {
+            "shares": facts,
+            "replied": {str(neighbor): k for neighbor, k in self._replied.items()},
+            "distances": {str(neighbor): part for neighbor, part in self.distances.items()},
+            "unit_weight": int(self._unit_weight),
+        }
+        self._save(self._commits, replace(self.state, rows=rows), transport, carried)
         with self.connections.changed:
             self.protocol.committed(durable)
             self.session.committed(wanted)
@@ -539,7 +595,7 @@ class AsynchronousPeer(RunningPeer):
 
     def _is_due(self, round_index: int) -> bool:
         """Return whether a round is one that is committed, and in which shares are sent."""
-        return (round_index + 1) % self.network.commit_every == 0 or round_index + 1 == self.rounds
+        return (round_index + 1) % self.network.commit_every == 0 or round_index + 1 >= self.rounds
 
     def _reset(self) -> None:
         """Become a new incarnation without mass, which takes over the model that comes with its first share."""
@@ -567,7 +623,10 @@ class AsynchronousPeer(RunningPeer):
                 raise RunError(self._unreachable(self.network.give_up_seconds), code="network.unreachable")
         self.session.is_new = False
         self._joining = self.session.joins and not self.protocol.mass
-        self.policy.start(time.monotonic(), filter(self.protocol.is_open, self._neighbors))
+        now, opened = time.monotonic(), [*filter(self.protocol.is_open, self._neighbors)]
+        self.policy.start(now, opened)
+        with self.connections.changed:
+            self.session.met_at = dict.fromkeys(opened, now) | self.session.met_at
 
     def _has_greeted(self, since: float) -> bool:
         """Return whether all neighbours are open, or enough of them to begin."""
@@ -600,29 +659,142 @@ class AsynchronousPeer(RunningPeer):
                 return done
 
     def _before(self, round_index: int) -> None:
-        """Wait until there is a model to take a round's steps at.
+        """Wait until a round's steps may be taken: with a model, a quorum, no great lead, and enough weight.
 
         Raises:
-            RunError: no neighbour sent one.
+            NotAgreedError: all neighbours are done, and have left.
         """
         self._partly.use_senders(None)
-        since, start = time.monotonic(), self.network.give_up_seconds
-        mixes = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Mix)]
-        while not self._has_model(round_index, mixes):
-            self._wait(lambda: bool(self.protocol.waiting_rounds()) or any(map(self.session.senders, mixes)), POLL)
-            if time.monotonic() - since > start:
-                raise RunError(f"no neighbour sent a model for {start:g} s; {self._unreachable(start)}")
+        if self._held(round_index):
+            self._tend(lambda: not self._held(round_index), round_index, every=self.network.retry)
+        self.waits_for = ""
+        if self._links(round_index):
+            with self.connections.changed:
+                self.session.steps += 1
 
-    def _has_model(self, round_index: int, mixes: Collection[int]) -> bool:
-        """Return whether steps can be taken; take over what neighbours offer where not.
+    def _held(self, round_index: int) -> bool:
+        """Return whether a round's steps have to wait, and note for what."""
+        with self.connections.changed:
+            self.waits_for = self._reason(round_index)
+        return bool(self.waits_for)
+
+    def _reason(self, round_index: int) -> str:
+        """Return what a round's steps have to wait for; empty for nothing. To be called with the lock held."""
+        session, network, weight, floor = self.session, self.network, self._weight(), self._floor()
+        if self._joining or weight <= 0:
+            return "a model of a neighbour"
+        is_active = self.trainer.is_active(round_index)
+        if is_active and network.alone == "wait":
+            needed = min(network.quorum, len(self._neighbors))
+            exchanging = [step for step in session.met.values() if step > session.steps - self._span]
+            if len(exchanging) < needed or max(exchanging) < session.steps:
+                return f"{needed} of its neighbours to exchange with it"
+        places, up = session.places, [*filter(self._is_up, self._neighbors)]  # who sent rows of a round is done with it
+        rounds = {j: max(session.rounds.get(j, 0), places.get(j, (-1, 0))[0] + 1) for j in up}
+        slowest = min(rounds, key=lambda j: rounds[j], default=None)
+        if slowest is not None and network.lead is not None and round_index - rounds[slowest] >= network.lead:
+            return f"peer {slowest}, which is in round {rounds[slowest]}"
+        now = time.monotonic()
+        if weight >= floor:
+            self._relief, self._above = 1.0, now
+        elif is_active:
+            if now - self._above > network.deadline:  # no share comes: the others may have lost theirs too
+                self._relief, self._above = self._relief / 2, now
+            return f"shares of its neighbours, for its push-sum weight {weight:.2g} is below {floor:.2g}"
+        return ""
+
+    def _is_up(self, neighbor: int, at_the_end: bool = False) -> bool:
+        """Return whether a neighbour exchanges with this peer; to be called with the lock held.
 
         Args:
-            mixes: the exchanges whose rows can be taken over, before anything of this peer is sent.
+            at_the_end: whether one that does no more than greet counts too, once its rounds are done.
         """
-        if self._weight() <= 0 and self.protocol.waiting_rounds():
+        session = self.session
+        last = session.met_at.get(neighbor, float("-inf"))
+        if at_the_end and session.rounds.get(neighbor, 0) >= self.rounds:
+            last = session.heard_at.get(neighbor, last)
+        window = max(self.network.deadline, self.policy.patience)
+        is_open = at_the_end or self.protocol.is_open(neighbor)
+        return is_open and time.monotonic() - last < window
+
+    def _links(self, round_index: int) -> bool:
+        """Return whether a round has an exchange in which this peer has a neighbour."""
+        if self.mixing.sends_shares and not self._is_due(round_index):
+            return False
+        places = [self.timetable.place(round_index, at) for at in self.timetable.exchanges]
+        peer = self.device.peer
+        return any(self.timetable.senders(peer, place) | self.timetable.receivers(peer, place) for place in places)
+
+    def _tend(
+        self, ready: Callable[[], bool], round_index: int, every: float | None = None, saved: int | None = None
+    ) -> None:
+        """Wait until something is so; meanwhile acknowledge and relay what comes, without a step.
+
+        Args:
+            round_index: this peer's; neighbours that are in earlier ones are given something in return.
+            every: seconds between two times that it mixes with all neighbours, at once where none exchanged with this
+                process yet; None for never.
+            saved: the round that is put on disk; this peer's when not given.
+        """
+        due = time.monotonic() + (every or 0.0) * bool(self.session.met)
+        mixes = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Mix)]
+
+        def has_news() -> bool:
+            offers = (j for at in (*mixes, self.timetable.final_at) for j in self.session.senders(at))
+            if self._joining and any(True for _ in offers):
+                return True
+            rows = (j for at in mixes for j in self.session.senders(at))
+            return bool(self._waiting() or (not self.mixing.sends_shares and self._behind(rows, round_index)))
+
+        while not ready():
+            if self._joining:
+                self._adopt([*mixes, self.timetable.final_at])
+            self._relay(round_index, saved)
+            now = time.monotonic()
+            if every is not None and now >= due:
+                self._mix_meanwhile(round_index)
+                due = now + every
+            self._check_left()
+            self._wait(lambda: has_news() or ready(), POLL)
+        self._relay(round_index, saved)  # before others wait for an acknowledgement while this peer works
+
+    def _waiting(self) -> dict[int, int]:
+        """Return the round of each neighbour's share that may be added now: in final mixing none that is ahead."""
+        waiting, k = self.protocol.waiting_rounds(), self.state.round_index
+        return waiting if k < self.rounds else {j: sent for j, sent in waiting.items() if sent <= k}
+
+    def _check_left(self) -> None:
+        """Give up where all neighbours are done and gone."""
+        session, protocol = self.session, self.protocol
+        with self.connections.changed:
+            left = [session.rounds.get(j, 0) >= self.end and not protocol.is_open(j) for j in self._neighbors]
+        if self.state.round_index < self.rounds and all(left):
+            self.trainer.finish(self._trained)
+            raise NotAgreedError(
+                f"all neighbours of peer {self.device.peer} are done and have left, and it is in round "
+                f"{self.state.round_index} of {self.rounds}: its model is its own; take that of another device",
+                code="network.not-agreed",
+            )
+
+    def _mix_meanwhile(self, round_index: int) -> None:
+        """Send shares or rows to all neighbours, without a step."""
+        receivers = self.timetable.receivers_ever(self.device.peer)
+        if self.mixing.sends_shares:
             self._absorb()
-            self._commit(round_index)
-        for at in mixes if self._joining else ():
+            self._split(max(0, round_index - 1), dict.fromkeys(receivers, (1 - KEPT) / len(receivers)))
+            self._commit(round_index, self._neighbors)
+            return
+        values = {name: self.state.rows[name][0].clone() for name in self.timetable.final_exchange.names}
+        self._commit(round_index)
+        self._post(self.timetable.final_at, max(0, round_index - 1), dict.fromkeys(receivers, values))
+
+    def _adopt(self, offered: Collection[int]) -> None:
+        """Take over the newest rows that neighbours offer, before anything of this peer is sent.
+
+        Args:
+            offered: the exchanges whose rows can be taken over.
+        """
+        for at in offered:
             with self.connections.changed:
                 messages = self.session.collect(at, self.session.senders(at))
             if messages:
@@ -630,18 +802,39 @@ class AsynchronousPeer(RunningPeer):
                 self.state.rows.update({name: value[None].clone() for name, value in newest.items()})
                 self._joining = False
                 break
-        return not self._joining and self._weight() > 0
 
     def _absorb(self) -> None:
+        k = self.state.round_index
+        own = self._model(self.protocol.mass).clone() if k >= self.rounds and self.protocol.mass else None
         with self.connections.changed:
-            absorbed = self.protocol.absorb()
+            absorbed = self.protocol.absorb(None if k < self.rounds else k)
         if absorbed:
             self._full = self._weight()
             self._absorbed |= {share.sender for share in absorbed}
+            self._came |= {share.sender: share.round_index for share in absorbed}
+        if own is not None:
+            shares = [share for share in absorbed if self.rounds <= share.round_index]
+            self._measure({share.sender: self._decoded(share.values) for share in shares}, own)
 
     def _weight(self) -> float:
         """Return this peer's push-sum weight; 1 where there is none."""
         return float(self.protocol.mass["w"]) if "w" in self.protocol.mass else 1.0
+
+    @cached_property
+    def _lowest(self) -> float:
+        """Return the lowest weight that this peer would have if all were as fast, from 1 at the beginning."""
+        n, lowest = self.mixing.n_peers, 1.0
+        weights = torch.ones(n, 1, dtype=torch.float64)
+        for k in range(min(self.rounds, MEASURED)):
+            weights = self.mixing.matrix(k).apply(weights)
+            lowest = min(lowest, float(weights[self.device.peer]))
+        return lowest
+
+    def _floor(self) -> float:
+        """Return the weight below which this peer takes no private step, and sends nothing."""
+        if "w" not in self.protocol.mass:
+            return 0.0
+        return LEAST * self._relief * (self._lowest if self._unit_weight else self._full)
 
     # --- exchanges ---
 
@@ -675,7 +868,9 @@ class AsynchronousPeer(RunningPeer):
         self.policy.end(time.monotonic(), there, set(wanted) - there, self._waited, message)
 
     def _exchange(self, exchange: Exchange) -> None:
-        if self.mixing.sends_shares:
+        if self.state.round_index >= self.rounds:
+            self._exchange_finally(exchange)
+        elif self.mixing.sends_shares:
             sent, self._sent = self._sent, False
             self._push(self.state.round_index, sent)
             self.state.at, self.state.waiting = self.state.at + 1, False
@@ -699,7 +894,7 @@ class AsynchronousPeer(RunningPeer):
         if not sent:
             self._late = self._make_ready(outgoing, set(outgoing) - incoming)
             self._split(round_index, outgoing)
-            self._commit(round_index + 1, outgoing)
+            self._commit(round_index + 1, self._uninformed(round_index + 1) | {*outgoing})
         waiting, rounds = self.protocol.waiting_rounds, self.session.rounds
         self._await_senders(incoming, lambda j: j in self._absorbed or j in waiting() or rounds.get(j, 0) > round_index)
         self._absorb()
@@ -716,7 +911,7 @@ class AsynchronousPeer(RunningPeer):
         """
         until = time.monotonic() + self.policy.patience
         while True:
-            self._await(receivers, lambda j: self.protocol.is_ready(j) or j in self.protocol.waiting_rounds(), until)
+            self._await(receivers, lambda j: self.protocol.is_ready(j) or bool(self.protocol.waiting_rounds()), until)
             late = {j for j in receivers if not self.protocol.is_ready(j)}
             pays = any(self.protocol.is_open(j) and self.policy.is_awaited(j) for j in late)
             if not (pays and time.monotonic() < until and self.protocol.waiting_rounds()):
@@ -726,9 +921,26 @@ class AsynchronousPeer(RunningPeer):
         self.policy.note(set(unheard) - late, late & set(unheard))
         return late
 
-    def _split(self, round_index: int, weights: dict[int, float]) -> None:
+    def _uninformed(self, round_index: int) -> set[int]:
+        """Return the neighbours that may soon wait for this peer, as they have not heard how far it is."""
+        lead = self.network.lead
+        if lead is None:
+            return set()
+        return {j for j in self._neighbors if round_index - self.session.informed(j) >= max(1, lead // 2)}
+
+    def _split(self, round_index: int, weights: Mapping[int, float], floor: float | None = None) -> None:
+        """Freeze shares, of which this peer keeps at least its floor.
+
+        Args:
+            weights: of the receivers; they are scaled down where too little would be left.
+            floor: in place of the floor.
+        """
+        floor = self._floor() if floor is None else floor
+        weight, sent = self._weight(), sum(weights.values())
+        spare = max(0.0, 1 - floor / weight) if weight > 0 else 0.0
+        scale = min(1.0, spare / sent) if sent > 0 else 0.0
         with self.connections.changed:
-            self.protocol.split(round_index, weights if self._weight() > LEAST * self._full else {})
+            self.protocol.split(round_index, {j: part * scale for j, part in weights.items()} if scale > LITTLE else {})
 
     def _settle(self) -> None:
         """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
@@ -744,7 +956,7 @@ class AsynchronousPeer(RunningPeer):
         self._begin_exchange()
         sent = exchange.outgoing(state, self.mixing)
         if self._is_due(k):
-            self._commit(k)
+            self._commit(k, self._uninformed(k))
         self._post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
         wanted, self._late = self.timetable.senders(self.device.peer, self.timetable.place(k, at)), set()
 
@@ -774,15 +986,88 @@ class AsynchronousPeer(RunningPeer):
         """Perform an exchange with the rows that have come."""
         with self.connections.changed:
             messages = self.session.collect(state.at, wanted)
-        if isinstance(exchange, Reply):  # a reply belongs to the request of this round
+        if state.at == self.timetable.final_at:  # not what a neighbour sent while it waited
+            messages = {j: message for j, message in messages.items() if message.round_index >= self.rounds}
+        elif isinstance(exchange, Reply):  # a reply belongs to the request of this round
             messages = {j: message for j, message in messages.items() if message.round_index == state.round_index}
         else:
             self._replied.update({j: message.round_index for j, message in messages.items()})
-        self._partly.use_senders(messages)
         received: Any = {(j, self.device.peer): self._decoded(message.values) for j, message in messages.items()}
-        exchange.incoming(state, self._partly, received).apply_(state)
+        partly = self._partly
+        if state.at == self.timetable.final_at:
+            partly = self._partly_final
+            self._measure({j: values for (j, _), values in received.items()})
+        partly.use_senders(messages)
+        exchange.incoming(state, partly, received).apply_(state)
 
     # --- the end ---
+
+    @staticmethod
+    def _further(final: int) -> int:
+        """See RunningPeer: as where some peers are gone, over the others alone the graph takes longer to agree."""
+        return 2 * final + 8
+
+    def _mix_finally(self) -> None:
+        """See RunningPeer; the distances are those of the last round in which there was something to compare."""
+        before = self.distances
+        super()._mix_finally()
+        self.distances = self.distances or before
+
+    def shortcoming(self) -> str | None:
+        """See RunningPeer."""
+        if self.state.round_index >= self.end and self.final and not self.distances:
+            return (
+                "none of its neighbours took part in final mixing with it, so its model is its own; take that of "
+                "another device"
+            )
+        return super().shortcoming()
+
+    def _exchange_finally(self, exchange: Exchange) -> None:
+        """Exchange in a round of final mixing, and wait for all neighbours that are up."""
+        k, peer, at = self.state.round_index, self.device.peer, self.state.at
+        self.waits_for = f"its neighbours in round {k - self.rounds + 1} of final mixing"
+        place = self.timetable.place(k, at)
+        senders, receivers = self.timetable.senders(peer, place), self.timetable.receivers(peer, place)
+        if self.mixing.sends_shares:
+            sent, self._sent = self._sent, False
+            if not sent:
+                if self.protocol.uncommitted():
+                    self._commit(k)
+                self._await_finally(receivers, self.protocol.is_ready, k)
+                self._split(k, self.timetable.column(peer, k), floor=0.0)
+                self._commit(k + 1, self._neighbors)
+            self._await_finally(senders, lambda j: self._came.get(j, -1) >= k or self.protocol.has_passed(j, k), k + 1)
+            self._absorb()
+        else:
+            rows = exchange.outgoing(self.state, self.timetable.final_mixing)
+            self._commit(k, self._neighbors)
+            self._post(at, k, {receiver: values for (_, receiver), values in rows.items()})
+            has_come = self.session.senders
+            self._await_finally(senders, lambda j: j in has_come(at, k) or self.session.rounds.get(j, 0) > k, k)
+            self._mix(exchange, self.state, senders)
+        agrees = bool(self.distances) and max(self.distances.values()) <= AGREE
+        if k + 1 == self.end or (k + 1 >= self.rounds + self.final and agrees):
+            self.state.round_index, self.waits_for = self.end - 1, ""
+
+    def _await_finally(self, wanted: Collection[int], has_come: Callable[[int], bool], saved: int) -> None:
+        """Wait for what some neighbours send in a round of final mixing, as long as they are up.
+
+        One that only greets is waited for `network.start` seconds, once.
+
+        Args:
+            saved: the round that is put on disk meanwhile.
+        """
+        until = time.monotonic() + self.network.start
+
+        def ready() -> bool:
+            with self.connections.changed:
+                missing = {j for j in wanted if not has_come(j)}
+                awaited = {j for j in missing - self._given_up if self._is_up(j, at_the_end=True)}
+            if time.monotonic() > until:
+                self._given_up |= awaited
+            return not awaited - self._given_up
+
+        self._tend(ready, self.rounds, saved=saved)
 
     def _leave(self) -> None:
         """Relay for neighbours that are not done, and stay until all that can be reached know all that they need.
@@ -790,56 +1075,64 @@ class AsynchronousPeer(RunningPeer):
         One that cannot be reached, or is done and cannot be informed, is waited for
         as long as a deadline, and no longer.
         """
-        self._commit(self.rounds, self._neighbors)
+        self._commit(self.end, self._neighbors)
         lost = time.monotonic()
         while not self._stopped.is_set():
             waiting = [j for j in self._neighbors if not self._is_over(j)]
-            if any(map(self.protocol.is_open, self._behind(waiting))):
+            if any(map(self.protocol.is_open, self._behind(waiting, self.end))):
                 lost = time.monotonic()
             if not waiting or time.monotonic() - lost > self.network.deadline:
                 break
-            if self._relay(self.rounds):
+            if self._relay(self.end, self.end):
                 continue
             with self.connections.changed:
                 self.connections.changed.wait(POLL)
 
     def _is_over(self, neighbor: int) -> bool:
         """Return whether a neighbour is done, and has all that this peer owes it or has left."""
-        if self.session.rounds.get(neighbor, -1) < self.rounds:
+        if self.session.rounds.get(neighbor, -1) < self.end:
             return False
-        is_informed = self.session.is_informed(neighbor, self.rounds) and not self.protocol.owes(neighbor)
+        is_informed = self.session.is_informed(neighbor, self.end) and not self.protocol.owes(neighbor)
         return is_informed or self.session.is_lost(neighbor)
 
-    def _relay(self, rounds: int) -> bool:
-        """Take part in the mixing of neighbours that are not done, without a step; return whether there was some."""
+    def _relay(self, round_index: int, saved: int | None = None) -> bool:
+        """Take part in the mixing of neighbours in earlier rounds, without a step; return whether there was some.
+
+        Args:
+            round_index: this peer's.
+            saved: the round that is put on disk; this peer's when not given.
+        """
         if self.session.stale is not None:
             self._reset()
         if self.mixing.sends_shares:
-            return self._relay_shares(rounds)
-        done = False
-        for at, exchange in self.timetable.exchanges.items():
-            behind = self._behind(self.session.senders(at))
+            return self._relay_shares(round_index, round_index if saved is None else saved)
+        done, exchanges = False, dict(self.timetable.exchanges)
+        if round_index >= self.end:
+            exchanges[self.timetable.final_at] = self.timetable.final_exchange
+        for at, exchange in exchanges.items():
+            limit = round_index if at == self.timetable.final_at else min(round_index, self.rounds)
+            behind = self._behind(self.session.senders(at), limit)
             if behind and isinstance(exchange, Mix):
                 state = replace(self.state, round_index=min(self.session.rounds[j] for j in behind), at=at)
-                sent = exchange.outgoing(state, self.mixing)
-                self._post(at, rounds, {j: rows for (_, j), rows in sent.items() if j in behind})
+                sent = exchange.outgoing(state, self.timetable.mixing(state.round_index))
+                self._post(at, max(0, round_index - 1), {j: rows for (_, j), rows in sent.items() if j in behind})
                 self._mix(exchange, state, self.session.senders(at))
                 self.state.rows = state.rows
                 done = True
         return done
 
-    def _behind(self, neighbors: Iterable[int]) -> list[int]:
-        """Return which of some neighbours are not done."""
-        return [j for j in neighbors if self.session.rounds.get(j, 0) < self.rounds]
+    def _behind(self, neighbors: Iterable[int], round_index: int) -> list[int]:
+        """Return which of some neighbours are in earlier rounds."""
+        return [j for j in neighbors if self.session.rounds.get(j, 0) < round_index]
 
-    def _relay_shares(self, rounds: int) -> bool:
-        waiting = self.protocol.waiting_rounds()
+    def _relay_shares(self, round_index: int, saved: int) -> bool:
+        waiting = self._waiting()
         if not waiting:
             return False
-        behind = self._behind(waiting)
+        behind = self._behind(waiting, round_index)
         self._absorb()
         if behind:
             column = self.timetable.column(self.device.peer, min(waiting[j] for j in behind))
-            self._split(rounds, {j: column[j] for j in self._behind(column)})
-        self._commit(rounds, self._neighbors)
+            self._split(max(0, round_index - 1), {j: column[j] for j in self._behind(column, round_index)})
+        self._commit(saved, self._neighbors)
         return True

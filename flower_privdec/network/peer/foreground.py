@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 
 from flower_privdec.common.files import write_atomically
-from flower_privdec.errors import ScenarioError
+from flower_privdec.errors import NotAgreedError, ScenarioError
 from flower_privdec.network.peer.asynchronous import AsynchronousPeer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, ScenarioTrainer, Trainer
 from flower_privdec.network.peer.status import status_line
@@ -62,6 +62,7 @@ def run_peer(
 
     Raises:
         ScenarioError: what is given does not fit, before any work.
+        NotAgreedError: the rounds are done, and the model is not the one that its neighbours have.
         RunError: the run could not go on; all is on disk.
         StoppedError: it received SIGTERM or Ctrl-C.
     """
@@ -105,6 +106,8 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
             return
         running.run(line)
         write_atomically(folder / "summary.json", (json.dumps(running.status(), indent=2) + "\n").encode())
+        if (why := running.shortcoming()) is not None:
+            raise NotAgreedError(f"peer {running.device.peer}: {why}", code="network.not-agreed")
     finally:
         line.end()
         running.close()

@@ -12,7 +12,7 @@ import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar, Protocol
@@ -40,12 +40,13 @@ from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
 from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, wire_codec
-from flower_privdec.pushsum.lockstep import Timetable, network_mixing
+from flower_privdec.pushsum.lockstep import Timetable, final_rounds, network_mixing
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
 from flower_privdec.scenario.sections import PEER, AppScenario
 
 POLL = 0.2  # seconds between two looks at whether to stop
+AGREE, APART = 0.005, 0.03  # of the norm: models as near need no more mixing; as far apart at the end, do not agree
 REPORT_SECONDS = 2.0  # for all neighbours to report, where one has
 SLOT = struct.Struct("<QQQI")  # neighbour, boot, lines, CRC-32
 OnRound = Callable[["RunningPeer"], None]
@@ -88,7 +89,10 @@ class RunningPeer(ABC):
 
     Attributes:
         generations: how many checkpoints stay on disk.
-        waits_for: what it waits for before its next step; empty where it waits for nothing.
+        final: rounds of final mixing, if they suffice.
+        end: the round after the last that final mixing can take; a peer that is there is done.
+        distances: in final mixing, from each neighbour's model to this peer's when it last came, over the larger norm.
+        waits_for: what a peer waits for before its next step; empty where it waits for nothing.
 
     Raises:
         ScenarioError: the folder holds another run, or the network cannot carry the algorithm.
@@ -103,7 +107,10 @@ class RunningPeer(ABC):
     def __init__(self, trainer: Trainer, device: PeerDevice) -> None:
         self.trainer, self.device, scenario = trainer, device, trainer.scenario
         self.rounds, self.network, self.mixing = scenario.rounds, scenario.network, trainer.mixing
-        self.timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds)
+        self.final, self._left = final_rounds(trainer.mixing, scenario.rounds, self.network.final_mixing)
+        further = self._further(self.final) if self.network.final_mixing == "auto" else 0
+        self.timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds, self.final + further)
+        self.end, self.distances = self.timetable.end, dict[int, float]()
         self.arithmetic = TensorArithmetic(wire_codec(self.network.codec))
         if not (self.mixing.sends_shares or self.arithmetic.is_exact):
             raise ScenarioError(
@@ -112,6 +119,7 @@ class RunningPeer(ABC):
                 code="network.codec-without-shares",
             )
         codec = "" if self.arithmetic.is_exact else f", {self.network.codec}"
+        codec += f", {self.final} rounds of final mixing"
         self._digest = scenario_hash(scenario) + codec
         self._run_id, self._stopped = (numbers_hash(scenario) + codec).encode(), Event()
         device.folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +168,7 @@ class RunningPeer(ABC):
         checkpoints = self._log.read(trainer.device)
         for checkpoint in checkpoints:
             check_run(path, checkpoint, self._digest, trainer.run)
-            check_state(path, checkpoint.state, np.array([self.device.peer]), self.rounds)
+            check_state(path, checkpoint.state, np.array([self.device.peer]), self.end)
         return checkpoints
 
     def _save(
@@ -226,8 +234,58 @@ class RunningPeer(ABC):
                 self.trainer.evaluate(self.state)
             if on_round is not None:
                 on_round(self)
+        while self.state.round_index < self.end:
+            self._mix_finally()
+        self.trainer.finish(self._trained)
         self._leave()
-        self.trainer.finish(self.state)
+
+    @property
+    def _trained(self) -> State:
+        """Return the state as of the last round, where it is beyond: final mixing takes no steps."""
+        return replace(self.state, round_index=min(self.state.round_index, self.rounds))
+
+    def _mix_finally(self) -> None:
+        """Perform a round of final mixing."""
+        self.state.at, self.state.waiting = self.timetable.final_at, True
+        self.distances = {}
+        self._exchange(self.timetable.final_exchange)
+        self.state.at, self.state.round_index = 0, self.state.round_index + 1
+
+    @staticmethod
+    def _further(final: int) -> int:
+        """Return how many rounds of final mixing may follow where the models do not agree yet."""
+        return 0
+
+    def _measure(self, received: Mapping[int, Mapping[str, Tensor]], own: Tensor | None = None) -> None:
+        """Measure in final mixing how far the models of some neighbours are from this peer's.
+
+        Args:
+            received: their rows or shares, by sender, decoded.
+            own: this peer's model when they came; that of its state when not given.
+        """
+        if own is None:
+            own = self._model({name: self.state.rows[name][0] for name in self.timetable.final_exchange.names})
+        for neighbor, values in received.items():
+            theirs = self._model(values)
+            largest = max(float(own.norm()), float(theirs.norm()))
+            self.distances[neighbor] = float((own - theirs).norm()) / largest if largest > 0 else 0.0
+
+    def _model(self, values: Mapping[str, Tensor]) -> Tensor:
+        model = values[self.timetable.final_exchange.names[0]]
+        return model / values["w"] if "w" in values else model
+
+    def shortcoming(self) -> str | None:
+        """Return in words why this peer's model, at the end, is not the one that its neighbours have; None if it is."""
+        if self.state.round_index < self.end or not self.final:
+            return None
+        apart = {j: distance for j, distance in self.distances.items() if distance > APART}
+        if not apart:
+            return None
+        farthest = max(apart, key=lambda j: apart[j])
+        return (
+            f"after {self.final} rounds of final mixing its model is {apart[farthest]:.1%} from that of peer "
+            f"{farthest}; raise network.final_mixing, or take a graph with more edges"
+        )
 
     def _await_witness(self) -> None:
         """Wait until neighbours have reported what they have seen of the ledger, before a step is taken.
@@ -363,15 +421,16 @@ class RunningPeer(ABC):
         return {
             "name": scenario.name,
             "peer": self.device.peer,
-            "round": self.state.round_index,
+            "round": min(self.state.round_index, self.rounds),
             "rounds": self.rounds,
+            "waits_for": self.waits_for,
             "neighbours": self.timetable.neighbours(self.device.peer),
             "down": {str(peer): why for peer, why in trouble.items()},
             "unheard": unheard,
             "quarantined": {str(peer): why for peer, why in self.quarantined().items()},
             "bytes_sent": connections.bytes_sent,
             "bytes_received": connections.bytes_received,
-            **self.trainer.status(self.state),
+            **self.trainer.status(self._trained),
         }
 
 
@@ -550,7 +609,7 @@ class Trainer(Protocol):
         """Return `loss` (None where there is none), `epsilon`, `budget` and `noise`, and anything more to report."""
 
     def finish(self, state: State) -> None:
-        """Save the model after the last round."""
+        """Save the model after final mixing, and leave it where the scenario allows others to read it."""
 
     def close(self) -> None:
         """Close the ledger; a second time does nothing."""
@@ -660,12 +719,15 @@ class ScenarioTrainer:
         Privacy: the loss that the status reports is of public test examples, and of rows that others may see; a loss of
         its own examples would be a release.
         """
+        self._hand_in(state, rows_path(self._folder, state.round_index))
+
+    def _hand_in(self, state: State, path: Path) -> None:
         rows = {name: state.rows[name] for name in self.algorithm.open_rows}
         self._loss = public_losses(self.experiment, rows)[0]
         if self.scenario.network.hands_in:
             facts = asdict(Spent.of(self.cohort, state.round_index)) | {"noise": self.experiment.own.source}
             content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
-            write_atomically(rows_path(self._folder, state.round_index), content)
+            write_atomically(path, content)
 
     def status(self, state: State) -> dict[str, Any]:
         """See Trainer; the steps of a round that is not over yet are counted."""
@@ -683,7 +745,8 @@ class ScenarioTrainer:
         }
 
     def finish(self, state: State) -> None:
-        """See Trainer; the last evaluation was of the last round."""
+        """See Trainer."""
+        self._hand_in(state, final_path(self._folder))
 
     def close(self) -> None:
         """See Trainer."""
@@ -734,3 +797,8 @@ def _secret(folder: Path) -> bytes:
 def rows_path(folder: Path, round_index: int) -> Path:
     """Return where a peer leaves the rows that others may see after a round."""
     return folder / f"rows-{round_index}.safetensors"
+
+
+def final_path(folder: Path) -> Path:
+    """Return where a peer leaves the rows that others may see after final mixing."""
+    return folder / "rows-final.safetensors"

@@ -43,7 +43,8 @@ def status_line(status: Status) -> str:
     insecure = "  INSECURE seeds" if is_insecure(status) else ""
     traffic = f"sent {status['bytes_sent']:,} B  received {status['bytes_received']:,} B"
     progress = f"round {status['round']}/{status['rounds']}  loss {number(status['loss'])}  ε {spent_text(status)}"
-    return f"peer {status['peer']}  {progress}  {neighbours_text(status)}  {traffic}{insecure}"
+    waits = f"  waits for {status['waits_for']}" if status["waits_for"] else ""
+    return f"peer {status['peer']}  {progress}{waits}  {neighbours_text(status)}  {traffic}{insecure}"
 
 
 def is_insecure(status: Status) -> bool:

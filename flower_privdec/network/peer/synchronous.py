@@ -15,6 +15,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.network.peer.connections import Messages, Session
 from flower_privdec.network.peer.peer import POLL, RunningPeer
 from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Progress, RowMessage
 from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep, Timetable
 from flower_privdec.pushsum.witness import LedgerWitness
@@ -38,7 +39,7 @@ class SynchronousSession(Session):
     def __init__(
         self, machine: Machine, witness: LedgerWitness, frames: FrameCodec, timetable: Timetable, retry: float
     ) -> None:
-        super().__init__(witness, frames, 2, frames.cap + SMALL, timetable.rounds)
+        super().__init__(witness, frames, 2, frames.cap + SMALL, timetable.end)
         self.machine, self._timetable, self._neighbors, self._retry = machine, timetable, witness.neighbors, retry
         self._informed: dict[int, int] = {}  # the place at which each neighbour knows this peer to be
         self._again: dict[tuple[int, int], float] = {}  # when to send what a neighbour has not used again, by place
@@ -56,6 +57,8 @@ class SynchronousSession(Session):
         """See Session; the answer holds this peer's progress."""
         for message in messages:
             if isinstance(message, RowMessage):
+                if (message.round_index >= self._timetable.rounds) != (message.at == self._timetable.final_at):
+                    raise RefusedError(f"round {message.round_index} has no exchange {message.at}; another version?")
                 place = self._timetable.place(message.round_index, message.at)
                 self.machine.take(caller, place, message.values)
         self._learn(caller, messages)
@@ -135,7 +138,8 @@ class SynchronousPeer(RunningPeer):
     def _make_session(self, checkpoints: list[Checkpoint]) -> SynchronousSession:
         timetable, peer = self.timetable, self.device.peer
         self.machine = Machine(peer, lambda place: timetable.receivers(peer, place), timetable.places)
-        formats = {at: self._formats(exchange) for at, exchange in timetable.exchanges.items()}
+        exchanges = timetable.exchanges | ({timetable.final_at: timetable.final_exchange} if self.final else {})
+        formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
         self._restored, self._met = [checkpoint.state for checkpoint in checkpoints], False
         self._rounding: dict[str, Tensor] = {}  # what the wire codec took away from the shares of this exchange
         frames = FrameCodec(self._run_id, exchanges=formats)
@@ -147,8 +151,6 @@ class SynchronousPeer(RunningPeer):
             self._arrive(state, self._place_of(state))
 
     def _place_of(self, state: State) -> int:
-        if state.round_index >= self.rounds:
-            return self.timetable.places
         return self.timetable.place(state.round_index, state.at)
 
     def _exchange(self, exchange: Exchange) -> None:
@@ -157,7 +159,10 @@ class SynchronousPeer(RunningPeer):
         self._arrive(self.state, place)
         self._await(lambda: not machine.missing() and not machine.behind(place - 1))
         received = {(j, self.device.peer): self._decoded(rows) for j, rows in machine.received().items()}
-        exchange.incoming(self.state, self.mixing, received).apply_(self.state)
+        if self.state.round_index >= self.rounds:
+            self._measure({sender: rows for (sender, _), rows in received.items()})
+        mixing = self.timetable.mixing(self.state.round_index)
+        exchange.incoming(self.state, mixing, received).apply_(self.state)
         for name, lost in self._rounding.items():
             self.state.rows[name][0] += lost
 
@@ -167,9 +172,10 @@ class SynchronousPeer(RunningPeer):
         self._rounding = {}
         if place < self.timetable.places:
             exchange = self.timetable.exchange(place)
-            for (_, receiver), payload in exchange.outgoing(state, self.mixing).items():
+            round_index, at = self.timetable.round_and_exchange(place)
+            for (_, receiver), payload in exchange.outgoing(state, self.timetable.mixing(round_index)).items():
                 values = {name: self.arithmetic.encode(row) for name, row in payload.items()}
-                outgoing[receiver] = RowMessage(peer, receiver, *self.timetable.round_and_exchange(place), values)
+                outgoing[receiver] = RowMessage(peer, receiver, round_index, at, values)
                 if self.mixing.sends_shares and not self.arithmetic.is_exact:
                     for name, row in payload.items():
                         lost = row - self.arithmetic.decode(values[name], row)

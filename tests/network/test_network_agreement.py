@@ -1,0 +1,386 @@
+"""What a device can rely on: a start together, a pace, no step alone or of little weight, and one model at the end."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from asynchronous_network import QUICK, STILL, check_mass, initial
+from networked import LONG, Killed, devices, finish, go_on, mortal, running, wait_until
+from raising import raises
+from safetensors.torch import load_file
+from share_machines import commit, shake
+from tiny_scenario import Tiny
+from variants import VARIANTS, settings_for
+from witnesses import witness_of
+
+from flower_privdec.cli import main
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.errors import NotAgreedError, ScenarioError
+from flower_privdec.experiment import Agreement
+from flower_privdec.graph.mixing import Mixing, rounds_to_agree
+from flower_privdec.graph.topology import build_topology
+from flower_privdec.network.local.fault_proxy import Faults, FaultyTransport
+from flower_privdec.network.peer import asynchronous
+from flower_privdec.network.peer.asynchronous import LEAST, AsynchronousSession
+from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
+from flower_privdec.network.peer.peer import APART, PeerDevice, RunningPeer, final_path
+from flower_privdec.network.transport.transport import MemoryNetwork
+from flower_privdec.pushsum.exactly_once import PushSumProtocol
+from flower_privdec.pushsum.frames import FrameCodec, TensorArithmetic, formats_of
+from flower_privdec.scenario import Scenario
+from tools.soak.checks import Models, isolated_problem, last_models, models_problem
+
+EXCHANGING = [v for v in VARIANTS if v[0].removeprefix("algorithm.name=") not in ("scaffold", "local", "dp-sgd")]
+ENDLESS = ("rounds=100000", "evaluation.every=100000", "privacy={noise_multiplier: 1.0, delta: 1.0e-3}")
+
+
+def in_memory(scenario: Scenario, folder: Path) -> list[RunningPeer]:
+    """Return the peers of a scenario, of one process, whose calls can be made to fail."""
+    network = MemoryNetwork()
+    return [
+        running_peer(
+            scenario,
+            PeerDevice(
+                peer,
+                folder / f"peer-{peer}",
+                insecure_seeds=True,
+                transport=FaultyTransport(network.transport(peer), peer),
+            ),
+        )
+        for peer in range(scenario.n_peers)
+    ]
+
+
+def cut_off(peers: list[RunningPeer], peer: int, faults: Faults) -> None:
+    """Set what happens to all calls from and to a peer."""
+    for one in peers:
+        for other in peers:
+            if one is not other and peer in (one.device.peer, other.device.peer):
+                transport: Any = one.device.transport
+                transport.set(other.device.peer, faults)
+
+
+def models_of(scenario: Scenario, peers: list[RunningPeer]) -> torch.Tensor:
+    """Return the models that peers leave when they agree; later they relay, and their rows move."""
+    handed_in = [load_file(final_path(peer.device.folder)) for peer in peers]
+    rows = {name: torch.cat([each[name] for each in handed_in]) for name in handed_in[0]}
+    return Agreement.of(scenario).algorithm.debiased(rows)
+
+
+def farthest(models: torch.Tensor) -> float:
+    return float((models - models.mean(0)).norm(dim=1).max() / models.mean(0).norm())
+
+
+# --- the end together ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+@pytest.mark.parametrize("variant", EXCHANGING, ids=" ".join)
+def test_all_devices_end_with_one_model(variant: list[str], mode: str, tiny: Tiny, tmp_path: Path) -> None:
+    network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+    scenario = tiny(*settings_for(*variant), "rounds=3", network)
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
+    with ThreadPoolExecutor(len(peers)) as pool:
+        list(pool.map(finish, peers))
+    assert farthest(models_of(scenario, peers)) < APART
+    for peer in peers:
+        assert peer.shortcoming() is None
+        assert peer.status()["round"] == 3
+        assert final_path(peer.device.folder).exists()
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_the_last_models_agree_exactly_where_the_graph_is_finite_and_no_step_is_taken_for_it(
+    mode: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, release = Counter[int](), Cohort.release_rows_
+
+    def counting(cohort: Cohort, *arguments: Any, **options: Any) -> None:
+        taken[int(cohort.peers[0])] += 1
+        release(cohort, *arguments, **options)
+
+    monkeypatch.setattr(Cohort, "release_rows_", counting)
+    network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+    scenario = tiny("rounds=6", network)
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
+    spent = []
+    with ThreadPoolExecutor(len(peers)) as pool:
+        futures = [pool.submit(finish, p, lambda p: spent.append(p.status()["epsilon"])) for p in peers]
+        for future in futures:
+            future.result(LONG)
+    assert farthest(models_of(scenario, peers)) < (1e-9 if mode == "synchronous" else APART)
+    assert taken == dict.fromkeys(range(4), 6)
+    assert {peer.status()["epsilon"] for peer in peers} == {max(spent)}
+
+
+FINAL_POINTS = {
+    "before a round": ("_exchange_finally", "before"),
+    "after a round": ("_exchange_finally", "after"),
+    "after it split": ("_split", "after"),
+    "before it adds what came": ("_absorb", "before"),
+    "before the model is saved": ("trainer.finish", "before"),
+    "after the model is saved": ("trainer.finish", "after"),
+}
+
+
+@pytest.mark.parametrize("point", FINAL_POINTS)
+def test_a_peer_that_dies_in_final_mixing_loses_no_mass_takes_no_step_and_agrees(
+    point: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, release = Counter[int](), Cohort.release_rows_
+
+    def counting(cohort: Cohort, *arguments: Any, **options: Any) -> None:
+        taken[int(cohort.peers[0])] += 1
+        release(cohort, *arguments, **options)
+
+    monkeypatch.setattr(Cohort, "release_rows_", counting)
+    scenario = tiny("rounds=4", QUICK, "algorithm.learning_rate=1.0e-12")
+    theirs = devices(scenario, tmp_path, memory=True)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mix = peers[1]._mix_finally
+
+    def dying() -> None:  # from its first round of final mixing on
+        peers[1]._mix_finally = mix  # type: ignore[method-assign]
+        mortal(peers[1], FINAL_POINTS[point], 1)
+        mix()
+
+    peers[1]._mix_finally = dying  # type: ignore[method-assign]
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        again = running_peer(scenario, theirs[1])
+        go_on(again, [futures[peer] for peer in (0, 2, 3)])
+    check_mass(tmp_path, initial(scenario))
+    assert taken == dict.fromkeys(range(4), 4)
+    assert again.shortcoming() is None
+    assert farthest(models_of(scenario, [again])) < APART
+
+
+def test_mass_is_exact_through_final_mixing_where_calls_are_lost(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(STILL, f"network={{retry: 0.05, start: {LONG}, deadline: 1.0}}", "privacy=none")
+    peers = in_memory(scenario, tmp_path)
+    for peer, shift in zip(peers, (0.0, 1.0, 2.0, 3.0), strict=True):
+        peer.state.rows["x"] += shift
+        transport: Any = peer.device.transport
+        for other in peers:
+            transport.set(other.device.peer, Faults(lose=0.1))
+    with running(peers) as futures:
+        for future in futures:
+            future.result(LONG)
+    check_mass(tmp_path, initial(scenario) + 1.5)
+    assert farthest(models_of(scenario, peers)) < APART
+
+
+def test_a_device_whose_model_is_not_the_others_says_so_with_a_status_of_its_own(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario = tiny("rounds=1", f"network={{retry: 0.05, start: {LONG}, deadline: 0.3}}")
+    peers = in_memory(scenario, tmp_path)
+    exchange = peers[3]._exchange
+
+    def isolated(*arguments: Any) -> None:
+        if peers[3].state.round_index == 1:
+            cut_off(peers, 3, Faults(black_hole=True))
+        exchange(*arguments)
+
+    peers[3]._exchange = isolated  # type: ignore[method-assign]
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(finish, peer) for peer in peers[:3]]
+        with raises(NotAgreedError, "network.not-agreed", names="peer 3"):
+            run_in_foreground(peers[3], 1, with_parent=False)
+        for future in others:
+            future.result(LONG)
+    assert final_path(peers[3].device.folder).exists()
+    assert farthest(models_of(scenario, peers[:3])) < APART
+    error = NotAgreedError("its model is its own")
+    capsys.readouterr()
+    monkeypatch.setattr(main, "app", lambda *arguments, **options: (_ for _ in ()).throw(error))
+    with pytest.raises(SystemExit) as left:
+        main.main(["peer"])
+    assert left.value.code == 3
+    assert capsys.readouterr().err == "error: its model is its own\n"
+
+
+@pytest.mark.parametrize(
+    ("graph", "weights", "n", "rounds"),
+    [
+        ("directed-exponential", "column-stochastic", 8, 3),
+        ("directed-exponential", "column-stochastic", 4, 2),
+        ("complete", "column-stochastic", 5, 1),
+        ("ring", "metropolis", 4, 7),
+    ],
+)
+def test_as_many_rounds_as_the_graph_needs(graph: str, weights: str, n: int, rounds: int) -> None:
+    found, left = rounds_to_agree(Mixing(build_topology(graph, n), weights), 5, 99, 1e-3)
+    assert found == rounds
+    assert left <= 1e-3
+    fewer, more = rounds_to_agree(Mixing(build_topology(graph, n), weights), 5, rounds - 1, 1e-3)
+    assert (fewer, more > 1e-3) == (rounds - 1, True)
+
+
+def test_a_graph_of_too_many_peers_needs_a_number() -> None:
+    with raises(ScenarioError, "network.final-mixing", names="n_peers=2000"):
+        rounds_to_agree(Mixing(build_topology("ring", 2000), "metropolis"), 0, 9, 1e-3)
+
+
+# --- pace, quorum, weight ---
+
+
+@pytest.mark.parametrize("lead", [1, 3])
+@pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
+def test_a_peer_is_so_many_rounds_ahead_of_its_slowest_neighbour_at_most(
+    name: str, lead: int, tiny: Tiny, tmp_path: Path
+) -> None:
+    network = f"network={{retry: 0.05, start: {LONG}, deadline: {LONG}, lead: {lead}}}"
+    scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", *ENDLESS, network)
+    peers = in_memory(scenario, tmp_path)
+    for peer in peers:
+        peer.policy.is_awaited = lambda neighbor: False  # type: ignore[attr-defined]
+    advance, go = peers[0].trainer.advance, Event()
+
+    def slow(state: Any) -> Any:
+        if state.round_index == 2 and state.at == 0:
+            go.wait(LONG)
+        return advance(state)
+
+    peers[0].trainer.advance = slow  # type: ignore[method-assign]
+    with running(peers) as futures:
+        wait_until(lambda: all(p.state.round_index >= 1 + lead and p.waits_for.startswith("peer 0") for p in peers[1:]))
+        assert max(peer.state.round_index for peer in peers) <= 2 + lead
+        go.set()
+        wait_until(lambda: all(peer.state.round_index > 8 + lead for peer in peers))
+        for peer in peers:
+            peer.stop()
+        for future in futures:
+            assert future.exception(LONG) is not None
+
+
+@pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
+def test_a_peer_that_is_cut_off_takes_one_more_step_at_most_and_goes_on_by_itself(
+    name: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    network = f"network={{retry: 0.05, start: {LONG}, deadline: 0.3}}"
+    scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", *ENDLESS, network)
+    peers = in_memory(scenario, tmp_path)
+    alone, steps, advance = peers[3], Counter[str](), peers[3].trainer.advance
+
+    def counted(state: Any) -> Any:
+        if state.at == 0:
+            if steps["all"] == 3:
+                cut_off(peers, 3, Faults(black_hole=True))
+            steps["all"] += 1
+        return advance(state)
+
+    alone.trainer.advance = counted  # type: ignore[method-assign]
+    with running(peers) as futures:
+        wait_until(lambda: alone.waits_for.startswith("1 of its neighbours"))
+        others = [peer.state.round_index for peer in peers[:3]]
+        wait_until(lambda: all(peer.state.round_index > k + 9 for peer, k in zip(peers[:3], others, strict=True)))
+        assert steps["all"] in (4, 5)  # the one under way as it was cut off, and one more
+        assert alone.status()["waits_for"]
+        cut_off(peers, 3, Faults())
+        wait_until(lambda: steps["all"] > 9)
+        for peer in peers:
+            peer.stop()
+        for future in futures:
+            assert future.exception(LONG) is not None
+
+
+def test_a_peer_that_may_go_on_alone_does(tiny: Tiny, tmp_path: Path) -> None:
+    network = f"network={{retry: 0.05, start: {LONG}, deadline: 0.3, alone: go-on}}"
+    scenario = tiny(*settings_for("algorithm.name=d-psgd"), *ENDLESS, network)
+    peers = in_memory(scenario, tmp_path)
+    with running(peers) as futures:
+        wait_until(lambda: peers[3].state.round_index > 2)
+        cut_off(peers, 3, Faults(black_hole=True))
+        since = peers[3].state.round_index
+        wait_until(lambda: peers[3].state.round_index > since + 9)
+        for peer in peers:
+            peer.stop()
+        for future in futures:
+            assert future.exception(LONG) is not None
+
+
+def held(tiny: Tiny, folder: Path, *settings: str) -> Any:
+    """Return a peer that has met its three neighbours in its last step."""
+    scenario = tiny(QUICK, "topology.name=complete", *settings)
+    peer: Any = running_peer(scenario, devices(scenario, folder, memory=True)[0])
+    peer.session.steps = 5
+    peer.session.met = dict.fromkeys((1, 2, 3), 5)
+    return peer
+
+
+@pytest.mark.parametrize(("quorum", "met", "waits"), [(1, {1: 5}, False), (1, {1: 4}, True), (3, {1: 5, 2: 5}, True)])
+def test_a_quorum_is_of_neighbours_that_exchange_and_not_of_those_that_greet(
+    quorum: int, met: dict[int, int], waits: bool, tiny: Tiny, tmp_path: Path
+) -> None:
+    peer = held(tiny, tmp_path, QUICK.replace("}", f", quorum: {quorum}}}"))
+    peer.session.met = met
+    peer.protocol._open = {1, 2, 3}  # all of them have greeted it
+    assert peer._held(3) is waits
+    peer.close()
+
+
+def test_who_greets_exchanges_nothing_and_a_share_does() -> None:
+    sides = []
+    for peer in range(2):
+        mass = {"x": torch.full((3,), 4.0), "w": torch.tensor(1.0)}
+        machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, TensorArithmetic())
+        frames = FrameCodec(b"run", formats_of(mass))
+        sides.append(
+            AsynchronousSession(machine, witness_of(peer, [1 - peer]), frames, [], retry=1e6, rounds=9, n_peers=2)
+        )
+    sender, receiver = sides
+    commit(sender.protocol, receiver.protocol)
+    shake(sender.protocol, receiver.protocol)
+    receiver.receive(0, [sender.protocol.hello(1)])
+    assert not receiver.met
+    sender.protocol.split(0, {1: 0.5})
+    commit(sender.protocol)
+    (share,) = sender.protocol.shares_to_send()
+    receiver.receive(0, [share])
+    assert receiver.met == {0: 0}
+    receiver.protocol.absorb()
+    commit(receiver.protocol)
+    receiver.met.clear()
+    receiver.receive(0, [share])  # repeated: it is acknowledged, and is no exchange
+    assert not receiver.met
+
+
+def test_no_step_is_taken_with_little_weight_and_the_floor_sinks_where_no_share_comes(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, now = held(tiny, tmp_path), [0.0]
+    monkeypatch.setattr(asynchronous, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    peer._above = 0.0
+    for weight, waits in ((1.0, False), (LEAST, False), (0.9 * LEAST, True)):
+        peer.state.rows["w"].fill_(weight)
+        assert peer._held(3) is waits
+    now[0] = 0.9 * peer.network.deadline
+    assert peer._held(3)
+    now[0] = 1.1 * peer.network.deadline  # all may have as little, and somebody has to go on
+    assert peer._held(3)
+    assert not peer._held(3)
+    monkeypatch.undo()
+    peer.close()
+
+
+# --- what the soak checks ---
+
+
+def test_steps_of_an_isolated_peer_and_models_that_differ_are_problems(tmp_path: Path) -> None:
+    assert isolated_problem(5, 7) is None
+    assert "took 3 private steps" in str(isolated_problem(5, 8))
+    assert models_problem([tmp_path], Models(4, APART)) is None
+    assert "one is 50.0% from the mean" in str(models_problem([tmp_path], Models(4, 0.5)))
+    assert last_models([tmp_path]) is None
+    shutil.rmtree(tmp_path)
