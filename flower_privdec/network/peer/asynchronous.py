@@ -18,6 +18,7 @@ checkpoint is an old copy learns it from its neighbours, and is reset the same w
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -206,7 +207,7 @@ class AsynchronousSession(Session):
         protocol: this peer's shares; without mass where no push-sum is done, and then for its hellos alone.
         witness, frames: see Session.
         replies: the exchanges in which a neighbour is answered, whose round the rows are then for.
-        n_peers: of the run, which is the push-sum weight of all of them together.
+        n_peers: of the run, which is the push-sum weight of all of them together; inf where no peer knows that.
         retry: seconds between two hellos.
         rounds: of the run.
 
@@ -233,7 +234,7 @@ class AsynchronousSession(Session):
         replies: Collection[int],
         retry: float,
         rounds: int,
-        n_peers: int,
+        n_peers: float,
     ) -> None:
         sizes = [frame_size(formats) for formats in (frames.shares or {}, *frames.exchanges.values())]
         super().__init__(witness, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
@@ -354,15 +355,16 @@ class AsynchronousSession(Session):
     def _check_weight(self, share: FrozenShare[Tensor]) -> None:
         """Quarantine the sender of a share whose weight no honest peer sends.
 
-        All weights together are the number of peers. Only a peer that was restored from an old copy adds to them, at
-        most what it was restored with, until it is reset. A share of more than SURPLUS times that, or of none, would
-        replace the model of each peer that it reaches.
+        All weights together are the number of peers, unless they are numbers of examples, whose sum no peer knows:
+        then a weight has no bound. Only a peer that was restored from an old copy adds to them, at most what it was
+        restored with, until it is reset. A share of more than SURPLUS times that, or of none, would replace the model
+        of each peer that it reaches.
 
         Raises:
             RefusedError: naming the weight.
         """
         weight = float(share.values["w"]) if "w" in share.values else 1.0
-        if 0 < weight <= self._most_weight:
+        if 0 < weight <= self._most_weight and math.isfinite(weight):
             return
         why = f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"
         self.quarantined[share.sender] = why
@@ -520,8 +522,10 @@ class AsynchronousPeer(RunningPeer):
         mass = RowMass(self.state, shares or ())
         self.protocol = PushSumProtocol(peer, neighbors, self.witness.boot, mass, self.arithmetic)
         frames, scenario = FrameCodec(self._run_id, shares, exchanges), self.trainer.scenario
+        by_examples = getattr(self.trainer.algorithm, "by_examples", False)
+        total = math.inf if by_examples else scenario.n_peers
         self.session = AsynchronousSession(
-            self.protocol, self.witness, frames, self._replies, self.network.retry, self.end, scenario.n_peers
+            self.protocol, self.witness, frames, self._replies, self.network.retry, self.end, total
         )
         self._resumed, self._sent = bool(checkpoints), False
         self.session.resumed_at = self.state.round_index
