@@ -8,7 +8,9 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -130,6 +132,38 @@ def test_a_backup_or_an_empty_folder_takes_no_step_and_can_be_charged_once(fault
     assert peers.payments() == peers.count[1] > 4
     peers.run(12, charge=True)
     assert peers.payments() == peers.count[1]
+
+
+@pytest.mark.parametrize("strategy", RELAYS)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_sequence_of_restored_swapped_and_lost_folders_releases_more_than_its_ledger_pays_for(
+    seed, strategy, tmp_path
+):
+    draw, peers, rounds, names = Random(seed), Peers(tmp_path, strategy), 0, count()
+
+    def run(*, charge: bool) -> None:
+        nonlocal rounds
+        rounds += draw.randint(1, 2)
+        peers.run(rounds, charge=charge)
+
+    run(charge=False)
+    saved = [peers.copy("first")]
+    for _ in range(8):
+        event, at = draw.choice(["run", "run", "save", "restore", "swap", "lose", "delete"]), draw.randrange(len(saved))
+        if event == "run":
+            run(charge=draw.random() < 0.3)
+        if event in ("save", "swap"):
+            saved.append(peers.copy(f"copy-{next(names)}"))
+        if event in ("restore", "swap"):
+            peers.put(saved[at])
+        if event == "lose":
+            peers.put(None)
+        if event == "delete":
+            (peers.one / "peer-updates.jsonl").unlink(missing_ok=True)
+    before = peers.count[1]
+    for _ in range(2):
+        run(charge=True)
+    assert before < peers.count[1] <= peers.payments()
 
 
 @pytest.mark.parametrize("strategy", RELAYS)

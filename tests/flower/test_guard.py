@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+from asyncio import CancelledError
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from flwr.supernode.runtime import run_clientapp as runtime
 from pages import fences
 from paths import ROOT
 from raising import raises
-from routing_peers import zeros
+from routing_peers import client, zeros
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum
@@ -147,7 +148,7 @@ def test_what_an_app_answers_does_not_leave(attack: Callable[[Message, Context],
 
 
 @pytest.mark.parametrize("kind", ["train", "train.other", "evaluate", "query"])
-@pytest.mark.parametrize("error", [ValueError, BudgetError, RunError, SystemExit])
+@pytest.mark.parametrize("error", [ValueError, BudgetError, RunError, SystemExit, CancelledError, GeneratorExit])
 def test_what_an_app_raises_does_not_leave(kind: str, error: type[BaseException], tmp_path: Path) -> None:
     reply = guarded(tmp_path, an_app(raising(error)))(a_message(kind), a_context())
     assert not shows(reply)
@@ -212,6 +213,28 @@ def test_an_update_that_is_no_number_counts_as_zero(wrong: float, tmp_path: Path
     assert charges(tmp_path) == 1
 
 
+@pytest.mark.parametrize("value", [0.0, np.finfo(float).max])
+def test_an_app_that_has_numpy_raise_tells_nothing_by_an_overflow(value: float, tmp_path: Path) -> None:
+    """Its setting outlasts it, and the update of a private example may be the largest number that there is."""
+
+    def answer(message: Message, context: Context) -> RecordDict:
+        np.seterr(all="raise")
+        return RecordDict(model(value))
+
+    def step(arrays: list[np.ndarray], peer: int, server_round: int) -> list[np.ndarray]:
+        np.seterr(all="raise")
+        return [np.full(SIZE, value)]
+
+    with np.errstate():
+        reply = guarded(tmp_path, an_app(answer))(a_message(arrays=ArrayRecord([-np.ones(SIZE)])), a_context())
+        config = {peer: {"folder": str(tmp_path / "peers")} for peer in range(2)}
+        grid = LocalGrid(client(step, clip_norm=1.0, noise_multiplier=0.01), 2, config=config)
+        PushSum(name="law", fraction_evaluate=0.0).start(grid, ArrayRecord([-np.ones(SIZE)]), 2)
+    assert not reply.has_error()
+    assert abs(np.linalg.norm(values(reply) + 1) - 1) < 0.1
+    assert [charges(tmp_path / "peers", peer) for peer in (0, 1)] == [2, 2]
+
+
 def test_a_message_that_is_no_model_is_refused_before_it_is_charged(tmp_path: Path) -> None:
     guard = Guard(a_policy(tmp_path), lambda: pytest.fail("imported"))
     wrong: list[dict[str, Any]] = [
@@ -236,14 +259,11 @@ def test_the_budget_ends_training_and_restarts_do_not_renew_it(tmp_path: Path) -
 
 
 def test_the_charge_is_on_disk_before_the_app_runs_and_a_crash_after_it_costs_it(tmp_path: Path) -> None:
-    class KilledError(BaseException):
-        pass
-
     def answer(message: Message, context: Context) -> RecordDict:
         assert charges(tmp_path) == 1
-        raise KilledError
+        raise KeyboardInterrupt
 
-    with pytest.raises(KilledError):
+    with pytest.raises(KeyboardInterrupt):
         guarded(tmp_path, an_app(answer))(a_message(), a_context())
     reply = guarded(tmp_path, an_app(lambda message, context: RecordDict(model(0.0))))(a_message(), a_context())
     assert reply.has_content()

@@ -51,7 +51,7 @@ from flwr.supernode.runtime import run_clientapp as runtime
 from pydantic import AfterValidator, Field, model_validator
 
 from flower_privdec.common.files import write_atomically
-from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
+from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line
 from flower_privdec.flower.mods.peer_mod import SAYS, PeerMod
 from flower_privdec.flower.mods.peer_state import (
@@ -245,13 +245,13 @@ class Guard:
             index = self._charge(place)
             answer = self._contained(message, context).content
             keep_metrics(place.folder, index, "train", answer.metric_records)
-            with np.errstate(invalid="ignore", over="ignore"):
+            with np.errstate(all="ignore"):  # also where the app has numpy raise
                 update = layout.vector(numpy_arrays(answer.array_records[name])) - start
-            if wrong := unsound(update):
-                log.warning("%s, so the app's update counts as zero", wrong)
-                update = np.zeros_like(update)
-            released = protected(self.policy.clip_norm, self.policy.noise, update)
-        model = layout.record(start + released, layout.unmixed(given))
+                if wrong := unsound(update):
+                    log.warning("%s, so the app's update counts as zero", wrong)
+                    update = np.zeros_like(update)
+                released = protected(self.policy.clip_norm, self.policy.noise, update)
+                model = layout.record(start + released, layout.unmixed(given))
         return Message(self._reply(name, model), reply_to=message)
 
     def _charge(self, place: PeerSettings) -> int:
@@ -310,7 +310,9 @@ class Guard:
                 returned_arrays(RecordDict({name: record}), name, Layout.of(numpy_arrays(given[name])))
             metrics = {name: MetricRecord(dict(record)) for name, record in content.metric_records.items()}
             answer.update({**metrics, **arrays})
-        except RAISED_BY_USERS:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             log.exception("The app failed, so its update counts as zero")
         return Message(answer, reply_to=message)
 

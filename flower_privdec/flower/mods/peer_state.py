@@ -620,7 +620,7 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> ArrayRecor
 
 
 def norm(vector: np.ndarray) -> float:
-    """Return the Euclidean norm of a vector, float64 [d], of any size without overflow; NaN or ∞ where it has such."""
+    """Return the Euclidean norm of a vector, float64 [d], without overflow below it; NaN or ∞ where it has such."""
     largest = float(np.max(np.abs(vector), initial=0.0))
     if largest == 0 or not math.isfinite(largest):
         return largest
@@ -634,12 +634,12 @@ def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
         update: finite, float64 [d].
         clip_norm: C.
     """
-    length = norm(update)
-    if length <= clip_norm:
+    if norm(update) <= clip_norm:
         return update
-    largest = float(np.max(np.abs(update)))
-    short = (update / largest) * (clip_norm / (length / largest))
-    return short * min(1.0, clip_norm / norm(short))  # rounding alone could leave it a hair too long
+    direction = update / float(np.max(np.abs(update)))  # of the longest update too, whose norm is no finite number
+    short = direction * (clip_norm / float(np.linalg.norm(direction)))
+    length = norm(short)
+    return short if length <= clip_norm else short * (clip_norm / length)  # rounding could leave it a hair too long
 
 
 def noised(update: np.ndarray, std: float) -> np.ndarray:
@@ -752,19 +752,18 @@ def take_step(
         returned = train(given)
     except BudgetError:
         return NoStep(APP_SPENT, for_good=True)
-    update = _update(state, given, returned, round_index)
-    if clip_norm is not None:
-        update = protected(clip_norm, noise, update)
-    _move(state, update, clip_norm is None, round_index)
+    with np.errstate(all="ignore"):  # also where the app has numpy raise
+        update = _update(state, given, returned, round_index)
+        if clip_norm is not None:
+            update = protected(clip_norm, noise, update)
+        _move(state, update, clip_norm is None, round_index)
     return None
 
 
 def _update(state: PeerState, given: ArrayRecord, returned: ArrayRecord, round_index: int) -> np.ndarray:
     """Return what the arrays moved by; zeros, and a word in the log, where that is no number."""
     arrays = numpy_arrays(returned)
-    update: np.ndarray
-    with np.errstate(invalid="ignore", over="ignore"):
-        update = state.layout.vector(arrays) - state.layout.vector(numpy_arrays(given))
+    update: np.ndarray = state.layout.vector(arrays) - state.layout.vector(numpy_arrays(given))
     if wrong := unsound(update):
         _count_as_zero(state, wrong, round_index)
         return np.zeros_like(update)
@@ -774,8 +773,7 @@ def _update(state: PeerState, given: ArrayRecord, returned: ArrayRecord, round_i
 
 def _move(state: PeerState, update: np.ndarray, bare: bool, round_index: int) -> None:
     """Add w times an update to x, unless that would make the model infinite for ever."""
-    with np.errstate(over="ignore"):
-        after = (state.x.astype(np.float64) + state.w * update).astype(state.x.dtype)
+    after = (state.x.astype(np.float64) + state.w * update).astype(state.x.dtype)
     if wrong := unsound(after):
         _count_as_zero(state, wrong, round_index)
     else:
