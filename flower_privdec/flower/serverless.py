@@ -15,7 +15,7 @@ import random
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -698,7 +698,8 @@ def run_mesh(
                 continue
             running.run()
             assert isinstance(running.trainer, AppTrainer)
-            return running.trainer.result(running.state)
+            mixed = replace(running.state, round_index=running.rounds)  # after final mixing
+            return running.trainer.result(mixed)
         finally:
             running.close()
     raise AssertionError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_it_is_the_librarys_file_to_the_last_byte(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, opened = tmp_path / "file", Path.open
+    path, opened = tmp_path / "file", os.fdopen
     write_tensors(path, {"x": torch.ones(3)}, {})
     before = path.read_bytes()
 
@@ -65,11 +66,11 @@ def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path: Path, monkeypat
             self.left -= 7
             return int(self.file.write(content[:7]))
 
-    def full(path: Path, *how: Any, **given: Any) -> Any:
-        return Full(opened(path, *how, **given))
+    def full(*how: Any, **given: Any) -> Any:
+        return Full(opened(*how, **given))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", full)
+        patched.setattr(os, "fdopen", full)
         write_tensors(tmp_path / "small", {}, {})
         with pytest.raises(OSError, match="No space left"):
             write_tensors(path, {"x": torch.zeros(1000)}, {})

@@ -69,7 +69,9 @@ app = ServerApp()
 
 @app.main()
 def main(grid, context):
-    strategy = Mesh(name="deployed", mode="synchronous", fraction_evaluate=0.0, patience=800.0)
+    strategy = Mesh(
+        name="deployed", mode="synchronous", final_mixing=0, fraction_evaluate=0.0, patience=800.0
+    )
     arrays = ArrayRecord(experiment.module.state_dict())
     strategy.start(grid, arrays, num_rounds={ROUNDS}, timeout=800)
     print("the mesh is done", flush=True)

@@ -89,7 +89,8 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
         "peers",
     }
     assert not peers_of(tmp_path / "up")
-    assert len([*(tmp_path / "up" / "peers" / "1").glob("rows-*")]) == 1  # the last that it handed in
+    handed_in = {path.name for path in (tmp_path / "up" / "peers" / "1").glob("rows-*")}
+    assert handed_in == {"rows-6.safetensors", "rows-final.safetensors"}  # those of earlier rounds are removed
 
 
 def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_and_each_peer_is_watched(

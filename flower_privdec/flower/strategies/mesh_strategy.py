@@ -31,7 +31,9 @@ class Mesh(PushSum):
         topology: the graph's name.
         name: of the run and of the scenario for which the certificates were made.
         mode: asynchronous, where a peer goes on without those who do not come in time; or synchronous.
-        deadline, start: seconds that peers wait for each other, see `network` in a scenario.
+        deadline: seconds that peers wait for each other, see `network` in a scenario.
+        start: seconds that they wait for their neighbours at first; one that has met none by then fails.
+        final_mixing: see `network` in a scenario.
         options: those of PushSum.
 
     Raises:
@@ -50,6 +52,7 @@ class Mesh(PushSum):
         mode: Literal["asynchronous", "synchronous"] = "asynchronous",
         deadline: float = 10.0,
         start: float = 60.0,
+        final_mixing: int | Literal["auto"] = "auto",
         **options: Any,
     ) -> None:
         if not isinstance(topology, str):
@@ -59,7 +62,13 @@ class Mesh(PushSum):
                 raise ScenarioError(f"{option}=None must be a number of seconds; leave it out for the usual one")
         check_numbers({"deadline": deadline, "start": start})
         super().__init__(topology, name=name, **options)
-        self._network: dict[str, Any] = {"mode": mode, "deadline": float(deadline), "start": float(start)}
+        self._network: dict[str, Any] = {
+            "mode": mode,
+            "deadline": float(deadline),
+            "start": float(start),
+            "give_up": float(start),
+            "final_mixing": final_mixing,
+        }
         self._scenario([f"127.0.0.1:{port}" for port in (1, 2)], 1)  # which refuses what is wrong before the run
 
     def _scenario(self, addresses: list[str], rounds: int) -> str:
