@@ -33,6 +33,7 @@ from tools.mass_on_disk import mass_on_disk
 
 NAMES = ["privsgp", "d-psgd"]
 ROUNDS = 60
+END = ROUNDS + 14  # with final mixing
 
 
 @dataclass
@@ -175,13 +176,13 @@ FOR_ALL: dict[str, tuple[Says, str]] = {
     "zeros after it": (lambda h: [h.good(), bytes(100)], "must begin with"),
     "another's name": (lambda h: [replace(h.good(), sender=1)], "brought a frame from peer 1 to 0"),
     "to somebody else": (lambda h: [replace(h.good(), receiver=2)], "brought a frame from peer 3 to 2"),
-    "a round that never comes": (lambda h: [replace(h.good(), round_index=2**62)], f"and the run has {ROUNDS}"),
+    "a round that never comes": (lambda h: [replace(h.good(), round_index=2**62)], f"and the run has {END}"),
     "a hello from beyond the end": (
         lambda h: [replace(h.own.protocol.hello(0), round_index=2**62)],
-        f"is of round {2**62}, and the run has {ROUNDS}",
+        f"is of round {2**62}, and the run has {END}",
     ),
     "no frame at all": (lambda h: [b"GET / HTTP/1.1"], "must have a header"),
-    "many frames": (lambda h: [h.acknowledgement()] * (MANY + 3), "has more frames than any peer has to send"),
+    "many frames": (lambda h: [h.acknowledgement()] * (MANY + 9), "has more frames than any peer has to send"),
     "an acknowledgement that is not due": (
         lambda h: [h.acknowledgement()],
         "acknowledged share 1 of boot .*, and the last sent",
@@ -220,7 +221,7 @@ OF_ROWS: dict[str, tuple[Says, str]] = {
     "a share": (lambda h: [h.share()], "which this algorithm does not have"),
     "rows of rounds that are not": (
         lambda h: [replace(h.own.protocol.hello(0), seen=2**64 - 1)],
-        f"reports rows of round {2**64 - 2} of peer 0, and the run has {ROUNDS}",
+        f"reports rows of round {2**64 - 2} of peer 0, and the run has {END}",
     ),
     "rows of no exchange": (lambda h: [h.message(at=99)], "for exchange 99, which this algorithm does not have"),
 }
