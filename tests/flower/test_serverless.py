@@ -59,6 +59,12 @@ network: {deadline: 100, retry: 0.05, start: 100}
 """
 
 
+FREE = (
+    "network.alone=go-on",
+    "network.lead=null",
+)  # a peer that waits mixes, and then steps with another weight than 1
+
+
 def scenario_of(*settings: str) -> AppScenario:
     return parse_app_scenario(TEXT, overrides=settings)
 
@@ -109,7 +115,7 @@ def models(places) -> list[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 def test_an_unmodified_app_reaches_the_exact_mean_in_log2_n_rounds(mode, tmp_path):
-    scenario = scenario_of(f"network.mode={mode}")
+    scenario = scenario_of(f"network.mode={mode}", *FREE)
     places = devices(scenario, tmp_path, insecure_seeds=False)
     run_all(peers_of(scenario, places, sets_its_values_once))
     mean = np.mean([values_of(peer) for peer in range(4)], axis=0)
@@ -155,7 +161,7 @@ def run_through_deaths(scenario, places, step, initial=None) -> list[RunningPeer
 
 
 def test_no_kill_takes_mass_or_adds_any(tmp_path):
-    scenario = scenario_of("rounds=12")
+    scenario = scenario_of("rounds=12", *FREE)
     places = devices(scenario, tmp_path, insecure_seeds=False)
     step = killing(sets_its_values_once, {0: 3, 1: 5, 2: 8, 3: 11})
     run_through_deaths(scenario, places, step)
@@ -310,7 +316,7 @@ def test_in_synchronous_mode_the_numbers_are_the_engines(build, tmp_path):
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     for _ in range(rounds):
         engine.round()
-    scenario = scenario_of(f"rounds={rounds}", "network.mode=synchronous")
+    scenario = scenario_of(f"rounds={rounds}", "network.mode=synchronous", "network.final_mixing=0")
     places = devices(scenario, tmp_path, insecure_seeds=False)
     named = {str(n): value.numpy() for n, value in enumerate(experiment.module.state_dict().values())}
     run_all(peers_of(scenario, places, stepping(experiment), InitialArrays(named)))
