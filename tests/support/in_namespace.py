@@ -26,9 +26,8 @@ def watch(address: str, certificates: str, peer: str, path: str) -> None:
     from flower_privdec.common.files import write_atomically
     from flower_privdec.errors import RunError
     from flower_privdec.network.peer.connections import STATUS_REQUEST
-    from flower_privdec.network.peer.foreground import files_of
     from flower_privdec.network.transport.grpc_transport import GrpcConnection
-    from flower_privdec.network.transport.tls import Credentials, identities_of
+    from flower_privdec.network.transport.tls import Credentials, files_of, identities_of
 
     paths = files_of(Path(certificates), int(peer))
     (name,) = identities_of(paths[0].read_bytes())
