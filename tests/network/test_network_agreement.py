@@ -395,7 +395,7 @@ def test_no_step_is_taken_with_little_weight_and_the_floor_sinks_where_no_share_
         assert peer._held(3) is waits
     now[0] = 0.9 * peer.network.deadline
     assert peer._held(3)
-    now[0] = 1.1 * peer.network.deadline  # all may have as little, and somebody has to go on
+    now[0] = 1.1 * peer.network.deadline  # all may have as little, and one has to go on
     assert peer._held(3)
     assert not peer._held(3)
     monkeypatch.undo()

@@ -156,7 +156,7 @@ def read_checkpoints(path: Path) -> list[Checkpoint]:
 
 
 def page_check(content: memoryview) -> int:
-    """Return a check of numbers that tells a page that was not written, as fast as memory is read.
+    """Return a checksum of numbers that detects a page that was not written, as fast as memory is read.
 
     It is the CRC-32 of the sums of the pages, each of 512 words of 64 bits, and of what is left after them.
     """
