@@ -562,7 +562,8 @@ class AsynchronousPeer(RunningPeer):
         self.protocol.restore(durable)
         self._commits, self._replied = facts["place"], replied
         self.distances = distances
-        places = {*self.timetable.exchanges, self.timetable.final_at}
+        is_final = self.state.round_index >= self.rounds  # else the final place is only where a round is over
+        places = {self.timetable.final_at} if is_final else self.timetable.exchanges
         self._sent = self.state.at in places and durable.round_index > self.state.round_index
 
     def _begin(self) -> None:
