@@ -23,8 +23,9 @@ import numpy as np
 from flower_privdec.core import Algorithm, Exchange, Reply
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
+from flower_privdec.experiment.view import secret_pairs
 from flower_privdec.graph.mixing import Mixing, rounds_to_agree
-from flower_privdec.scenario.sections import CancellingSection
+from flower_privdec.scenario import Scenario
 
 Sent = TypeVar("Sent")  # a message as it is sent
 Heard = TypeVar("Heard")  # and as it is received
@@ -278,11 +279,24 @@ def network_mixing(agreement: Agreement) -> Mixing:
             "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
             "graph in which all peers are neighbours"
         )
-    private = agreement.scenario.private
-    if private is not None and isinstance(private.noise, CancellingSection):
-        raise ScenarioError(
-            "privacy.noise.kind=cancelling needs one process that hosts all peers, and a network's peers are processes "
-            "of their own: use `privdec run`, or leave privacy.noise out",
-            code="noise.cancelling-part",
-        )
+    _check_pairs(agreement.scenario, mixing)
     return mixing
+
+
+def _check_pairs(scenario: Scenario, mixing: Mixing) -> None:
+    """Refuse pairs of peers that cannot agree on a secret, and exchanges in which late noise would never cancel."""
+    pairs, name, where = secret_pairs(scenario), scenario.topology.name, "privacy.noise.secrets"
+    edges = set(map(tuple, np.sort(mixing.topology.support(), axis=1).tolist()))
+    for one, other in (pair for pair in pairs.tolist() if tuple(pair) not in edges):
+        raise ScenarioError(
+            f"{where}: peers {one} and {other} would share a secret, and peers of a network agree on secrets with "
+            f"their neighbours alone: set {where}={name}, or topology.name=complete",
+            code="noise.cancelling-neighbours",
+        )
+    if len(pairs) and scenario.network.mode == "asynchronous" and not mixing.sends_shares:
+        raise ScenarioError(
+            "privacy.noise.kind=cancelling with network.mode=asynchronous needs exchanges that conserve the sum when "
+            f"peers are late, and those of algorithm.name={scenario.algorithm.name} do not: use network.mode "
+            "synchronous, or an algorithm of push-sum, such as privsgp",
+            code="noise.cancelling-late",
+        )

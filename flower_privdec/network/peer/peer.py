@@ -31,7 +31,7 @@ from flower_privdec.engine.spent import Spent, check_budget, epsilons, json_numb
 from flower_privdec.errors import RunError, ScenarioError, StoppedError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.evaluation import public_losses
-from flower_privdec.experiment.view import NOISE
+from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.checkpoint_log import CheckpointLog
 from flower_privdec.network.peer.connections import Connections, ReportSession, Session
@@ -39,6 +39,7 @@ from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
+from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds, network_mixing
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
@@ -146,7 +147,8 @@ class RunningPeer(ABC):
                 self.timetable.neighbours(peer),
             )
             seen = self._counts.read({} if last is None else last.transport["witnessed"])
-            self.witness = LedgerWitness(peer, neighbors, boot, ledger, seen, self._counts.write)
+            pairs = trainer.pair_secrets
+            self.witness = LedgerWitness(peer, neighbors, boot, ledger, seen, self._counts.write, pairs=pairs)
             session = self._make_session(checkpoints)
             self.connections = Connections(session, self.status, self.network.retry, self.network.deadline / 2)
             if not (folder / "scenario.yaml").exists():
@@ -290,18 +292,21 @@ class RunningPeer(ABC):
     def _await_witness(self) -> None:
         """Wait until neighbours have reported what they have seen of the ledger, before a step is taken.
 
-        After REPORT_SECONDS one is enough. Where none reports it waits, without a bound unless the scenario has one.
+        After REPORT_SECONDS one is enough, or after network.start where noise is shared with all of them. Where none
+        reports it waits, without a bound unless the scenario has one.
 
         Raises:
             BudgetError: the ledger is an old copy.
             RunError: no neighbour reports within network.give_up.
         """
-        since, witness = time.monotonic(), self.witness
+        since, witness, patience = time.monotonic(), self.witness, min(REPORT_SECONDS, self.network.start)
+        if self.trainer.pair_secrets and (self.network.mode == "synchronous" or self.state.round_index == 0):
+            patience = self.network.start  # noise that is shared with fewer neighbours does not cancel
         self.waits_for = "a neighbour's report on its ledger"
         while not self.connections.wait(lambda: all(map(witness.has_heard, witness.neighbors)), POLL):
             self._check_stopped()
             waited = time.monotonic() - since
-            if witness.is_witnessed and waited > min(REPORT_SECONDS, self.network.start):
+            if witness.is_witnessed and waited > patience:
                 break
             if waited > self.network.give_up_seconds and not witness.is_witnessed:
                 raise self._no_witness()
@@ -537,6 +542,7 @@ class Trainer(Protocol):
         paid: for how many steps the ledger has paid.
         head: of the ledger; None where there is none.
         witnessed_ledger: that neighbours see; None where there is none, or noise follows from a seed.
+        pair_secrets: with neighbours, whose reports carry the keys; None where noise does not cancel between peers.
         steps_per_round: private steps.
     """
 
@@ -569,6 +575,9 @@ class Trainer(Protocol):
 
     def reserve(self) -> None:
         """Begin to put the next private step's charge on disk; the step waits for it. It may do nothing."""
+
+    @property
+    def pair_secrets(self) -> AgreedSecrets | None: ...
 
     @property
     def steps_per_round(self) -> int: ...
@@ -648,7 +657,9 @@ class ScenarioTrainer:
         own = OwnParts.of(agreement, np.array([peer]), secret, data, "network", whole=data is not None)
         self.experiment = Experiment.joined(agreement, own)
         self.run, self.device = self.experiment.own.run, self.experiment.device
-        self.ledger_folder = ledger_folder(scenario, folder)
+        self.ledger_folder, self.pair_secrets = ledger_folder(scenario, folder), None
+        if len(secret_pairs(scenario)):
+            self.pair_secrets = AgreedSecrets(peer, numbers_hash(scenario).encode(), identities(scenario))
         root, self._held = scenario.data.root if data is None else data, -1
         is_private = scenario.private is not None and scenario.data.each_its_own and not insecure_seeds
         self._data = Path(root.replace(PEER, str(peer))) if root is not None and is_private else None
@@ -689,6 +700,8 @@ class ScenarioTrainer:
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer; locks the peer's data file, whose examples another peer's ledger would count alone."""
         self.cohort = self.experiment.cohort(self.ledger_folder, start=paid)
+        if self.pair_secrets is not None:
+            self.cohort.secrets = self.pair_secrets
         try:
             self._held = -1 if self._data is None else _hold(self._data)
             if state is None:
