@@ -20,12 +20,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import Algorithm, Exchange, Reply
-from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.view import secret_pairs
 from flower_privdec.graph.mixing import Mixing, rounds_to_agree
-from flower_privdec.scenario import Scenario
 
 Sent = TypeVar("Sent")  # a message as it is sent
 Heard = TypeVar("Heard")  # and as it is received
@@ -261,42 +258,3 @@ def final_rounds(mixing: Mixing, rounds: int, setting: int | str) -> tuple[int, 
         return int(setting), None
     needed, left = rounds_to_agree(everybody(mixing), rounds, max(rounds, FEWEST_AT_MOST), AGREED)
     return needed + 1, left
-
-
-def network_mixing(agreement: Agreement) -> Mixing:
-    """Return the mixing of an agreement, for a network of peers.
-
-    Raises:
-        ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have.
-    """
-    mixing = agreement.mixing
-    if mixing is None:
-        raise ScenarioError(
-            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`"
-        )
-    if agreement.scenario.topology.name == "server":
-        raise ScenarioError(
-            "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
-            "graph in which all peers are neighbours"
-        )
-    _check_pairs(agreement.scenario, mixing)
-    return mixing
-
-
-def _check_pairs(scenario: Scenario, mixing: Mixing) -> None:
-    """Refuse pairs of peers that cannot agree on a secret, and exchanges in which late noise would never cancel."""
-    pairs, name, where = secret_pairs(scenario), scenario.topology.name, "privacy.noise.secrets"
-    edges = set(map(tuple, np.sort(mixing.topology.support(), axis=1).tolist()))
-    for one, other in (pair for pair in pairs.tolist() if tuple(pair) not in edges):
-        raise ScenarioError(
-            f"{where}: peers {one} and {other} would share a secret, and peers of a network agree on secrets with "
-            f"their neighbours alone: set {where}={name}, or topology.name=complete",
-            code="noise.cancelling-neighbours",
-        )
-    if len(pairs) and scenario.network.mode == "asynchronous" and not mixing.sends_shares:
-        raise ScenarioError(
-            "privacy.noise.kind=cancelling with network.mode=asynchronous needs exchanges that conserve the sum when "
-            f"peers are late, and those of algorithm.name={scenario.algorithm.name} do not: use network.mode "
-            "synchronous, or an algorithm of push-sum, such as privsgp",
-            code="noise.cancelling-late",
-        )

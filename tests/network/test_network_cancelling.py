@@ -18,7 +18,7 @@ pytest.importorskip("grpc")
 from networked import LONG, Killed, devices, go_on, mortal, run_network, running
 
 from flower_privdec import testing
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.privacy.noise import deployed

@@ -23,14 +23,14 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
 from flower_privdec.common.files import CHECKPOINTS, FolderLock, naming, open_file, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
-from flower_privdec.engine.checkpoint import Checkpoint, check_run, check_state
-from flower_privdec.engine.recorder import evaluation_rounds
-from flower_privdec.engine.spent import Spent, check_budget, epsilons, json_number, ledger_folder
-from flower_privdec.errors import RunError, ScenarioError, StoppedError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
+from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.experiment.recorder import evaluation_rounds
+from flower_privdec.experiment.spent import Spent, check_budget, epsilons, json_number, ledger_folder
 from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.checkpoint_log import CheckpointLog
@@ -41,7 +41,7 @@ from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, wire_codec
-from flower_privdec.pushsum.lockstep import Timetable, final_rounds, network_mixing
+from flower_privdec.pushsum.lockstep import Timetable, final_rounds
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
 from flower_privdec.scenario.sections import PEER, AppScenario
@@ -768,6 +768,45 @@ class ScenarioTrainer:
             self._held = -1
         if self.cohort.ledger is not None:
             self.cohort.ledger.close()
+
+
+def network_mixing(agreement: Agreement) -> Mixing:
+    """Return the mixing of an agreement, for a network of peers.
+
+    Raises:
+        ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have.
+    """
+    mixing = agreement.mixing
+    if mixing is None:
+        raise ScenarioError(
+            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`"
+        )
+    if agreement.scenario.topology.name == "server":
+        raise ScenarioError(
+            "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
+            "graph in which all peers are neighbours"
+        )
+    _check_pairs(agreement.scenario, mixing)
+    return mixing
+
+
+def _check_pairs(scenario: Scenario, mixing: Mixing) -> None:
+    """Refuse pairs of peers that cannot agree on a secret, and exchanges in which late noise would never cancel."""
+    pairs, name, where = secret_pairs(scenario), scenario.topology.name, "privacy.noise.secrets"
+    edges = set(map(tuple, np.sort(mixing.topology.support(), axis=1).tolist()))
+    for one, other in (pair for pair in pairs.tolist() if tuple(pair) not in edges):
+        raise ScenarioError(
+            f"{where}: peers {one} and {other} would share a secret, and peers of a network agree on secrets with "
+            f"their neighbours alone: set {where}={name}, or topology.name=complete",
+            code="noise.cancelling-neighbours",
+        )
+    if len(pairs) and scenario.network.mode == "asynchronous" and not mixing.sends_shares:
+        raise ScenarioError(
+            "privacy.noise.kind=cancelling with network.mode=asynchronous needs exchanges that conserve the sum when "
+            f"peers are late, and those of algorithm.name={scenario.algorithm.name} do not: use network.mode "
+            "synchronous, or an algorithm of push-sum, such as privsgp",
+            code="noise.cancelling-late",
+        )
 
 
 def _hold(data: Path) -> int:
