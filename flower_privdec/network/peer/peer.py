@@ -30,7 +30,14 @@ from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.experiment.recorder import evaluation_rounds
-from flower_privdec.experiment.spent import Spent, check_budget, epsilons, json_number, ledger_folder
+from flower_privdec.experiment.spent import (
+    Spent,
+    check_budget,
+    epsilons,
+    epsilons_if_all_collude,
+    json_number,
+    ledger_folder,
+)
 from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.checkpoint_log import CheckpointLog
@@ -615,7 +622,11 @@ class Trainer(Protocol):
         """
 
     def status(self, state: State) -> dict[str, Any]:
-        """Return `loss` (None where there is none), `epsilon`, `budget` and `noise`, and anything more to report."""
+        """Return `loss` (None where there is none), `epsilon`, `budget` and `noise`, and anything more to report.
+
+        Where noise cancels between peers, `epsilon` is against those with whom the scenario has an adversary collude,
+        and `epsilon_if_all_collude` against all others.
+        """
 
     def finish(self, state: State) -> None:
         """Save the model after final mixing, and leave it where the scenario allows others to read it."""
@@ -750,9 +761,11 @@ class ScenarioTrainer:
         else:
             epsilon = float(ledger.spending.epsilons(max(ledger.charged, rounds * self.cohort.steps_per_round))[0])
         budget = None if private is None else private.epsilon
+        larger = epsilons_if_all_collude(self.cohort, min(rounds + 1, self.scenario.rounds))
         return {
             "loss": self._loss,
             "epsilon": json_number(epsilon),
+            "epsilon_if_all_collude": json_number(larger[0]) if larger else None,
             "budget": budget[self._peer] if isinstance(budget, tuple) else budget,
             "noise": INSECURE if self._insecure else NOISE[self.experiment.own.source],
         }
