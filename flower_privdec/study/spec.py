@@ -202,7 +202,7 @@ class Speedup(CheckSection):
     within: Annotated[float, Field(gt=1)] = 1.25
 
 
-class Case(Section):
+class CellSettings(Section):
     """What some cells have beside the settings of their points, such as a learning rate that was chosen for them.
 
     Attributes:
@@ -294,7 +294,7 @@ class Part(TitledSection):
     asks: Literal["paper", "us"] = "paper"
     sizes: Annotated[dict[str, PartSize], Field(default_factory=dict)]
     axes: Annotated[dict[str, Axis], Field(min_length=1)]
-    cases: Annotated[list[Case], Field(default_factory=list)]
+    cases: Annotated[list[CellSettings], Field(default_factory=list)]
     best_over: Lines
     figures: Annotated[list[Figure], Field(default_factory=list)]
     pivot: Pivot | None = None

@@ -1,4 +1,4 @@
-"""MNIST without its test set, to choose learning rates on: the last 10,000 training images are the test set here."""
+"""MNIST with pixels between 0 and 1, with its own test set or, to choose learning rates on, without it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import torchvision
 HELD_OUT = 10_000
 
 
-def mnist(part: str, root: str):  # type: ignore[no-untyped-def]
-    """Return images and classes: the first 50,000 training images for "train", the last 10,000 for "test"."""
-    data = torchvision.datasets.MNIST(root, train=True)
-    images, classes = data.data.numpy(), data.targets.numpy()
-    chosen = slice(None, -HELD_OUT) if part == "train" else slice(-HELD_OUT, None)
-    return images[chosen], classes[chosen]
+def mnist(part: str, root: str, held_out: bool):  # type: ignore[no-untyped-def]
+    """Return images and classes.
+
+    Args:
+        part: "train" or "test".
+        root: torchvision's.
+        held_out: whether the last 10,000 training images take the place of the test set.
+    """
+    data = torchvision.datasets.MNIST(root, train=held_out or part == "train")
+    images, classes = data.data.numpy() / 255, data.targets.numpy()
+    if held_out:
+        chosen = slice(None, -HELD_OUT) if part == "train" else slice(-HELD_OUT, None)
+        images, classes = images[chosen], classes[chosen]
+    return images[:, None], classes

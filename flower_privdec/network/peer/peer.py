@@ -624,8 +624,8 @@ class Trainer(Protocol):
     def status(self, state: State) -> dict[str, Any]:
         """Return `loss` (None where there is none), `epsilon`, `budget` and `noise`, and anything more to report.
 
-        Where noise cancels between peers, `epsilon` is against those with whom the scenario has an adversary collude,
-        and `epsilon_if_all_collude` against all others.
+        Where noise cancels between peers, `epsilon` is against as many colluders as the scenario names, and
+        `epsilon_if_all_collude` against all other peers.
         """
 
     def finish(self, state: State) -> None:

@@ -18,8 +18,8 @@ class AgreedSecrets(PairSecrets):
     The key is drawn when the process begins, stays in its memory, and ends with it. So what two processes draw from
     their secret for a step, no other process of either peer draws again, whatever was restored, copied or begun again.
 
-    Public keys come from neighbours whose certificate the transport has verified: nobody else can put a key of their
-    own in between.
+    Public keys come from neighbours whose certificate the transport has verified, so that no third party can put a key
+    in between.
 
     Args:
         peer: its number.
