@@ -6,10 +6,13 @@ by ours is compared with what it is used to.
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import logging
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,16 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
     Result,
+    Strategy,
 )
+from paths import ROOT
 from raising import raises
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum
+from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum, peer_folder, private
 
 COUNTS = (10, 20, 30, 40)
 
@@ -56,6 +62,20 @@ def halving(mods: list[Any], counts: tuple[int, ...] = (1, 1, 1, 1), reads_rate:
         return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 
     return app
+
+
+ROWS: dict[str, list[Callable[..., None]]] = {}  # of the table in the docs: the tests that hold each
+
+
+def holds(*rows: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Note which rows of the table a test holds."""
+
+    def note(test: Callable[..., None]) -> Callable[..., None]:
+        for row in rows:
+            ROWS.setdefault(row, []).append(test)
+        return test
+
+    return note
 
 
 def zeros() -> ArrayRecord:
@@ -141,6 +161,7 @@ def with_own_start(base: type) -> type:
     return Custom
 
 
+@holds("start", "evaluate_fn")
 @both
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
 def test_a_start_of_ones_own_works_as_it_did(base, mods, seal, tmp_path):
@@ -200,6 +221,7 @@ def saving(base: type, folder: Path) -> type:
     return Saving
 
 
+@holds("aggregate_train")
 @both
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
 def test_a_strategy_that_saves_in_aggregate_train_gets_the_mean_without_an_evaluate_fn(base, mods, seal, tmp_path):
@@ -209,6 +231,7 @@ def test_a_strategy_that_saves_in_aggregate_train_gets_the_mean_without_an_evalu
     assert saved == pytest.approx([0.75, 1.125, 1.3125])
 
 
+@holds("configure_train", "configure_evaluate", "aggregate_evaluate")
 @both
 def test_every_hook_gets_the_rounds_mean_as_arrays(base, mods):
     given = []
@@ -281,6 +304,7 @@ def test_messages_of_a_hooks_own_making_are_refused_in_a_line():
         Own("complete").start(LocalGrid(halving([PeerMod()]), 4), zeros(), 1)
 
 
+@holds("DifferentialPrivacy...")
 @pytest.mark.parametrize(
     "wrapper", [DifferentialPrivacyServerSideFixedClipping, DifferentialPrivacyClientSideFixedClipping]
 )
@@ -293,6 +317,7 @@ def test_flowers_privacy_wrappers_around_ours_are_refused_in_a_line(wrapper):
 # --- weights ---
 
 
+@holds("weighted_by_key")
 def test_peers_count_by_their_examples_as_in_fedavg():
     """Counts 10 to 40 and targets 0 to 3: FedAvg's 1.75 after three rounds, where peers that count alike reach 1.31."""
     results = {}
@@ -448,6 +473,7 @@ def test_a_keras_app_reaches_what_it_did(base, mods, monkeypatch):
 # --- arguments ---
 
 
+@holds("fraction_train", "min_train_nodes", "fraction_evaluate", "min_evaluate_nodes")
 @pytest.mark.parametrize(
     ("options", "trained"), [({}, 4), ({"fraction_train": 0.1}, 2), ({"fraction_train": 0.5, "min_train_nodes": 3}, 3)]
 )
@@ -489,6 +515,7 @@ def test_arguments_out_of_range_are_named(options):
         PushSum(**options)
 
 
+@holds("min_available_nodes")
 def test_a_run_begins_with_min_available_nodes_when_others_do_not_come():
     class Missing(LocalGrid):
         def get_node_ids(self):
@@ -538,6 +565,7 @@ def logging_mod(message: Message, context: Context, app: Any) -> Message:
     return reply
 
 
+@holds("PeerMod")
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_a_mod_that_only_reads_may_stand_on_either_side(before):
     mods = [logging_mod, PeerMod()] if before else [PeerMod(), logging_mod]
@@ -564,6 +592,7 @@ def test_a_model_without_parameters_is_named():
         PushSum("complete").start(LocalGrid(halving([PeerMod()]), 4), ArrayRecord(nn.ReLU().state_dict()), 1)
 
 
+@holds("client_fn", "NumPyClient")
 def test_legacy_clients_are_told_how_to_port(caplog):
     from flwr.client import NumPyClient
 
@@ -576,6 +605,7 @@ def test_legacy_clients_are_told_how_to_port(caplog):
         PushSum("complete").start(LocalGrid(app, 2), zeros(), 1)
 
 
+@holds("server_fn")
 def test_a_server_fn_is_told_how_to_port():
     from flwr.server import ServerAppComponents, ServerConfig
 
@@ -597,6 +627,41 @@ def test_shared_metrics_are_in_the_log_and_in_flowers_final_table(caplog):
     assert caplog.text.count("Aggregated MetricRecord: ") == 4
     assert "Final results:" in caplog.text
     assert "train_loss" in caplog.text.split("Final results:")[1]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_run_that_protects_examples_ends_with_their_epsilon(seeded, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    app = ClientApp(mods=[PeerMod(share_metrics=False)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = nn.Linear(2, 2)
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        optimizer, data = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            TensorDataset(torch.ones(20, 2), torch.arange(20) % 2),
+        )
+        loader = DataLoader(data, batch_size=5)
+        budget = {"epsilon": 4.0, "delta": 1e-2, "rounds": 2, "insecure_seed": 1 if seeded else None}
+        wrapped = private(
+            model, optimizer, loader, nn.CrossEntropyLoss(), ledger=peer_folder() / "examples.jsonl", **budget
+        )
+        module, step, batches, loss = wrapped
+        for inputs, labels in batches:
+            step.zero_grad()
+            loss(module(inputs), labels).backward()
+            step.step()
+        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict())}), reply_to=message)
+
+    strategy = PushSum("complete", fraction_evaluate=0.0)
+    strategy.start(LocalGrid(app, 2, folder=tmp_path), ArrayRecord(nn.Linear(2, 2).state_dict()), 2)
+    for report in strategy.reports.values():
+        assert "unit: one example" in report.app_spent
+        assert report.epsilon == np.inf if seeded else 3.5 < report.epsilon <= 4.0
+        assert ("INSECURE" in report.app_spent) == seeded
+    assert "Privacy of peers 0, 1: epsilon = " in caplog.text
+    assert "epsilon = inf" not in caplog.text
 
 
 def test_messages_of_a_round_have_its_number_as_their_group():
@@ -635,3 +700,64 @@ def test_arrays_of_other_types_keep_them():
     initial = ArrayRecord({"0": Array(np.zeros(3, np.float32)), "1": Array(np.zeros((), np.int64))})
     result = PushSum("complete", fraction_evaluate=0.0).start(LocalGrid(app, 2), initial, 2)
     assert [str(array.numpy().dtype) for array in result.arrays.values()] == ["float32", "int64"]
+
+
+@holds("arrayrecord_key", "configrecord_key")
+@both
+def test_records_are_found_under_their_keys(base, mods):
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        assert message.content["settings"]["server-round"] == 1
+        arrays = ArrayRecord([value + 1 for value in message.content["model"].to_numpy_ndarrays()])
+        return Message(RecordDict({"model": arrays, "m": MetricRecord({"n": 1})}), reply_to=message)
+
+    keys = {"arrayrecord_key": "model", "configrecord_key": "settings", "weighted_by_key": "n"}
+    strategy = base(fraction_evaluate=0.0, **keys, **options_of[base])
+    assert value_of(strategy.start(LocalGrid(app, 2), zeros(), 1).arrays) == 1.0
+
+
+@holds("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
+@both
+@pytest.mark.parametrize("shared", [True, False])
+def test_functions_of_metrics_are_called_where_metrics_are_shared(base, mods, shared):
+    mods = [PeerMod(share_metrics=shared)] if mods else []
+
+    def largest(contents: list[RecordDict], key: str) -> MetricRecord:
+        assert key == "num-examples"
+        return MetricRecord({"most": max(next(iter(m.values())) for c in contents for m in c.metric_records.values())})
+
+    functions = {"train_metrics_aggr_fn": largest, "evaluate_metrics_aggr_fn": largest}
+    result = base(**functions, **options_of[base]).start(LocalGrid(halving(mods), 4), zeros(), 1)
+    reported = [
+        dict(m) for m in (result.train_metrics_clientapp.get(1, {}), result.evaluate_metrics_clientapp.get(1, {}))
+    ]
+    assert reported == ([{"most": 3.0}, {"most": 2.25}] if shared or not mods else [{}, {}])
+
+
+@holds("summary")
+@both
+def test_a_summary_can_be_overridden_and_called_before_the_start(base, mods):
+    called = []
+
+    class Own(base):  # type: ignore[misc,valid-type]
+        def summary(self):
+            super().summary()
+            called.append(1)
+
+    strategy = Own(**options_of[base])
+    strategy.summary()
+    strategy.start(LocalGrid(halving(mods), 4), zeros(), 1)
+    assert len(called) == 2
+
+
+def test_each_argument_and_hook_of_fedavg_has_one_row_which_a_test_holds():
+    page = (ROOT / "docs/how-to/flower.md").read_text()
+    table = page.split("### FedAvg's arguments and hooks")[1].split("### ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|") and "---" not in line][1:]
+    named = [name.strip("`") for cell in cells for name in re.findall("`[^`]+`", cell)]
+    assert sorted(named) == sorted(ROWS)
+    arguments = set(inspect.signature(FedAvg.__init__).parameters) - {"self"}
+    hooks = {name for name in vars(Strategy) if not name.startswith("_")}
+    assert arguments | hooks | {"evaluate_fn"} <= set(named)
