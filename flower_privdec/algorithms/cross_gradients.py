@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Edges, State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
 

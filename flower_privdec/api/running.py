@@ -19,15 +19,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import NOTHING, epsilon_text, one_line, setting, shown
 from flower_privdec.common.user_code import Given, require
 from flower_privdec.core import Algorithm
-from flower_privdec.engine.checkpoint import read_checkpoint
-from flower_privdec.engine.recorder import model_tensors
 from flower_privdec.engine.run import run as run_in_process
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.agreement import build_module, module_facts
+from flower_privdec.experiment.checkpoint import read_checkpoint
+from flower_privdec.experiment.recorder import model_tensors
 from flower_privdec.experiment.run_key import code_of
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import comparison_text, plan_text

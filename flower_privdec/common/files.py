@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import shown
-from flower_privdec.errors import RunError, ScenarioError
 
 DESCRIPTOR_SECONDS = 20.0  # until a descriptor must be free: a server closes what strangers took of them by then
 

@@ -28,13 +28,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
+from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Algorithm, Exchange, Mix, State
 from flower_privdec.core.algorithm import Step
-from flower_privdec.engine.spent import json_number
-from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.experiment.agreement import build_exchange
+from flower_privdec.experiment.spent import json_number
 from flower_privdec.experiment.view import NOISE
 from flower_privdec.flower.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id

@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import duration, epsilon_text, number, peer_ranges, setting
 from flower_privdec.data import Sampler, partition
-from flower_privdec.engine.recorder import count_evaluations
-from flower_privdec.engine.spent import budget_note, json_number, shortfall
 from flower_privdec.engine.workers import deal, start_engine
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
+from flower_privdec.experiment.recorder import count_evaluations
+from flower_privdec.experiment.spent import budget_note, json_number, shortfall
 from flower_privdec.experiment.view import memory_need, outputs_per_example, shortage, table_bytes
 from flower_privdec.gradients import explain_kernel
 from flower_privdec.gradients.protocol import inputs_like

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from flower_privdec import catalogue
+from flower_privdec.common import catalogue
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, percent, setting
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.reporting import wording

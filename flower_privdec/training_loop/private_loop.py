@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from flower_privdec.common.arguments import check_calls, check_numbers, check_paths, check_whole
+from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text, one_line, setting
 from flower_privdec.data.peer_data import draw_poisson
-from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import check_delta, epsilon, epsilon_of_runs
 from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
 from flower_privdec.privacy.ledger.ledger import (

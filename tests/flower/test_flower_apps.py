@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import FedAvg
 from paths import ROOT
 from raising import raises
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.flower import PushSum, run_in_process
 from flower_privdec.flower.launch.launcher import _round_poll, run_flower_app
 from flower_privdec.privacy.ledger.ledger import read_chain

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import FedDeper, LocalGrid, PeerMod, PushSum, peer_folder, personalized, train_two_models
 from flower_privdec.flower.mods import peer_state
 from flower_privdec.flower.mods.peer_state import load_state, state_path

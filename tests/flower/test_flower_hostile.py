@@ -18,7 +18,7 @@ from raising import raises
 from routing_peers import ReadingGrid, client, first, zeros
 from torch import nn
 
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import FedDeper, Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
 from flower_privdec.flower.mods import peer_mod, peer_state
 from flower_privdec.flower.mods.peer_mod import PeerReport, PeerRequest, pack_bytes, unpack_bytes

@@ -15,7 +15,7 @@ from ports import own_addresses
 from raising import raises
 from routing_peers import client, first, sets_its_values_once, values_of, zeros
 
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, Mesh
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, _checked_scenario, run_mesh

@@ -21,7 +21,7 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
 from flower_privdec.flower.mods.masking import masked, unmasked_sum
 from flower_privdec.flower.mods.peer_mod import PeerRequest

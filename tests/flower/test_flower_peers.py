@@ -26,8 +26,8 @@ from routing_peers import (
 )
 from torch.nn import functional
 
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum
 from flower_privdec.flower.mods.peer_state import PeerState, load_state, run_frames, state_path
 from flower_privdec.flower.strategies import peer_network

@@ -35,7 +35,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum, peer_folder, private
 
 COUNTS = (10, 20, 30, 40)

@@ -20,7 +20,7 @@ from ports import own_addresses
 from routing_peers import client, zeros
 from together_grid import TogetherGrid
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.flower import Gossip, LocalGrid, Mesh, PushSum
 from flower_privdec.flower.mods.peer_mod import INBOX, LEDGER, UNWITNESSED, PeerReport, pack_bytes, unpack_bytes
 from flower_privdec.flower.mods.peer_state import Layout, load_state, run_frames, save_state, state_path

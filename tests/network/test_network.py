@@ -20,13 +20,13 @@ pytest.importorskip("grpc")
 from networked import LONG, Killed, devices, finish, mortal, run_network, trainer_of, wait_until
 
 from flower_privdec import testing
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError, StoppedError
 from flower_privdec.common.formatting import number
 from flower_privdec.core import advance
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.engine.spent import epsilons
-from flower_privdec.errors import BudgetError, RunError, ScenarioError, StoppedError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.experiment.spent import epsilons
 from flower_privdec.network.local.up import Up
 from flower_privdec.network.peer.connections import STATUS_REQUEST
 from flower_privdec.network.peer.foreground import running_peer

@@ -15,7 +15,7 @@ from tiny_scenario import Build
 
 from flower_privdec.cli import main
 from flower_privdec.common import machine
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import view
 from flower_privdec.experiment.view import memory_need, outputs_per_example, table_bytes
 from flower_privdec.models import build_model

@@ -50,8 +50,8 @@ from flwr.supernode.cli import flwr_clientapp
 from flwr.supernode.runtime import run_clientapp as runtime
 from pydantic import AfterValidator, Field, model_validator
 
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line
 from flower_privdec.flower.mods.peer_mod import PEER_MOD_FAILED, SAYS, PeerMod
 from flower_privdec.flower.mods.peer_state import (

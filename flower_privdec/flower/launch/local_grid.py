@@ -23,7 +23,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_privdec.common.arguments import check_kinds, check_paths, check_whole
-from flower_privdec.errors import ScenarioError, did_you_mean
+from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.flower.node_settings import simulating
 
 

@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from torch import Tensor
 
 from flower_privdec.common.arguments import check_kinds, check_numbers, check_paths
-from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError
+from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError
 from flower_privdec.flower.error_formatting import USER_ERRORS, error_line, reason
 from flower_privdec.flower.mods.masking import check_set, masked
 from flower_privdec.flower.mods.peer_state import (

@@ -40,9 +40,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from flower_privdec.common.arguments import check_numbers, check_paths
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.mods.masking import Handed
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.privacy.accountant.accounting import epsilon

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.flower.mods.peer_mod import MODEL
 from flower_privdec.flower.mods.peer_state import numpy_arrays
 from flower_privdec.flower.strategies.peer_network import log_privacy

@@ -12,7 +12,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.flower.error_formatting import reason
 from flower_privdec.flower.mods.masking import unmasked_sum
 from flower_privdec.flower.mods.peer_mod import (

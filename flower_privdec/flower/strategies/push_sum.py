@@ -18,8 +18,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flower_privdec.common.arguments import check_calls, check_kinds, check_numbers, check_paths, check_whole
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import peer_ranges
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower.error_formatting import one_line_failure
 from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, MASS, ROUND, SAYS, PeerReport
 from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays, run_frames

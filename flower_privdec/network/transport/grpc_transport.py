@@ -23,8 +23,8 @@ from typing import Any
 import grpc
 import numpy as np
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
-from flower_privdec.errors import RunError
 from flower_privdec.network.transport.admission import HANDSHAKE_SECONDS, Admission, most_connections
 from flower_privdec.network.transport.failures import address_of, calling_error, listening_error
 from flower_privdec.network.transport.tls import Credentials, context_of, identities_of, time_problem, validity_of

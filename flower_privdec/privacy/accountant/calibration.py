@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import cache_folder, write_atomically
-from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.accountant import accounting
 from flower_privdec.privacy.accountant.accounting import bracket, last_that_fits, narrow
 from flower_privdec.privacy.mechanism.events import ACCOUNTANT, Release, canonical, epoch_steps

@@ -57,8 +57,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.common.files import disk_error, open_file, replacing, sync
-from flower_privdec.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon, epsilon_of_runs, last_that_fits
 from flower_privdec.privacy.mechanism.events import Mechanism, Release, Spend, canonical
 

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 
 import torch
 
+from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import load_own
-from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise.deployed import ExactNoise, SystemNoise
 from flower_privdec.privacy.noise.pair_noise import CancellingNoise

@@ -17,16 +17,16 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.algorithms.dual_averaging import DPDDA
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import FolderLock, write_atomically
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.core import Algorithm, Exchange, State
-from flower_privdec.engine.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
-from flower_privdec.engine.spent import Spent, json_number, privacy_rows, shortfall
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
+from flower_privdec.experiment.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
+from flower_privdec.experiment.spent import Spent, json_number, privacy_rows, shortfall
 from flower_privdec.experiment.view import noise_facts, public_name
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger.ledger import Head
