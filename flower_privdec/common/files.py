@@ -122,7 +122,7 @@ def cache_folder() -> Path:
 
 
 LOCK = ".lock"
-CHECKPOINTS = "checkpoints"  # of a peer of a network
+CHECKPOINTS, MODEL = "checkpoints", "model.safetensors"  # of a peer of a network; its own model
 
 
 class FolderLock:

@@ -387,12 +387,18 @@ def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Te
     """
     models = {"mean": agreement.algorithm.network_mean(rows)}
     models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.debiased(rows))}
-    module = copy.deepcopy(agreement.module)
     return {
-        f"{owner}/{name}": value.detach().cpu().contiguous().clone()
+        f"{owner}/{name}": value
         for owner, row in models.items()
-        for name, value in unflatten(module, row).state_dict().items()
-        if isinstance(value, Tensor)
+        for name, value in state_dict_of(agreement, row).items()
+    }
+
+
+def state_dict_of(agreement: Agreement, model: Tensor) -> dict[str, Tensor]:
+    """Return a model, shape (d,), by the names of its module's parameters and buffers, on the CPU."""
+    state = unflatten(copy.deepcopy(agreement.module), model).state_dict()
+    return {
+        name: value.detach().cpu().contiguous().clone() for name, value in state.items() if isinstance(value, Tensor)
     }
 
 

@@ -24,12 +24,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
-from flower_privdec.common.files import CHECKPOINTS, FolderLock, naming, open_file, write_atomically
+from flower_privdec.common.files import CHECKPOINTS, MODEL, FolderLock, naming, open_file, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
-from flower_privdec.experiment.recorder import evaluation_rounds
+from flower_privdec.experiment.recorder import evaluation_rounds, state_dict_of
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, json_number, ledger_folder
 from flower_privdec.experiment.view import NOISE
 from flower_privdec.graph.mixing import Mixing
@@ -722,8 +722,12 @@ class ScenarioTrainer:
         self._hand_in(state, rows_path(self._folder, state.round_index))
 
     def _hand_in(self, state: State, path: Path) -> None:
+        """Leave the device's model in its folder, and the rows to be handed in where the scenario allows it."""
         rows = {name: state.rows[name] for name in self.algorithm.open_rows}
         self._loss = public_losses(self.experiment, rows)[0]
+        model = self.algorithm.debiased(rows)[0]
+        if bool(model.isfinite().all()):  # else the last one stays
+            write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)), private=True)
         if self.scenario.network.hands_in:
             facts = asdict(Spent.of(self.cohort, state.round_index)) | {"noise": self.experiment.own.source}
             content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
