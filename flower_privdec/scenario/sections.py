@@ -1018,7 +1018,8 @@ class CancellingSection(Section):
         kind: cancelling.
         colluding: with how many peers an adversary who sees all messages may collude; ε holds against that. No default:
             what all other peers together would learn stands beside ε in every summary.
-        secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options.
+        secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options. On a
+            network its pairs have to be neighbours.
         strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
             by itself; auto takes what `privdec plan` finds best for the graph.
     """
