@@ -1,8 +1,8 @@
 """Measure how many rounds a second peers keep while one of them is flooded: `python -m tools.floods`.
 
-Four private peers run on this machine. Each flood goes to peer 0 from a process of its own, for some seconds between two
-calm spells of the same length; printed is the rate of the peers 1 to 3 over the mean of both spells, and that of peer 0. The
-flood's own process takes time of the same processors.
+Four private peers run on this machine. Each flood goes to peer 0 from a process of its own, for some seconds between
+two calm spells of the same length; printed is the rate of the peers 1 to 3 over the mean of both spells, and that of
+peer 0. The flood's own process takes time of the same processors.
 """
 
 from __future__ import annotations
@@ -148,15 +148,15 @@ def main() -> None:
                     target=FLOODS[name], args=(address, processes.certificates, scenario), daemon=True
                 )
                 flooding.start()
-                flooded = spell()
+                during = spell()
                 flooding.terminate()
                 flooding.join()
                 time.sleep(10)  # until what it left is closed
                 after = spell()
                 usual = (calm[0] + after[0]) / 2
                 print(
-                    f"{name:10}  others {flooded[0]:6.2f} of {usual:6.2f} rounds a second "
-                    f"({flooded[0] / usual:.0%}), the flooded one {flooded[1]:6.2f}",
+                    f"{name:10}  others {during[0]:6.2f} of {usual:6.2f} rounds a second "
+                    f"({during[0] / usual:.0%}), the flooded one {during[1]:6.2f}",
                     flush=True,
                 )
                 calm = after
