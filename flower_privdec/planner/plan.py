@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from flower_privdec.common.formatting import duration, epsilon_text, number, peer_ranges, setting
 from flower_privdec.data import Sampler, partition
-from flower_privdec.engine.recorder import count_evaluations
 from flower_privdec.engine.spent import budget_note, json_number, shortfall
 from flower_privdec.engine.workers import deal, start_engine
 from flower_privdec.errors import ScenarioError
@@ -502,8 +501,7 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     if experiment.algorithm.table is not None:
         passes = experiment.algorithm.full_passes(rounds)
         training += filling * shrunk + passes * max(0.0, times[0] * shrunk - per_round)
-    evaluations = count_evaluations(rounds, experiment.scenario.evaluation.every)
-    evaluation = one * len(public.y) / test_size * evaluations
+    evaluation = one * len(public.y) / test_size * -(-rounds // experiment.scenario.evaluation.every)
     return training + evaluation, evaluation / (training + evaluation)
 
 

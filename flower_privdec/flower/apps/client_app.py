@@ -25,7 +25,7 @@ from flwr.clientapp import ClientApp
 from flower_privdec.core import Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
-from flower_privdec.engine.recorder import evaluation_rounds, measure
+from flower_privdec.engine.recorder import evaluation_rounds, measure, read_metrics
 from flower_privdec.engine.run import Run
 from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import ProcessGroup
@@ -196,7 +196,7 @@ def train_cohort(message: Message, context: Context) -> Message:
             run.advance()
         if run.round_index == run.experiment.scenario.rounds:
             run.finish()
-        metrics = flat_record(run.recorder.last_metrics())
+        metrics = flat_record(read_metrics(run.recorder.out)[-1])
     finally:
         run.close()
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
