@@ -31,8 +31,8 @@ from torch import Tensor
 from flower_privdec.catalogue import TARGETS, Targets
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
-from flower_privdec.common.user_code import load_own, require
-from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
+from flower_privdec.common.user_code import load_own, require, users_code
+from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import LARGEST_INDEX, Features, SparseRows
 
@@ -567,12 +567,8 @@ def read_own(target: str, root: str | None, arguments: Mapping[str, Any], wanted
 
 def _call_for_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, part: str) -> Split:
     where = f"data.dataset.module={target!r}"
-    try:
+    with users_code(f"{where} fails on {part!r} with {dict(arguments)}"):
         arrays = load_own(target, "data.dataset.module")(part, **arguments)
-    except PrivdecError:
-        raise
-    except RAISED_BY_USERS as error:  # a user's own function may raise anything
-        raise ScenarioError(f"{where} fails on {part!r} with {dict(arguments)}: {one_line(error)}") from error
     if not isinstance(arrays, tuple | list) or len(arrays) != 2:
         raise ScenarioError(f"{where} must return x and y for {part!r}, a pair of arrays")
     try:

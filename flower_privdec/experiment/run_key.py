@@ -208,15 +208,12 @@ def held_by(module: nn.Module) -> Iterator[bytes]:
         held = {**vars(part), **dict(part.named_buffers(recurse=False))}
         yield f"{path} {type(part).__module__}.{type(part).__qualname__}".encode()
         for name, value in sorted(held.items()):
-            yield from (name.encode() + content for content in _contents(value))
-
-
-def _contents(value: object) -> Iterable[bytes]:
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        data = value.detach().cpu().contiguous()
-        return [f"{data.dtype} {tuple(data.shape)}".encode() + hashlib.sha256(data.numpy().data).digest()]
-    parts = value if isinstance(value, tuple | list) else (value,)
-    return [repr(value).encode()] if all(isinstance(part, _PLAIN) for part in parts) else []
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                data = value.detach().cpu().contiguous()
+                content = f"{data.dtype} {tuple(data.shape)}".encode() + hashlib.sha256(data.numpy().data).digest()
+                yield name.encode() + content
+            elif all(isinstance(part, _PLAIN) for part in (value if isinstance(value, tuple | list) else (value,))):
+                yield name.encode() + repr(value).encode()
 
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import mpmath as mp
 import numpy as np
 import pytest
+from delta_of_releases import delta
 from dp_accounting import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from exact_accounting import exact_epsilon
@@ -19,7 +20,7 @@ from raising import raises
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.accountant import accounting, composition, loss_distributions
-from flower_privdec.privacy.accountant.accounting import delta, epsilon
+from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.composition import composed_epsilon
 from flower_privdec.privacy.accountant.loss_distributions import Steps, group_steps
 from flower_privdec.privacy.mechanism.events import Release, canonical

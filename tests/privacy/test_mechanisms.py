@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from delta_of_releases import delta
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_mechanism
@@ -22,7 +23,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy.accountant import calibration, loss_distributions
-from flower_privdec.privacy.accountant.accounting import delta, epsilon
+from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.mechanism.events import Release, canonical, event
 from flower_privdec.privacy.mechanism.protection import Mechanism, Schedule, build_mechanism
