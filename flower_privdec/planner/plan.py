@@ -582,7 +582,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
     section, need = scenario.algorithm, memory_need(experiment, dealing.workers)
     seconds, evaluation_share = (None, 0.0) if missing else estimate_seconds(experiment)
     topology = None if experiment.mixing is None else connectivity(experiment.mixing)
-    table, public = experiment.algorithm.table, experiment.public
+    table = experiment.algorithm.table
     ledger, ledger_warnings = ledger_facts(experiment)
     return {
         "name": scenario.name,
@@ -592,7 +592,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "ledger": ledger,
         **optimum(experiment),
         "pairs": pair_facts(experiment),
-        "gradients": explain_kernel(experiment.module, public.input_shape, public.n_tokens, sparse=public.sparse),
+        "gradients": explain_kernel(experiment.kernel),
         "memory_bytes": need.total,
         "memory": asdict(need),
         "tables": table_bytes(experiment) if table else None,

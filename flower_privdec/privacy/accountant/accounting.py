@@ -99,8 +99,8 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
     if beyond_numbers(releases):
         return math.inf
     groups = group_steps(releases)
-    if no_event_gains(groups, delta):
-        return 0.0
+    if math.fsum(float(g.counts @ g.profiles()[0](np.zeros(1))[:, 0]) for g in groups) <= delta:
+        return 0.0  # no event's chance changes by more than δ: it changes by at most the sum over all steps
     if _is_one_step(groups):
         return _step_epsilon(groups[0], delta)
     return composed_epsilon(groups, delta)
@@ -111,11 +111,6 @@ def beyond_numbers(releases: Sequence[Release]) -> bool:
     if any(r.noise_multiplier == 0 for r in releases):
         return True
     return max(float(g.drawn.max()) for g in group_steps(releases)) > LARGEST
-
-
-def no_event_gains(groups: Sequence[Steps], delta: float) -> bool:
-    """Return whether no event's chance changes by more than δ: it changes by at most the sum over all steps."""
-    return math.fsum(float(g.counts @ g.profiles()[0](np.zeros(1))[:, 0]) for g in groups) <= delta
 
 
 def _is_one_step(groups: Sequence[Steps]) -> bool:
