@@ -26,21 +26,21 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from flower_privdec.api.running import Comparison, OnEvaluation, Plan, RunResult, compare, load_run, plan, run
     from flower_privdec.api.scenarios import load_scenario, make_scenario
-    from flower_privdec.errors import BudgetError, PrivdecError, RunError, ScenarioError
+    from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
     from flower_privdec.scenario import Scenario
 else:
     from importlib import import_module as _import_module
 
     _HOMES = {
-        "BudgetError": "errors",
+        "BudgetError": "common.errors",
         "Comparison": "api.running",
         "OnEvaluation": "api.running",
         "Plan": "api.running",
-        "PrivdecError": "errors",
-        "RunError": "errors",
+        "PrivdecError": "common.errors",
+        "RunError": "common.errors",
         "RunResult": "api.running",
         "Scenario": "scenario",
-        "ScenarioError": "errors",
+        "ScenarioError": "common.errors",
         "compare": "api.running",
         "load_run": "api.running",
         "load_scenario": "api.scenarios",

@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from flower_privdec.catalogue import ACTIVATIONS, INITS, MODEL_OPTIONS, MODELS
+from flower_privdec.common.catalogue import ACTIVATIONS, INITS, MODEL_OPTIONS, MODELS
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import load_own, users_code
-from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 
 Shape = tuple[int, ...]

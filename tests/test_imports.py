@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.rooms import FLOOR_OF, MODULES, PACKAGE, ROOT, imported, room_of
+from tools.rooms import FLOOR_OF, FLOORS, MODULES, PACKAGE, ROOT, imported, room_of
 
 FLOWER = {"flwr", "ray", "grpc"}
 # What takes long to import, and what each start may do without.
@@ -59,7 +59,8 @@ def test_the_wall_clock_is_read_for_certificates_and_lost_states_alone() -> None
 
 
 def test_every_room_is_on_a_floor() -> None:
-    assert {room_of(path) for path in MODULES} <= set(FLOOR_OF)
+    assert {room_of(path) for path in MODULES} == set(FLOOR_OF)
+    assert len(FLOORS) == 9
 
 
 @pytest.mark.parametrize("start", STARTS)

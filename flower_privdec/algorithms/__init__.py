@@ -1,6 +1,5 @@
 """The algorithms by name; a paper's algorithm is a named composition of the four parts."""
 
-from flower_privdec import catalogue
 from flower_privdec.algorithms.adp2_sgd import ADP2SGD
 from flower_privdec.algorithms.cga import CrossGradientAggregation
 from flower_privdec.algorithms.d_psgd import DP2SGD, DPDPSGD, DecentralizedSGD
@@ -14,6 +13,7 @@ from flower_privdec.algorithms.net_fleet import DPNetFleet
 from flower_privdec.algorithms.pdsl import PDSL
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP, PrivSGP
+from flower_privdec.common import catalogue
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.core.algorithm import Algorithm, check_algorithm
 from flower_privdec.scenario.sections import AlgorithmSection, OwnAlgorithmSection

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Edges, State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms.proximal import Regularizer, build_regularizer
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Mix, State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import GradientKernel, SparseLinearKernel, StackedKernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms.sgp import SGP
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Mix, State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology

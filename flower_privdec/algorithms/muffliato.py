@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.algorithm import Algorithm, Step
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Exchange, Mix, State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import one_sum

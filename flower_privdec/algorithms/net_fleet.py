@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Mix, State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import one_sum

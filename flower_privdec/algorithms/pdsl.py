@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flower_privdec.algorithms.cross_gradients import CrossGradients, answers, cross_gradients, one_for_each
 from flower_privdec.algorithms.shapley import LARGEST_EXACT, Game, aggregation_weights, exact, monte_carlo
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Gather, Mix, Reply, State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import PaperNoise

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.scenario.sections import RegularizerSection
 
 ROUNDING = 1e-6

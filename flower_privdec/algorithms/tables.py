@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms import snapshot
-from flower_privdec.catalogue import GRADIENT_TABLES
+from flower_privdec.common.catalogue import GRADIENT_TABLES
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
-from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import Factors, GradientKernel, StackedKernel
 from flower_privdec.gradients.protocol import Clipping
 

@@ -19,15 +19,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import NOTHING, epsilon_text, one_line, setting, shown
 from flower_privdec.common.user_code import Given, require
 from flower_privdec.core import Algorithm
-from flower_privdec.engine.checkpoint import read_checkpoint
-from flower_privdec.engine.recorder import model_tensors
 from flower_privdec.engine.run import run as run_in_process
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.agreement import build_module, module_facts
+from flower_privdec.experiment.checkpoint import read_checkpoint
+from flower_privdec.experiment.recorder import model_tensors
 from flower_privdec.experiment.run_key import code_of
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import comparison_text, plan_text
@@ -147,7 +147,8 @@ class Plan:
         optimal_rounds: K* of PrivSGP-VR's eq. 12, a guide; None where it is not known.
         memory_bytes: estimated.
         seconds: estimated on this machine from a few timed rounds; None where the run does not fit into memory.
-        topology: joint connectivity and spectral gap; None where nothing is exchanged.
+        topology: joint connectivity, spectral gap, and the rounds of final mixing on a network; None where nothing is
+            exchanged.
         warnings: each with a remedy.
         facts: all of it, as `privdec plan --json` prints it.
     """

@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.run_key import object_hash
 from flower_privdec.graph.topology import Topology, networkx
 from flower_privdec.scenario import Scenario
@@ -297,7 +297,7 @@ def make_scenario(
         24
         >>> make_scenario(base, rounds=0)
         Traceback (most recent call last):
-        flower_privdec.errors.ScenarioError: scenario: rounds=0 must be >= 1
+        flower_privdec.common.errors.ScenarioError: scenario: rounds=0 must be >= 1
     """
     if isinstance(base, Scenario):
         base = json.loads(base.model_dump_json(exclude_none=True))

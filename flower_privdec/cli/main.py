@@ -27,10 +27,10 @@ from flower_privdec.cli.typer_parts import (
     saying_when_interrupted,
     starting,
 )
+from flower_privdec.common.errors import PrivdecError, ScenarioError, StoppedError
 from flower_privdec.common.files import disk_error
 from flower_privdec.common.formatting import printable
 from flower_privdec.common.user_code import require
-from flower_privdec.errors import PrivdecError, ScenarioError, StoppedError
 
 
 def flower_run(

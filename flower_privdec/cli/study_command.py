@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import duration
-from flower_privdec.errors import RunError
 from flower_privdec.reporting.progress import counting_bar, error_console
 from flower_privdec.scenario.loading import shipped
 from flower_privdec.study.cells import CACHE, Cell, OnCell, Outcome, expand, missing_cells, run_cells

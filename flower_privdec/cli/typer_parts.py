@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from flower_privdec.errors import ScenarioError, StoppedError
+from flower_privdec.common.errors import ScenarioError, StoppedError
 
 ScenarioFile = Annotated[
     Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML), or the name of a bundled one.")

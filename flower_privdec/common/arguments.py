@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 
 
 def check_kinds(arguments: Mapping[str, Any], kinds: tuple[Any, ...], words: str) -> None:

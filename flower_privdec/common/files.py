@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import shown
-from flower_privdec.errors import RunError, ScenarioError
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def write_cached(path: Path, content: Any) -> None:
 
 
 LOCK = ".lock"
-CHECKPOINTS = "checkpoints"  # of a peer of a network
+CHECKPOINTS, MODEL = "checkpoints", "model.safetensors"  # of a peer of a network; its own model
 
 
 class FolderLock:

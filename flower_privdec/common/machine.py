@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import memory
-from flower_privdec.errors import ScenarioError
 
 CGROUP = Path("/sys/fs/cgroup")
 HEADROOM = 0.9  # how much of the free memory may be planned with
@@ -41,6 +42,17 @@ def available_cores() -> int:
             if quota_us > 0:
                 cores = min(cores, quota_us // period_us)
     return max(1, cores)
+
+
+@cache
+def can_fork() -> bool:
+    """Return whether this system can fork a process whose libraries go on working, and end it with its parent."""
+    try:
+        for file in (os.memfd_create("tried"), os.eventfd(0), os.pidfd_open(os.getpid())):
+            os.close(file)
+    except (AttributeError, OSError):  # no Linux, or a container that forbids it
+        return False
+    return True
 
 
 def cpu_model() -> str:

@@ -23,8 +23,8 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
+from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError, did_you_mean
 from flower_privdec.common.formatting import one_line
-from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError, did_you_mean
 
 PYTHON = "__python__"
 _TOKEN = re.compile(rf"({PYTHON}:\w+)_[0-9a-f]{{16}}\b")

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Exchange, Mix, State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.graph.mixing import Link, Mixing, Term
 from flower_privdec.rows.tensors import aligned, all_finite, is_aligned
 

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.catalogue import DATASETS, PARTITIONS, Targets, fitting
+from flower_privdec.common.catalogue import DATASETS, PARTITIONS, Targets, fitting
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.data import readers
 from flower_privdec.data.readers import EMBEDDED, Rows, Source, Wanted, read_npz, read_own, read_svmlight, some
-from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
 from flower_privdec.scenario.sections import PEER, DataSection

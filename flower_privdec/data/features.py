@@ -34,10 +34,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, group_norm, pad
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import cache_folder, replacing
 from flower_privdec.common.machine import available_cores
 from flower_privdec.common.user_code import require
-from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.scenario.sections import FeaturesSection

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.catalogue import SAMPLINGS
+from flower_privdec.common.catalogue import SAMPLINGS
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data.datasets import Examples
-from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import Secret, keyed_generator
 from flower_privdec.rows.sparse_rows import SparseRows
 

@@ -28,11 +28,11 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
-from flower_privdec.catalogue import TARGETS, Targets
+from flower_privdec.common.catalogue import TARGETS, Targets
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import load_own, require, users_code
-from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import LARGEST_INDEX, Features, SparseRows
 

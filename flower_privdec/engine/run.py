@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, RunError
 from flower_privdec.common.user_code import raised_at
-from flower_privdec.engine.recorder import OnMetrics, Recorder, again
-from flower_privdec.engine.spent import Spent, check_budget, epsilons, ledger_folder
 from flower_privdec.engine.workers import GoneError, start_engine
-from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, RunError
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.recorder import OnMetrics, Recorder, again
+from flower_privdec.experiment.spent import Spent, check_budget, epsilons, ledger_folder
 from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.scenario.sections import own_modules
 

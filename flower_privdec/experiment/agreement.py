@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.algorithms import build_algorithm
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import Algorithm
 from flower_privdec.core.cohort import LearningRate
 from flower_privdec.data import PublicSet, read_public
 from flower_privdec.data.features import apply_features
-from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import (

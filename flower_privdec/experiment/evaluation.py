@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.view import OwnParts
 from flower_privdec.gradients.protocol import inputs_like, row_chunks

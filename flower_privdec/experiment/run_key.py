@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec import __version__
+from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.common.user_code import Given
 from flower_privdec.data import Examples, PublicSet
-from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.privacy.noise import has_triton
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import memory
 from flower_privdec.common.machine import HEADROOM, available_bytes, check_room, cpu_model
 from flower_privdec.core import Exchange, Mix, Reply, State
@@ -22,7 +23,6 @@ from flower_privdec.core.cohort import Cohort, LearningRate, Validation
 from flower_privdec.data import Examples, PeerData, Sampler, read_examples
 from flower_privdec.data.datasets import check_fit
 from flower_privdec.data.features import apply_features
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.run_key import KEY_BYTES, SEEDED, environment, own_keys, run_id, shared_secret
 from flower_privdec.gradients.protocol import inputs_like

@@ -11,8 +11,8 @@ from functools import wraps
 
 from flwr.app import Context, Error, Message
 
+from flower_privdec.common.errors import PrivdecError
 from flower_privdec.common.formatting import one_line
-from flower_privdec.errors import PrivdecError
 
 USER_ERRORS = (PrivdecError, OSError)  # that a user or an administrator can act on; others keep their traceback
 DEATHS = frozenset({"RayActorError", "ActorDiedError", "OutOfMemoryError", "WorkerCrashedError"})  # Ray's, of a process

@@ -18,13 +18,13 @@ import numpy as np
 from flwr.app import Context
 from flwr.common.constant import NUM_PARTITIONS_KEY, PARTITION_ID_KEY
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.common.user_code import only_from
 from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.rendezvous import GIVE as SHARD
 from flower_privdec.engine.shards.rendezvous import MeetingPlace
-from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.flower.apps.records import WorkRequest
 from flower_privdec.scenario import Scenario, parse_scenario

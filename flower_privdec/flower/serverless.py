@@ -28,13 +28,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
-from flower_privdec.common.files import write_atomically
+from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
+from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Algorithm, Exchange, Mix, State
 from flower_privdec.core.algorithm import Step
-from flower_privdec.engine.spent import json_number
-from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.experiment.agreement import build_exchange
+from flower_privdec.experiment.spent import json_number
 from flower_privdec.experiment.view import NOISE
 from flower_privdec.flower.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
@@ -69,7 +69,7 @@ from flower_privdec.scenario.sections import AppPrivacySection, AppScenario, Top
 log = logging.getLogger("flwr.privdec")
 
 FORMAT = "flower-privdec-initial-1"
-INITIAL, MODEL = "initial.safetensors", "model.safetensors"
+INITIAL = "initial.safetensors"
 UNMIXED = "unmixed."  # before the number of an array that is not mixed, in a state's rows
 ENVIRONMENT = "a Flower app, system entropy"
 ROUND = "server-round"  # the key of the round in the configs of Flower's strategies

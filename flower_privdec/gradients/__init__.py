@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.gradients.factored import FactoredKernel
 from flower_privdec.gradients.per_example import VmapKernel
 from flower_privdec.gradients.proof import Unproved, prove

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
+from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import (
     Piece,
     RowKernel,

@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import Node
 from torch.nn import functional
 
-from flower_privdec.errors import RAISED_BY_USERS
+from flower_privdec.common.errors import RAISED_BY_USERS
 from flower_privdec.gradients.factored import is_supported
 from flower_privdec.gradients.protocol import is_plain, reason
 

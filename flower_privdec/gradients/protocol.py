@@ -33,7 +33,7 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
+from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.tasks.losses import Loss
 

@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flower_privdec.catalogue import WEIGHTS
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.catalogue import WEIGHTS
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.graph.topology import (
     CompleteTopology,
     EdgeArray,

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import scipy
 
-from flower_privdec.catalogue import PARTICIPATIONS, TOPOLOGIES
+from flower_privdec.common.catalogue import PARTICIPATIONS, TOPOLOGIES
+from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError, did_you_mean
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import load_own
-from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError, did_you_mean
 from flower_privdec.rows.keys import keyed_generator
 
 EdgeArray: TypeAlias = npt.NDArray[np.int64]

@@ -55,7 +55,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 
 LAST = 2**64 - 1  # the largest number that a frame can carry
 FIRST = 2**32  # the first incarnation of a peer: the upper half counts, the lower half distinguishes equal counts

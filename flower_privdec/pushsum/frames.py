@@ -35,9 +35,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.user_code import load_own
 from flower_privdec.core import State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.pushsum.buffers import Buffer, BufferList
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.witness import MANY, LedgerReport

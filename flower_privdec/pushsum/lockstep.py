@@ -20,11 +20,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import Algorithm, Exchange, Reply
-from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.experiment import Agreement
 from flower_privdec.graph.mixing import Mixing, rounds_to_agree
-from flower_privdec.scenario.sections import CancellingSection
 
 Sent = TypeVar("Sent")  # a message as it is sent
 Heard = TypeVar("Heard")  # and as it is received
@@ -260,29 +258,3 @@ def final_rounds(mixing: Mixing, rounds: int, setting: int | str) -> tuple[int, 
         return int(setting), None
     needed, left = rounds_to_agree(everybody(mixing), rounds, max(rounds, FEWEST_AT_MOST), AGREED)
     return needed + 1, left
-
-
-def network_mixing(agreement: Agreement) -> Mixing:
-    """Return the mixing of an agreement, for a network of peers.
-
-    Raises:
-        ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have.
-    """
-    mixing = agreement.mixing
-    if mixing is None:
-        raise ScenarioError(
-            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`"
-        )
-    if agreement.scenario.topology.name == "server":
-        raise ScenarioError(
-            "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
-            "graph in which all peers are neighbours"
-        )
-    private = agreement.scenario.private
-    if private is not None and isinstance(private.noise, CancellingSection):
-        raise ScenarioError(
-            "privacy.noise.kind=cancelling needs one process that hosts all peers, and a network's peers are processes "
-            "of their own: use `privdec run`, or leave privacy.noise out",
-            code="noise.cancelling-part",
-        )
-    return mixing

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
 
-from flower_privdec.errors import BudgetError
+from flower_privdec.common.errors import BudgetError
 from flower_privdec.pushsum.exactly_once import LAST, RefusedError
 
 MANY = 4096  # boots of one peer at most

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from flower_privdec import catalogue
+from flower_privdec.common import catalogue
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, percent, setting
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.reporting import wording
@@ -395,6 +395,8 @@ def _plan(plan: dict[str, Any]) -> Iterator[tuple[RenderableType, str | None]]:
         before, after = (epsilon_text(plan["ledger"][key]) for key in ("epsilon_before", "epsilon_after"))
         ledger = f"{plan['ledger']['folder']}: ε = {before} before this run, {after} after it"
     connected = None if graph is None else graph_facts(graph)
+    if graph is not None and graph["final_mixing"] is not None:
+        connected = f"{connected}; on a network {graph['final_mixing']} rounds of final mixing follow"
     yield _facts([("graph", connected), ("ledger", ledger), *_pairs(plan), *_optimum(plan), *_cost(plan)]), None
     if plan["warnings"]:
         yield "", None

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flower_privdec import __version__
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import duration, epsilon_text, number, setting
-from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting import wording
 from flower_privdec.reporting.console import comparison_row, complete_yaml, graph_facts
 from flower_privdec.reporting.plots import (

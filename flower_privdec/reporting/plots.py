@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flower_privdec.algorithms import build_algorithm
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
 from flower_privdec.graph.topology import CompleteTopology, Topology, joint_connectivity

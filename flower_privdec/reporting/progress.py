@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import duration, epsilon_text, number
-from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting.wording import main_value, measured
 from flower_privdec.scenario import Scenario
 

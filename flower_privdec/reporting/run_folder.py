@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, peer_ranges, setting, shown
-from flower_privdec.engine.recorder import read_metrics
-from flower_privdec.errors import ScenarioError
+from flower_privdec.experiment.recorder import read_metrics
 from flower_privdec.reporting.wording import main_metric
 from flower_privdec.scenario import Scenario, load_scenario, seedless_hash
 

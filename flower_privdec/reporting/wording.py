@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flower_privdec.catalogue import ALONE
+from flower_privdec.common.catalogue import ALONE
 from flower_privdec.common.formatting import NOTHING, epsilon_text, memory, number, peer_ranges, percent, setting
 
 BEYOND = 700.0  # a larger ε: e^ε overflows a float

@@ -11,9 +11,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from flower_privdec.catalogue import Choice
+from flower_privdec.common.catalogue import Choice
+from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.formatting import shown
-from flower_privdec.errors import ScenarioError, did_you_mean
 
 Location = tuple[int | str, ...]
 SECTION, QUOTE = "a section, as {key: value}", "'"

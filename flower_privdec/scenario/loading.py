@@ -17,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
-from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.findings import Location, Places, explain
 from flower_privdec.scenario.sections import AppScenario, LocatedFile, Scenario, own_modules
 
@@ -274,7 +274,7 @@ def parse_scenario(text: str, *, where: str = "scenario", overrides: Iterable[st
         1.0
         >>> parse_scenario(text, overrides=["n_peers=0"])
         Traceback (most recent call last):
-        flower_privdec.errors.ScenarioError: --set: n_peers=0 must be >= 1
+        flower_privdec.common.errors.ScenarioError: --set: n_peers=0 must be >= 1
     """
     return parse_model(Scenario, text, form=SCENARIO, where=where, overrides=overrides)
 

@@ -25,11 +25,11 @@ from pydantic import (
     model_validator,
 )
 
-from flower_privdec import catalogue
-from flower_privdec.catalogue import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, Choice, MetricKind, Targets, unfit
+from flower_privdec.common import catalogue
+from flower_privdec.common.catalogue import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, Choice, MetricKind, Targets, unfit
+from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import Given, find_given, is_given, load_own, raised_at, without_tokens
-from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.scenario.findings import Places, located
 
 

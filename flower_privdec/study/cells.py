@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flower_privdec import __version__
+from flower_privdec.common.errors import PrivdecError, ScenarioError
 from flower_privdec.common.files import write_atomically
-from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import read_text
 from flower_privdec.study.spec import Part, Point, Size, Study, kinds_of, metric

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flower_privdec import __version__
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, setting, shown
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure
 from flower_privdec.study.cells import Outcome
 from flower_privdec.study.results import Group, PartResult, criterion, judge, value_text

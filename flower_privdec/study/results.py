@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flower_privdec.catalogue import MetricKind
+from flower_privdec.common.catalogue import MetricKind
 from flower_privdec.common.formatting import NOTHING, number
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.reporting.wording import measured

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from flower_privdec.catalogue import MetricKind
+from flower_privdec.common.catalogue import MetricKind
+from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.formatting import setting
-from flower_privdec.errors import ScenarioError, did_you_mean
 from flower_privdec.reporting.wording import main_loss, main_value
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.loading import parse_model, read_text, shipped

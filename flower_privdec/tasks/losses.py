@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional
 
-from flower_privdec import catalogue
-from flower_privdec.catalogue import LOSS_KINDS, Targets
+from flower_privdec.common import catalogue
+from flower_privdec.common.catalogue import LOSS_KINDS, Targets
+from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import load_own
-from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 
 OutputFunction = Callable[[Tensor, Tensor], Tensor]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flower_privdec.catalogue import METRIC_KINDS, MetricKind
+from flower_privdec.common.catalogue import METRIC_KINDS, MetricKind
+from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import load_own
-from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.tasks.losses import Loss
 
 Measure = Callable[[Loss, Tensor, Tensor], Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
+from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import beyond, reason, row_chunks, upper
 from flower_privdec.tasks.losses import no_own_rules
 

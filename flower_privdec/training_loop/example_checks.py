@@ -26,7 +26,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
 from flower_privdec.common.arguments import check_whole
-from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
+from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 
 PROBES = 8  # items of a dataset that are read before a run, evenly spaced
 _SEED = 20_000  # of the random numbers that a dataset draws while it is probed

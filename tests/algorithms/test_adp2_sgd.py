@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.algorithms.adp2_sgd import Waking
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import ScenarioError
 
 PEERS, EVENTS = 4, 30
 

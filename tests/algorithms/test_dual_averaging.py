@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tiny_scenario import Build
 
 from flower_privdec.algorithms.dual_averaging import DualSchedule
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import State
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import EdgeParticipation, build_participation, build_topology, sample_edges

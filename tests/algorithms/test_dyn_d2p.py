@@ -9,8 +9,8 @@ from algorithm_references import NoiseTape, softmax_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import ScenarioError
 
 ROUNDS = 6  # K of the tiny scenario
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hosting import hosting
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import State
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism.events import Release
 

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.algorithms.muffliato import relaxation
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing, spectral_gap
 from flower_privdec.graph.topology import build_topology
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_privdec import testing
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import ScenarioError
 
 RATE = 0.5
 HALF = "participation={kind: uniform, fraction: 0.5}"

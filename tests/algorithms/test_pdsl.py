@@ -19,10 +19,10 @@ from tiny_scenario import Build
 from flower_privdec import testing
 from flower_privdec.algorithms.cga import agreeable
 from flower_privdec.algorithms.pdsl import PDSL
+from flower_privdec.common.errors import PrivdecError, ScenarioError
 from flower_privdec.core.cohort import Validation
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
-from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model, flatten
 from flower_privdec.planner.plan import make_plan

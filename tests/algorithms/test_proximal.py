@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 
 from flower_privdec.algorithms.proximal import Regularizer, build_regularizer
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.scenario.sections import RegularizerSection
 
 numbers = st.floats(-4, 4)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.algorithms.tables import TABLES, stacked
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data import Sampler
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import view
 
 UNEQUAL = ["data.partition={kind: sizes, sizes: [100, 60, 50, 30]}"]

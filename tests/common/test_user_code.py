@@ -19,9 +19,9 @@ from tiny_scenario import Build
 
 from flower_privdec import testing
 from flower_privdec.cli import main
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.user_code import load_own, only_from
 from flower_privdec.engine.run import run
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.run_key import code_of
 from flower_privdec.graph.topology import build_topology

@@ -17,11 +17,11 @@ from tiny_scenario import Build
 from torch import Tensor
 
 from flower_privdec import testing
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import Edges, Exchange, Gather, Mix, Reply, State
 from flower_privdec.core.exchange import Messages
-from flower_privdec.engine.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_participation, build_topology
 from flower_privdec.privacy.accountant.accounting import epsilon

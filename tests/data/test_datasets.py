@@ -17,9 +17,9 @@ import torch
 from paths import SHARED
 from whole_dataset import load_dataset
 
-from flower_privdec.catalogue import DATASETS
+from flower_privdec.common.catalogue import DATASETS
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data.readers import CIFAR10_PIXELS, FASHION_PIXELS, MNIST_PIXELS, _sklearn_table, nucleus_features
-from flower_privdec.errors import ScenarioError
 
 
 def refused(*needles: str, root: Any = None, name: str = "npz", **options: Any) -> None:

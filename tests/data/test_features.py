@@ -14,6 +14,7 @@ from paths import ROOT, SHARED
 from torch import Tensor
 from whole_dataset import Whole, load_dataset
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import cache_folder
 from flower_privdec.data import features
 from flower_privdec.data.features import (
@@ -25,7 +26,6 @@ from flower_privdec.data.features import (
     n_paths,
     whitening,
 )
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
 from flower_privdec.scenario.sections import FeaturesSection

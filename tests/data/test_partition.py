@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
 
-from flower_privdec.catalogue import PARTITIONS
+from flower_privdec.common.catalogue import PARTITIONS
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data import partition
 from flower_privdec.data.datasets import _dirichlet
-from flower_privdec.errors import ScenarioError
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 60))
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from raising import raises
 from scipy.stats import chi2
 
-from flower_privdec.catalogue import SAMPLINGS
+from flower_privdec.common.catalogue import SAMPLINGS
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data import Examples, LocalBatch, PeerData, Sampler
 from flower_privdec.data.peer_data import draw_distinct, draw_poisson
-from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator, seed_keys
 
 SIZES = np.array([12, 30, 7, 25, 19, 40, 8, 16, 33, 21])

@@ -17,9 +17,9 @@ from tiny_scenario import Build
 from torch import Tensor, nn
 
 from flower_privdec import testing
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data import readers
 from flower_privdec.engine.run import run
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.minimum import ConvexObjective, solve
 from flower_privdec.gradients import build_kernel

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from flower_privdec.cli.main import app, main
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console import parts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario

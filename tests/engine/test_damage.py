@@ -22,10 +22,10 @@ from tiny_scenario import TINY, Build
 
 from flower_privdec.cli import main
 from flower_privdec.common.files import FolderLock
-from flower_privdec.engine.checkpoint import read_checkpoint
-from flower_privdec.engine.recorder import keep_metrics_until, read_metrics
 from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.checkpoint import read_checkpoint
+from flower_privdec.experiment.recorder import keep_metrics_until, read_metrics
 from flower_privdec.reporting.run_folder import read_result
 from flower_privdec.scenario import parse_scenario
 
@@ -388,7 +388,7 @@ def test_a_disk_that_is_full_before_the_first_checkpoint_leaves_nothing_to_resum
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("flower_privdec.engine.recorder.save_checkpoint", full)
+        patched.setattr("flower_privdec.experiment.recorder.save_checkpoint", full)
         said = refused(capsys, "run", "s.yaml", status=1)
     assert said.endswith("make room, then run the same command again\n")
     assert privdec("run", "s.yaml") == 0

@@ -17,11 +17,10 @@ from command_line import forked, privdec, status_of
 from tiny_scenario import TINY
 from variants import VARIANTS, settings_for
 
-from flower_privdec.engine import recorder
-from flower_privdec.engine.checkpoint import read_checkpoint
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Experiment, recorder
+from flower_privdec.experiment.checkpoint import read_checkpoint
 from flower_privdec.privacy.ledger.ledger import Ledger, read_chain
 from flower_privdec.scenario import parse_scenario
 from flower_privdec.testing import TIMES

@@ -24,13 +24,13 @@ from torch.distributed import FileStore
 from variants import VARIANTS, settings_for
 
 from flower_privdec import testing
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import Edges, Exchange, Gather, State
 from flower_privdec.engine.shards import process_group as wires_module
 from flower_privdec.engine.shards.communication_plan import Shards, Traffic, mix_plan
 from flower_privdec.engine.shards.process_group import LostShardError, ProcessGroup
 from flower_privdec.engine.shards.rendezvous import THIS_MACHINE, MeetingPlace
 from flower_privdec.engine.shards.shard_engine import ShardEngine
-from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_topology

@@ -18,14 +18,14 @@ from variants import VARIANTS, settings_for
 from worker_runs import smallest_blocks
 
 from flower_privdec import testing
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.engine.checkpoint import read_checkpoint
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import ProcessGroup
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.checkpoint import read_checkpoint
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import read_entries
 from flower_privdec.privacy.noise import PairSecrets, SystemNoise

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from flower_privdec.engine.checkpoint import NAMES, write_tensors
+from flower_privdec.experiment.checkpoint import NAMES, write_tensors
 from flower_privdec.rows.tensors import all_finite
 
 

@@ -20,13 +20,13 @@ from variants import VARIANTS, settings_for
 from worker_runs import children, is_alive, smallest_blocks, whole
 
 from flower_privdec.common import machine
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.core import Edges
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run
 from flower_privdec.engine.workers import WorkerPool, partitioning
 from flower_privdec.engine.workers.forked import EdgeBox, shared_copy
 from flower_privdec.engine.workers.worker_pool import PaidLedger
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.scenario import parse_scenario

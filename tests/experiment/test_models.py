@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.models import (
     MODELS,
     build_model,

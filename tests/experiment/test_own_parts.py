@@ -11,8 +11,8 @@ from hosting import hosting
 from safetensors.torch import load_file
 from tiny_scenario import Tiny
 
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.engine.run import run
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.server_app import Relay

@@ -11,9 +11,9 @@ from run_folders import make_run
 from tiny_scenario import Build, Tiny
 
 from flower_privdec.api.running import compare
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.run_folder import read_groups
 from flower_privdec.scenario import numbers_hash, parse_scenario, scenario_hash, to_yaml

@@ -20,9 +20,9 @@ from tiny_scenario import Tiny
 from variants import choosing, settings_for
 
 from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.core import State
 from flower_privdec.engine.run import run
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.records import WorkRequest, pack_rows, pack_state, unpack_rows, unpack_state

@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower.apps.client_app import reply_partition
 from flower_privdec.flower.apps.server_app import ScenarioStrategy, caller_folder, scenario_strategy
 from flower_privdec.flower.error_formatting import one_line_failure, one_line_replies, reason

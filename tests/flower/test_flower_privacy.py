@@ -25,8 +25,8 @@ from flower_privdec import testing
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
+from flower_privdec.common.errors import RunError
 from flower_privdec.core.cohort import Cohort, PrivateStep
-from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.flower import node_settings
 from flower_privdec.flower.apps import client_app as clients

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from tiny_scenario import Tiny
 
 import flower_privdec as fp
+from flower_privdec.common.errors import RunError
 from flower_privdec.engine.run import run
-from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.flower.launch.launcher import LocalSuperLink, flower_run
 from flower_privdec.flower.launch.supervisor import family

@@ -15,10 +15,10 @@ from tiny_scenario import Tiny
 from together_grid import TogetherGrid
 
 from flower_privdec import load_run
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.core import State
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.run import run
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.flower.apps import server_app
 from flower_privdec.flower.apps.client_app import Node, client_app

@@ -20,7 +20,7 @@ from ports import own_addresses
 from routing_peers import client, zeros
 from together_grid import TogetherGrid
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.flower import Gossip, LocalGrid, Mesh, PushSum
 from flower_privdec.flower.mods.peer_mod import INBOX, LEDGER, UNWITNESSED, PeerReport, pack_bytes, unpack_bytes
 from flower_privdec.flower.mods.peer_state import Layout, load_state, run_frames, save_state, state_path
@@ -42,7 +42,7 @@ class ForgingGrid(LocalGrid):
 
     def _deliver(self, message: Message) -> Message:
         reply = super()._deliver(message)
-        said = reply.error.reason if reply.has_error() else PeerReport.of(reply.content, "no report").stopped
+        said = reply.error.reason if reply.has_error() else PeerReport.of(reply.content, "no report", "").stopped
         self.why += said + "\n" if self.contexts[message.metadata.dst_node_id].node_config["partition-id"] == 1 else ""
         return reply
 

@@ -26,7 +26,7 @@ from paths import ROOT
 from raising import raises
 from routing_peers import client, zeros
 
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum
 from flower_privdec.flower.launch import guard as guard_module
 from flower_privdec.flower.launch.guard import Guard, Policy, guarded_command, guarded_runtime, load_policy

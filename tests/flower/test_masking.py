@@ -12,7 +12,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from routing_peers import client, sets_its_values_once, zeros
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.flower import LocalGrid, PushSum
 from flower_privdec.flower.mods.masking import unmasked_sum
 from flower_privdec.flower.mods.peer_mod import PeerRequest

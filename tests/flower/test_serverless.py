@@ -27,8 +27,8 @@ from routing_peers import sets_its_values_once, values_of
 from safetensors.numpy import load_file
 from torch.nn import functional
 
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.launch.local_grid import opened_app
 from flower_privdec.flower.mods.peer_state import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.flower.serverless import (

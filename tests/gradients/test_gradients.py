@@ -15,8 +15,8 @@ from raising import raises
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flower_privdec.catalogue import LOSS_KINDS
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.catalogue import LOSS_KINDS
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.gradients import (
     KERNELS,
     StackedKernel,

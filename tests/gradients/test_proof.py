@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from flower_privdec.errors import PrivdecError, RunError, ScenarioError
+from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError
 from flower_privdec.gradients import build_kernel, explain_kernel
 from flower_privdec.gradients.factored import FactoredKernel
 from flower_privdec.gradients.per_example import VmapKernel

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_folders import small_scenario
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.reporting import console, plots
 from flower_privdec.reporting.plots import drawing, to_svg

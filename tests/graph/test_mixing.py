@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flower_privdec.catalogue import TOPOLOGIES
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.catalogue import TOPOLOGIES
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.graph import mixing as kernels
 from flower_privdec.graph.mixing import (
     RULES,

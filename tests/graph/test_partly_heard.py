@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import Gather, Mix, Reply, State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing, PartlyHeard
 from flower_privdec.graph.topology import build_participation, build_topology
 

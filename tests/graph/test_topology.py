@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flower_privdec.catalogue import TOPOLOGIES
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.catalogue import TOPOLOGIES
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.graph.topology import (
     StaticTopology,
     Topology,

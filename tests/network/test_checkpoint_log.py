@@ -18,11 +18,11 @@ from networked import LONG, Killed, devices, go_on, running
 from share_machines import commit, shake
 from tiny_scenario import Tiny
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.core import State
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.engine.checkpoint import CARRIED, Checkpoint, described
-from flower_privdec.errors import ScenarioError
+from flower_privdec.experiment.checkpoint import CARRIED, Checkpoint, described
 from flower_privdec.network.peer import checkpoint_log
 from flower_privdec.network.peer.checkpoint_log import PAGE, ROOTS, CheckpointLog, page_check, read_checkpoints
 from flower_privdec.network.peer.foreground import running_peer

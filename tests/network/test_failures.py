@@ -19,8 +19,8 @@ from networked import LONG
 from raising import raises
 
 from flower_privdec.common import files
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import disk_error, sync, write_atomically
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.network.transport import failures
 from flower_privdec.network.transport.failures import calling_error, listening_error
 from flower_privdec.network.transport.grpc_transport import GrpcServer, identity_at

@@ -17,7 +17,7 @@ pytest.importorskip("grpc")
 
 from networked import wait_until
 
-from flower_privdec.engine.workers.partitioning import can_fork
+from flower_privdec.common.machine import can_fork
 from flower_privdec.network.local import fork_server
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
 

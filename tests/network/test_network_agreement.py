@@ -22,8 +22,8 @@ from variants import VARIANTS, settings_for
 from witnesses import witness_of
 
 from flower_privdec.cli import main
+from flower_privdec.common.errors import NotAgreedError, ScenarioError
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.errors import NotAgreedError, ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.graph.mixing import Mixing, rounds_to_agree
 from flower_privdec.graph.topology import build_topology

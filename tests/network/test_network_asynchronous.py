@@ -17,8 +17,8 @@ from raising import raises
 from tiny_scenario import Tiny
 from variants import settings_for
 
+from flower_privdec.common.errors import BudgetError
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.errors import BudgetError
 from flower_privdec.network.peer.asynchronous import LOST
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import RunningPeer

@@ -14,9 +14,9 @@ from networked import LONG, Killed, devices, go_on, mortal, running, running_pee
 from raising import raises
 from tiny_scenario import Tiny
 
+from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.core import Exchange, State
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.errors import PrivdecError, RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger.ledger import read_chain
 

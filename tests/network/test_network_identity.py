@@ -16,7 +16,7 @@ pytest.importorskip("grpc")
 
 from networked import LONG
 
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.network.transport.grpc_transport import (
     GrpcConnection,
     GrpcServer,

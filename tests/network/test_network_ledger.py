@@ -25,8 +25,8 @@ pytest.importorskip("grpc")
 
 from networked import LONG, Killed, devices, finish, go_on, mortal, running, trainer_of
 
+from flower_privdec.common.errors import BudgetError
 from flower_privdec.core.cohort import Cohort, PrivateStep
-from flower_privdec.errors import BudgetError
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
 from flower_privdec.privacy.ledger.ledger import EMPTY_HASH, Entry, chained, read_chain

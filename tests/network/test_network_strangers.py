@@ -29,7 +29,7 @@ from networked import LONG, wait_until
 from ports import own_addresses
 from raising import raises
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.network.local.peer_processes import PRIVDEC
 from flower_privdec.network.transport import admission, grpc_transport
 from flower_privdec.network.transport.grpc_transport import (

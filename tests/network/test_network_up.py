@@ -22,8 +22,8 @@ from command_line import privdec
 from networked import wait_until
 
 from flower_privdec.cli import main
+from flower_privdec.common.errors import RunError
 from flower_privdec.engine.run import run
-from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import PRIVDEC, PeerProcesses, on_this_machine

@@ -20,8 +20,8 @@ pytest.importorskip("grpc")
 
 from networked import LONG, Killed, devices, finish, mortal, running, wait_until
 
+from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, StoppedError
 from flower_privdec.core.cohort import Cohort, PrivateStep
-from flower_privdec.errors import BudgetError, PrivdecError, RunError, StoppedError
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
 from flower_privdec.privacy.ledger.ledger import read_chain

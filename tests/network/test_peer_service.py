@@ -18,7 +18,7 @@ from ports import own_addresses
 from raising import raises
 from tiny_scenario import Tiny
 
-from flower_privdec.errors import ScenarioError, StoppedError
+from flower_privdec.common.errors import ScenarioError, StoppedError
 from flower_privdec.network.peer import asynchronous, foreground, synchronous
 from flower_privdec.network.peer import peer as peer_module
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer

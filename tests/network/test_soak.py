@@ -19,11 +19,11 @@ from tiny_scenario import Tiny
 
 pytest.importorskip("grpc")
 
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.engine.checkpoint import Checkpoint
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.network.local.peer_processes import on_this_machine
 from flower_privdec.network.peer.checkpoint_log import CheckpointLog
 from flower_privdec.pushsum.exactly_once import FIRST, Durable, Edge, FrozenShare

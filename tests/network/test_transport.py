@@ -17,7 +17,7 @@ from torch import Tensor
 from variants import settings_for
 
 from flower_privdec import testing
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.local.fault_proxy import Faults, FaultyTransport
 from flower_privdec.network.peer.foreground import running_peer

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from raising import raises
 from scipy import stats
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.privacy.accountant import loss_distributions
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical, epoch_steps, event, plan_spends

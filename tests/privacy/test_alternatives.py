@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.privacy.accountant import accounting
 from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
 from flower_privdec.privacy.mechanism.events import Release, canonical

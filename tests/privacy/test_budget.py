@@ -12,10 +12,10 @@ from raising import raises
 from tiny_scenario import Build, Tiny
 
 from flower_privdec.cli import main
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.run import Run, run
-from flower_privdec.engine.spent import shortfall
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.spent import shortfall
 from flower_privdec.graph.topology import UniformParticipation, build_participation
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs

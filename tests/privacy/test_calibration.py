@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.privacy.accountant import accounting, calibration
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import charged_steps, max_steps, noise_multiplier, scale_for_budget

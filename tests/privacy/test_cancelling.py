@@ -20,9 +20,9 @@ from torch import Tensor
 from variants import VARIANTS, settings_for
 from worker_runs import whole
 
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.core import Exchange, Mix
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.mechanism import cancelling
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, solve_pairs

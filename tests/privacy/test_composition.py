@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.privacy.accountant import accounting, composition, loss_distributions
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.composition import composed_epsilon

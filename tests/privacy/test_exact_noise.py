@@ -19,7 +19,7 @@ from tiny_scenario import Tiny
 
 pytest.importorskip("cryptography.hazmat.primitives.ciphers")
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment, OwnParts
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.view import noise_inflation

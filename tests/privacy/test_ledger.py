@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
 
-from flower_privdec.errors import BudgetError
+from flower_privdec.common.errors import BudgetError
 from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
 from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.privacy.ledger.ledger import (
@@ -127,7 +127,7 @@ def test_a_second_run_cannot_open_a_ledger_in_use(tmp_path):
 def test_another_process_cannot_open_a_ledger_in_use(tmp_path):
     code = (
         "import sys; from flower_privdec.privacy.ledger.ledger import Ledger\n"
-        "from flower_privdec.errors import BudgetError\n"
+        "from flower_privdec.common.errors import BudgetError\n"
         f"try: Ledger(sys.argv[1], {DATA!r})\n"
         "except BudgetError as error: print(error)\n"
     )

@@ -19,8 +19,8 @@ from hosting import hosting
 from raising import raises
 
 from flower_privdec.algorithms import build_algorithm
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy.accountant import calibration, loss_distributions
 from flower_privdec.privacy.accountant.accounting import epsilon

@@ -13,9 +13,9 @@ from raising import raises
 from tiny_scenario import Build
 from worker_runs import whole
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.noise import PairSecrets
 from flower_privdec.rows.keys import seed_keys

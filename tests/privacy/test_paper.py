@@ -12,9 +12,9 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from raising import raises
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.run import run
-from flower_privdec.engine.spent import Spent, privacy_rows
-from flower_privdec.errors import ScenarioError
+from flower_privdec.experiment.spent import Spent, privacy_rows
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism import paper

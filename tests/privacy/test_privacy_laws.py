@@ -25,10 +25,10 @@ from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import Mix, State
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy.mechanism.declared import ONE_SUM, Drawing, ReleasedSum

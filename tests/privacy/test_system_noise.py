@@ -14,7 +14,7 @@ import torch
 from raising import raises
 from scipy import stats
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.privacy.noise import SystemNoise, deployed
 
 ciphers = pytest.importorskip("cryptography.hazmat.primitives.ciphers")

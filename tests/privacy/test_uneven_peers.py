@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_scenario import Build, Tiny
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.run import run
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon

@@ -14,7 +14,7 @@ from share_machines import commit, shake
 from tiny_scenario import Tiny
 from torch import Tensor
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
 from flower_privdec.pushsum.frames import CODECS, Cast, FrameCodec, TensorArithmetic, WireCodec, formats_of, wire_codec
 from flower_privdec.scenario.sections import CODEC_NAMES

@@ -23,9 +23,9 @@ from safetensors.torch import load, save
 from share_machines import commit, shake
 from share_schedules import Exact, run_schedule
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import advance
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.pushsum import exactly_once
 from flower_privdec.pushsum.exactly_once import FIRST, LAST, PushSumProtocol, RefusedError, StaleStateError
@@ -485,7 +485,7 @@ def test_a_share_that_would_make_the_mass_infinite_is_not_taken() -> None:
 
 
 def test_the_machine_has_no_sockets_clocks_or_files() -> None:
-    allowed = {"__future__", "collections", "collections.abc", "dataclasses", "typing", "flower_privdec.errors"}
+    allowed = {"__future__", "collections", "collections.abc", "dataclasses", "typing", "flower_privdec.common.errors"}
     tree = ast.parse(SOURCE)
     assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
     assert {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} <= allowed

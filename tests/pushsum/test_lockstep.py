@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.pushsum.lockstep import Lockstep
 
 Links = list[set[tuple[int, int]]]  # by place, repeated

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raising import raises
 
-from flower_privdec.errors import BudgetError
+from flower_privdec.common.errors import BudgetError
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import FrameCodec
 from flower_privdec.pushsum.witness import MANY, TWICE, LedgerReport, LedgerWitness

@@ -18,7 +18,7 @@ from run_folders import metrics_line, privacy_row, small_scenario, summary_of
 
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.common import formatting
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.reporting import console, progress, wording
 from flower_privdec.reporting.console import _table, adjacency_picture, comparison_row, parts
 from flower_privdec.reporting.progress import PLAIN_LINES, scalars

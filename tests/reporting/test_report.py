@@ -15,8 +15,8 @@ from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
 
 from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.run import run
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting import page as page_of_runs
 from flower_privdec.reporting import plots

@@ -10,8 +10,8 @@ import yaml
 from run_folders import small_scenario
 from variants import VARIANTS, settings_for
 
-from flower_privdec.catalogue import MODEL_OPTIONS, MODELS, TOPOLOGIES
 from flower_privdec.cli.main import main
+from flower_privdec.common.catalogue import MODEL_OPTIONS, MODELS, TOPOLOGIES
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.reporting.console import complete_yaml
 from flower_privdec.scenario import Scenario, parse_scenario

@@ -11,9 +11,9 @@ import pytest
 from tiny_scenario import Build
 from variants import DUAL, choosing, settings_for
 
-from flower_privdec import catalogue
 from flower_privdec.algorithms import ALGORITHMS
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common import catalogue
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.graph.topology import build_topology, topology_options
 from flower_privdec.models import _BUILDERS, build_model
 from flower_privdec.reporting.console import parts

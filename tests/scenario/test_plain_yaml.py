@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.formatting import shown
-from flower_privdec.errors import ScenarioError, did_you_mean
 from flower_privdec.scenario.loading import DEEPEST, LONGEST, read_plain, write_yaml
 
 TENFOLD = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

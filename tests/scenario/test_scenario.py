@@ -2,7 +2,7 @@
 
 import pytest
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.scenario import load_scenario, parse_scenario, scenario_hash, to_yaml
 
 TEXT = """\

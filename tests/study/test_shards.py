@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from flower_privdec.algorithms.feddeper import growth
-from flower_privdec.catalogue import METRIC_KINDS
+from flower_privdec.common.catalogue import METRIC_KINDS
+from flower_privdec.common.errors import RunError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.engine.recorder import traffic
 from flower_privdec.engine.run import run
-from flower_privdec.errors import RunError
 from flower_privdec.experiment import evaluation
 from flower_privdec.experiment.evaluation import evaluate, held_labels, try_on_shards
+from flower_privdec.experiment.recorder import traffic
 from flower_privdec.planner.plan import network_warnings
 from flower_privdec.reporting import plots
 from flower_privdec.reporting.wording import own_labels, sent

@@ -20,8 +20,8 @@ from run_folders import metrics_line, privacy_row, summary_of
 
 from flower_privdec.cli.main import main
 from flower_privdec.cli.study_command import run_study
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.loading import shipped

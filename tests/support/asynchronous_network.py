@@ -10,7 +10,7 @@ import pytest
 import torch
 from networked import LONG, begin_without, running, wait_until
 
-from flower_privdec.errors import StoppedError
+from flower_privdec.common.errors import StoppedError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer

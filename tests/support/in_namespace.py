@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import runpy
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-NETWORK = 0x40000000  # CLONE_NEWNET
-
-
-def enter(space: str) -> None:
-    """Move this thread, and those that it starts, into a network namespace."""
-    with open(f"/run/netns/{space}") as file:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(file.fileno(), NETWORK):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), space)
+from tools.lab.air import enter
 
 
 def watch(address: str, certificates: str, peer: str, path: str) -> None:
     """Request a peer's status again and again, and write the last one to a file."""
+    from flower_privdec.common.errors import RunError
     from flower_privdec.common.files import write_atomically
-    from flower_privdec.errors import RunError
     from flower_privdec.network.peer.connections import STATUS_REQUEST
     from flower_privdec.network.transport.grpc_transport import GrpcConnection
     from flower_privdec.network.transport.tls import Credentials, files_of, identities_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.privacy.noise import gpu_philox
 from flower_privdec.privacy.noise.gpu_philox import GPUNoise
 from flower_privdec.privacy.noise.philox import PhiloxNoise

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from flower_privdec.errors import PrivdecError
+from flower_privdec.common.errors import PrivdecError
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from math import floor
 from random import Random
 from typing import Any
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.pushsum import exactly_once
 
 WIRE = 1024  # a share is a multiple of 1/WIRE; a mass is finer

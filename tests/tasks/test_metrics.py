@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as reference
 from torch import Tensor
 
-from flower_privdec.catalogue import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, unfit
+from flower_privdec.common.catalogue import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, unfit
 from flower_privdec.tasks.losses import LOSSES
 from flower_privdec.tasks.metrics import METRICS
 

@@ -17,8 +17,8 @@ from user_tasks import gaussian, near
 import flower_privdec as fp
 from flower_privdec import testing
 from flower_privdec.cli import main
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.engine.run import run
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.plan import optimum
 from flower_privdec.reporting.console import print_summary

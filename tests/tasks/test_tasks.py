@@ -18,11 +18,11 @@ from tiny_scenario import Build
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.data import PublicSet
 from flower_privdec.data.readers import draw_labels, draw_words
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.models import build_model, flatten, parameter_count, unflatten

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.shards.communication_plan import Shards
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.graph.topology import build_topology
 from tools import bench
 from tools.bench import (

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("grpc")
 
 from flower_privdec.cli import main
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from tools.bench import network
 from tools.bench.network import NetworkPace
 from tools.bench.together import together

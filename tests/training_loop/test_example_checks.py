@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.training_loop import ExamplePrivacy, private
 from flower_privdec.training_loop.example_checks import check_examples
 

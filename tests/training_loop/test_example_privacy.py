@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, embedding, linear
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.gradients.protocol import LARGEST
 from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.privacy.noise import ExactNoise

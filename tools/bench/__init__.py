@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flower_privdec.errors import PrivdecError, ScenarioError
+from flower_privdec.common.errors import PrivdecError, ScenarioError
 from flower_privdec.experiment.agreement import resolve_device
 from tools.bench import flower_relay, local_steps, noise, peak_memory, processes, sharding
 from tools.bench.comparison import SCALES, measure_workload, scaling

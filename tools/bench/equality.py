@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.errors import RunError
 from flower_privdec.rows.keys import keyed_generator
 from tools.bench.baselines import Baseline, PeerLoop
 from tools.bench.workloads import SEED, Setup, Workload

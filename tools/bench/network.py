@@ -24,9 +24,9 @@ from flower_privdec.core import advance
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.network.local.peer_processes import on_this_machine
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, network_mixing
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
-from flower_privdec.pushsum.lockstep import Timetable, network_mixing
+from flower_privdec.pushsum.lockstep import Timetable
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario, to_yaml
 from tools.bench import transport_baseline
 from tools.bench.timing import quiet

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from tools.bench.workloads import WORKLOADS, Setup
 
 PROCESS = Path("/proc/self")

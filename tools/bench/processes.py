@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import distributed
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Payload
-from flower_privdec.errors import RunError
 from tools.bench.timing import paired, quiet
 from tools.bench.workloads import WORKLOADS, Setup, Workload, constant_protection, peer_data
 

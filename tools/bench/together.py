@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 
 PRELOADED = "tools.bench.network"  # imported once, in the process that the others are forked from
 Call = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of a module and its arguments

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from flower_privdec.common.machine import available_cores
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.machine import available_cores, can_fork
 from flower_privdec.engine.workers import Partitioning, WorkerPool
-from flower_privdec.engine.workers.partitioning import block_count, can_fork, multiplications, round_seconds
-from flower_privdec.errors import ScenarioError
+from flower_privdec.engine.workers.partitioning import block_count, multiplications, round_seconds
 from tools.bench.timing import LONGEST, WARM_UP
 from tools.bench.workloads import Setup, Workload
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from flower_privdec.catalogue import METRIC_KINDS
+from flower_privdec.common.catalogue import METRIC_KINDS
 from flower_privdec.study.spec import (
     ALWAYS,
     Above,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from flower_privdec.errors import ScenarioError, did_you_mean
+from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.network.local.fault_proxy import Faults
 
 Pair = tuple[int, int]

@@ -34,13 +34,14 @@ from random import SystemRandom
 from types import TracebackType
 from typing import Any, Self
 
+from flower_privdec.common.errors import BudgetError, NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.formatting import duration, memory, peer_ranges
-from flower_privdec.errors import BudgetError, NotAgreedError, RunError, ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, free_addresses, on_this_machine
-from flower_privdec.pushsum.lockstep import Timetable, network_mixing
+from flower_privdec.network.peer.peer import network_mixing
+from flower_privdec.pushsum.lockstep import Timetable
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.sections import NetworkPeer
 from tools.soak.checks import (

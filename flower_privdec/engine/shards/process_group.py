@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.engine.shards.communication_plan import Shards, Traffic
-from flower_privdec.errors import RunError
 from flower_privdec.rows.tensors import all_finite, empty_rows, padded
 
 STAMP = 8  # bytes

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import LostShardError
-from flower_privdec.errors import RunError
 
 THIS_MACHINE = "127.0.0.1"
 PUNCTUAL = 300.0  # seconds to wait for the other shards

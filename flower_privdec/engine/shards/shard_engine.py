@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import Algorithm, Exchange, Mix, State
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Changed
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.shards.communication_plan import MixPlan, Part, between, collecting, mix_plan
 from flower_privdec.engine.shards.process_group import ProcessGroup, clean_rows
-from flower_privdec.errors import RunError
 from flower_privdec.graph.mixing import AverageMatrix, Mixing, SparseMatrix, sum_rows
 from flower_privdec.rows.tensors import all_finite, empty_rows
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flower_privdec import errors
+from flower_privdec.common import errors
+from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.common.user_code import RaisedElsewhere, raised_at
 from flower_privdec.core import Edges
-from flower_privdec.errors import PrivdecError, RunError
 from flower_privdec.rows.tensors import BOUNDARY, aligned
 
 SPIN = 50e-6  # seconds of polling before a process sleeps

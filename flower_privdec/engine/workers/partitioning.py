@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from torch import nn
 
-from flower_privdec.common.machine import available_cores
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.machine import available_cores, can_fork
 from flower_privdec.core import Exchange, Gather, Mix, Reply
-from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.view import multiplications_per_example
 from flower_privdec.rows.sparse_rows import Features
@@ -86,17 +84,6 @@ def affordable(experiment: Experiment) -> int:
     """Return how many processes `auto` may take here: one where others of ours run beside this one."""
     alone = multiprocessing.parent_process() is None
     return available_cores() if alone and experiment.scenario.compute.threads == 1 and can_fork() else 1
-
-
-@cache
-def can_fork() -> bool:
-    """Return whether this system can fork a process whose libraries go on working, and end it with its parent."""
-    try:
-        for file in (os.memfd_create("tried"), os.eventfd(0), os.pidfd_open(os.getpid())):
-            os.close(file)
-    except (AttributeError, OSError):  # no Linux, or a container that forbids it
-        return False
-    return True
 
 
 def _blocks(experiment: Experiment) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.core import Algorithm, Edges, Exchange, Gather, Mix, Reply, State, advance
 from flower_privdec.core.cohort import Cohort
@@ -23,7 +24,6 @@ from flower_privdec.core.exchange import Changed, InReach
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.workers.forked import SPIN, Barrier, EdgeBox, Forked, shared_copy
 from flower_privdec.engine.workers.partitioning import Partitioning, deal
-from flower_privdec.errors import BudgetError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import try_models
 from flower_privdec.graph.mixing import Mixing, MixingMatrix

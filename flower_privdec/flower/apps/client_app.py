@@ -22,17 +22,17 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.engine.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
-from flower_privdec.engine.recorder import evaluation_rounds, measure, read_metrics
 from flower_privdec.engine.run import Run
 from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.shard_engine import ShardEngine
-from flower_privdec.engine.spent import epsilons
-from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment
+from flower_privdec.experiment.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
+from flower_privdec.experiment.recorder import evaluation_rounds, measure, read_metrics
+from flower_privdec.experiment.spent import epsilons
 from flower_privdec.experiment.view import public_name
 from flower_privdec.flower.apps.records import (
     METRICS,

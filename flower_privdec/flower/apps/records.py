@@ -12,11 +12,11 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import Edges, Exchange, State
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Payload
-from flower_privdec.engine.spent import Spent
-from flower_privdec.errors import RunError
+from flower_privdec.experiment.spent import Spent
 from flower_privdec.graph.mixing import Link
 
 # Names of records: in messages, and of a state in a node's context.

@@ -24,13 +24,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_privdec.catalogue import FLOWER_MODES as MODE_NAMES
+from flower_privdec.common.catalogue import FLOWER_MODES as MODE_NAMES
+from flower_privdec.common.errors import RunError, ScenarioError, did_you_mean
 from flower_privdec.core import Exchange, State
-from flower_privdec.engine.recorder import Recorder, again, evaluation_rounds
 from flower_privdec.engine.shards.process_group import LOST
-from flower_privdec.engine.spent import Spent
-from flower_privdec.errors import RunError, ScenarioError, did_you_mean
 from flower_privdec.experiment import Agreement
+from flower_privdec.experiment.recorder import Recorder, again, evaluation_rounds
+from flower_privdec.experiment.spent import Spent
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.flower.apps.records import (
     METRICS,

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from flower_privdec import __version__
-from flower_privdec.catalogue import FLOWER_MODES
+from flower_privdec.common.catalogue import FLOWER_MODES
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import FolderLock
-from flower_privdec.engine.recorder import OnMetrics, Recorder
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.recorder import OnMetrics, Recorder
 from flower_privdec.flower.launch import supervisor
 from flower_privdec.flower.launch.local_grid import read_app
 from flower_privdec.flower.node_settings import FOLDER

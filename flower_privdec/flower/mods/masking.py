@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 COARSE, FINE = 2.0**20, 2.0**50  # one number is a/2^20 + b/2^70, with |a| < 2^43 and |b| <= 2^49

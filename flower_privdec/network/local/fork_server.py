@@ -26,8 +26,8 @@ from typing import IO, Any, Protocol
 import numpy as np
 import torch
 
-from flower_privdec.engine.workers.partitioning import can_fork
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
+from flower_privdec.common.machine import can_fork
 
 # What a peer imports until its first round is over, as it would import it itself: some of it only when it is needed.
 IMPORTED = ["flower_privdec.cli.main", "flower_privdec.network.peer.foreground", "grpc.experimental"]

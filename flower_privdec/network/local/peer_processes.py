@@ -18,8 +18,8 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Self
 
+from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
-from flower_privdec.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.network.local.fault_proxy import FaultProxy
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
 from flower_privdec.network.peer.status import STATUS_CAP, request_status

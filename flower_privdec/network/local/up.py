@@ -17,16 +17,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.core import State
-from flower_privdec.engine.recorder import OnMetrics, Recorder, evaluation_rounds, measure
-from flower_privdec.engine.spent import Spent
-from flower_privdec.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.experiment import Agreement
+from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds, measure
+from flower_privdec.experiment.spent import Spent
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
-from flower_privdec.network.peer.peer import INSECURE, final_path, rows_path
-from flower_privdec.pushsum.lockstep import network_mixing
+from flower_privdec.network.peer.peer import INSECURE, final_path, network_mixing, rows_path
 from flower_privdec.scenario import Scenario
 
 _log = logging.getLogger(__name__)

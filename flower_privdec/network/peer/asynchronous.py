@@ -30,11 +30,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Exchange, Mix, Reply, State
-from flower_privdec.engine.checkpoint import Checkpoint
-from flower_privdec.errors import NotAgreedError, RunError, ScenarioError
+from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.graph.mixing import PartlyHeard
 from flower_privdec.network.peer.connections import Messages, Session
 from flower_privdec.network.peer.peer import AGREE, POLL, RunningPeer

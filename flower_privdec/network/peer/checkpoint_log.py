@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import naming, open_file, replacing
 from flower_privdec.common.formatting import one_line
-from flower_privdec.engine.checkpoint import CARRIED, DTYPES, Checkpoint, described, numbers_of, restored
-from flower_privdec.errors import ScenarioError
+from flower_privdec.experiment.checkpoint import CARRIED, DTYPES, Checkpoint, described, numbers_of, restored
 
 MAGIC = b"privdec1"
 PAGE = 4096

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from threading import Condition, RLock, Thread
 from typing import Any
 
+from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.common.formatting import one_line
-from flower_privdec.errors import PrivdecError, RunError
 from flower_privdec.network.peer.status import STATUS_REQUEST
 from flower_privdec.network.transport.transport import Connection, Content, Transport, UnreachableError
 from flower_privdec.pushsum.buffers import BufferList

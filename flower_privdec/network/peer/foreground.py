@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from threading import Event, Lock, Thread
 
+from flower_privdec.common.errors import NotAgreedError, ScenarioError
 from flower_privdec.common.files import write_atomically
-from flower_privdec.errors import NotAgreedError, ScenarioError
 from flower_privdec.network.peer.asynchronous import AsynchronousPeer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, ScenarioTrainer, Trainer
 from flower_privdec.network.peer.status import status_line

@@ -23,14 +23,14 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from flower_privdec.common.files import CHECKPOINTS, FolderLock, naming, open_file, write_atomically
+from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
+from flower_privdec.common.files import CHECKPOINTS, MODEL, FolderLock, naming, open_file, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
-from flower_privdec.engine.checkpoint import Checkpoint, check_run, check_state
-from flower_privdec.engine.recorder import evaluation_rounds
-from flower_privdec.engine.spent import Spent, check_budget, epsilons, json_number, ledger_folder
-from flower_privdec.errors import RunError, ScenarioError, StoppedError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
+from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.experiment.recorder import evaluation_rounds, state_dict_of
+from flower_privdec.experiment.spent import Spent, check_budget, epsilons, json_number, ledger_folder
 from flower_privdec.experiment.view import NOISE
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.checkpoint_log import CheckpointLog
@@ -40,10 +40,10 @@ from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
 from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, wire_codec
-from flower_privdec.pushsum.lockstep import Timetable, final_rounds, network_mixing
+from flower_privdec.pushsum.lockstep import Timetable, final_rounds
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
-from flower_privdec.scenario.sections import PEER, AppScenario
+from flower_privdec.scenario.sections import PEER, AppScenario, CancellingSection
 
 POLL = 0.2  # seconds between two looks at whether to stop
 AGREE, APART = 0.005, 0.03  # of the norm: models as near need no more mixing; as far apart at the end, do not agree
@@ -722,8 +722,12 @@ class ScenarioTrainer:
         self._hand_in(state, rows_path(self._folder, state.round_index))
 
     def _hand_in(self, state: State, path: Path) -> None:
+        """Leave the device's model in its folder, and the rows to be handed in where the scenario allows it."""
         rows = {name: state.rows[name] for name in self.algorithm.open_rows}
         self._loss = public_losses(self.experiment, rows)[0]
+        model = self.algorithm.debiased(rows)[0]
+        if bool(model.isfinite().all()):  # else the last one stays
+            write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)), private=True)
         if self.scenario.network.hands_in:
             facts = asdict(Spent.of(self.cohort, state.round_index)) | {"noise": self.experiment.own.source}
             content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
@@ -755,6 +759,32 @@ class ScenarioTrainer:
             self._held = -1
         if self.cohort.ledger is not None:
             self.cohort.ledger.close()
+
+
+def network_mixing(agreement: Agreement) -> Mixing:
+    """Return the mixing of an agreement, for a network of peers.
+
+    Raises:
+        ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have.
+    """
+    mixing = agreement.mixing
+    if mixing is None:
+        raise ScenarioError(
+            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`"
+        )
+    if agreement.scenario.topology.name == "server":
+        raise ScenarioError(
+            "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
+            "graph in which all peers are neighbours"
+        )
+    private = agreement.scenario.private
+    if private is not None and isinstance(private.noise, CancellingSection):
+        raise ScenarioError(
+            "privacy.noise.kind=cancelling needs one process that hosts all peers, and a network's peers are processes "
+            "of their own: use `privdec run`, or leave privacy.noise out",
+            code="noise.cancelling-part",
+        )
+    return mixing
 
 
 def _hold(data: Path) -> int:

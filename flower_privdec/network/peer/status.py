@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import epsilon_text, number, printable, shown
-from flower_privdec.errors import RunError
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, identity_at
 from flower_privdec.network.transport.tls import Credentials, files_of, identities_of
 from flower_privdec.network.transport.transport import Connection

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import Exchange, State
-from flower_privdec.engine.checkpoint import Checkpoint
-from flower_privdec.errors import RunError
+from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.network.peer.connections import Messages, Session
 from flower_privdec.network.peer.peer import POLL, RunningPeer
 from flower_privdec.network.transport.transport import UnreachableError

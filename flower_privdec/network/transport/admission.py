@@ -19,7 +19,7 @@ from ipaddress import IPv6Address, IPv6Network, ip_address
 from threading import Event, Lock, Thread
 from urllib.parse import unquote
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 
 HANDSHAKE_SECONDS = 5.0  # until a connection has made a member's call
 CONNECTIONS_EACH = 8  # of one member; an honest one has one, one that it lost, and those of `privdec status`

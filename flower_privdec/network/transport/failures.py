@@ -7,7 +7,7 @@ import socket
 import ssl
 from contextlib import closing
 
-from flower_privdec.errors import PrivdecError, RunError
+from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.network.transport.tls import Credentials, certificate_problem, context_of, identities_of
 from flower_privdec.network.transport.transport import UnreachableError
 

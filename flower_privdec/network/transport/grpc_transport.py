@@ -23,8 +23,8 @@ from typing import Any
 import grpc
 import numpy as np
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
-from flower_privdec.errors import RunError
 from flower_privdec.network.transport.admission import HANDSHAKE_SECONDS, Admission, most_connections
 from flower_privdec.network.transport.failures import address_of, calling_error, listening_error
 from flower_privdec.network.transport.tls import Credentials, context_of, identities_of, time_problem, validity_of
@@ -70,6 +70,7 @@ CALLING = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # that an attempt may take: 20 s otherwise, long after a black hole ended
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),  # 30 s otherwise, in which a name's old address is called
 ]
 
 

@@ -23,9 +23,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
-from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from threading import Condition
 from typing import Protocol
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.pushsum.buffers import Buffer, BufferList
 from flower_privdec.pushsum.exactly_once import RefusedError
 

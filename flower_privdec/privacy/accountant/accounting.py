@@ -39,7 +39,7 @@ from itertools import chain, product
 
 import numpy as np
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.privacy.accountant.composition import (
     composed_epsilon,
     divergences,

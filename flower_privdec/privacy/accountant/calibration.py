@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import cache_folder, read_cached, write_cached
-from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.accountant import accounting
 from flower_privdec.privacy.accountant.accounting import last_that_fits
 from flower_privdec.privacy.mechanism.events import ACCOUNTANT, Release, canonical, epoch_steps

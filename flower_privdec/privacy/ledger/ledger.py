@@ -46,6 +46,8 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -55,8 +57,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.common.files import disk_error, open_file, replacing, sync
-from flower_privdec.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon, epsilon_of_runs, last_that_fits
 from flower_privdec.privacy.mechanism.events import Mechanism, Release, Spend, canonical
 
@@ -587,6 +589,32 @@ def read_entries(directory: Path | str, source: str) -> list[Entry]:
     """
     segment, entries = _read_last(ledger_path(directory, source))
     return [*segment.before.entries, *entries]
+
+
+_noted: ContextVar[list[tuple[Path, float, str]] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting_budgets() -> Iterator[list[tuple[Path, float, str]]]:
+    """Yield a list that gets the ledger, δ and caveats of each budget that a training loop opens inside."""
+    noted: list[tuple[Path, float, str]] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def note_budget(path: Path, delta: float, caveat: str = "") -> None:
+    """Note a budget for `noting_budgets`, where one is around.
+
+    Args:
+        path: of its ledger.
+        delta: δ of its ε.
+        caveat: what ε does not cover, to be said beside it.
+    """
+    if (noted := _noted.get()) is not None:
+        noted.append((path, delta, caveat))
 
 
 def ledger_path(directory: Path | str, source: str) -> Path:

@@ -33,7 +33,7 @@ from itertools import combinations, islice
 
 import numpy as np
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 
 LARGEST_WORK = 2e8  # of the eigenvalues of all honest sets of a step, in m³: beyond it they are bounded
 AT_ONCE = 2**22  # numbers of the matrices that are decomposed at once

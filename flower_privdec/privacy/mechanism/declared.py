@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.privacy.mechanism.events import Release
 
 MOST_INFLATION = 0.1  # by how much hardened noise may be larger; beyond, the numbers are too short for such sums

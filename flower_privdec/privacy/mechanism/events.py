@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flower_privdec.catalogue import SAMPLINGS
+from flower_privdec.common.catalogue import SAMPLINGS
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.user_code import require
-from flower_privdec.errors import ScenarioError
 
 if TYPE_CHECKING:
     import dp_accounting

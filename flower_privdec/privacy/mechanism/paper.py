@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import scipy
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 
 
 def moments_sigma(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.graph.topology import Participation
 from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
 from flower_privdec.privacy.accountant.calibration import scale_for_budget

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.privacy.noise.source import check_call, pieces
 from flower_privdec.rows.tensors import all_finite
 

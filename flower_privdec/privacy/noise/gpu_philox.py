@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.privacy.noise.philox import PhiloxNoise
 from flower_privdec.privacy.noise.source import NO_RECEIVER
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.graph.topology import Participation
 from flower_privdec.privacy.mechanism.declared import Declaration
 from flower_privdec.rows.keys import digest

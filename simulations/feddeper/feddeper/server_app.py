@@ -4,7 +4,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from feddeper.task import CLIENTS, accuracy, build_model, digits
-from flower_privdec.errors import RunError
+from flower_privdec.common.errors import RunError
 from flower_privdec.flower import FedDeper
 from flower_privdec.flower.error_formatting import one_line_failure
 
@@ -27,7 +27,7 @@ def main(grid: Grid, context: Context) -> None:
         rho=config["rho"],
         mixing_rate=config["mixing-rate"],
         local_steps=config["local-steps"],
-        participation=config["participation"],
+        fraction_train=config["fraction-train"],
     )
     strategy.start(
         grid,

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import open_file, replacing
 from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import Edges, State
-from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.ledger.ledger import RunName
 
 EDGE, CARRIED = "edge.", "carried."  # prefixes of the names of edges and of a transport's tensors, which are no rows

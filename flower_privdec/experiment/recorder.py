@@ -17,16 +17,16 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.algorithms.dual_averaging import DPDDA
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import FolderLock, write_atomically
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.core import Algorithm, Exchange, State
-from flower_privdec.engine.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
-from flower_privdec.engine.spent import Spent, json_number, privacy_rows, shortfall
-from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
+from flower_privdec.experiment.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
+from flower_privdec.experiment.spent import Spent, json_number, privacy_rows, shortfall
 from flower_privdec.experiment.view import noise_facts, public_name
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger.ledger import Head
@@ -356,12 +356,18 @@ def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Te
     """
     models = {"mean": agreement.algorithm.network_mean(rows)}
     models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.debiased(rows))}
-    module = copy.deepcopy(agreement.module)
     return {
-        f"{owner}/{name}": value.detach().cpu().contiguous().clone()
+        f"{owner}/{name}": value
         for owner, row in models.items()
-        for name, value in unflatten(module, row).state_dict().items()
-        if isinstance(value, Tensor)
+        for name, value in state_dict_of(agreement, row).items()
+    }
+
+
+def state_dict_of(agreement: Agreement, model: Tensor) -> dict[str, Tensor]:
+    """Return a model, shape (d,), by the names of its module's parameters and buffers, on the CPU."""
+    state = unflatten(copy.deepcopy(agreement.module), model).state_dict()
+    return {
+        name: value.detach().cpu().contiguous().clone() for name, value in state.items() if isinstance(value, Tensor)
     }
 
 

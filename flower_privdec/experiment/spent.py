@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.errors import BudgetError
 from flower_privdec.graph.topology import Participation
 from flower_privdec.privacy.ledger.ledger import Spending
 from flower_privdec.privacy.mechanism.protection import UNLIMITED

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from flower_privdec.errors import ScenarioError, did_you_mean
+from flower_privdec.common.errors import ScenarioError, did_you_mean
 
 T = TypeVar("T")
 
