@@ -248,7 +248,7 @@ def object_hash(value: object) -> bytes:
 
 
 def _hashed(*_parts: object) -> None:
-    """Stand, in a pickle that nobody reads back, for the function that makes an object."""
+    """Stand for the function that makes an object, in a pickle that is never read back."""
 
 
 class _ObjectPickler(pickle._Pickler):  # of Python: that of C knows a text by its address, and sets by their order

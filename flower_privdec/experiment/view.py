@@ -523,8 +523,8 @@ def _state_bytes(experiment: Experiment) -> int:
     if algorithm.edge_slots and experiment.mixing is not None:
         pairs += int(experiment.mixing.heard(1)[0, experiment.own.peers].sum())
     private = experiment.scenario.private
-    kept = len(noise_mechanism(private.noise if private else None).state)
-    buffers = algorithm.buffers(experiment.participation) + kept
+    noise_rows = len(noise_mechanism(private.noise if private else None).state)
+    buffers = algorithm.buffers(experiment.participation) + noise_rows
     return (buffers * rows + algorithm.edge_slots * pairs) * experiment.initial.nbytes
 
 
