@@ -15,6 +15,7 @@ from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.graph.topology import Participation
+from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import Spending
 from flower_privdec.privacy.mechanism.protection import UNLIMITED
 from flower_privdec.scenario import Scenario
@@ -64,7 +65,7 @@ class Spent:
         note = None if cohort.ledger is None else budget_note(cohort.ledger.spending, cohort.steps_per_round)
         claimed = [claim.epsilon if claim else None for claim in protection.claims]
         deltas, replies = [account.delta for account in accounts], protection.reply_epsilons(rounds)
-        larger = protection.collusion_epsilons(rounds)
+        larger = epsilons_if_all_collude(cohort, rounds)
         colluding = None if protection.pairs is None else protection.pairs.colluding
         return cls(epsilons(cohort, rounds), deltas, claimed, ran, note, replies, larger, colluding)
 
@@ -77,6 +78,29 @@ def epsilons(cohort: Cohort, rounds: int) -> list[float]:
         return cohort.protection.epsilons(rounds)
     values: list[float] = cohort.ledger.spending.epsilons(rounds * cohort.steps_per_round).tolist()
     return values
+
+
+def epsilons_if_all_collude(cohort: Cohort, rounds: int) -> list[float]:
+    """Return ε of each peer in this run if all others collude, with the steps that were charged again after a crash.
+
+    Where steps differ, those that were charged again count as the step with the least noise: an upper bound. Empty
+    where noise does not cancel between peers.
+    """
+    ledger, steps, larger = cohort.ledger, rounds * cohort.steps_per_round, list[float]()
+    protection = cohort.protection
+    if protection is None or not protection.own_alone:
+        return []
+    if ledger is None:
+        return protection.collusion_epsilons(rounds)
+    for account, alone in zip(protection.accounts, protection.own_alone, strict=True):
+        taken = sum(release.steps for release in account.releases(0, ledger.spending.start))
+        more = ledger.charged_before(account.peer) - taken
+        releases = list(alone.releases(0, steps))
+        if more > 0 and alone.spends:
+            least = min((spend.release for spend in alone.spends), key=lambda release: release.noise_multiplier)
+            releases.append(least.times(more))
+        larger.append(epsilon(releases, alone.delta))
+    return larger
 
 
 def rounds_run(cohort: Cohort, rounds: int) -> list[int]:

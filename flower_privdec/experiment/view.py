@@ -21,7 +21,7 @@ from flower_privdec.common.machine import HEADROOM, available_bytes, check_room,
 from flower_privdec.core import Exchange, Mix, Reply, State
 from flower_privdec.core.cohort import Cohort, LearningRate, Validation
 from flower_privdec.data import Examples, PeerData, Sampler, read_examples
-from flower_privdec.data.datasets import check_fit
+from flower_privdec.data.datasets import check_fit, sizes_of_parts
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.run_key import KEY_BYTES, SEEDED, environment, own_keys, run_id, shared_secret
@@ -38,6 +38,7 @@ from flower_privdec.scenario import Scenario, numbers_hash, own_parts
 from flower_privdec.scenario.sections import CancellingSection, placed, steps_per_round
 
 ENGINE = "engine"  # the runtime in which one process hosts all peers
+NETWORK = "network"  # that in which each peer is a process of its own, and agrees on secrets with its neighbours
 COMPARABLE = "comparable"  # the generator whose keys are the same in every runtime
 
 
@@ -117,26 +118,24 @@ class OwnParts:
         protection, larger = None, None
         if scenario.private is not None:
             drawings = drawings_of(agreement, peers, sampler)
+            section, everyone, everybody = scenario.private.noise, peers, sampler
+            if isinstance(section, CancellingSection) and len(peers) < scenario.n_peers:
+                everyone, everybody = np.arange(scenario.n_peers), sampler_of_all(agreement, runtime, root, whole)
             algorithm, mixing = agreement.algorithm, agreement.mixing
             factor = 1.0 if mixing is None else algorithm.weight_factor(mixing, scenario.rounds)
-            section = scenario.private.noise
-            if from_system and isinstance(section, CancellingSection):
-                raise ScenarioError(
-                    "privacy.noise.kind=cancelling has noise from keys alone, and a deployed peer's, or that of "
-                    "compute.generator=system, is the operating system's: leave one of the two out",
-                    code="noise.cancelling-deployed",
-                )
             protection = build_protection(
                 scenario,
                 scenario.private,
                 algorithm,
-                drawings,
+                drawings_of(agreement, everyone, everybody),
                 agreement.participation,
-                peers,
+                everyone,
                 factor,
                 noise_mechanism(scenario.private.noise).released,
-                None if not isinstance(section, CancellingSection) else partial(pair_plan, agreement, peers, sampler),
+                partial(pair_plan, agreement, everybody) if isinstance(section, CancellingSection) else None,
             )
+            if len(everyone) > len(peers):
+                protection = protection.part(int(peers[0]), int(peers[-1]) + 1)
             if scenario.private.hardened:
                 steps = scenario.rounds * algorithm.steps_per_round
                 larger = noise_inflation(algorithm, drawings, steps, agreement.initial.dtype)
@@ -224,24 +223,53 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
     ]
 
 
-def pair_plan(agreement: Agreement, peers: np.ndarray, sampler: Sampler, needed: np.ndarray) -> PairPlan:
-    """Return the noise that pairs of peers share; all of them have to be hosted here.
+def sampler_of_all(agreement: Agreement, runtime: str, root: str | None, whole: bool) -> Sampler:
+    """Return how all peers draw, for a process of a network that hosts one: the plan of pairs follows from it.
+
+    Args:
+        runtime, root, whole: see `OwnParts.of`.
+
+    Raises:
+        ScenarioError: there are secrets of pairs in a network alone; or each peer has a file of its own, whose size
+            the others do not know.
+    """
+    scenario, where = agreement.scenario, "privacy.noise.kind=cancelling"
+    if runtime != NETWORK:
+        raise ScenarioError(
+            f"{where}: this process hosts some of {scenario.n_peers} peers and has no secrets with the others: use "
+            "the engine, Flower's mode cohort, or a network of peers (`privdec up`, `privdec peer`)",
+            code="noise.cancelling-part",
+        )
+    if scenario.data.each_its_own or whole:
+        raise ScenarioError(
+            f"{where} needs the number of every peer's examples, which is private where each has data of its own: deal "
+            "out one dataset (data.partition), or leave privacy.noise out",
+            code="noise.cancelling-sizes",
+        )
+    batch, targets = scenario.data.batch, agreement.loss.targets
+    sizes = sizes_of_parts(scenario.data, scenario.seed_of("data"), scenario.n_peers, root, targets)
+    peers = np.arange(scenario.n_peers)
+    keys = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
+    return Sampler(batch.sampling, batch.size, sizes, keys, peers, rate=batch.rate, small_peers=batch.small_peers)
+
+
+def pair_plan(agreement: Agreement, sampler: Sampler, needed: np.ndarray) -> PairPlan:
+    """Return the noise that pairs of peers share.
 
     Args:
         sampler: of all peers.
         needed: the noise that each peer needs by itself in every step, over the factor of its sums, [steps, n_peers].
 
     Raises:
-        ScenarioError: some peers are hosted elsewhere, or the algorithm's exchanges do not conserve a sum.
+        ScenarioError: the algorithm's exchanges do not conserve a sum.
     """
     scenario, algorithm = agreement.scenario, agreement.algorithm
     assert scenario.private is not None
     assert isinstance(scenario.private.noise, CancellingSection)
     section, where = scenario.private.noise, f"privacy.noise.kind=cancelling with algorithm.name={algorithm.name}"
     exchanges = [item for item in algorithm.program if isinstance(item, Exchange)]
-    answered = any(
-        part.to == "neighbour" for part in algorithm.released(0, drawings_of(agreement, peers, sampler)[0]) or ()
-    )
+    drawing = drawings_of(agreement, sampler.peers, sampler)[0]
+    answered = any(part.to == "neighbour" for part in algorithm.released(0, drawing) or ())
     if not exchanges or answered or not all(isinstance(exchange, Mix) for exchange in exchanges):
         why = "exchanges nothing" if not exchanges else "sends more than what is mixed, of which no sum is conserved"
         raise ScenarioError(
@@ -253,16 +281,7 @@ def pair_plan(agreement: Agreement, peers: np.ndarray, sampler: Sampler, needed:
             f"{scenario.n_peers - 1}",
             code="noise.colluding",
         )
-    if len(peers) < scenario.n_peers:
-        raise ScenarioError(
-            f"{where}: this process hosts {len(peers)} of {scenario.n_peers} peers, and pairs of peers need a process "
-            "that hosts all: use the engine, or Flower's mode cohort",
-            code="noise.cancelling-part",
-        )
-    graph = build_topology(
-        section.secrets.name, scenario.n_peers, seed=scenario.seed_of("run"), **section.secrets.options()
-    )
-    edges = np.unique(np.sort(graph.support(), axis=1), axis=0)
+    edges = secret_pairs(scenario)
     steps, rounds = algorithm.steps_per_round, scenario.rounds
     rates = np.abs(np.stack([agreement.learning_rate.at(k) for k in range(rounds)])).repeat(steps, axis=0)
     weights = algorithm.conserved_weights(sampler.partition_sizes)
@@ -281,6 +300,17 @@ def pair_plan(agreement: Agreement, peers: np.ndarray, sampler: Sampler, needed:
         same_rates=bool(np.ptp(agreement.learning_rate.base) == 0),
         trades=tuple(choices),
     )
+
+
+def secret_pairs(scenario: Scenario) -> np.ndarray:
+    """Return the pairs of peers that share a secret, int64 [E, 2], the lower id first; none without such noise."""
+    section = None if scenario.private is None else scenario.private.noise
+    if not isinstance(section, CancellingSection):
+        return np.zeros((0, 2), dtype=np.int64)
+    graph = build_topology(
+        section.secrets.name, scenario.n_peers, seed=scenario.seed_of("run"), **section.secrets.options()
+    )
+    return np.asarray(np.unique(np.sort(graph.support(), axis=1), axis=0))
 
 
 def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int, dtype: torch.dtype) -> float:
@@ -419,7 +449,7 @@ class Experiment(Agreement):
             mechanism=noise_mechanism(
                 private.noise if private else None, None if own.protection is None else own.protection.pairs
             ),
-            secrets=PairSecrets(pairs),
+            secrets=PairSecrets(pairs, simulated=not own.from_system),
             learning_rate=self.learning_rate,
             steps_per_round=self.algorithm.steps_per_round,
             protection=own.protection,

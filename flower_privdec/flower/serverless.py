@@ -358,7 +358,7 @@ class AppTrainer:
     crash. It holds against all neighbours together, and against an observer of all their traffic.
     """
 
-    paid, steps_per_round, device = 0, 1, torch.device("cpu")
+    paid, steps_per_round, device, pair_secrets = 0, 1, torch.device("cpu"), None
 
     def __init__(
         self,

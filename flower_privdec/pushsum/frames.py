@@ -9,7 +9,7 @@ A frame is a fixed header, a line for each row, and the rows as they lie in memo
     hello       72 bytes  the counters
     acknowledgement  8 bytes  the boot that froze the share
     progress     0 bytes  the number alone
-    ledger report  16 bytes  challenge, answer; the number: of boots of the sender that follow
+    ledger report  48 bytes  challenge, answer, public key or zeros; the number: of boots of the sender that follow
                   16 bytes  for each of them, and then for each boot of the receiver: the boot and its lines
 
 All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has one
@@ -43,11 +43,11 @@ from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, 
 from flower_privdec.pushsum.witness import MANY, LedgerReport
 from flower_privdec.rows.tensors import all_finite
 
-MAGIC, VERSION = b"prvd", 3
+MAGIC, VERSION = b"prvd", 4
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
-LEDGER_REPORT, LINES = struct.Struct("<2Q"), struct.Struct("<2Q")
+LEDGER_REPORT, LINES = struct.Struct("<2Q32s"), struct.Struct("<2Q")
 LINE = struct.Struct("<BB6x4Q")  # type, number of axes, their lengths
 SMALL = 256  # bytes that a frame without rows has at most, but for a report
 REPORT = 256 + 2 * MANY * LINES.size  # that a report has at most
@@ -243,7 +243,7 @@ class FrameCodec:
         elif isinstance(message, Acknowledgement):
             body, kind = ACKNOWLEDGEMENT.pack(message.share_boot), FrameKind.ACKNOWLEDGEMENT
         elif isinstance(message, LedgerReport):
-            body = LEDGER_REPORT.pack(message.challenge, message.answers)
+            body = LEDGER_REPORT.pack(message.challenge, message.answers, message.public_key)
             body += b"".join(LINES.pack(*counted) for counted in (*message.own, *message.seen))
             kind = FrameKind.LEDGER_REPORT
             if self._seal is not None:
@@ -338,12 +338,12 @@ class FrameCodec:
                 body = self._seal.decrypt(header.sender, head, body)
             if len(body) < LEDGER_REPORT.size or (len(body) - LEDGER_REPORT.size) % LINES.size:
                 raise RefusedError(f"a report of peer {header.sender} has {header.length} bytes, which none has")
-            challenge, answers = LEDGER_REPORT.unpack_from(body)
+            challenge, answers, public_key = LEDGER_REPORT.unpack_from(body)
             counted = tuple(LINES.iter_unpack(body[LEDGER_REPORT.size :]))
             own, seen = counted[: header.number], counted[header.number :]
             if any(boot <= last for part in (own, seen) for (last, _), (boot, _) in pairwise(part)):
                 raise RefusedError(f"a report of peer {header.sender} has boots that are not in ascending order")
-            message = LedgerReport(*ends, header.boot, challenge, answers, own, seen)
+            message = LedgerReport(*ends, header.boot, challenge, answers, own, seen, public_key)
             if self._seal is not None:  # what is encoded again has another salt
                 if self._header(message, FrameKind.LEDGER_REPORT, header.length, flags=SEALED) != head:
                     raise _unused(header)

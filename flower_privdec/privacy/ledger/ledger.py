@@ -996,6 +996,12 @@ class CohortLedger(Ledger):
         self._reserved: tuple[int, Future[None]] | None = None  # a step that another thread charges
         self._reserving: ThreadPoolExecutor | None = None
 
+    def charged_before(self, peer: int) -> int:
+        """Return how many steps of this run's scenario were charged to a peer under other runs' ids."""
+        run, others = self._run, (entry for entry in self.entries if entry.run.id != self._run.id)
+        charges = chain.from_iterable(entry.charges for entry in others if entry.run.scenario == run.scenario)
+        return sum(release.steps for charge in charges if peer in charge.peers for release in charge.releases)
+
     def allowed(self, step: int) -> np.ndarray:
         """Return which peers may take a step, bool [m]: in their plan, and within their budget."""
         if self._allowed[0] != step:

@@ -88,9 +88,29 @@ class SystemNoise:
                 torch.addcmul(part.double(), normals.draw(part.numel()).to(out.device).view_as(part), scales[rows])
             )
 
+    def _key_of_call(self) -> bytes:
+        return os.urandom(32)
+
     def _normals(self, count: int) -> SystemNormals:
-        key, start = self._ciphers.algorithms.AES(os.urandom(32)), self._ciphers.modes.CTR(bytes(16))
+        key, start = self._ciphers.algorithms.AES(self._key_of_call()), self._ciphers.modes.CTR(bytes(16))
         return SystemNormals(self._ciphers.Cipher(key, start).encryptor(), min(PIECE, count))
+
+
+class SharedNoise(SystemNoise):
+    """SystemNoise under a key that two peers share: both draw the same normals, but for their libraries' rounding.
+
+    Privacy: a key is for one call alone; two calls under one key add the same normals.
+
+    Args:
+        key: 32 bytes.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__()
+        self._key = key
+
+    def _key_of_call(self) -> bytes:
+        return self._key
 
 
 class SystemNormals:
