@@ -107,7 +107,7 @@ def _channel(address: str, certificates: Path, scenario: Scenario) -> Any:
     return grpc.secure_channel(address, shown, [("grpc.ssl_target_name_override", identities(scenario)[TARGET])])
 
 
-FLOODS: dict[str, Flood] = {each.__name__: each for each in (silent, handshakes, dripping, malformed)}
+FLOODS: dict[str, Flood] = {flood.__name__: flood for flood in (silent, handshakes, dripping, malformed)}
 
 
 def main() -> None:
