@@ -25,7 +25,8 @@ from torch import Tensor
 
 from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
 from flower_privdec.common.files import CHECKPOINTS, MODEL, FolderLock, naming, open_file, write_atomically
-from flower_privdec.core import Algorithm, Exchange, State, advance
+from flower_privdec.core import Algorithm, Exchange, Mix, State, advance
+from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
@@ -39,7 +40,7 @@ from flower_privdec.experiment.spent import (
     ledger_folder,
 )
 from flower_privdec.experiment.view import NOISE, secret_pairs
-from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.network.peer.checkpoint_log import CheckpointLog
 from flower_privdec.network.peer.connections import Connections, ReportSession, Session
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
@@ -125,6 +126,14 @@ class RunningPeer(ABC):
                 f"network.codec={self.network.codec} rounds rows, and algorithm.name={trainer.algorithm.name} sends "
                 "rows whose rounding no sender's mass takes back: use exact, or an algorithm of push-sum",
                 code="network.codec-without-shares",
+            )
+        if self.network.robust is not None and (
+            self.mixing.sends_shares or not all(isinstance(one, Mix) for one in self.timetable.exchanges.values())
+        ):
+            raise ScenarioError(
+                f"network.robust clips the rows of gossip, and algorithm.name={trainer.algorithm.name} sends push-sum "
+                "shares, or gradients: take an algorithm that gossips alone, such as d-psgd, or leave it out",
+                code="network.robust-without-gossip",
             )
         codec = "" if self.arithmetic.is_exact else f", {self.network.codec}"
         codec += f", {self.final} rounds of final mixing"
@@ -287,13 +296,13 @@ class RunningPeer(ABC):
         """Return in words why this peer's model, at the end, is not the one that its neighbours have; None if it is."""
         if self.state.round_index < self.end or not self.final:
             return None
-        apart = {j: distance for j, distance in self.distances.items() if distance > APART}
-        if not apart:
+        byzantine = 0 if self.network.robust is None else self.network.robust.byzantine
+        farthest = sorted(self.distances, key=lambda j: -self.distances[j])[byzantine:]  # who lies has any model
+        if not farthest or (distance := self.distances[farthest[0]]) <= APART:
             return None
-        farthest = max(apart, key=lambda j: apart[j])
         return (
-            f"after {self.final} rounds of final mixing its model is {apart[farthest]:.1%} from that of peer "
-            f"{farthest}; raise network.final_mixing, or take a graph with more edges"
+            f"after {self.final} rounds of final mixing its model is {distance:.1%} from that of peer {farthest[0]}; "
+            "raise network.final_mixing, or take a graph with more edges"
         )
 
     def _await_witness(self) -> None:
@@ -394,6 +403,22 @@ class RunningPeer(ABC):
         """Return how the rows of an exchange look on the wire."""
         rows = {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
         return formats_of({name: self.arithmetic.encode(row) for name, row in rows.items()})
+
+    def _clipped(self, received: Mapping[Link, Payload]) -> Mapping[Link, Payload]:
+        """Return the rows of an exchange's senders, those of the farthest clipped; see ClippedSection."""
+        if self.network.robust is None or not received:
+            return received
+        clipped: dict[Link, dict[str, Tensor]] = {link: {} for link in received}
+        for name in next(iter(received.values())):
+            own = self.state.rows[name][0]
+            apart = {link: values[name].double() - own.double() for link, values in received.items()}
+            distances = {link: float(difference.norm()) for link, difference in apart.items()}
+            nearest = sorted(distances.values(), reverse=True)[self.network.robust.byzantine :]
+            limit = nearest[0] if nearest else 0.0
+            for link, distance in distances.items():
+                near = received[link][name] if distance <= limit else (own + apart[link] * (limit / distance)).to(own)
+                clipped[link][name] = near
+        return dict(clipped)
 
     def _decoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return rows that were received, on this peer's device."""

@@ -162,7 +162,7 @@ class SynchronousPeer(RunningPeer):
         if self.state.round_index >= self.rounds:
             self._measure({sender: rows for (sender, _), rows in received.items()})
         mixing = self.timetable.mixing(self.state.round_index)
-        exchange.incoming(self.state, mixing, received).apply_(self.state)
+        exchange.incoming(self.state, mixing, self._clipped(received)).apply_(self.state)
         for name, lost in self._rounding.items():
             self.state.rows[name][0] += lost
 
