@@ -26,7 +26,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.data import readers
-from flower_privdec.data.readers import Rows, Source, Split, Wanted, read_npz, read_own, read_svmlight, some
+from flower_privdec.data.readers import EMBEDDED, Rows, Source, Split, Wanted, read_npz, read_own, read_svmlight, some
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
 from flower_privdec.scenario.sections import PEER, DataSection
@@ -196,22 +196,16 @@ def _check_count(name: str, value: Any, most: int, what: str) -> None:
         raise ScenarioError(f"{name}={value} must be 1 to {most}, {what}")
 
 
-_READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(
+_READERS: dict[str, Callable[..., Source]] = DATASETS.bind(
     {
-        "digits": readers.read_digits,
-        "breast-cancer": readers.read_breast_cancer,
+        **EMBEDDED,
         "mnist": partial(readers.read_images, "MNIST"),
         "fashion-mnist": partial(readers.read_images, "FashionMNIST"),
         "cifar10": partial(readers.read_images, "CIFAR10"),
-        "diabetes": readers.read_diabetes,
-        "synthetic-labels": readers.read_synthetic_labels,
-        "synthetic-words": readers.read_synthetic_words,
-        "synthetic-sparse": readers.read_synthetic_sparse,
         "npz": read_npz,
         "svmlight": read_svmlight,
     }
 )
-EMBEDDED = ("digits", "breast-cancer", "diabetes", "synthetic-labels", "synthetic-words", "synthetic-sparse")
 OWN = "own"  # the ledger's name of all data of users' functions: a renamed function must not start at ε = 0
 
 
@@ -281,7 +275,7 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
     if not isinstance(name, str):
         return read_own(name.module, root, name.arguments, requested)
     DATASETS.check(name, "data.dataset")
-    source = _READERS[name](root, requested)
+    source = _READERS[name]() if name in EMBEDDED else _READERS[name](root, requested)
     if source.targets != targets:
         raise ScenarioError(
             f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "

@@ -105,10 +105,8 @@ def epsilons_if_all_collude(cohort: Cohort, rounds: int) -> list[float]:
 
 def rounds_run(cohort: Cohort, rounds: int) -> list[int]:
     """Return in how many of the first rounds each peer of a cohort took its private steps."""
-    total = np.zeros(len(cohort.peers), dtype=np.int64)
-    for round_index in range(rounds):
-        total += cohort.active(round_index)
-    ran: list[int] = total.tolist()
+    none = np.zeros(len(cohort.peers), dtype=np.int64)
+    ran: list[int] = sum((cohort.active(round_index) for round_index in range(rounds)), none).tolist()
     return ran
 
 
@@ -116,12 +114,6 @@ def ledger_folder(scenario: Scenario, out: Path) -> Path:
     """Return where the ledger of a run lies."""
     private = scenario.private
     return Path(private.ledger) if private and private.ledger else out / "ledger"
-
-
-def ledger_scope(scenario: Scenario) -> str:
-    """Say which runs a run's ε counts: all in the ledger that the scenario names, or this one alone."""
-    private = scenario.private
-    return f"all runs in {private.ledger}" if private and private.ledger else ALONE
 
 
 def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation) -> list[dict[str, Any]]:
@@ -137,6 +129,7 @@ def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation)
     """
     expected = (participation.chances * scenario.rounds).tolist()
     private, rows = scenario.private, []
+    scope = f"all runs in {private.ledger}" if private and private.ledger else ALONE
     calibration = "none" if private is None else private.calibration
     facts = zip(spent.epsilons, spent.deltas, spent.claimed, spent.rounds_run, strict=True)
     for peer, (total, delta, claimed, ran) in enumerate(facts):
@@ -148,7 +141,7 @@ def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation)
             row["epsilon_of_replies_to_one"] = json_number(spent.replies[peer])
         if spent.if_all_collude:
             row |= {"colluding": spent.colluding, "epsilon_if_all_collude": json_number(spent.if_all_collude[peer])}
-        rows.append(row if private is None else row | {"scope": ledger_scope(scenario)})
+        rows.append(row if private is None else row | {"scope": scope})
     return rows
 
 
@@ -178,11 +171,10 @@ def budget_note(spending: Spending, steps_per_round: int) -> str | None:
     short = shortages(spending)
     if not short:
         return None
-    rounds = sorted({steps // steps_per_round for steps in short.values()})
-    some = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+    rounds = _span(steps // steps_per_round for steps in short.values())
     return (
         f"after the ε = {_already(spending)} that other runs over the same data have spent, the budget of peers "
-        f"{peer_ranges(short)} allows steps in the first {some} of {spending.steps // steps_per_round} rounds only; "
+        f"{peer_ranges(short)} allows steps in the first {rounds} of {spending.steps // steps_per_round} rounds only; "
         "after them they stop training and only exchange"
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import memory
@@ -430,7 +431,8 @@ class Experiment(Agreement):
             ScenarioError: when their state does not fit into free memory.
             BudgetError: when the ledger cannot be trusted or is in use.
         """
-        check_memory(self)
+        if too_large := shortage(self):
+            raise ScenarioError(too_large)
         own, held, private = self.own, self.public.validation, self.scenario.private
         hardened = own.noise_inflation is not None
         sampler = own.sampler.with_fresh_keys() if own.from_system else own.sampler
@@ -534,35 +536,31 @@ def memory_need(experiment: Experiment, workers: int = 1) -> MemoryNeed:
         inputs = 2 * int(np.diff(public.x.matrix.indptr).max())
     per_example = inputs + 2 * outputs_per_example(experiment.module, public.x)
     batch = int(experiment.own.sampler.normalizer.sum() * per_example * experiment.initial.element_size())
-    table, rows = _chosen_table_bytes(experiment), len(experiment.own.peers)
+    table = _chosen_table_bytes(experiment)
     return MemoryNeed(
-        state=_state_bytes(experiment, rows),
+        state=_state_bytes(experiment),
         table=table,
         data=data + _copy_bytes(experiment),
         batch=min(batch, workers * scenario.compute.memory_mib << 20),
-        checkpoint=_checkpoint_bytes(experiment, rows, table),
+        checkpoint=_checkpoint_bytes(experiment, table),
         workers=(workers - 1) * WORKER_BYTES,
     )
 
 
-def _row_bytes(experiment: Experiment) -> int:
-    return experiment.initial.numel() * experiment.initial.element_size()
-
-
-def _state_bytes(experiment: Experiment, rows: int) -> int:
-    algorithm, pairs = experiment.algorithm, rows
+def _state_bytes(experiment: Experiment) -> int:
+    algorithm, rows = experiment.algorithm, len(experiment.own.peers)
+    pairs = rows
     if algorithm.edge_slots and experiment.mixing is not None:
         pairs += int(experiment.mixing.heard(1)[0, experiment.own.peers].sum())
     private = experiment.scenario.private
-    buffers = algorithm.buffers(experiment.participation) + len(
-        noise_mechanism(private.noise if private else None).state
-    )
-    return (buffers * rows + algorithm.edge_slots * pairs) * _row_bytes(experiment)
+    noise_rows = len(noise_mechanism(private.noise if private else None).state)
+    buffers = algorithm.buffers(experiment.participation) + noise_rows
+    return (buffers * rows + algorithm.edge_slots * pairs) * experiment.initial.nbytes
 
 
-def _checkpoint_bytes(experiment: Experiment, rows: int, table: int) -> int:
-    copies = CHECKPOINT_COPIES + (experiment.device.type != "cpu")
-    return copies * (experiment.algorithm.slots * rows * _row_bytes(experiment) + table)
+def _checkpoint_bytes(experiment: Experiment, table: int) -> int:
+    copies, rows = CHECKPOINT_COPIES + (experiment.device.type != "cpu"), len(experiment.own.peers)
+    return copies * (experiment.algorithm.slots * rows * experiment.initial.nbytes + table)
 
 
 def _copy_bytes(experiment: Experiment) -> int:
@@ -592,10 +590,9 @@ def _chosen_table_bytes(experiment: Experiment) -> int:
     return 0 if table is None else table_bytes(experiment)[table] or 0
 
 
-def _fits(experiment: Experiment, rows: int, table: int) -> bool:
-    """Return whether so many peers with a table of so many bytes fit into what is free, checkpoint included."""
-    there = _state_bytes(experiment, rows) + table + _copy_bytes(experiment)
-    host = _checkpoint_bytes(experiment, rows, table)
+def _fits(experiment: Experiment, table: int) -> bool:
+    """Return whether the peers with a table of so many bytes fit into what is free, checkpoint included."""
+    there, host = _state_bytes(experiment) + table + _copy_bytes(experiment), _checkpoint_bytes(experiment, table)
     if experiment.device.type == "cpu":
         return there + host <= HEADROOM * available_bytes(experiment.device)
     on_device = there <= HEADROOM * available_bytes(experiment.device)
@@ -607,33 +604,21 @@ def shortage(experiment: Experiment) -> str | None:
 
     The data set is in memory already; counted are state, table, a copy of the examples, and checkpoints.
     """
-    rows, table = len(experiment.own.peers), _chosen_table_bytes(experiment)
-    if _fits(experiment, rows, table):
+    table, state = _chosen_table_bytes(experiment), _state_bytes(experiment)
+    if _fits(experiment, table):
         return None
-    state = _state_bytes(experiment, rows)
-    needed = memory(state + table + _copy_bytes(experiment) + _checkpoint_bytes(experiment, rows, table))
+    needed = memory(state + table + _copy_bytes(experiment) + _checkpoint_bytes(experiment, table))
     free = f"about {needed}, checkpoints included, and {memory(available_bytes(experiment.device))} are free"
-    configured = experiment.algorithm.table
+    configured, peers = experiment.algorithm.table, len(experiment.own.peers)
     if configured is None or table <= state:
         return (
-            f"n_peers={rows} with models of {experiment.initial.numel():,} parameters need {free}; use fewer peers, "
+            f"n_peers={peers} with models of {experiment.initial.numel():,} parameters need {free}; use fewer peers, "
             "a smaller model or a larger machine"
         )
     others = table_bytes(experiment).items()
-    fitting = [f"{name} ({memory(size)})" for name, size in others if size and _fits(experiment, rows, size)]
+    fitting = [f"{name} ({memory(size)})" for name, size in others if size and _fits(experiment, size)]
     remedy = f"use {' or '.join(fitting)}" if fitting else "use fewer peers or a larger machine"
     return f"algorithm.table={configured!r} needs {free}; {remedy}"
-
-
-def check_memory(experiment: Experiment) -> None:
-    """Refuse a run whose state and table do not fit into free memory.
-
-    Raises:
-        ScenarioError: naming what is too large, and what would fit.
-    """
-    message = shortage(experiment)
-    if message is not None:
-        raise ScenarioError(message)
 
 
 def outputs_per_example(module: nn.Module, x: Features) -> int:
@@ -656,8 +641,12 @@ def multiplications_per_example(module: nn.Module, x: Features) -> int:
 def _outputs(module: nn.Module, x: Features) -> list[tuple[nn.Module, int]]:
     """Return how many numbers each leaf module puts out for one example."""
     counts: list[tuple[nn.Module, int]] = []
+
+    def count(leaf: nn.Module, _inputs: Any, out: Any) -> None:  # one tensor, or several, as of a recurrent layer
+        counts.append((leaf, sum(part.numel() for part in tree_leaves(out) if isinstance(part, Tensor))))
+
     leaves = [leaf for leaf in module.modules() if not list(leaf.children())]
-    handles = [leaf.register_forward_hook(lambda m, _i, out: counts.append((m, _numbers(out)))) for leaf in leaves]
+    handles = [leaf.register_forward_hook(count) for leaf in leaves]
     parameter = next(module.parameters())
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=()):
@@ -667,11 +656,3 @@ def _outputs(module: nn.Module, x: Features) -> list[tuple[nn.Module, int]]:
         for handle in handles:
             handle.remove()
     return counts
-
-
-def _numbers(out: Any) -> int:
-    """Count the numbers of what a module returns: a tensor, or several, as a recurrent layer does."""
-    if isinstance(out, Tensor):
-        return out.numel()
-    parts = out.values() if isinstance(out, dict) else out if isinstance(out, (tuple, list)) else ()
-    return sum(map(_numbers, parts))

@@ -33,7 +33,6 @@ from flower_privdec.data import Sampler, partition
 from flower_privdec.engine.workers import deal, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
-from flower_privdec.experiment.recorder import count_evaluations
 from flower_privdec.experiment.spent import budget_note, json_number, shortfall
 from flower_privdec.experiment.view import memory_need, outputs_per_example, shortage, table_bytes
 from flower_privdec.gradients import explain_kernel
@@ -516,8 +515,7 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     if experiment.algorithm.table is not None:
         passes = experiment.algorithm.full_passes(rounds)
         training += filling * shrunk + passes * max(0.0, times[0] * shrunk - per_round)
-    evaluations = count_evaluations(rounds, experiment.scenario.evaluation.every)
-    evaluation = one * len(public.y) / test_size * evaluations
+    evaluation = one * len(public.y) / test_size * -(-rounds // experiment.scenario.evaluation.every)
     return training + evaluation, evaluation / (training + evaluation)
 
 
@@ -600,7 +598,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
     topology = None if experiment.mixing is None else connectivity(experiment.mixing)
     if topology is not None:
         topology["final_mixing"] = final_mixing(experiment)
-    table, public = experiment.algorithm.table, experiment.public
+    table = experiment.algorithm.table
     ledger, ledger_warnings = ledger_facts(experiment)
     return {
         "name": scenario.name,
@@ -610,7 +608,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "ledger": ledger,
         **optimum(experiment),
         "pairs": pair_facts(experiment),
-        "gradients": explain_kernel(experiment.module, public.input_shape, public.n_tokens, sparse=public.sparse),
+        "gradients": explain_kernel(experiment.kernel),
         "memory_bytes": need.total,
         "memory": asdict(need),
         "tables": table_bytes(experiment) if table else None,
