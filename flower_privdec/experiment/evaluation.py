@@ -64,15 +64,13 @@ def evaluate(
         parts = [_try(agreement, models[:1])]
     else:
         parts = [_try(agreement, models)] if trial is None else trial()
-    metrics: dict[str, Any] = {
-        "round": round_index,
-        **{
-            name: {"mean_model": finite(mean[0]), **_spread([value for part in parts for value in part[name]])}
-            for name, mean in _measure(agreement, outputs, targets).items()
-        },
-        "loss": {"mean_model": value},
-        "consensus_distance": consensus_distance(models),
-    }
+    metrics: dict[str, Any] = {"round": round_index}
+    for name, mean in _measure(agreement, outputs, targets).items():
+        peers = [value for part in parts for value in part[name]]
+        ends = (sum(peers) / len(peers), min(peers), max(peers)) if all(map(math.isfinite, peers)) else (None,) * 3
+        spread = dict(zip(("peer_mean", "peer_min", "peer_max"), ends, strict=True))
+        metrics[name] = {"mean_model": finite(mean[0]), **spread}
+    metrics |= {"loss": {"mean_model": value}, "consensus_distance": consensus_distance(models)}
     by_label = algorithm.tried_on_own_labels and agreement.loss.targets == "classes"
     if own is not None and by_label and shows_private(agreement.scenario):
         personal, last = algorithm.personal(rows), round_index >= agreement.scenario.rounds
@@ -138,12 +136,6 @@ def _try(agreement: Agreement, models: Tensor) -> dict[str, list[float]]:
         for name, values in _measure(agreement, agreement.kernel.logits(models[rows], x), targets).items():
             by_metric[name] += values
     return by_metric
-
-
-def _spread(values: list[float]) -> dict[str, float | None]:
-    if not all(map(math.isfinite, values)):
-        return dict.fromkeys(("peer_mean", "peer_min", "peer_max"))
-    return {"peer_mean": sum(values) / len(values), "peer_min": min(values), "peer_max": max(values)}
 
 
 def _sound_loss(agreement: Agreement, outputs: Tensor, targets: Tensor, round_index: int) -> float:
