@@ -79,10 +79,9 @@ def _slot(batch: Batch, b: int) -> Batch:
 
 def _add_mean_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
     """Add scale b mean(table) to out."""
-    whole, every = step.scale * cohort.tensor(cohort.data.sampler.normalizer[step.rows]), len(cohort.peers)
-    rows = (
-        slice(None) if len(step.rows) == every else torch.as_tensor(step.rows, device=cohort.device)
-    )  # no copy of all
+    whole = step.scale * cohort.tensor(cohort.data.sampler.normalizer[step.rows])
+    every = len(step.rows) == len(cohort.peers)  # a slice, which copies nothing
+    rows = slice(None) if every else torch.as_tensor(step.rows, device=cohort.device)
     step.out.addcmul_(whole.unsqueeze(1), state["table.mean"][rows])
 
 
