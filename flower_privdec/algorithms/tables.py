@@ -86,12 +86,9 @@ def _add_mean_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
 
 
 def _put_(table: Tensor, rows: Tensor, batch: Batch, values: Tensor) -> None:
-    """Write a batch's values [r, b, ·] to their examples' places; padding, which follows the examples, writes nothing.
+    """Write a batch's values [r, b, ·] to their examples' places in some rows [r, 1] of a table.
 
-    It repeats what the first place of its row gets: to leave it out by a mask, a GPU would have to be waited for.
-
-    Args:
-        rows: of the table, [r, 1].
+    Padding repeats what the first place of its row gets: to leave it out by a mask, a GPU would have to be waited for.
     """
     used, first = batch.weight > 0, batch.index[:, :1]
     first_values = torch.where(used[:, :1, None], values[:, :1], table[rows, first])

@@ -88,10 +88,7 @@ def affordable(experiment: Experiment) -> int:
 
 
 def _blocks(experiment: Experiment) -> int:
-    """Return into how many blocks an experiment falls.
-
-    It is one on a GPU, and where exchanges are of a user's own kind.
-    """
+    """Return into how many blocks an experiment falls: one on a GPU, and where exchanges are of a user's own kind."""
     exchanges = [item for item in experiment.algorithm.program if isinstance(item, Exchange)]
     known = all(type(item) in (Mix, Gather, Reply) for item in exchanges)
     if experiment.device.type != "cpu" or not known:
