@@ -15,12 +15,14 @@ from tiny_scenario import Tiny
 
 pytest.importorskip("grpc")
 
-from networked import LONG, Killed, devices, go_on, mortal, run_network, running
+from networked import LONG, Killed, devices, go_on, mortal, run_network, running, trainer_of
 
 from flower_privdec import testing
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.formatting import number
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.status import spent_text
 from flower_privdec.privacy.noise import deployed
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.privacy.noise.deployed import SharedNoise
@@ -73,13 +75,18 @@ def test_a_peer_that_dies_uses_no_draw_again(point, moment: int, tiny: Tiny, tmp
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(LONG)
-        began = len(shared)
-        go_on(running_peer(scenario, theirs[1]), [futures[peer] for peer in (0, 2, 3)])
+        began, again = len(shared), running_peer(scenario, theirs[1])
+        go_on(again, [futures[peer] for peer in (0, 2, 3)])
     before, later = ({key for key, _, peer in part if peer == 1} for part in (shared[:began], shared[began:]))
     assert later
     assert not before & later
     assert max(Counter(key for key, *_ in shared[began:]).values()) == 2
     assert max(Counter((key, peer) for key, _, peer in shared).values()) == 1
+    one, other = (trainer_of(peer).status(peer._trained) for peer in (again, peers[0]))
+    for status in (one, other):
+        assert status["epsilon_if_all_collude"] > status["epsilon"]
+        assert f"({number(status['epsilon_if_all_collude'])} if all others collude)" in spent_text(status)
+    assert one["epsilon_if_all_collude"] > other["epsilon_if_all_collude"]  # it paid for a step more
     assert max(Counter(key for key, *_ in shared).values()) <= 2
 
 
