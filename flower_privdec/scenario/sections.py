@@ -1357,10 +1357,6 @@ class LocatedFile(Section):
 
     _places: Places = PrivateAttr(default_factory=Places)
 
-    def given_at(self, places: Places) -> None:
-        """Remember the lines of the values."""
-        self._places = places
-
 
 def _check_addresses(scenario: Scenario | AppScenario) -> None:
     peers = scenario.network.peers
