@@ -137,7 +137,7 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
     right = RowMessage(3, 0, 0, 1, {"x": before["x"][0], "w": before["w"][0]})
 
     def call(message: Any, codec: FrameCodec = frames) -> bytes:
-        return b"".join(bytes(codec.encode(part)) for part in (LedgerReport(3, 0, 1, 1, 0, (), ()), message))
+        return b"".join(b"".join(codec.encode(part)) for part in (LedgerReport(3, 0, 1, 1, 0, (), ()), message))
 
     try:
         for content, said in {
@@ -149,19 +149,19 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
             call(replace(right, sender=2)): "a peer may send its own frames alone",
             call(right, FrameCodec(bytes(32))): "is of run",
             call(Progress(3, 0, 99)): "reports place 98",
-            bytes(frames.encode(right)): "reports no ledger",
+            b"".join(frames.encode(right)): "reports no ledger",
         }.items():
             with pytest.raises(RefusedError, match=said):
-                link.call(content, LONG)
+                link.call([content], LONG)
         assert not peer.machine.received()
         assert all(torch.equal(before[name], row) for name, row in peer.state.rows.items())
         peer.session.fatal = None
-        link.call(call(right), LONG)
-        link.call(call(replace(right, values={name: row * 0 for name, row in right.values.items()})), LONG)
+        link.call([call(right)], LONG)
+        link.call([call(replace(right, values={name: row * 0 for name, row in right.values.items()}))], LONG)
         ((sender, rows),) = peer.machine.received().items()  # a second time, and other rows, change nothing
         assert sender == 3
         assert all(torch.equal(rows[name], row) for name, row in right.values.items())
-        assert json.loads(bytes(link.call(STATUS_REQUEST, LONG)))["round"] == 0
+        assert json.loads(bytes(link.call([STATUS_REQUEST], LONG)))["round"] == 0
     finally:
         link.close()
         peer.close()

@@ -47,13 +47,13 @@ class Hostile:
 
     def encode(self, message: Message) -> bytes:
         """Return the frame of a message."""
-        return bytes(self.own.session.frames.encode(message))
+        return b"".join(self.own.session.frames.encode(message))
 
     def say(self, *messages: Message | bytes) -> bytes:
         """Say something in one call; return the answer."""
         everything = [self.own.witness.report(0), *messages]
         content = b"".join(each if isinstance(each, bytes | bytearray) else self.encode(each) for each in everything)
-        answer = bytes(self.link.call(content, LONG))
+        answer = bytes(self.link.call([content], LONG))
         self.said.append(content)
         report, *_ = self.own.session.frames.decode_all(memoryview(bytearray(answer)), MANY)
         self.own.witness.receive(report)  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ FOR_ALL: dict[str, tuple[Says, str]] = {
     "one of number 2^63": (lambda h: [h.acknowledgement(number=2**63)], "acknowledged share 9223372036854775808"),
     "one of another life": (lambda h: [h.acknowledgement(boot=1)], "acknowledged something before its last start"),
     "one of another incarnation": (lambda h: [h.acknowledgement(incarnation=FIRST + 1)], "from incarnation 0x"),
-    "another scenario": (lambda h: [bytes(FrameCodec(bytes(32)).encode(h.own.protocol.hello(0)))], "is of run"),
+    "another scenario": (lambda h: [b"".join(FrameCodec(bytes(32)).encode(h.own.protocol.hello(0)))], "is of run"),
     "another version": (
         lambda h: [h.encode(h.own.protocol.hello(0))[:4] + b"\t" + h.encode(h.own.protocol.hello(0))[5:]],
         "has version 9 of the",
@@ -254,7 +254,7 @@ def test_what_breaks_a_rule_is_refused_by_name_and_changes_nothing(hostile: Host
         assert hostile.target.protocol.is_open(3) == (case not in THEN_GREET_ANEW and "weight" not in why), case
         hostile.target.session.quarantined.clear()
         hostile.greet()
-    assert json.loads(bytes(hostile.link.call(STATUS_REQUEST, LONG)))["round"] == 0
+    assert json.loads(bytes(hostile.link.call([STATUS_REQUEST], LONG)))["round"] == 0
     hostile.say(hostile.good())
     assert known(hostile.target) != before  # what is right is taken
 
@@ -281,7 +281,7 @@ def say_again(hostile: Hostile) -> None:
     """Say everything once more, in another order too; who says old things has to greet anew."""
     for content in (hostile.said + hostile.said[::-1]) * 2:
         with contextlib.suppress(RefusedError):
-            hostile.link.call(content, LONG)
+            hostile.link.call([content], LONG)
     hostile.greet()
 
 
@@ -348,7 +348,7 @@ def test_who_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         ):
             report = replace(own.witness.report(1), receiver=0)
             with pytest.raises(RefusedError, match="who are no neighbours here"):
-                link.call(b"".join(bytes(own.session.frames.encode(part)) for part in (report, message)), LONG)
+                link.call([b"".join(b"".join(own.session.frames.encode(part)) for part in (report, message))], LONG)
         assert known(target) == before
     finally:
         link.close()

@@ -104,4 +104,4 @@ def test_a_call_comes_back_however_the_other_side_hangs_up(manner: str, size: in
     ):
         for _ in range(CALLS):
             with pytest.raises(UnreachableError, match=r": (unavailable|internal|unknown|cancelled)"):
-                link.call(bytes(size), LONG)
+                link.call([bytes(size)], LONG)

@@ -552,7 +552,7 @@ def test_what_is_on_disk_is_packed_and_unpacked_bit_for_bit() -> None:
     for j, edge in durable.edges.items():
         assert replace(edge, frozen=()).__dict__ == replace(again.edges[j], frozen=()).__dict__
         (share,), (other,) = edge.frozen, again.edges[j].frozen
-        assert bytes(frames.encode(share)) == bytes(frames.encode(other))
+        assert b"".join(frames.encode(share)) == b"".join(frames.encode(other))
     facts["edges"]["1"]["sent"] = 2
     with pytest.raises(ValueError, match="the last share for peer 1 is not the last one sent"):
         unpack(0, facts, tensors, durable.mass)

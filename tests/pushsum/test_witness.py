@@ -54,7 +54,7 @@ class Process:
 def carry(report: LedgerReport) -> LedgerReport:
     """Return a report as its frame is decoded."""
     codec = FrameCodec(b"run")
-    decoded = codec.decode(bytearray(bytes(codec.encode(report))))
+    decoded = codec.decode(bytearray().join(codec.encode(report)))
     assert decoded == report
     return report
 

@@ -14,7 +14,6 @@ from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.network.peer.status import STATUS_REQUEST
 from flower_privdec.network.transport.transport import Connection, Content, Transport, UnreachableError
-from flower_privdec.pushsum.buffers import BufferList
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import REPORT, FrameCodec, Message
 from flower_privdec.pushsum.witness import TWICE, LedgerReport, LedgerWitness
@@ -68,10 +67,10 @@ class Session(ABC):
         self.witness.receive(messages[0])
         return messages[1:]
 
-    def write(self, receiver: int, messages: Messages) -> BufferList:
+    def write(self, receiver: int, messages: Messages) -> Content:
         """Encode a call or an answer, with the report on ledgers first."""
         everything = [self.witness.report(receiver), *messages]
-        return BufferList(tuple(part for message in everything for part in self.frames.encode(message).buffers))
+        return [part for message in everything for part in self.frames.encode(message)]
 
     @abstractmethod
     def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
@@ -244,7 +243,7 @@ class Connections:
     def _answer(self, caller: int, content: memoryview) -> Content:
         if content == STATUS_REQUEST:
             with self.changed:
-                return json.dumps(self._status()).encode()
+                return [json.dumps(self._status()).encode()]
         try:
             messages = self.session.read(caller, content)
             with self.changed:
@@ -292,7 +291,7 @@ class Connections:
             took = time.monotonic() - began
             answer = self.session.read(peer, content)
             with self.changed:
-                self.bytes_sent += len(call)
+                self.bytes_sent += sum(map(len, call))
                 self._quickest[peer] = min(took, self._quickest.get(peer, took))
                 self.trouble.pop(peer, None)
                 self._failures.pop(peer, None)

@@ -28,7 +28,7 @@ def request_status(connection: Connection, seconds: float) -> dict[str, Any]:
     Raises:
         RunError: it does not answer, or with something else.
     """
-    answer = bytes(connection.call(STATUS_REQUEST, seconds))
+    answer = bytes(connection.call([STATUS_REQUEST], seconds))
     try:
         status = json.loads(answer)
     except (ValueError, RecursionError):
