@@ -49,6 +49,7 @@ from flower_privdec.pushsum.exactly_once import (
     StaleStateError,
 )
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMass, RowMessage, frame_size, pack, unpack
+from flower_privdec.pushsum.lockstep import Turn
 from flower_privdec.pushsum.witness import LedgerWitness
 
 _log = logging.getLogger(__name__)
@@ -727,9 +728,12 @@ class AsynchronousPeer(RunningPeer):
         """Return whether a round has an exchange in which this peer has a neighbour."""
         if self.mixing.sends_shares and not self._is_due(round_index):
             return False
-        places = [self.timetable.place(round_index, at) for at in self.timetable.exchanges]
-        peer = self.device.peer
-        return any(self.timetable.senders(peer, place) | self.timetable.receivers(peer, place) for place in places)
+        turns = (self._turn(round_index, at) for at in self.timetable.exchanges)
+        return any(turn.senders | turn.receivers for turn in turns)
+
+    def _turn(self, round_index: int, at: int) -> Turn:
+        """Return this peer's part in an exchange."""
+        return self.timetable.turn(self.device.peer, self.timetable.place(round_index, at))
 
     def _tend(
         self, ready: Callable[[], bool], round_index: int, every: float | None = None, saved: int | None = None
@@ -894,8 +898,8 @@ class AsynchronousPeer(RunningPeer):
             self._absorb()
             return
         self._begin_exchange()
-        outgoing = self.timetable.column(self.device.peer, round_index)
-        incoming = self.timetable.senders(self.device.peer, self.timetable.place(round_index, self.state.at))
+        turn = self._turn(round_index, self.state.at)
+        outgoing, incoming = turn.weights, turn.senders
         self._late = set[int]()
         if not sent:
             self._late = self._make_ready(outgoing, set(outgoing) - incoming)
@@ -951,10 +955,9 @@ class AsynchronousPeer(RunningPeer):
     def _settle(self) -> None:
         """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
         following = self.state.round_index + 1
-        if following < self.rounds and self._is_due(following):
-            senders = self.timetable.senders(self.device.peer, self.timetable.place(following, self.state.at - 1))
-            if self.protocol.uncommitted() & senders:
-                self._commit(following)
+        is_due = following < self.rounds and self._is_due(following)
+        if is_due and self.protocol.uncommitted() & self._turn(following, self.state.at - 1).senders:
+            self._commit(following)
 
     def _gossip(self, exchange: Exchange, state: State) -> None:
         """Send rows, and continue with those that have come."""
@@ -964,7 +967,7 @@ class AsynchronousPeer(RunningPeer):
         if self._is_due(k):
             self._commit(k, self._uninformed(k))
         self._post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
-        wanted, self._late = self.timetable.senders(self.device.peer, self.timetable.place(k, at)), set()
+        wanted, self._late = self._turn(k, at).senders, set()
 
         def is_past(j: int) -> bool:
             at_its_end = self.session.rounds.get(j, 0) >= self.rounds  # where it mixes, and no more
@@ -1030,17 +1033,17 @@ class AsynchronousPeer(RunningPeer):
 
     def _exchange_finally(self, exchange: Exchange) -> None:
         """Exchange in a round of final mixing, and wait for all neighbours that are up."""
-        k, peer, at = self.state.round_index, self.device.peer, self.state.at
+        k, at = self.state.round_index, self.state.at
         self.waits_for = f"its neighbours in round {k - self.rounds + 1} of final mixing"
-        place = self.timetable.place(k, at)
-        senders, receivers = self.timetable.senders(peer, place), self.timetable.receivers(peer, place)
+        turn = self._turn(k, at)
+        senders = turn.senders
         if self.mixing.sends_shares:
             sent, self._sent = self._sent, False
             if not sent:
                 if self.protocol.uncommitted():
                     self._commit(k)
-                self._await_finally(receivers, self.protocol.is_ready, k)
-                self._split(k, self.timetable.column(peer, k), floor=0.0)
+                self._await_finally(turn.receivers, self.protocol.is_ready, k)
+                self._split(k, turn.weights, floor=0.0)
                 self._commit(k + 1, self._neighbors)
             self._await_finally(senders, lambda j: self._came.get(j, -1) >= k or self.protocol.has_passed(j, k), k + 1)
             self._absorb()
@@ -1125,7 +1128,8 @@ class AsynchronousPeer(RunningPeer):
             behind = self._behind(self.session.senders(at), limit)
             if behind and isinstance(exchange, Mix):
                 state = replace(self.state, round_index=min(self.session.rounds[j] for j in behind), at=at)
-                sent = exchange.outgoing(state, self.timetable.mixing(state.round_index))
+                mixing = self.mixing if state.round_index < self.rounds else self.timetable.final_mixing
+                sent = exchange.outgoing(state, mixing)
                 self._post(at, max(0, round_index - 1), {j: rows for (_, j), rows in sent.items() if j in behind})
                 self._mix(exchange, state, self.session.senders(at))
                 self.state.rows = state.rows
@@ -1143,7 +1147,8 @@ class AsynchronousPeer(RunningPeer):
         behind = self._behind(waiting, round_index)
         self._absorb()
         if behind:
-            column = self.timetable.column(self.device.peer, min(waiting[j] for j in behind))
+            (at,) = self.timetable.exchanges
+            column = self._turn(min(waiting[j] for j in behind), at).weights
             self._split(max(0, round_index - 1), {j: column[j] for j in self._behind(column, round_index)})
         self._commit(saved, self._neighbors)
         return True

@@ -27,13 +27,12 @@ from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
 from flower_privdec.common.files import CHECKPOINTS, FolderLock, naming, open_file, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
+from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.experiment.recorder import evaluation_rounds
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, json_number, ledger_folder
 from flower_privdec.experiment.view import NOISE
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.network.peer.checkpoint_log import CheckpointLog
 from flower_privdec.network.peer.connections import Connections, ReportSession, Session
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
@@ -181,11 +180,9 @@ class RunningPeer(ABC):
             transport, carried: see Checkpoint; what is carried never changes.
         """
         trainer = self.trainer
-        facts = {**transport, "place": place, "paid": trainer.paid, "witnessed": self._counts.unsynced()}
-        checkpoint = Checkpoint(
-            state, self._digest, trainer.run, head=trainer.head, transport=facts, carried=carried or {}
-        )
-        trainer.reserve()
+        paid, head = trainer.reserve()
+        facts = {**transport, "place": place, "paid": paid, "witnessed": self._counts.unsynced()}
+        checkpoint = Checkpoint(state, self._digest, trainer.run, head=head, transport=facts, carried=carried or {})
         self._log.write(checkpoint)
 
     # --- a run ---
@@ -471,13 +468,9 @@ class WitnessFile:
                     seen[neighbor][boot] = lines
                     self.write(neighbor, boot, lines)
         if content:
-            self._open()
+            self._file = open_file(self._path, os.O_WRONLY)
             os.fdatasync(self._file)  # a process that was killed may have left what it did not sync
         return seen
-
-    def _open(self) -> None:
-        if self._file < 0:
-            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def write(self, neighbor: int, boot: int, lines: int) -> None:
         """Put down how many lines a neighbour's boot has.
@@ -485,7 +478,8 @@ class WitnessFile:
         Raises:
             OSError: the disk is full.
         """
-        self._open()
+        if self._file < 0:
+            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
         slot = self._slots.setdefault((neighbor, boot), len(self._slots))
         record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
         record += crc32(record).to_bytes(4, "little")
@@ -525,7 +519,7 @@ class Trainer(Protocol):
     """What a running peer needs of what it trains.
 
     The peer calls `open` once, then for each round `advance` until that returns None, performing the exchanges between,
-    and `close` at the end. It writes the state, `paid`, `head` and `run` into its checkpoints.
+    and `close` at the end. It writes the state, `run` and what `reserve` returns into its checkpoints.
 
     Attributes:
         scenario: name, number of peers, rounds, network, evaluation and threads, on which all peers agree.
@@ -533,11 +527,7 @@ class Trainer(Protocol):
         mixing: the graph and its weights.
         run: names the run in checkpoints.
         device: where the rows are.
-        ledger_folder: where the ledger lies.
-        paid: for how many steps the ledger has paid.
-        head: of the ledger; None where there is none.
         witnessed_ledger: that neighbours see; None where there is none, or noise follows from a seed.
-        steps_per_round: private steps.
     """
 
     @property
@@ -556,22 +546,13 @@ class Trainer(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def ledger_folder(self) -> Path: ...
-
-    @property
-    def paid(self) -> int: ...
-
-    @property
-    def head(self) -> Head | None: ...
-
-    @property
     def witnessed_ledger(self) -> Ledger | None: ...
 
-    def reserve(self) -> None:
-        """Begin to put the next private step's charge on disk; the step waits for it. It may do nothing."""
+    def reserve(self) -> tuple[int, Head | None]:
+        """Return for how many steps the ledger has paid, and its head; 0 and None where there is none.
 
-    @property
-    def steps_per_round(self) -> int: ...
+        It may then begin to put the next private step's charge on disk; the step waits for it.
+        """
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """Charge the lines that the ledger lacks, see `Ledger.lacks`, and return how many there are."""
@@ -648,38 +629,26 @@ class ScenarioTrainer:
         own = OwnParts.of(agreement, np.array([peer]), secret, data, "network", whole=data is not None)
         self.experiment = Experiment.joined(agreement, own)
         self.run, self.device = self.experiment.own.run, self.experiment.device
-        self.ledger_folder = ledger_folder(scenario, folder)
+        self._ledger_folder = ledger_folder(scenario, folder)
         root, self._held = scenario.data.root if data is None else data, -1
         is_private = scenario.private is not None and scenario.data.each_its_own and not insecure_seeds
         self._data = Path(root.replace(PEER, str(peer))) if root is not None and is_private else None
         self._loss: float | None = None
 
     @property
-    def paid(self) -> int:
-        """See Trainer."""
-        return 0 if self.cohort.ledger is None else self.cohort.ledger.charged
-
-    @property
-    def head(self) -> Head | None:
-        """See Trainer."""
-        return None if self.cohort.ledger is None else self.cohort.ledger.head
-
-    @property
-    def steps_per_round(self) -> int:
-        """See Trainer."""
-        return self.cohort.steps_per_round
-
-    @property
     def witnessed_ledger(self) -> CohortLedger | None:
         """See Trainer."""
         return None if self._insecure else self.cohort.ledger
 
-    def reserve(self) -> None:
+    def reserve(self) -> tuple[int, Head | None]:
         """See Trainer; a round is taken with all its steps, or not at all."""
-        if (ledger := self.cohort.ledger) is not None:
-            following = ledger.charged // self.cohort.steps_per_round
-            if following < self.scenario.rounds and self.is_active(following):
-                ledger.reserve()
+        if (ledger := self.cohort.ledger) is None:
+            return 0, None
+        paid, head = ledger.charged, ledger.head
+        following = paid // self.cohort.steps_per_round
+        if following < self.scenario.rounds and self.is_active(following):
+            ledger.reserve()
+        return paid, head
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""
@@ -688,11 +657,11 @@ class ScenarioTrainer:
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer; locks the peer's data file, whose examples another peer's ledger would count alone."""
-        self.cohort = self.experiment.cohort(self.ledger_folder, start=paid)
+        self.cohort = self.experiment.cohort(self._ledger_folder, start=paid)
         try:
             self._held = -1 if self._data is None else _hold(self._data)
             if state is None:
-                check_budget(self.cohort, self.ledger_folder)
+                check_budget(self.cohort, self._ledger_folder)
                 return self.experiment.initial_state(self.cohort)
             if self.cohort.ledger is not None:
                 self.cohort.ledger.check_head(head)
