@@ -194,11 +194,6 @@ class Edge(Generic[V]):
     received: int = 0
     received_boot: int = 0
 
-    @property
-    def acknowledged(self) -> int:
-        """Return the number of the last share that the neighbour acknowledged."""
-        return self.sent - len(self.frozen)
-
 
 @dataclass(frozen=True, eq=False)
 class Durable(Generic[V]):
@@ -573,7 +568,7 @@ class PushSumProtocol(Generic[V]):
             knows=edge.incarnation,
             sent=edge.sent,
             sent_boot=edge.sent_boot,
-            acknowledged=min(now.acknowledged, edge.sent),
+            acknowledged=min(now.sent - len(now.frozen), edge.sent),
             received=edge.received,
             seen=seen,
             seen_boot=seen_boot,

@@ -241,7 +241,7 @@ def before_its_end(tiny: Tiny, tmp_path: Path) -> tuple[RunningPeer, list[int]]:
     neighbors = peer.timetable.neighbours(0)
     for neighbor in neighbors:
         peer.protocol._open.add(neighbor)
-        peer.session.rounds[neighbor] = peer.session._informed[neighbor] = peer.end  # type: ignore[attr-defined]
+        peer.session.rounds[neighbor] = peer.session.informed[neighbor] = peer.end  # type: ignore[attr-defined]
     return peer, list(neighbors)
 
 
@@ -261,7 +261,7 @@ def test_who_is_done_and_cannot_be_told_is_waited_for_as_long_as_a_deadline_howe
     tiny: Tiny, tmp_path: Path
 ) -> None:
     peer, (first, *_) = before_its_end(tiny, tmp_path)
-    del peer.session._informed[first]  # type: ignore[attr-defined]
+    peer.session.informed[first] = -1  # type: ignore[attr-defined]
     assert peer.protocol.is_open(first)
     with ThreadPoolExecutor(1) as pool:
         left = pool.submit(peer._leave)

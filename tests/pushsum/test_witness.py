@@ -233,5 +233,5 @@ def test_a_report_has_one_order_of_boots(boots: tuple[tuple[int, int], ...], is_
 
 
 def test_a_stranger_is_refused() -> None:
-    with raises(RefusedError, ""):
+    with raises(RefusedError, "witness.neighbor"):
         Process(0, [1]).witness.receive(LedgerReport(2, 0, 7, 8, 0, (), ()))
