@@ -324,7 +324,7 @@ def test_a_peer_whose_machine_stops_at_any_write_goes_on(
     while True:
         folder = tmp_path / str(stop_at)
         scenario = tiny("algorithm.name=privsgp", "rounds=4", QUICK, f"network.mode={mode}")
-        theirs = devices(scenario, folder, insecure_seeds=False)
+        theirs = devices(scenario, folder, insecure_seeds=False, memory=(mode, first) != ("synchronous", 0))
         disk = StoppingDisk(theirs[1].folder, stop_at, Random(stop_at))
         taken.clear()
         with disk.patched(monkeypatch):

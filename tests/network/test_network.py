@@ -86,7 +86,7 @@ POINTS = {  # before and after everything that is saved, sent or used
 def test_a_peer_that_dies_goes_on_from_its_disk(name: str, point: str, moment: int, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(*settings_for(f"algorithm.name={name}"), "rounds=4", QUICK, "evaluation.every=2")
     wanted = testing.run_rounds(Experiment.build(scenario), 4).state.rows["x"]
-    theirs = devices(scenario, tmp_path)
+    theirs = devices(scenario, tmp_path, memory=moment > 1)
     peers = [running_peer(scenario, device) for device in theirs]
     moment = 1 if point == "at the end" else moment
     mortal(peers[1], POINTS[point], moment)
@@ -195,7 +195,7 @@ def test_every_step_that_was_ever_taken_is_paid_for(
 
     monkeypatch.setattr(Cohort, "release_rows_", counting)
     scenario = tiny(QUICK, "rounds=4", "evaluation.every=2")
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=point != "after a commit")
     peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], POINTS[point], 1)
     with ThreadPoolExecutor(len(peers)) as pool:
