@@ -30,7 +30,7 @@ from flower_privdec.common.errors import BudgetError
 from flower_privdec.pushsum.exactly_once import LAST, RefusedError
 
 MANY = 4096  # boots of one peer at most
-TWICE = "two processes run as peer"
+RUNS_TWICE = "network.runs-twice"  # the code of a refusal
 
 
 class WitnessedLedger(Protocol):
@@ -152,9 +152,9 @@ class LedgerWitness:
             is_known = report.boot in {self._boots.get(j), *self._replaced[j]}
             if j in self._twice and is_known:
                 raise RefusedError(
-                    f"{TWICE} {j}, each with a ledger that lacks the other's releases: stop both, and start the one "
-                    "whose folder is the original; delete the copy",
-                    code="witness.twice",
+                    f"two processes run as peer {j}, each with a ledger that lacks the other's releases: stop both, "
+                    "and start the one whose folder is the original; delete the copy",
+                    code=RUNS_TWICE,
                 )
             reported = dict(report.seen)
             is_new, self._reported[j] = reported != self._reported.get(j), reported

@@ -310,11 +310,11 @@ def test_the_command_soaks_until_the_time_is_over(
 @pytest.mark.slow
 def test_the_command_says_what_broke(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(run: SoakedRun) -> None:
-        raise RunError("something does not hold")
+        raise RunError("something does not hold", code="test.broken")
 
     monkeypatch.setattr(SoakedRun, "step", broken)
     soak = Soak(tiny(*SETTINGS), tmp_path / "out", minutes=1.0, seed=1)
-    with pytest.raises(RunError, match="something does not hold"):
+    with raises(RunError, "test.broken"):
         soak.run(lambda line: None)
     assert soak.summary()[0].startswith("seed 1: 1 runs, 0 of them to their end")
     with raises(ScenarioError, "soak.folder", names="out"):

@@ -145,20 +145,20 @@ def test_memory_refuses_and_reports_as_any_transport() -> None:
     network = MemoryNetwork()
     one, other = network.transport(0), network.transport(1)
     connection = other.connect(0, cap=4)
-    with pytest.raises(UnreachableError, match="peer 0 is not serving"):
+    with raises(UnreachableError, "call.unanswered", names="peer 0"):
         connection.call([b"?"], 1.0)
 
     def answer(caller: int, content: memoryview) -> Content:
         if content == b"no":
-            raise RefusedError("not that")
+            raise RefusedError("not that", code="test.refused")
         return [content] * caller
 
     one.serve(answer, cap=6, callers=1)
     assert connection.call([b"abc"], 1.0) == b"abc"
-    with pytest.raises(RefusedError, match="not that"):
+    with raises(RefusedError, "test.refused", names="not that"):
         connection.call([b"no"], 1.0)
     for content in (b"1234567", b"12345"):
-        with pytest.raises(RefusedError, match="sent more than"):
+        with raises(RefusedError, "call.too-long"):
             connection.call([content], 1.0)
     one.close()
     with pytest.raises(UnreachableError):

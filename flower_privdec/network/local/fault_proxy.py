@@ -114,7 +114,7 @@ class FaultyConnection:
         faults = self._transport.faults(self._peer)
         time.sleep(faults.delay + self._draw.random() * faults.jitter)
         if faults.black_hole or self._draw.random() < faults.lose:
-            raise UnreachableError(f"a call to peer {self._peer}, or its answer, was lost")
+            raise UnreachableError(f"a call to peer {self._peer}, or its answer, was lost", code="call.lost")
 
     def diagnosis(self) -> str:
         """See Connection."""

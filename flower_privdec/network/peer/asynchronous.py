@@ -316,7 +316,8 @@ class AsynchronousSession(Session):
         replies: list[Hello] = []
         if caller in self.quarantined:
             raise RefusedError(
-                f"peer {self.peer} takes nothing from peer {caller} any more: {self.quarantined[caller]}"
+                f"peer {self.peer} takes nothing from peer {caller} any more: {self.quarantined[caller]}",
+                code="peer.quarantined",
             )
         self.heard_at[caller] = time.monotonic()
         for message in messages:
@@ -332,7 +333,9 @@ class AsynchronousSession(Session):
                     self._meet(caller)
                     self.rounds[caller] = max(message.round_index + 1, self.rounds.get(caller, 0))
             elif not isinstance(message, RowMessage) or not self.protocol.is_open(caller):
-                raise RefusedError(f"peer {caller} must greet peer {self.peer} first, which has started since")
+                raise RefusedError(
+                    f"peer {caller} must greet peer {self.peer} first, which has started since", code="edge.closed"
+                )
             else:
                 self._rows[message.at][caller] = message
                 self._meet(caller)
@@ -363,7 +366,7 @@ class AsynchronousSession(Session):
         self.quarantined[share.sender] = why
         self.protocol.close(share.sender)
         _log.warning("peer %s is quarantined: %s; restart this peer to take it back", share.sender, why)
-        raise RefusedError(f"peer {share.sender} is quarantined by peer {self.peer}: {why}")
+        raise RefusedError(f"peer {share.sender} is quarantined by peer {self.peer}: {why}", code="peer.quarantined")
 
     def _receive_hello(self, hello: Hello) -> Hello | None:
         if self.stale is not None:
@@ -372,7 +375,8 @@ class AsynchronousSession(Session):
         if not has_shares and seen > self.last_round + 1:
             raise RefusedError(
                 f"peer {hello.sender} reports rows of round {seen - 1} of peer {self.peer}, and the run has "
-                f"{self.last_round}"
+                f"{self.last_round}",
+                code="peer.round",
             )
         hello = hello if has_shares else replace(hello, seen=0)
         self.protocol.check_hello(hello)
@@ -496,7 +500,8 @@ class AsynchronousPeer(RunningPeer):
             if len(exchanges) > 1:
                 raise ScenarioError(
                     f"algorithm.name={self.trainer.algorithm.name} sends push-sum shares {len(exchanges)} times a "
-                    "round, and network.mode=asynchronous counts them once a round: use network.mode synchronous"
+                    "round, and network.mode=asynchronous counts them once a round: use network.mode synchronous",
+                    code="network.shares-a-round",
                 )
             (shares,), exchanges = exchanges.values(), {}
         else:
@@ -539,7 +544,8 @@ class AsynchronousPeer(RunningPeer):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScenarioError(
                 f"{self.device.folder}/{CHECKPOINTS} cannot be read as a checkpoint ({one_line(error)}); restore it "
-                "from a copy, or start again with another --out: the peer then joins the others as they are"
+                "from a copy, or start again with another --out: the peer then joins the others as they are",
+                code="checkpoints.damaged",
             ) from error
         self.protocol.restore(durable)
         self._commits, self._replied = facts["place"], replied

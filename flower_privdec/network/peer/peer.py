@@ -359,7 +359,7 @@ class RunningPeer(ABC):
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
-            raise StoppedError(f"the same command continues from {self.device.folder}")
+            raise StoppedError(f"the same command continues from {self.device.folder}", code="peer.stopped")
 
     def stop(self) -> None:
         """End the run at the next wait, with its state on disk."""
@@ -735,12 +735,14 @@ def network_mixing(agreement: Agreement) -> Mixing:
     mixing = agreement.mixing
     if mixing is None:
         raise ScenarioError(
-            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`"
+            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`",
+            code="network.no-exchange",
         )
     if agreement.scenario.topology.name == "server":
         raise ScenarioError(
             "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
-            "graph in which all peers are neighbours"
+            "graph in which all peers are neighbours",
+            code="network.server",
         )
     private = agreement.scenario.private
     if private is not None and isinstance(private.noise, CancellingSection):

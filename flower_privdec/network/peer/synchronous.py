@@ -58,7 +58,10 @@ class SynchronousSession(Session):
         for message in messages:
             if isinstance(message, RowMessage):
                 if (message.round_index >= self._timetable.rounds) != (message.at == self._timetable.final_at):
-                    raise RefusedError(f"round {message.round_index} has no exchange {message.at}; another version?")
+                    raise RefusedError(
+                        f"round {message.round_index} has no exchange {message.at}; another version?",
+                        code="lockstep.exchange",
+                    )
                 place = self._timetable.place(message.round_index, message.at)
                 self.machine.take(caller, place, message.values)
         self._learn(caller, messages)
@@ -124,7 +127,7 @@ class SynchronousSession(Session):
         """See Session: peers that wait for each other cannot continue with one that refuses their calls."""
         self._failures[neighbor] += 1
         if not isinstance(error, UnreachableError):
-            self.fatal = self.fatal or RunError(f"peer {neighbor} refuses a call: {error}")
+            self.fatal = self.fatal or RunError(f"peer {neighbor} refuses a call: {error}", code="network.refused")
 
 
 class SynchronousPeer(RunningPeer):
@@ -192,7 +195,7 @@ class SynchronousPeer(RunningPeer):
         self.waits_for = "" if self._met else "its neighbours"
         while not self._stopped.is_set() and not self.connections.wait(ready, POLL):
             if time.monotonic() > until:
-                raise RunError(self._silence(patience))
+                raise RunError(self._silence(patience), code="network.silent")
         self._check_stopped()
         self.waits_for, self._met = "", True
 

@@ -46,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 SPARE_THREADS, MOST_THREADS = 4, 1024  # of the server, created as calls come
 METHOD = "/flower_privdec.Peer/Call"
+CODE = "privdec-code"  # the metadata that carries the code of a refusal
 CALLS_EACH = 4  # of one caller at a time; an honest peer has one, and one that it gave up
 STREAMS_EACH = 8  # of one connection; the others wait at the caller
 CALL_SECONDS = 120.0  # until all of a call must have come
@@ -226,6 +227,7 @@ class GrpcServer:
         except RefusedError as error:
             reason = " ".join(str(error).split())
             self._note(reason)
+            context.set_trailing_metadata(((CODE, error.code),))
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         yield from pieces(reply)
 
@@ -248,11 +250,14 @@ class GrpcServer:
         peers = [self._members[name] for name in names if name in self._members]
         if len(peers) != 1:
             raise RefusedError(
-                f"the certificate is for {', '.join(names) or 'no DNS name'}, which is no peer of this scenario"
+                f"the certificate is for {', '.join(names) or 'no DNS name'}, which is no peer of this scenario",
+                code="call.stranger",
             )
         (begin, end, problem), now = validity_of(certificate), self._clock()
         if problem is not None or not begin <= now <= end:  # a connection outlives what was shown when it was made
-            raise RefusedError(f"peer {peers[0]}: {time_problem(certificate, now) or problem}")
+            problem = time_problem(certificate, now) or problem
+            assert problem is not None
+            raise RefusedError(f"peer {peers[0]}: {problem}", code=problem.code)
         return peers[0]
 
     def close(self, grace: float = 0.2) -> None:
@@ -300,13 +305,16 @@ class GrpcConnection:
                 answer = self._long(self._timed(pieces(content)), timeout=seconds)
             return assembled(answer, self._cap, self.identity)
         except ValueError as error:  # gRPC's for a closed channel
-            raise UnreachableError(f"{self.identity} at {self.address}: the connection was closed here") from error
+            raise UnreachableError(
+                f"{self.identity} at {self.address}: the connection was closed here", code="call.closed"
+            ) from error
         except grpc.RpcError as error:
             code, reason = error.code(), " ".join((error.details() or "").split())
             if code == grpc.StatusCode.FAILED_PRECONDITION:
-                raise RefusedError(reason) from error
+                named = dict(error.trailing_metadata() or ()).get(CODE, "")
+                raise RefusedError(reason, code=str(named)) from error
             raise UnreachableError(
-                f"{self.identity} at {self.address}: {code.name.lower().replace('_', ' ')}"
+                f"{self.identity} at {self.address}: {code.name.lower().replace('_', ' ')}", code="call.unanswered"
             ) from error
 
     def _timed(self, parts: Iterator[bytes]) -> Iterator[bytes]:
@@ -536,5 +544,5 @@ def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) ->
         ) from error
     names = identities_of(shown.encode())
     if not names:
-        raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer")
+        raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer", code="certificate.no-name")
     return names[0]

@@ -125,7 +125,7 @@ class MemoryConnection:
         with network.changed:
             answer, cap = network.answers.get(self._peer, (None, 0))
             if answer is None:
-                raise UnreachableError(self.diagnosis())
+                raise UnreachableError(self.diagnosis(), code="call.unanswered")
             network.running[self._peer] += 1
         try:
             return _checked_copy(answer(caller, _checked_copy(content, cap, caller)), self._cap, self._peer)
