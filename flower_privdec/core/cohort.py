@@ -337,8 +337,8 @@ class Cohort:
         """
         sums = {name: torch.zeros_like(rows) for name, rows in step.sums.items()} if self.apart else step.sums
         estimate(self, replace(step, sums=sums) if self.apart else step)
-        kept = self.mechanism.state
-        rows = {} if self.state is None else {part: self.state.rows[STATE_PREFIX + part] for part in kept}
+        names = self.mechanism.state
+        rows = {} if self.state is None else {part: self.state.rows[STATE_PREFIX + part] for part in names}
         for name, scale in std.items():
             what = NoisedSum(
                 normals=self.noise,
