@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import FOLDERS, QUICK, STILL, check_mass, initial
+from faulty_transport import FaultyTransport
 from networked import LONG, devices, running, wait_until
 from raising import raises
 from tiny_scenario import Tiny
@@ -19,7 +20,7 @@ from variants import settings_for
 from flower_privdec import testing
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.network.local.fault_proxy import Faults, FaultyTransport
+from flower_privdec.network.local.fault_proxy import Faults
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
 from flower_privdec.network.transport.transport import Content, MemoryNetwork, RefusedError, UnreachableError
