@@ -14,10 +14,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from flower_privdec.common.catalogue import ACTIVATIONS, INITS, MODEL_OPTIONS, MODELS
-from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
-from flower_privdec.common.formatting import one_line
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import check_room
-from flower_privdec.common.user_code import load_own
+from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.rows.keys import keyed_generator
 
 Shape = tuple[int, ...]
@@ -56,33 +55,26 @@ def build_model(
         raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive")
     where = f"model.{'module' if ':' in name else 'name'}={name!r}"
     factory = _own(name, arguments or {}) if ":" in name else _named(name, shape, n_classes, n_tokens, options)
-    if ":" not in name:
-        _check_room(factory, where)
+    if ":" not in name:  # it is counted without its parameters
+        try:
+            with torch.device("meta"):
+                count = parameter_count(factory())
+        except RuntimeError as error:  # more than a size can count
+            raise ScenarioError(f"{where} has more parameters than can be counted; use a smaller one") from error
+        check_room(4 * count, f"{where}: one copy of its {count:,} parameters", "use a smaller model")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_generator(seed, "model").integers(2**63)))
         module = factory()
         check_model(module, where)
         _check_output(module, where, shape, n_classes, n_tokens)  # lazy layers draw their parameters here
-        _check_parameters(module, where)
+        for path, parameter in module.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                raise ScenarioError(f"{where} begins with NaN or infinity in {path}: mend how it is made")
     if init == "zeros":
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.zero_()
     return module
-
-
-def _check_room(factory: Callable[[], nn.Module], where: str) -> None:
-    """Raise for a model whose parameters do not fit into memory; it is built without them.
-
-    Raises:
-        ScenarioError: with the count.
-    """
-    try:
-        with torch.device("meta"):
-            count = parameter_count(factory())
-    except RuntimeError as error:  # more than a size can count
-        raise ScenarioError(f"{where} has more parameters than can be counted; use a smaller one") from error
-    check_room(4 * count, f"{where}: one copy of its {count:,} parameters", "use a smaller model")
 
 
 def check_model(module: nn.Module, where: str = "model") -> None:
@@ -201,28 +193,18 @@ def _resnet18_gn(shape: Shape, n_classes: int, *, groups: int, width: int) -> nn
 class _Text(nn.Module):
     """The mean of the embeddings of all tokens but 0, which pads, through linear layers."""
 
-    def __init__(self, n_tokens: int, width: int, layers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, shape: Shape, n_classes: int, n_tokens: int, *, width: int, hidden: Sequence[int], activation: str
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(n_tokens, width)
-        self.layers = nn.Sequential(*layers)
+        self.layers = nn.Sequential(*_dense(width, hidden, n_classes, activation))
 
     def forward(self, tokens: Tensor) -> Tensor:
         words = self.embedding(tokens.flatten(1))
         is_word = (tokens.flatten(1) != 0).unsqueeze(2).to(words)
         outputs: Tensor = self.layers((words * is_word).sum(1) / is_word.sum(1).clamp(min=1))
         return outputs
-
-
-def _text(
-    shape: Shape,
-    n_classes: int,
-    n_tokens: int,
-    *,
-    width: int,
-    hidden: Sequence[int],
-    activation: str,
-) -> nn.Module:
-    return _Text(n_tokens, width, _dense(width, hidden, n_classes, activation))
 
 
 class _ResidualBlock(nn.Module):
@@ -280,7 +262,7 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = MODELS.bind(
         "cnn-pdsl": _cnn,
         "cnn-feddeper": _cnn,
         "resnet18-gn": _resnet18_gn,
-        "text": _text,
+        "text": _Text,
     }
 )
 
@@ -305,31 +287,16 @@ def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
     function = load_own(target, "model.module", must_be="a function that returns a torch.nn.Module")
 
     def build() -> nn.Module:
-        try:
+        with users_code(f"model.module={target!r} could not be built with {dict(arguments)}"):
             model: nn.Module = function(**arguments)
-        except PrivdecError:
-            raise
-        except RAISED_BY_USERS as error:  # a user's own function may raise anything
-            raise ScenarioError(
-                f"model.module={target!r} could not be built with {dict(arguments)}: {one_line(error)}"
-            ) from error
         return model
 
     return build
 
 
-def _check_parameters(module: nn.Module, where: str) -> None:
-    for path, parameter in module.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ScenarioError(f"{where} begins with NaN or infinity in {path}: mend how it is made")
-
-
 def _check_output(module: nn.Module, where: str, shape: Shape, n_classes: int, n_tokens: int | None) -> None:
-    try:
-        with torch.enable_grad():
-            output = module(torch.zeros(2, *shape, dtype=torch.float32 if n_tokens is None else torch.int64))
-    except RAISED_BY_USERS as error:  # the user's own forward may raise anything
-        raise ScenarioError(f"{where} cannot take inputs of shape {list(shape)}: {one_line(error)}") from error
+    with users_code(f"{where} cannot take inputs of shape {list(shape)}"), torch.enable_grad():
+        output = module(torch.zeros(2, *shape, dtype=torch.float32 if n_tokens is None else torch.int64))
     if not isinstance(output, Tensor):
         raise ScenarioError(
             f"{where} returns {type(output).__name__} for 2 examples: it must be one tensor [2, {n_classes}]"

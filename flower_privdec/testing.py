@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -159,13 +160,13 @@ def run_rounds(experiment: Experiment, rounds: int) -> Engine:
 
 
 def assert_sensitivity(
-    experiment: Experiment, rounds: int, peer: int = 0, example: int = 0, slack: float = 1e-6
+    experiment: Experiment, rounds: int, *examples: int, peer: int = 0, slack: float = 1e-6
 ) -> float:
     """Check that zeroing one example out moves each release by no more than its algorithm declares.
 
     Args:
         experiment: with privacy; in float64, or rounding hides small moves.
-        peer, example: which one.
+        examples: of a peer, each tried by itself; by default the first.
         slack: relative, for rounding.
 
     Returns:
@@ -176,13 +177,13 @@ def assert_sensitivity(
     """
     with recording() as tape:
         run_rounds(experiment, rounds)
-    with replaying(tape) as again, zeroed_out(peer, example):
-        run_rounds(experiment, rounds)
     drawing, most = drawings_of(experiment, experiment.own.peers, experiment.own.sampler)[peer], 0.0
-    for one, other in zip(tape.steps, again.steps, strict=True):
-        for row in np.flatnonzero(one.peers == peer).tolist():
+    for example in examples or (0,):
+        with replaying(tape) as again, zeroed_out(peer, example):
+            run_rounds(experiment, rounds)
+        for one, other in zip(tape.steps, again.steps, strict=True):
             declared = {release.name: release for release in experiment.algorithm.released(one.step, drawing) or ()}
-            for name in one.public:
+            for row, name in product(np.flatnonzero(one.peers == peer).tolist(), one.public):
                 release = declared[name]
                 moved = float((one.raw[name][row] - other.raw[name][row]).norm() / one.unit[row])
                 allowed = release.drawn if release.over == "all" or example in one.positions[row] else release.idle

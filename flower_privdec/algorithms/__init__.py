@@ -14,9 +14,7 @@ from flower_privdec.algorithms.pdsl import PDSL
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP, PrivSGP
 from flower_privdec.common import catalogue
-from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
-from flower_privdec.common.formatting import one_line
-from flower_privdec.common.user_code import load_own
+from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.core.algorithm import Algorithm, check_algorithm
 from flower_privdec.scenario.sections import AlgorithmSection, OwnAlgorithmSection
 
@@ -65,12 +63,8 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
         must_be="a subclass of flower_privdec.core.Algorithm",
     )
     where = f"algorithm.module={section.module!r}"
-    try:
+    with users_code(f"{where} could not be built"):
         algorithm: Algorithm = own(section)
-    except PrivdecError:
-        raise
-    except RAISED_BY_USERS as error:  # a user's own class may raise anything
-        raise ScenarioError(f"{where} could not be built: {one_line(error)}") from error
     check_algorithm(algorithm, where)
     return algorithm
 

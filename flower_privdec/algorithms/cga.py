@@ -7,16 +7,13 @@ import scipy
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.cross_gradients import answers, check_symmetric, cross_gradients, one_for_each
-from flower_privdec.core.algorithm import Algorithm
+from flower_privdec.algorithms.cross_gradients import CrossGradients, answers, cross_gradients, one_for_each
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Gather, Reply, State
-from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.scenario.sections import CrossGradientSection
 
 
-class CrossGradientAggregation(Algorithm):
+class CrossGradientAggregation(CrossGradients):
     """Descend along the direction nearest to one's own gradient that no neighbour's data oppose, and gossip.
 
     With W symmetric and doubly stochastic, M_i = {j: ω_ij > 0} and ĝ_ji from `cross_gradients`, round t at peer i is
@@ -37,9 +34,6 @@ class CrossGradientAggregation(Algorithm):
     to 11.
     """
 
-    weights = "doubly-stochastic"
-    slots = 4
-    edge_slots = 5
     released = one_for_each
 
     def __init__(self, section: CrossGradientSection) -> None:
@@ -51,14 +45,6 @@ class CrossGradientAggregation(Algorithm):
         """Return x, no momentum, and room for the mean of what is heard."""
         rows = super().initial(cohort)
         return rows | {name: torch.zeros_like(rows["x"]) for name in ("v", "mixed")}
-
-    def exchange(
-        self, topology: Topology, weights: str, participation: Participation, seed: int
-    ) -> tuple[Mixing, Participation]:
-        """Refuse a graph whose weights are not symmetric."""
-        mixing = Mixing(topology, weights, participation)
-        check_symmetric(self.name, mixing)
-        return mixing, participation
 
     def descend(self, cohort: Cohort, state: State) -> None:
         """Take the projected step of every active peer from the mean of the models that it heard."""

@@ -23,10 +23,28 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Edges, State
 from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
+
+
+class CrossGradients(Algorithm):
+    """What PDSL and CGA have in common."""
+
+    weights = "doubly-stochastic"
+    slots = 4
+    edge_slots = 5
+
+    def exchange(
+        self, topology: Topology, weights: str, participation: Participation, seed: int
+    ) -> tuple[Mixing, Participation]:
+        """Refuse a graph whose weights are not symmetric."""
+        mixing = Mixing(topology, weights, participation)
+        check_symmetric(self.name, mixing)
+        return mixing, participation
 
 
 def cross_gradients(cohort: Cohort, state: State) -> None:

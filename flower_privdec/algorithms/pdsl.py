@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.cross_gradients import answers, check_symmetric, cross_gradients, one_for_each
+from flower_privdec.algorithms.cross_gradients import CrossGradients, answers, cross_gradients, one_for_each
 from flower_privdec.algorithms.shapley import LARGEST_EXACT, Game, aggregation_weights, exact, monte_carlo
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Gather, Mix, Reply, State
 from flower_privdec.graph.mixing import Mixing
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 DIGITS = 6  # of a Shapley value in the metrics, behind the point
 
 
-class PDSL(Algorithm):
+class PDSL(CrossGradients):
     """Weigh what the neighbours' gradients at one's model add to its accuracy on public data, then gossip.
 
     With W symmetric and doubly stochastic, M_i = {j: ω_ij > 0} and ĝ_ji from `cross_gradients`, round t at peer i is
@@ -58,9 +57,6 @@ class PDSL(Algorithm):
     Source: Wang et al. (PDSL), Algorithms 1 and 2.
     """
 
-    weights = "doubly-stochastic"
-    slots = 4
-    edge_slots = 5
     open_rows = ("x", "u", "shapley", "evaluations")
     paper_noise: ClassVar[PaperNoise | None] = "cross-gradients"
     released = one_for_each
@@ -85,8 +81,7 @@ class PDSL(Algorithm):
         self, topology: Topology, weights: str, participation: Participation, seed: int
     ) -> tuple[Mixing, Participation]:
         """Refuse a graph whose weights are not symmetric, and neighbourhoods too large for exact values."""
-        mixing = Mixing(topology, weights, participation)
-        check_symmetric(self.name, mixing)
+        mixing, participation = super().exchange(topology, weights, participation, seed)
         largest = largest_neighbourhood(topology)
         if self.options.shapley == "exact" and largest > LARGEST_EXACT:
             raise ScenarioError(

@@ -147,7 +147,8 @@ class Plan:
         optimal_rounds: K* of PrivSGP-VR's eq. 12, a guide; None where it is not known.
         memory_bytes: estimated.
         seconds: estimated on this machine from a few timed rounds; None where the run does not fit into memory.
-        topology: joint connectivity and spectral gap; None where nothing is exchanged.
+        topology: joint connectivity, spectral gap, and the rounds of final mixing on a network; None where nothing is
+            exchanged.
         warnings: each with a remedy.
         facts: all of it, as `privdec plan --json` prints it.
     """

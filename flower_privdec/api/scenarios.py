@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
-from flower_privdec.common.user_code import Given, give, is_given
+from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
 from flower_privdec.experiment.run_key import object_hash
 from flower_privdec.graph.topology import Topology, networkx
@@ -70,10 +70,8 @@ def _pair(value: Any, key: str) -> Pair:
             count = len(dataset)
         except (TypeError, ValueError) as error:
             raise _data_error(f"{key} is a dataset without a length: give one that has one, or arrays") from error
-        try:
+        with users_code(f"{key}: the dataset fails", "api.data"):
             pairs = [dataset[i] for i in range(count)]
-        except RAISED_BY_USERS as error:  # a user's own dataset may raise anything
-            raise _data_error(f"{key}: the dataset fails: {one_line(error)}") from error
         if not pairs or not all(isinstance(example, tuple | list) and len(example) == 2 for example in pairs):
             raise _data_error(f"{key}: the dataset must have examples, each of them a pair (x, y)")
         x, y = zip(*pairs, strict=True)

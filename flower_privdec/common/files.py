@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import shown
 
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 DESCRIPTOR_SECONDS = 20.0  # until a descriptor must be free: a server closes what strangers took of them by then
 
 
@@ -121,8 +125,32 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "flower_privdec"
 
 
+def read_cached(path: Path, read: Callable[[Any], T]) -> T | None:
+    """Return what `read` makes of a JSON file of the cache; None without one, or, with a warning, for a wrong one.
+
+    Args:
+        read: raises a ValueError, KeyError or TypeError for what is wrong.
+    """
+    try:
+        return read(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("%s of the cache cannot be used (%s); it is computed again", path, error)
+        return None
+
+
+def write_cached(path: Path, content: Any) -> None:
+    """Write a JSON file of the cache; where it cannot be written, that costs time alone, and is logged."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(content).encode(), private=True)
+    except OSError as error:
+        _log.warning("%s of the cache cannot be written (%s); it is computed each time", path, error)
+
+
 LOCK = ".lock"
-CHECKPOINTS = "checkpoints"  # of a peer of a network
+CHECKPOINTS, MODEL = "checkpoints", "model.safetensors"  # of a peer of a network; its own model
 
 
 class FolderLock:

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError, did_you_mean
 from flower_privdec.common.formatting import one_line
 
 PYTHON = "__python__"
@@ -162,6 +162,21 @@ def _import(path: str, where: str) -> ModuleType:
         ) from error
     except Exception as error:  # a user's module may raise anything
         raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}", code="code.import") from error
+
+
+@contextmanager
+def users_code(problem: str, code: str = "") -> Iterator[None]:
+    """Report what a user's own code raises inside, which may be anything, in one line: PROBLEM: ERROR.
+
+    Raises:
+        ScenarioError: that line. Errors of this package are raised as they are.
+    """
+    try:
+        yield
+    except PrivdecError:
+        raise
+    except RAISED_BY_USERS as error:
+        raise ScenarioError(f"{problem}: {one_line(error)}", code=code) from error
 
 
 def require(module: str, purpose: str, remedy: str) -> Any:

@@ -26,7 +26,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.data import readers
-from flower_privdec.data.readers import Rows, Source, Wanted, read_npz, read_own, read_svmlight, some
+from flower_privdec.data.readers import EMBEDDED, Rows, Source, Split, Wanted, read_npz, read_own, read_svmlight, some
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
 from flower_privdec.scenario.sections import PEER, DataSection
@@ -196,22 +196,16 @@ def _check_count(name: str, value: Any, most: int, what: str) -> None:
         raise ScenarioError(f"{name}={value} must be 1 to {most}, {what}")
 
 
-_READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(
+_READERS: dict[str, Callable[..., Source]] = DATASETS.bind(
     {
-        "digits": readers.read_digits,
-        "breast-cancer": readers.read_breast_cancer,
+        **EMBEDDED,
         "mnist": partial(readers.read_images, "MNIST"),
         "fashion-mnist": partial(readers.read_images, "FashionMNIST"),
         "cifar10": partial(readers.read_images, "CIFAR10"),
-        "diabetes": readers.read_diabetes,
-        "synthetic-labels": readers.read_synthetic_labels,
-        "synthetic-words": readers.read_synthetic_words,
-        "synthetic-sparse": readers.read_synthetic_sparse,
         "npz": read_npz,
         "svmlight": read_svmlight,
     }
 )
-EMBEDDED = ("digits", "breast-cancer", "diabetes", "synthetic-labels", "synthetic-words", "synthetic-sparse")
 OWN = "own"  # the ledger's name of all data of users' functions: a renamed function must not start at ε = 0
 
 
@@ -281,7 +275,7 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
     if not isinstance(name, str):
         return read_own(name.module, root, name.arguments, requested)
     DATASETS.check(name, "data.dataset")
-    source = _READERS[name](root, requested)
+    source = _READERS[name]() if name in EMBEDDED else _READERS[name](root, requested)
     if source.targets != targets:
         raise ScenarioError(
             f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "
@@ -385,16 +379,34 @@ def read_examples(
     root = section.root if root is None else root
     if section.each_its_own or whole:
         return _own_files(section, root or "", peers, targets)
-    split = open_dataset(section, root, targets).train()
-    chosen = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
-    labels, options = split.labels[chosen], section.partition.model_dump(exclude={"kind"}, exclude_none=True)
-    parts = partition(labels, n_peers, section.partition.kind, seed, **options)
+    split, chosen, parts = _dealt(section, seed, n_peers, root, targets)
+    labels = split.labels[chosen]
     if len(peers) == n_peers:
         return Examples(split.read(chosen), torch.from_numpy(labels), tuple(parts))
     own = [parts[peer] for peer in peers]
     rows = np.concatenate(own)
     places = tuple(np.arange(a, b) for a, b in pairwise(np.cumsum([0, *map(len, own)])))
     return Examples(split.read(np.arange(len(split.labels))[chosen][rows]), torch.from_numpy(labels[rows]), places)
+
+
+def sizes_of_parts(
+    section: DataSection, seed: int, n_peers: int, root: str | None = None, targets: Targets = "classes"
+) -> np.ndarray:
+    """Return how many examples of one dataset each peer is dealt, int64 [n_peers]; see `read_examples`.
+
+    Of the training examples it reads the labels alone.
+    """
+    return np.array([len(part) for part in _dealt(section, seed, n_peers, root, targets)[2]], dtype=np.int64)
+
+
+def _dealt(
+    section: DataSection, seed: int, n_peers: int, root: str | None, targets: Targets
+) -> tuple[Split, Rows, list[np.ndarray]]:
+    """Return the training examples of one dataset, their rows that are dealt out, and each peer's part of these."""
+    split = open_dataset(section, section.root if root is None else root, targets).train()
+    chosen = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
+    options = section.partition.model_dump(exclude={"kind"}, exclude_none=True)
+    return split, chosen, partition(split.labels[chosen], n_peers, section.partition.kind, seed, **options)
 
 
 def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:

@@ -29,10 +29,10 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from flower_privdec.common.catalogue import TARGETS, Targets
-from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
-from flower_privdec.common.user_code import load_own, require
+from flower_privdec.common.user_code import load_own, require, users_code
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import LARGEST_INDEX, Features, SparseRows
 
@@ -116,7 +116,7 @@ def _embedded(
     return Source(lambda: split(order[:n_train]), lambda: split(order[n_train:]), n_classes, targets, n_tokens)
 
 
-def read_digits(_root: str | None, _wanted: Wanted) -> Source:
+def read_digits() -> Source:
     """Read scikit-learn's 1,797 digits: [1, 8, 8], counts of 0 to 16 scaled to [0, 1]."""
     table = _sklearn_table("digits", "digits.csv.gz", delimiter=",")
     return _embedded(table[:, :-1].reshape(-1, 1, 8, 8) / 16.0, table[:, -1], DIGITS_TRAIN, "digits")
@@ -132,33 +132,17 @@ def nucleus_features(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.log2(0.1 + x / np.concatenate([decades, decades / 10, decades])))
 
 
-def read_breast_cancer(_root: str | None, _wanted: Wanted) -> Source:
+def read_breast_cancer() -> Source:
     """Read scikit-learn's 569 tumours: [30] by `nucleus_features`."""
     table = _sklearn_table("breast-cancer", "breast_cancer.csv", delimiter=",", skiprows=1)
     return _embedded(nucleus_features(table[:, :-1]), table[:, -1], BREAST_CANCER_TRAIN, "breast-cancer")
 
 
-def read_diabetes(_root: str | None, _wanted: Wanted) -> Source:
+def read_diabetes() -> Source:
     """Read scikit-learn's 442 patients: [10] and how far the disease went in a year, by constants known before."""
     data, target = (_sklearn_table("diabetes", f"diabetes_{part}.csv.gz") for part in ("data_raw", "target"))
     x = (data - np.array(PATIENT_MIDDLE)) / np.array(PATIENT_STEPS)
     return _embedded(x, (target[:, None] - 150) / 100, DIABETES_TRAIN, "diabetes", "numbers")
-
-
-def read_synthetic_labels(_root: str | None, _wanted: Wanted) -> Source:
-    """Draw 2,500 examples with any of six labels: [20]."""
-    return _embedded(*draw_labels(2500), SYNTHETIC_TRAIN, "synthetic labels", "labels")
-
-
-def read_synthetic_words(_root: str | None, _wanted: Wanted) -> Source:
-    """Draw 2,500 texts of up to 20 words about four topics: [20]."""
-    return _embedded(*draw_words(2500), SYNTHETIC_TRAIN, "synthetic words", n_tokens=WORDS)
-
-
-def read_synthetic_sparse(_root: str | None, _wanted: Wanted) -> Source:
-    """Draw 2,500 examples of rcv1's shape, [47236] with some 73 features each, of norm 1."""
-    x, labels = draw_sparse(2500)
-    return _embedded(SparseRows(x), labels, SYNTHETIC_TRAIN, "synthetic sparse")
 
 
 @lru_cache
@@ -290,14 +274,14 @@ def draw_words(count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(np.arange(LONGEST) < lengths[:, None], words, 0), topics
 
 
-def draw_sparse(count: int) -> tuple[scipy.sparse.csr_matrix, np.ndarray]:
+def draw_sparse(count: int) -> tuple[SparseRows, np.ndarray]:
     """Draw texts as rcv1 has them: some 73 of 47,236 words each, by Zipf's law, and the side of a plane they are on.
 
     Every row has norm 1. So from μ = 1 on, the hinge with the l2 regularizer μ has its minimum where no margin has
     reached 1, at x* = Σ_b c_b y_b a_b / μ, with F(x*) = 1 - |Σ_b c_b y_b a_b|² / (2 μ), c_b an example's weight.
 
     Returns:
-        Features, float32 [count, 47236], and classes, int64 [count].
+        Features, float32 [count, 47236] in compressed rows, and classes, int64 [count].
     """
     generator = keyed_generator(0, "synthetic sparse")
     lengths = 1 + generator.poisson(SPARSE_WORDS, count)
@@ -308,9 +292,17 @@ def draw_sparse(count: int) -> tuple[scipy.sparse.csr_matrix, np.ndarray]:
     x.sum_duplicates()
     x = scipy.sparse.diags(1 / np.sqrt(np.asarray(x.multiply(x).sum(1)).ravel())) @ x
     scores = x @ generator.standard_normal(SPARSE_FEATURES)
-    return x.astype(np.float32).tocsr(), (scores > 0).astype(np.int64)
+    return SparseRows(x.astype(np.float32).tocsr()), (scores > 0).astype(np.int64)
 
 
+EMBEDDED: dict[str, Callable[[], Source]] = {  # what needs no file
+    "digits": read_digits,
+    "breast-cancer": read_breast_cancer,
+    "diabetes": read_diabetes,
+    "synthetic-labels": lambda: _embedded(*draw_labels(2500), SYNTHETIC_TRAIN, "synthetic labels", "labels"),
+    "synthetic-words": lambda: _embedded(*draw_words(2500), SYNTHETIC_TRAIN, "synthetic words", n_tokens=WORDS),
+    "synthetic-sparse": lambda: _embedded(*draw_sparse(2500), SYNTHETIC_TRAIN, "synthetic sparse"),
+}
 MOST_CLASSES = 10**9
 
 
@@ -567,12 +559,8 @@ def read_own(target: str, root: str | None, arguments: Mapping[str, Any], wanted
 
 def _call_for_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, part: str) -> Split:
     where = f"data.dataset.module={target!r}"
-    try:
+    with users_code(f"{where} fails on {part!r} with {dict(arguments)}"):
         arrays = load_own(target, "data.dataset.module")(part, **arguments)
-    except PrivdecError:
-        raise
-    except RAISED_BY_USERS as error:  # a user's own function may raise anything
-        raise ScenarioError(f"{where} fails on {part!r} with {dict(arguments)}: {one_line(error)}") from error
     if not isinstance(arrays, tuple | list) or len(arrays) != 2:
         raise ScenarioError(f"{where} must return x and y for {part!r}, a pair of arrays")
     try:

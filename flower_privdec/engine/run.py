@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -65,26 +65,19 @@ class Run:
         first = 0 if checkpoint is None else checkpoint.state.round_index * steps
         self.cohort = experiment.cohort(ledger, start=first, block=min(every, experiment.scenario.rounds) * steps)
         try:
-            self._check_ledger(ledger)
+            leave = [self.recorder.close]  # closes, in a forked worker, its copies of the locks that this process holds
+            if self.cohort.ledger is not None:
+                leave.append(partial(self.cohort.ledger.close, unlock=False))
+                if checkpoint is None:
+                    check_budget(self.cohort, ledger)
+                else:
+                    self.cohort.ledger.check_head(checkpoint.head)
             with self._formatting_errors():
                 state = self.recorder.start(lambda: experiment.initial_state(self.cohort), self._head)
-            self.engine = start_engine(experiment, self.cohort, state, self._leave(), workers)
+            self.engine = start_engine(experiment, self.cohort, state, leave, workers)
         except BaseException:
             self.close()
             raise
-
-    def _leave(self) -> list[Callable[[], None]]:
-        """Return functions that close, in a forked worker, its copies of the locks that this process holds."""
-        ledger = self.cohort.ledger
-        return [self.recorder.close, *([] if ledger is None else [partial(ledger.close, unlock=False)])]
-
-    def _check_ledger(self, folder: Path) -> None:
-        """Refuse a ledger that has lost what a checkpoint saw, or that leaves a new run no step."""
-        checkpoint = self.recorder.checkpoint
-        if self.cohort.ledger is not None and checkpoint is not None:
-            self.cohort.ledger.check_head(checkpoint.head)
-        if checkpoint is None:
-            check_budget(self.cohort, folder)
 
     @property
     def _head(self) -> Head | None:

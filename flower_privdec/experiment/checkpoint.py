@@ -12,25 +12,25 @@ checkpoints hold it, and two of the same memory are one.
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import naming, open_file, replacing
-from flower_privdec.common.formatting import one_line, peer_ranges, shown
+from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import Edges, State
 from flower_privdec.privacy.ledger.ledger import RunName
 
@@ -101,32 +101,27 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
     Raises:
         ScenarioError: when the file is no whole checkpoint, or the run could not go on from it with the same numbers.
     """
-    checkpoint = _read(path, device)
+    checkpoint = read_checkpoint(path, device)
     check_run(path, checkpoint, scenario, run)
     return checkpoint
+
+
+def _refused(path: Path, problem: str, code: str) -> ScenarioError:
+    return ScenarioError(f"{path}: {problem}, or start again with another --out", code=f"checkpoint.{code}")
 
 
 def check_run(path: Path, checkpoint: Checkpoint, scenario: str, run: RunName) -> None:
     """Refuse a checkpoint from which a run could not go on with the same numbers; see `load_checkpoint`."""
     if checkpoint.scenario != scenario:
-        raise ScenarioError(
-            f"{path}: is a checkpoint of another scenario; resume with the scenario.yaml beside it, "
-            "or start again with another --out",
-            code="checkpoint.other-scenario",
-        )
+        problem = "is a checkpoint of another scenario; resume with the scenario.yaml beside it"
+        raise _refused(path, problem, "other-scenario")
     made = checkpoint.run
     if made.environment != run.environment:
-        raise ScenarioError(
-            f"{path}: was made with {made.environment}, and here is {run.environment}, which draws other numbers; "
-            "resume where it was made, or start again with another --out",
-            code="checkpoint.other-environment",
-        )
+        problem = f"was made with {made.environment}, and here is {run.environment}, which draws other numbers"
+        raise _refused(path, f"{problem}; resume where it was made", "other-environment")
     if made.id != run.id:
-        raise ScenarioError(
-            f"{path}: was made with other data, another version of the model's code or in another runtime; restore "
-            "them, or start again with another --out",
-            code="checkpoint.other-data",
-        )
+        problem = "was made with other data, another version of the model's code or in another runtime; restore them"
+        raise _refused(path, problem, "other-data")
 
 
 def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: Iterable[str] = ("x",)) -> None:
@@ -142,110 +137,75 @@ def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: 
         ScenarioError: naming what is wrong.
     """
     if missing := [name for name in rows if name not in state.rows]:
-        raise ScenarioError(
-            f"{path}: lacks {missing}; restore it from a copy, or start again with another --out",
-            code="checkpoint.incomplete",
-        )
+        raise _refused(path, f"lacks {missing}; restore it from a copy", "incomplete")
     if not np.array_equal(state.peers, peers):
-        raise ScenarioError(
-            f"{path}: holds the peers {peer_ranges(state.peers.tolist())}, and here are {peer_ranges(peers.tolist())}; "
-            "resume where it was made, or start again with another --out",
-            code="checkpoint.other-peers",
-        )
+        holds, here = (peer_ranges(some.tolist()) for some in (state.peers, peers))
+        raise _refused(path, f"holds the peers {holds}, and here are {here}; resume where it was made", "other-peers")
     if state.round_index > rounds:
-        raise ScenarioError(
-            f"{path}: is of round {state.round_index} of rounds={rounds}; restore it from a copy, or start again with "
-            "another --out",
-            code="checkpoint.round",
-        )
+        problem = f"is of round {state.round_index} of rounds={rounds}; restore it from a copy"
+        raise _refused(path, problem, "round")
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> Checkpoint:
     """Read any checkpoint, to look at; a run goes on from `load_checkpoint`.
 
     Raises:
         ScenarioError: when the file is no checkpoint.
     """
-    return _read(path, torch.device("cpu"))
-
-
-def _read(path: Path, device: torch.device) -> Checkpoint:
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             facts = json.loads(file.metadata()["privdec"])
             rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         return restored(facts, rows)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ScenarioError(
-            f"{path}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or start again with "
-            "another --out",
-            code="checkpoint.unreadable",
-        ) from error
+        problem = f"cannot be read as a checkpoint ({one_line(error)}); restore it from a copy"
+        raise _refused(path, problem, "unreadable") from error
 
 
-def _check_facts(facts: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what `described` never returns.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: saying what.
-    """
-    for name, rule in _RULES.items():
-        if not rule(facts[name]):
-            raise ValueError(f"its {name} is {shown(facts[name], 40)}")
-    RunName(**facts["run"])
-    if facts["tensors"] != _layout(tensors):
-        raise ValueError("its tensors are not those that were written")
-    peers = facts["peers"]
-    rows = [tensor for name, tensor in tensors.items() if not name.startswith((EDGE, CARRIED))]
-    if sorted(set(peers)) != peers or any(len(row) != len(peers) for row in rows):
-        raise ValueError(f"its peers are {shown(peers, 40)}, or have rows of another number")
-    if {EDGE + name for name in facts["edges"]} != {name for name in tensors if name.startswith(EDGE)}:
-        raise ValueError("its edges are not those of its tensors")
-    if any(not len(own) == len(other) == len(tensors[EDGE + name]) for name, (own, other) in facts["edges"].items()):
-        raise ValueError("its edges are not as many as their values")
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+class _Facts(BaseModel):
+    """What `described` returns beside tensors, read back from a file that may be damaged."""
 
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_count, value))
-
-
-_RULES: dict[str, Callable[[Any], bool]] = {
-    "scenario": lambda value: isinstance(value, str),
-    "run": lambda value: isinstance(value, dict) and all(isinstance(part, str) for part in value.values()),
-    "seconds": lambda value: isinstance(value, int | float) and 0 <= value < math.inf,
-    "head": lambda value: value is None or (len(value) == 2 and _count(value[0]) and isinstance(value[1], str)),
-    "transport": lambda value: all(_count(part) or isinstance(part, dict) for part in value.values()),
-    "round_index": _count,
-    "at": _count,
-    "peers": _counts,
-    "edges": lambda value: all(len(pair) == 2 and all(map(_counts, pair)) for pair in value.values()),
-    "tensors": lambda value: isinstance(value, dict),
-}
+    scenario: str
+    run: RunName
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    head: tuple[Count, str] | None
+    transport: dict[str, Count | dict[str, Any]]
+    round_index: Count
+    at: Count
+    peers: list[Count]
+    edges: dict[str, tuple[list[Count], list[Count]]]
+    tensors: dict[str, list[Any]]
 
 
 def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
     """Return the checkpoint that `described` took apart.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it never returned this.
+        ValueError: it never returned this.
     """
-    _check_facts(facts, tensors)
+    checked = _Facts.model_validate(facts)
+    if checked.tensors != _layout(tensors):
+        raise ValueError("its tensors are not those that were written")
     carried = {name.removeprefix(CARRIED): tensors.pop(name) for name in list(tensors) if name.startswith(CARRIED)}
-    run, head = RunName(**facts["run"]), facts["head"]
-    state = _state(facts, tensors)
-    return Checkpoint(state, facts["scenario"], run, facts["seconds"], head, facts["transport"], carried)
-
-
-def _state(facts: dict[str, Any], rows: dict[str, Tensor]) -> State:
-    edges = {
-        name: Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), rows.pop(EDGE + name))
-        for name, (own, other) in facts["edges"].items()
-    }
-    return State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows, edges)
+    values = {name.removeprefix(EDGE): tensors.pop(name) for name in list(tensors) if name.startswith(EDGE)}
+    peers = checked.peers
+    if sorted(set(peers)) != peers or any(len(row) != len(peers) for row in tensors.values()):
+        raise ValueError("its peers do not ascend, or have rows of another number")
+    if checked.edges.keys() != values.keys():
+        raise ValueError("its edges are not those of its tensors")
+    edges = {}
+    for name, (own, other) in checked.edges.items():
+        if not len(own) == len(other) == len(values[name]):
+            raise ValueError("its edges are not as many as their values")
+        edges[name] = Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), values[name])
+    state = State(np.asarray(peers, dtype=np.int64), checked.round_index, checked.at, tensors, edges)
+    head, transport = checked.head, checked.transport
+    return Checkpoint(state, checked.scenario, checked.run, checked.seconds, head, transport, carried)
 
 
 NAMES = {

@@ -12,11 +12,9 @@ on the smoothed objective is one on F too, and ν falls until the gap is small e
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms.proximal import Regularizer
-from flower_privdec.common.files import cache_folder, write_atomically
+from flower_privdec.common.files import cache_folder, read_cached, write_cached
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.view import OwnParts
 from flower_privdec.rows.sparse_rows import SparseRows
@@ -37,7 +35,6 @@ EVALUATIONS = 5000  # of a smoothed objective at most
 SMOOTH = ("logistic", "squared-hinge", "cross-entropy", "mse", "huber", "binary-cross-entropy")
 STEPS = 60  # of the bisection for the multiplier of an l2 ball
 
-_log = logging.getLogger(__name__)
 Array = np.ndarray
 Losses = Callable[[Array], tuple[Array, Array]]  # of outputs [N, k]: the losses [N] and their derivatives [N, k]
 
@@ -72,19 +69,10 @@ def find_minimum(objective: ConvexObjective) -> Minimum | None:
         digest.update(np.ascontiguousarray(part).data)
     digest.update(objective.targets.contiguous().numpy().data)
     path = cache_folder() / f"minimum-{digest.hexdigest()}.json"
-    try:
-        cached = json.loads(path.read_text())
-        return Minimum(float(cached["value"]), float(cached["gap"]))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _log.warning("%s cannot be used (%s); the minimum is searched for again", path, error)
-    solution = solve(objective)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"value": solution.value, "gap": solution.gap}).encode(), private=True)
-    except OSError as error:
-        _log.warning("%s cannot be written (%s); the minimum is searched for each time", path, error)
+    solution = read_cached(path, lambda cached: Minimum(float(cached["value"]), float(cached["gap"])))
+    if solution is None:
+        solution = solve(objective)
+        write_cached(path, asdict(solution))
     return solution
 
 

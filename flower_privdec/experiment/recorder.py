@@ -55,7 +55,14 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(_record(line, records[-1]["round"] if records else -1))
+            record, last = json.loads(line), records[-1]["round"] if records else -1
+            if not isinstance(record, dict) or type(record.get("round")) is not int:
+                raise ValueError("it has no round")
+            if record["round"] <= last:
+                raise ValueError(f"its round does not come after {last}")
+            if odd := [name for name, value in record.items() if not _readable(name, value)]:
+                raise ValueError(f"its {odd[0]} is {shown(record[odd[0]], 40)}")
+            records.append(record)
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
@@ -78,22 +85,6 @@ def keep_metrics_until(folder: Path, round_index: int) -> None:
         write_atomically(folder / NAME, "".join(json.dumps(record) + "\n" for record in earlier).encode())
 
 
-def _record(line: bytes, last: int) -> dict[str, Any]:
-    """Return a line as a record whose round comes after the last one's.
-
-    Raises:
-        ValueError: it is none.
-    """
-    record = json.loads(line)
-    if not isinstance(record, dict) or type(record.get("round")) is not int:
-        raise ValueError("it has no round")
-    if record["round"] <= last:
-        raise ValueError(f"its round does not come after {last}")
-    if odd := [name for name, value in record.items() if not _readable(name, value)]:
-        raise ValueError(f"its {odd[0]} is {shown(record[odd[0]], 40)}")
-    return record
-
-
 def _readable(name: str, value: Any) -> bool:
     """Return whether a value is what a run writes under a name: a number, or of metrics a mapping to numbers."""
     if name in SINGLE or (name in SINGLE_OR_NONE and value is not None):
@@ -104,6 +95,7 @@ def _readable(name: str, value: Any) -> bool:
 OnMetrics = Callable[[dict[str, Any]], None]
 CHECKPOINT, LEAN_SECONDS = "checkpoint", 60.0
 COALITIONS = "coalition_evaluations"
+MEASURED_BY_SOME = ("personalized", "suboptimality", COALITIONS)  # what some algorithms alone have
 
 
 class Recorder:
@@ -217,7 +209,10 @@ class Recorder:
             epsilons: what each peer has spent.
             trial: tries the peers' models elsewhere.
         """
-        measured = measure(self.agreement, rows, round_index, self.own, trial) | self._suboptimality(rows)
+        measured = measure(self.agreement, rows, round_index, self.own, trial)
+        if self._objective is not None and self._minimum is not None:  # F(mean x̃) - F(x*)
+            above = self._objective.value(self.agreement.algorithm.network_mean(rows)) - self._minimum.value
+            measured["suboptimality"] = finite(above)
         return self.append(measured, max(epsilons))
 
     def append(self, measured: dict[str, Any], epsilon: float) -> dict[str, Any]:
@@ -242,17 +237,6 @@ class Recorder:
     def _minimum(self) -> Minimum | None:
         return None if self._objective is None else find_minimum(self._objective)
 
-    def _suboptimality(self, rows: dict[str, Tensor]) -> dict[str, float | None]:
-        """Return by how much the objective at the mean model is above its minimum, F(mean x̃) - F(x*)."""
-        if self._objective is None or self._minimum is None:
-            return {}
-        value = self._objective.value(self.agreement.algorithm.network_mean(rows))
-        return {"suboptimality": finite(value - self._minimum.value)}
-
-    def last_metrics(self) -> dict[str, Any]:
-        """Return the latest line of metrics.jsonl."""
-        return read_metrics(self.out)[-1]
-
     def finish(
         self, rows: dict[str, Tensor], spent: Spent, measured: dict[str, Any] | None = None, **entries: Any
     ) -> dict[str, Any]:
@@ -270,6 +254,20 @@ class Recorder:
         metrics |= measured or {}
         note = spent.note or shortfall(self.agreement.participation, spent.rounds_run, scenario.rounds)
         steps = sum(spent.rounds_run) * self.agreement.algorithm.steps_per_round
+        optional: dict[str, Any] = {name: metrics[name] for name in MEASURED_BY_SOME if name in metrics}
+        if self._minimum is not None:
+            optional["optimum"] = asdict(self._minimum)
+        if COALITIONS in metrics:
+            share = self.coalition_seconds / max(self.seconds - self._before, 1e-9)
+            optional["coalition_share_of_wall_time"] = round(share, 4)
+        protected: dict[str, Any] = {"budget_note": note} if note else {}
+        if scenario.private is not None:
+            if shows_private(scenario):  # beside a finite ε, which does not cover it
+                protected["evaluation_private"] = "ignored: figures on the peers' own examples are covered by no ε"
+            if self.own is not None:
+                problems = [] if self.own.protection is None else breaches(self.own.protection)
+                protected |= {"claim_note": " ".join(problems)} if problems else {}
+                protected |= noise_facts([self.own.source])
         summary = {
             "name": scenario.name,
             "algorithm": scenario.algorithm.name,
@@ -282,51 +280,22 @@ class Recorder:
             **{name: metrics[name] for name in scenario.task.described()},
             "loss": metrics["loss"],
             "consensus_distance": metrics["consensus_distance"],
-            **({"personalized": metrics["personalized"]} if "personalized" in metrics else {}),
-            **({"suboptimality": metrics["suboptimality"]} if "suboptimality" in metrics else {}),
-            **({} if self._minimum is None else {"optimum": asdict(self._minimum)}),
-            **self._coalitions(metrics),
+            **optional,
             "traffic": traffic(self.agreement.algorithm, rows),
             "privacy": privacy_rows(scenario, spent, self.agreement.participation),
-            **({"budget_note": note} if note else {}),
-            **self._not_covered(),
-            **self._breached(),
-            **({} if self.own is None or scenario.private is None else noise_facts([self.own.source])),
+            **protected,
             **entries,
             "wall_seconds": round(self.seconds, 3),
             "peer_steps_per_second": round(steps / max(self.seconds, 1e-9), 1),
         }
         with _writing(self.out):
             if not self.lean:
-                self._save_models(rows)
+                facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
+                models = save(model_tensors(self.agreement, rows), {"privdec": facts})
+                write_atomically(self.out / "model.safetensors", models)
             write_atomically(self.out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self.close()
         return summary
-
-    def _coalitions(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Say how many coalitions were tried, and what share of the time since the run was begun or resumed it took."""
-        if COALITIONS not in metrics:
-            return {}
-        share = self.coalition_seconds / max(self.seconds - self._before, 1e-9)
-        return {COALITIONS: metrics[COALITIONS], "coalition_share_of_wall_time": round(share, 4)}
-
-    def _not_covered(self) -> dict[str, str]:
-        """Say what stands beside a finite ε and is not covered by it."""
-        scenario = self.agreement.scenario
-        if scenario.private is None or not shows_private(scenario):
-            return {}
-        return {"evaluation_private": "ignored: figures on the peers' own examples are covered by no ε"}
-
-    def _breached(self) -> dict[str, str]:
-        """Say which condition of a paper's formula is broken, where a formula made the noise."""
-        plan = None if self.own is None else self.own.protection
-        problems = [] if plan is None else breaches(plan)
-        return {"claim_note": " ".join(problems)} if problems else {}
-
-    def _save_models(self, rows: dict[str, Tensor]) -> None:
-        facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
-        content = save(model_tensors(self.agreement, rows), {"privdec": facts})
-        write_atomically(self.out / "model.safetensors", content)
 
 
 def measure(
@@ -387,12 +356,18 @@ def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Te
     """
     models = {"mean": agreement.algorithm.network_mean(rows)}
     models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.debiased(rows))}
-    module = copy.deepcopy(agreement.module)
     return {
-        f"{owner}/{name}": value.detach().cpu().contiguous().clone()
+        f"{owner}/{name}": value
         for owner, row in models.items()
-        for name, value in unflatten(module, row).state_dict().items()
-        if isinstance(value, Tensor)
+        for name, value in state_dict_of(agreement, row).items()
+    }
+
+
+def state_dict_of(agreement: Agreement, model: Tensor) -> dict[str, Tensor]:
+    """Return a model, shape (d,), by the names of its module's parameters and buffers, on the CPU."""
+    state = unflatten(copy.deepcopy(agreement.module), model).state_dict()
+    return {
+        name: value.detach().cpu().contiguous().clone() for name, value in state.items() if isinstance(value, Tensor)
     }
 
 
@@ -407,11 +382,6 @@ def traffic(algorithm: Algorithm, rows: dict[str, Tensor]) -> dict[str, int]:
     names = [exchange.shaped(name) for exchange in exchanges for name in exchange.names]
     sent = [rows[name] for name in names if rows[name].ndim == 2 and rows[name].shape[1] == d]
     return {"vectors": len(sent), "bytes": sum(d * row.element_size() for row in sent)}
-
-
-def count_evaluations(rounds: int, every: int) -> int:
-    """Return how many evaluations a run has."""
-    return -(-rounds // every)
 
 
 def evaluation_rounds(rounds: int, every: int) -> list[int]:

@@ -10,19 +10,22 @@ That includes the code of users' models, functions and objects. An object whose 
 from __future__ import annotations
 
 import ast
+import copyreg
 import dis
 import functools
 import hashlib
 import inspect
+import pickle
 import sys
 import sysconfig
 import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 import numpy as np
 import torch
@@ -208,18 +211,14 @@ def held_by(module: nn.Module) -> Iterator[bytes]:
         held = {**vars(part), **dict(part.named_buffers(recurse=False))}
         yield f"{path} {type(part).__module__}.{type(part).__qualname__}".encode()
         for name, value in sorted(held.items()):
-            yield from (name.encode() + content for content in _contents(value))
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                data = value.detach().cpu().contiguous()
+                content = f"{data.dtype} {tuple(data.shape)}".encode() + hashlib.sha256(data.numpy().data).digest()
+                yield name.encode() + content
+            elif all(isinstance(part, _PLAIN) for part in (value if isinstance(value, tuple | list) else (value,))):
+                yield name.encode() + repr(value).encode()
 
 
-def _contents(value: object) -> Iterable[bytes]:
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        data = value.detach().cpu().contiguous()
-        return [f"{data.dtype} {tuple(data.shape)}".encode() + hashlib.sha256(data.numpy().data).digest()]
-    parts = value if isinstance(value, tuple | list) else (value,)
-    return [repr(value).encode()] if all(isinstance(part, _PLAIN) for part in parts) else []
-
-
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented))
 _NAMED = (torch.dtype, torch.device, np.dtype, np.ufunc, torch.memory_format, torch.layout)
 _BUILT_IN = (
     types.BuiltinFunctionType,
@@ -227,166 +226,115 @@ _BUILT_IN = (
     types.MethodDescriptorType,
     types.GetSetDescriptorType,
 )
+_WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
+_WRAPPED = ("__func__", "fget", "fset", "fdel", "func")
 _LOOKED_UP = ("LOAD_GLOBAL", "LOAD_NAME")
 _WRITTEN_FOR_PYTHON = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "_abc_impl"})
 
 
 def object_hash(value: object) -> bytes:
-    """Return a hash of all that decides what an object does.
+    """Return a hash of all that decides what an object does: of what pickle would save of it, but for code.
 
     Of functions and classes it takes the byte code, defaults, closures, bases and the globals they look up; of modules
-    of the user's the source, of installed ones the version; of other objects what pickle would save. No line number
-    and no address counts, so that the same code is the same in another process.
+    of the user's the source, of installed ones the version. No line number and no address counts, so that the same
+    code is the same in another process.
 
     Raises:
         ScenarioError: something in it cannot be hashed (an open file, a generator, a lock, ...), naming it.
     """
-    hashed = _ObjectHash()
-    hashed.add(value)
-    return hashed.digest.digest()
+    digest = hashlib.blake2b(digest_size=32)
+    _ObjectPickler(types.SimpleNamespace(write=digest.update), protocol=3).dump(value)
+    return digest.digest()
 
 
-class _ObjectHash:
-    """Feeds an object, and all that it leads to, into a hash."""
+def _hashed(*_parts: object) -> None:
+    """Stand for the function that makes an object, in a pickle that is never read back."""
 
-    def __init__(self) -> None:
-        self.digest = hashlib.blake2b(digest_size=32)
-        self.seen: dict[int, tuple[int, object]] = {}  # references, so that no id is used again
 
-    def update(self, *words: object) -> None:
-        """Feed words in, each with its length."""
-        for word in words:
-            data = word if isinstance(word, bytes) else str(word).encode()
-            self.digest.update(len(data).to_bytes(8, "little") + data)
+class _ObjectPickler(pickle._Pickler):  # of Python: that of C knows a text by its address, and sets by their order
+    dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
 
-    def add(self, value: Any) -> None:
-        """Feed a value in."""
-        if isinstance(value, _CONSTANTS) and type(value).__module__ == "builtins":
-            self.update("plain", type(value).__name__, repr(value))
-        elif id(value) in self.seen:
-            self.update("again", self.seen[id(value)][0])
-        else:
-            self.seen[id(value)] = len(self.seen), value
-            self._add_new(value)
+    def memoize(self, obj: Any) -> None:
+        """Remember an object that was saved, but no text: equal ones need not be one."""
+        if not isinstance(obj, str | bytes):
+            super().memoize(obj)  # type: ignore[misc]
 
-    def _add_new(self, value: Any) -> None:
+    def save_set(self, obj: Iterable[object]) -> None:
+        """Save a set regardless of its order."""
+        self.save((type(obj).__name__, *sorted(object_hash(member) for member in obj)))  # type: ignore[attr-defined]
+
+    dispatch[set] = dispatch[frozenset] = save_set
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return what to save of an object; NotImplemented for what pickle saves by its content itself."""
+        if value is _hashed:
+            return NotImplemented
+        if isinstance(value, types.FunctionType | type) and _stands_where_it_says(value):
+            return _hashed, ("installed", value.__module__, value.__qualname__, *_sources({value.__module__}))
+        if isinstance(value, types.FunctionType):
+            return _hashed, ("function",), _function_parts(value)
+        if isinstance(value, type):
+            parts = {name: part for name, part in sorted(vars(value).items()) if not name.startswith("__pydantic")}
+            own = [(name, part) for name, part in parts.items() if name not in _WRITTEN_FOR_PYTHON]
+            return _hashed, ("class", value.__qualname__), (type(value), value.__bases__, own)
+        if isinstance(value, types.ModuleType):
+            return _hashed, ("module", value.__name__, *_sources({value.__name__}))
+        if isinstance(value, types.CodeType):
+            counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
+            names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
+            return _hashed, ("code", *counts, value.co_code, value.co_exceptiontable, *names, list(value.co_consts))
+        if isinstance(value, _WRAPPERS):
+            return _hashed, (type(value).__name__,), [getattr(value, name, None) for name in _WRAPPED]
+        if isinstance(value, _BUILT_IN):
+            owner = getattr(value, "__self__", None)
+            owner = None if isinstance(owner, types.ModuleType) else owner
+            return _hashed, ("built in", getattr(value, "__module__", None), value.__qualname__, owner)
         if isinstance(value, _NAMED):
-            self.update("named", type(value).__name__, repr(value))
-        elif isinstance(value, np.ndarray) and value.dtype != object:
-            self.update("array", value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
-        elif isinstance(value, torch.Tensor):
+            return _hashed, ("named", type(value).__name__, repr(value))
+        if isinstance(value, Tensor):
             if value.layout is not torch.strided:
                 raise _unhashable(value)
-            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            self.update("tensor", value.dtype, tuple(value.shape), value.requires_grad, data)
-        elif type(value) in (tuple, list):
-            self.update(type(value).__name__, len(value))
-            self._add_all(value)
-        elif type(value) in (set, frozenset):
-            self.update(type(value).__name__, *sorted(object_hash(member) for member in value))
-        elif type(value) in (dict, types.MappingProxyType):
-            self.update("dict", len(value))
-            self._add_all(part for item in value.items() for part in item)
-        elif get_origin(value) is not None:
-            self.update("type")
-            self._add_all((get_origin(value), get_args(value)))
-        else:
-            self._add_code(value)
-
-    def _add_all(self, values: Iterable[Any]) -> None:
-        for value in values:
-            self.add(value)
-
-    def _add_code(self, value: Any) -> None:
-        if isinstance(value, types.FunctionType):
-            self._add_function(value)
-        elif isinstance(value, type):
-            self._add_class(value)
-        elif isinstance(value, types.ModuleType):
-            self.update("module", value.__name__, *_sources({value.__name__}))
-        elif isinstance(value, types.CodeType):
-            counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
-            self.update("code", *counts, value.co_code, value.co_exceptiontable)
-            self._add_all((value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars))
-            self._add_all(value.co_consts)
-        elif isinstance(value, types.MethodType):
-            self.update("method")
-            self._add_all((value.__self__, value.__func__))
-        elif isinstance(value, staticmethod | classmethod):
-            self.update(type(value).__name__)
-            self.add(value.__func__)
-        elif isinstance(value, property | functools.cached_property):
-            self.update(type(value).__name__)
-            self._add_all([getattr(value, name, None) for name in ("fget", "fset", "fdel", "func")])
-        elif isinstance(value, _BUILT_IN):
-            self.update("built in", getattr(value, "__module__", None), value.__qualname__)
-            owner = getattr(value, "__self__", None)
-            self.add(None if isinstance(owner, types.ModuleType) else owner)
-        else:
-            self._add_object(value)
-
-    def _add_function(self, value: types.FunctionType) -> None:
-        if self._is_installed(value):
-            return
-        self.update("function")
-        self.add(value.__code__)
-        self._add_all((value.__defaults__, value.__kwdefaults__, dict(vars(value))))
-        for cell in value.__closure__ or ():
-            try:
-                self.add(cell.cell_contents)
-            except ValueError:  # not bound yet
-                self.update("empty")
-        steps = list(_instructions(value.__code__))
-        for name in sorted({step.argval for step in steps if step.opname in _LOOKED_UP}):
-            self.update(name)
-            if name in value.__globals__:
-                self.add(value.__globals__[name])
-        for name in sorted({step.argval for step in steps if step.opname == "IMPORT_NAME" and step.argval}):
-            self.update("import", name, *_sources({name}))
-
-    def _add_class(self, value: type) -> None:
-        if self._is_installed(value):
-            return
-        self.update("class", value.__qualname__)
-        self._add_all((type(value), value.__bases__))
-        for name, part in sorted(vars(value).items()):
-            if name not in _WRITTEN_FOR_PYTHON and not name.startswith("__pydantic"):
-                self.update(name)
-                self.add(part)
-
-    def _is_installed(self, value: Any) -> bool:
-        """Hash an installed class or function by its name and version; return whether it is one."""
-        module = getattr(value, "__module__", None) or ""
-        there: Any = sys.modules.get(module)
-        for name in value.__qualname__.split("."):
-            there = getattr(there, name, None)
-        if there is not value or not is_installed(module):
-            return False
-        self.update("installed", module, value.__qualname__, *_sources({module}))
-        return True
-
-    def _add_object(self, value: Any) -> None:
-        """Feed in what pickle would save of an object."""
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return _hashed, ("tensor", str(value.dtype), tuple(value.shape), value.requires_grad, content)
+        if isinstance(value, types.MappingProxyType):
+            return _hashed, ("dict", dict(value))
+        if get_origin(value) is not None:
+            return _hashed, ("type", get_origin(value), get_args(value))
+        if type(value) in self.dispatch or type(value) in copyreg.dispatch_table:
+            return NotImplemented
         try:
-            reduced = value.__reduce_ex__(4)
+            reduced = value.__reduce_ex__(3)
         except Exception as error:  # any object's own method
             raise _unhashable(value) from error
-        self.update("object", type(value).__qualname__)
-        if isinstance(reduced, str):
-            self.update(reduced)
-            return
-        make, arguments, state, items, pairs = (*reduced, *(None,) * 5)[:5]
-        self._add_all((make, arguments, state, list(items or ()), list(pairs or ())))
+        return (_hashed, (type(value).__qualname__, reduced)) if isinstance(reduced, str) else reduced
+
+
+def _function_parts(value: types.FunctionType) -> list[object]:
+    """Return what a function consists of, its globals and the modules that it imports."""
+    parts: list[object] = [value.__code__, value.__defaults__, value.__kwdefaults__, dict(vars(value))]
+    for cell in value.__closure__ or ():
+        with suppress(ValueError):  # not bound yet
+            parts.append(cell.cell_contents)
+    codes, steps = [value.__code__], list[dis.Instruction]()
+    for code in codes:  # and those inside it
+        steps += dis.get_instructions(code)
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    for name in sorted({step.argval for step in steps if step.opname in _LOOKED_UP}):
+        parts += [name, value.__globals__[name]] if name in value.__globals__ else [name]
+    for name in sorted({step.argval for step in steps if step.opname == "IMPORT_NAME" and step.argval}):
+        parts += ["import", name, *_sources({name})]
+    return parts
+
+
+def _stands_where_it_says(value: Any) -> bool:
+    """Return whether a class or a function is an installed module's, found there by its name."""
+    module = getattr(value, "__module__", None) or ""
+    there: Any = sys.modules.get(module)
+    for name in value.__qualname__.split("."):
+        there = getattr(there, name, None)
+    return there is value and is_installed(module)
 
 
 def _unhashable(value: object) -> ScenarioError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return ScenarioError(f"it holds an object of type {kind}, whose content cannot be hashed")
-
-
-def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Yield the instructions of a code and of all codes inside it."""
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _instructions(constant)

@@ -15,6 +15,7 @@ from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.graph.topology import Participation
+from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import Spending
 from flower_privdec.privacy.mechanism.protection import UNLIMITED
 from flower_privdec.scenario import Scenario
@@ -64,7 +65,7 @@ class Spent:
         note = None if cohort.ledger is None else budget_note(cohort.ledger.spending, cohort.steps_per_round)
         claimed = [claim.epsilon if claim else None for claim in protection.claims]
         deltas, replies = [account.delta for account in accounts], protection.reply_epsilons(rounds)
-        larger = protection.collusion_epsilons(rounds)
+        larger = epsilons_if_all_collude(cohort, rounds)
         colluding = None if protection.pairs is None else protection.pairs.colluding
         return cls(epsilons(cohort, rounds), deltas, claimed, ran, note, replies, larger, colluding)
 
@@ -79,12 +80,33 @@ def epsilons(cohort: Cohort, rounds: int) -> list[float]:
     return values
 
 
+def epsilons_if_all_collude(cohort: Cohort, rounds: int) -> list[float]:
+    """Return ε of each peer in this run if all others collude, with the steps that were charged again after a crash.
+
+    Where steps differ, those that were charged again count as the step with the least noise: an upper bound. Empty
+    where noise does not cancel between peers.
+    """
+    ledger, steps, larger = cohort.ledger, rounds * cohort.steps_per_round, list[float]()
+    protection = cohort.protection
+    if protection is None or not protection.own_alone:
+        return []
+    if ledger is None:
+        return protection.collusion_epsilons(rounds)
+    for account, alone in zip(protection.accounts, protection.own_alone, strict=True):
+        taken = sum(release.steps for release in account.releases(0, ledger.spending.start))
+        more = ledger.charged_before(account.peer) - taken
+        releases = list(alone.releases(0, steps))
+        if more > 0 and alone.spends:
+            least = min((spend.release for spend in alone.spends), key=lambda release: release.noise_multiplier)
+            releases.append(least.times(more))
+        larger.append(epsilon(releases, alone.delta))
+    return larger
+
+
 def rounds_run(cohort: Cohort, rounds: int) -> list[int]:
     """Return in how many of the first rounds each peer of a cohort took its private steps."""
-    total = np.zeros(len(cohort.peers), dtype=np.int64)
-    for round_index in range(rounds):
-        total += cohort.active(round_index)
-    ran: list[int] = total.tolist()
+    none = np.zeros(len(cohort.peers), dtype=np.int64)
+    ran: list[int] = sum((cohort.active(round_index) for round_index in range(rounds)), none).tolist()
     return ran
 
 
@@ -92,12 +114,6 @@ def ledger_folder(scenario: Scenario, out: Path) -> Path:
     """Return where the ledger of a run lies."""
     private = scenario.private
     return Path(private.ledger) if private and private.ledger else out / "ledger"
-
-
-def ledger_scope(scenario: Scenario) -> str:
-    """Say which runs a run's ε counts: all in the ledger that the scenario names, or this one alone."""
-    private = scenario.private
-    return f"all runs in {private.ledger}" if private and private.ledger else ALONE
 
 
 def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation) -> list[dict[str, Any]]:
@@ -113,6 +129,7 @@ def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation)
     """
     expected = (participation.chances * scenario.rounds).tolist()
     private, rows = scenario.private, []
+    scope = f"all runs in {private.ledger}" if private and private.ledger else ALONE
     calibration = "none" if private is None else private.calibration
     facts = zip(spent.epsilons, spent.deltas, spent.claimed, spent.rounds_run, strict=True)
     for peer, (total, delta, claimed, ran) in enumerate(facts):
@@ -124,7 +141,7 @@ def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation)
             row["epsilon_of_replies_to_one"] = json_number(spent.replies[peer])
         if spent.if_all_collude:
             row |= {"colluding": spent.colluding, "epsilon_if_all_collude": json_number(spent.if_all_collude[peer])}
-        rows.append(row if private is None else row | {"scope": ledger_scope(scenario)})
+        rows.append(row if private is None else row | {"scope": scope})
     return rows
 
 
@@ -154,11 +171,10 @@ def budget_note(spending: Spending, steps_per_round: int) -> str | None:
     short = shortages(spending)
     if not short:
         return None
-    rounds = sorted({steps // steps_per_round for steps in short.values()})
-    some = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+    rounds = _span(steps // steps_per_round for steps in short.values())
     return (
         f"after the ε = {_already(spending)} that other runs over the same data have spent, the budget of peers "
-        f"{peer_ranges(short)} allows steps in the first {some} of {spending.steps // steps_per_round} rounds only; "
+        f"{peer_ranges(short)} allows steps in the first {rounds} of {spending.steps // steps_per_round} rounds only; "
         "after them they stop training and only exchange"
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import memory
@@ -20,7 +21,7 @@ from flower_privdec.common.machine import HEADROOM, available_bytes, check_room,
 from flower_privdec.core import Exchange, Mix, Reply, State
 from flower_privdec.core.cohort import Cohort, LearningRate, Validation
 from flower_privdec.data import Examples, PeerData, Sampler, read_examples
-from flower_privdec.data.datasets import check_fit
+from flower_privdec.data.datasets import check_fit, sizes_of_parts
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.run_key import KEY_BYTES, SEEDED, environment, own_keys, run_id, shared_secret
@@ -37,6 +38,7 @@ from flower_privdec.scenario import Scenario, numbers_hash, own_parts
 from flower_privdec.scenario.sections import CancellingSection, placed, steps_per_round
 
 ENGINE = "engine"  # the runtime in which one process hosts all peers
+NETWORK = "network"  # that in which each peer is a process of its own, and agrees on secrets with its neighbours
 COMPARABLE = "comparable"  # the generator whose keys are the same in every runtime
 
 
@@ -116,26 +118,24 @@ class OwnParts:
         protection, larger = None, None
         if scenario.private is not None:
             drawings = drawings_of(agreement, peers, sampler)
+            section, everyone, everybody = scenario.private.noise, peers, sampler
+            if isinstance(section, CancellingSection) and len(peers) < scenario.n_peers:
+                everyone, everybody = np.arange(scenario.n_peers), sampler_of_all(agreement, runtime, root, whole)
             algorithm, mixing = agreement.algorithm, agreement.mixing
             factor = 1.0 if mixing is None else algorithm.weight_factor(mixing, scenario.rounds)
-            section = scenario.private.noise
-            if from_system and isinstance(section, CancellingSection):
-                raise ScenarioError(
-                    "privacy.noise.kind=cancelling has noise from keys alone, and a deployed peer's, or that of "
-                    "compute.generator=system, is the operating system's: leave one of the two out",
-                    code="noise.cancelling-deployed",
-                )
             protection = build_protection(
                 scenario,
                 scenario.private,
                 algorithm,
-                drawings,
+                drawings_of(agreement, everyone, everybody),
                 agreement.participation,
-                peers,
+                everyone,
                 factor,
                 noise_mechanism(scenario.private.noise).released,
-                None if not isinstance(section, CancellingSection) else partial(pair_plan, agreement, peers, sampler),
+                partial(pair_plan, agreement, everybody) if isinstance(section, CancellingSection) else None,
             )
+            if len(everyone) > len(peers):
+                protection = protection.part(int(peers[0]), int(peers[-1]) + 1)
             if scenario.private.hardened:
                 steps = scenario.rounds * algorithm.steps_per_round
                 larger = noise_inflation(algorithm, drawings, steps, agreement.initial.dtype)
@@ -223,24 +223,53 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
     ]
 
 
-def pair_plan(agreement: Agreement, peers: np.ndarray, sampler: Sampler, needed: np.ndarray) -> PairPlan:
-    """Return the noise that pairs of peers share; all of them have to be hosted here.
+def sampler_of_all(agreement: Agreement, runtime: str, root: str | None, whole: bool) -> Sampler:
+    """Return how all peers draw, for a process of a network that hosts one: the plan of pairs follows from it.
+
+    Args:
+        runtime, root, whole: see `OwnParts.of`.
+
+    Raises:
+        ScenarioError: there are secrets of pairs in a network alone; or each peer has a file of its own, whose size
+            the others do not know.
+    """
+    scenario, where = agreement.scenario, "privacy.noise.kind=cancelling"
+    if runtime != NETWORK:
+        raise ScenarioError(
+            f"{where}: this process hosts some of {scenario.n_peers} peers and has no secrets with the others: use "
+            "the engine, Flower's mode cohort, or a network of peers (`privdec up`, `privdec peer`)",
+            code="noise.cancelling-part",
+        )
+    if scenario.data.each_its_own or whole:
+        raise ScenarioError(
+            f"{where} needs the number of every peer's examples, which is private where each has data of its own: deal "
+            "out one dataset (data.partition), or leave privacy.noise out",
+            code="noise.cancelling-sizes",
+        )
+    batch, targets = scenario.data.batch, agreement.loss.targets
+    sizes = sizes_of_parts(scenario.data, scenario.seed_of("data"), scenario.n_peers, root, targets)
+    peers = np.arange(scenario.n_peers)
+    keys = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
+    return Sampler(batch.sampling, batch.size, sizes, keys, peers, rate=batch.rate, small_peers=batch.small_peers)
+
+
+def pair_plan(agreement: Agreement, sampler: Sampler, needed: np.ndarray) -> PairPlan:
+    """Return the noise that pairs of peers share.
 
     Args:
         sampler: of all peers.
         needed: the noise that each peer needs by itself in every step, over the factor of its sums, [steps, n_peers].
 
     Raises:
-        ScenarioError: some peers are hosted elsewhere, or the algorithm's exchanges do not conserve a sum.
+        ScenarioError: the algorithm's exchanges do not conserve a sum.
     """
     scenario, algorithm = agreement.scenario, agreement.algorithm
     assert scenario.private is not None
     assert isinstance(scenario.private.noise, CancellingSection)
     section, where = scenario.private.noise, f"privacy.noise.kind=cancelling with algorithm.name={algorithm.name}"
     exchanges = [item for item in algorithm.program if isinstance(item, Exchange)]
-    answered = any(
-        part.to == "neighbour" for part in algorithm.released(0, drawings_of(agreement, peers, sampler)[0]) or ()
-    )
+    drawing = drawings_of(agreement, sampler.peers, sampler)[0]
+    answered = any(part.to == "neighbour" for part in algorithm.released(0, drawing) or ())
     if not exchanges or answered or not all(isinstance(exchange, Mix) for exchange in exchanges):
         why = "exchanges nothing" if not exchanges else "sends more than what is mixed, of which no sum is conserved"
         raise ScenarioError(
@@ -252,16 +281,7 @@ def pair_plan(agreement: Agreement, peers: np.ndarray, sampler: Sampler, needed:
             f"{scenario.n_peers - 1}",
             code="noise.colluding",
         )
-    if len(peers) < scenario.n_peers:
-        raise ScenarioError(
-            f"{where}: this process hosts {len(peers)} of {scenario.n_peers} peers, and pairs of peers need a process "
-            "that hosts all: use the engine, or Flower's mode cohort",
-            code="noise.cancelling-part",
-        )
-    graph = build_topology(
-        section.secrets.name, scenario.n_peers, seed=scenario.seed_of("run"), **section.secrets.options()
-    )
-    edges = np.unique(np.sort(graph.support(), axis=1), axis=0)
+    edges = secret_pairs(scenario)
     steps, rounds = algorithm.steps_per_round, scenario.rounds
     rates = np.abs(np.stack([agreement.learning_rate.at(k) for k in range(rounds)])).repeat(steps, axis=0)
     weights = algorithm.conserved_weights(sampler.partition_sizes)
@@ -280,6 +300,17 @@ def pair_plan(agreement: Agreement, peers: np.ndarray, sampler: Sampler, needed:
         same_rates=bool(np.ptp(agreement.learning_rate.base) == 0),
         trades=tuple(choices),
     )
+
+
+def secret_pairs(scenario: Scenario) -> np.ndarray:
+    """Return the pairs of peers that share a secret, int64 [E, 2], the lower id first; none without such noise."""
+    section = None if scenario.private is None else scenario.private.noise
+    if not isinstance(section, CancellingSection):
+        return np.zeros((0, 2), dtype=np.int64)
+    graph = build_topology(
+        section.secrets.name, scenario.n_peers, seed=scenario.seed_of("run"), **section.secrets.options()
+    )
+    return np.asarray(np.unique(np.sort(graph.support(), axis=1), axis=0))
 
 
 def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int, dtype: torch.dtype) -> float:
@@ -400,7 +431,8 @@ class Experiment(Agreement):
             ScenarioError: when their state does not fit into free memory.
             BudgetError: when the ledger cannot be trusted or is in use.
         """
-        check_memory(self)
+        if too_large := shortage(self):
+            raise ScenarioError(too_large)
         own, held, private = self.own, self.public.validation, self.scenario.private
         hardened = own.noise_inflation is not None
         sampler = own.sampler.with_fresh_keys() if own.from_system else own.sampler
@@ -417,7 +449,7 @@ class Experiment(Agreement):
             mechanism=noise_mechanism(
                 private.noise if private else None, None if own.protection is None else own.protection.pairs
             ),
-            secrets=PairSecrets(pairs),
+            secrets=PairSecrets(pairs, simulated=not own.from_system),
             learning_rate=self.learning_rate,
             steps_per_round=self.algorithm.steps_per_round,
             protection=own.protection,
@@ -504,35 +536,31 @@ def memory_need(experiment: Experiment, workers: int = 1) -> MemoryNeed:
         inputs = 2 * int(np.diff(public.x.matrix.indptr).max())
     per_example = inputs + 2 * outputs_per_example(experiment.module, public.x)
     batch = int(experiment.own.sampler.normalizer.sum() * per_example * experiment.initial.element_size())
-    table, rows = _chosen_table_bytes(experiment), len(experiment.own.peers)
+    table = _chosen_table_bytes(experiment)
     return MemoryNeed(
-        state=_state_bytes(experiment, rows),
+        state=_state_bytes(experiment),
         table=table,
         data=data + _copy_bytes(experiment),
         batch=min(batch, workers * scenario.compute.memory_mib << 20),
-        checkpoint=_checkpoint_bytes(experiment, rows, table),
+        checkpoint=_checkpoint_bytes(experiment, table),
         workers=(workers - 1) * WORKER_BYTES,
     )
 
 
-def _row_bytes(experiment: Experiment) -> int:
-    return experiment.initial.numel() * experiment.initial.element_size()
-
-
-def _state_bytes(experiment: Experiment, rows: int) -> int:
-    algorithm, pairs = experiment.algorithm, rows
+def _state_bytes(experiment: Experiment) -> int:
+    algorithm, rows = experiment.algorithm, len(experiment.own.peers)
+    pairs = rows
     if algorithm.edge_slots and experiment.mixing is not None:
         pairs += int(experiment.mixing.heard(1)[0, experiment.own.peers].sum())
     private = experiment.scenario.private
-    buffers = algorithm.buffers(experiment.participation) + len(
-        noise_mechanism(private.noise if private else None).state
-    )
-    return (buffers * rows + algorithm.edge_slots * pairs) * _row_bytes(experiment)
+    noise_rows = len(noise_mechanism(private.noise if private else None).state)
+    buffers = algorithm.buffers(experiment.participation) + noise_rows
+    return (buffers * rows + algorithm.edge_slots * pairs) * experiment.initial.nbytes
 
 
-def _checkpoint_bytes(experiment: Experiment, rows: int, table: int) -> int:
-    copies = CHECKPOINT_COPIES + (experiment.device.type != "cpu")
-    return copies * (experiment.algorithm.slots * rows * _row_bytes(experiment) + table)
+def _checkpoint_bytes(experiment: Experiment, table: int) -> int:
+    copies, rows = CHECKPOINT_COPIES + (experiment.device.type != "cpu"), len(experiment.own.peers)
+    return copies * (experiment.algorithm.slots * rows * experiment.initial.nbytes + table)
 
 
 def _copy_bytes(experiment: Experiment) -> int:
@@ -562,10 +590,9 @@ def _chosen_table_bytes(experiment: Experiment) -> int:
     return 0 if table is None else table_bytes(experiment)[table] or 0
 
 
-def _fits(experiment: Experiment, rows: int, table: int) -> bool:
-    """Return whether so many peers with a table of so many bytes fit into what is free, checkpoint included."""
-    there = _state_bytes(experiment, rows) + table + _copy_bytes(experiment)
-    host = _checkpoint_bytes(experiment, rows, table)
+def _fits(experiment: Experiment, table: int) -> bool:
+    """Return whether the peers with a table of so many bytes fit into what is free, checkpoint included."""
+    there, host = _state_bytes(experiment) + table + _copy_bytes(experiment), _checkpoint_bytes(experiment, table)
     if experiment.device.type == "cpu":
         return there + host <= HEADROOM * available_bytes(experiment.device)
     on_device = there <= HEADROOM * available_bytes(experiment.device)
@@ -577,33 +604,21 @@ def shortage(experiment: Experiment) -> str | None:
 
     The data set is in memory already; counted are state, table, a copy of the examples, and checkpoints.
     """
-    rows, table = len(experiment.own.peers), _chosen_table_bytes(experiment)
-    if _fits(experiment, rows, table):
+    table, state = _chosen_table_bytes(experiment), _state_bytes(experiment)
+    if _fits(experiment, table):
         return None
-    state = _state_bytes(experiment, rows)
-    needed = memory(state + table + _copy_bytes(experiment) + _checkpoint_bytes(experiment, rows, table))
+    needed = memory(state + table + _copy_bytes(experiment) + _checkpoint_bytes(experiment, table))
     free = f"about {needed}, checkpoints included, and {memory(available_bytes(experiment.device))} are free"
-    configured = experiment.algorithm.table
+    configured, peers = experiment.algorithm.table, len(experiment.own.peers)
     if configured is None or table <= state:
         return (
-            f"n_peers={rows} with models of {experiment.initial.numel():,} parameters need {free}; use fewer peers, "
+            f"n_peers={peers} with models of {experiment.initial.numel():,} parameters need {free}; use fewer peers, "
             "a smaller model or a larger machine"
         )
     others = table_bytes(experiment).items()
-    fitting = [f"{name} ({memory(size)})" for name, size in others if size and _fits(experiment, rows, size)]
+    fitting = [f"{name} ({memory(size)})" for name, size in others if size and _fits(experiment, size)]
     remedy = f"use {' or '.join(fitting)}" if fitting else "use fewer peers or a larger machine"
     return f"algorithm.table={configured!r} needs {free}; {remedy}"
-
-
-def check_memory(experiment: Experiment) -> None:
-    """Refuse a run whose state and table do not fit into free memory.
-
-    Raises:
-        ScenarioError: naming what is too large, and what would fit.
-    """
-    message = shortage(experiment)
-    if message is not None:
-        raise ScenarioError(message)
 
 
 def outputs_per_example(module: nn.Module, x: Features) -> int:
@@ -626,8 +641,12 @@ def multiplications_per_example(module: nn.Module, x: Features) -> int:
 def _outputs(module: nn.Module, x: Features) -> list[tuple[nn.Module, int]]:
     """Return how many numbers each leaf module puts out for one example."""
     counts: list[tuple[nn.Module, int]] = []
+
+    def count(leaf: nn.Module, _inputs: Any, out: Any) -> None:  # one tensor, or several, as of a recurrent layer
+        counts.append((leaf, sum(part.numel() for part in tree_leaves(out) if isinstance(part, Tensor))))
+
     leaves = [leaf for leaf in module.modules() if not list(leaf.children())]
-    handles = [leaf.register_forward_hook(lambda m, _i, out: counts.append((m, _numbers(out)))) for leaf in leaves]
+    handles = [leaf.register_forward_hook(count) for leaf in leaves]
     parameter = next(module.parameters())
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=()):
@@ -637,11 +656,3 @@ def _outputs(module: nn.Module, x: Features) -> list[tuple[nn.Module, int]]:
         for handle in handles:
             handle.remove()
     return counts
-
-
-def _numbers(out: Any) -> int:
-    """Count the numbers of what a module returns: a tensor, or several, as a recurrent layer does."""
-    if isinstance(out, Tensor):
-        return out.numel()
-    parts = out.values() if isinstance(out, dict) else out if isinstance(out, (tuple, list)) else ()
-    return sum(map(_numbers, parts))

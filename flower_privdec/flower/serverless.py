@@ -29,7 +29,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
-from flower_privdec.common.files import write_atomically
+from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Algorithm, Exchange, Mix, State
 from flower_privdec.core.algorithm import Step
@@ -69,7 +69,7 @@ from flower_privdec.scenario.sections import AppPrivacySection, AppScenario, Top
 log = logging.getLogger("flwr.privdec")
 
 FORMAT = "flower-privdec-initial-1"
-INITIAL, MODEL = "initial.safetensors", "model.safetensors"
+INITIAL = "initial.safetensors"
 UNMIXED = "unmixed."  # before the number of an array that is not mixed, in a state's rows
 ENVIRONMENT = "a Flower app, system entropy"
 ROUND = "server-round"  # the key of the round in the configs of Flower's strategies
@@ -358,7 +358,7 @@ class AppTrainer:
     crash. It holds against all neighbours together, and against an observer of all their traffic.
     """
 
-    device = torch.device("cpu")
+    device, pair_secrets = torch.device("cpu"), None
 
     def __init__(
         self,

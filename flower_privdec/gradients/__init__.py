@@ -86,6 +86,7 @@ def build_kernel(
             return SingleExampleKernel(module, layers, resolved, memory_bytes)
     if kind in ("auto", "stacked") and layers is not None:
         return StackedKernel(module, layers, resolved, memory_bytes)
+    chosen_for = "it was asked for" if n_tokens is None else "its examples are tokens, which are indices"
     if kind in ("auto", "factored") and n_tokens is None:
         try:
             return FactoredKernel(module, prove(module, input_shape), resolved, input_shape, memory_bytes)
@@ -93,26 +94,22 @@ def build_kernel(
             if kind == "factored":
                 message = f"kind='factored' does not fit this model: {why}; use auto"
                 raise ScenarioError(message, code="gradients.kind") from None
-    return VmapKernel(module, resolved, input_shape, memory_bytes, n_tokens)
+            chosen_for = f"it is not proved that the model keeps examples apart: {why}"
+    return VmapKernel(module, resolved, input_shape, memory_bytes, n_tokens, chosen_for)
 
 
-def explain_kernel(
-    module: nn.Module, input_shape: Sequence[int], n_tokens: int | None = None, *, sparse: bool = False
-) -> str:
-    """Return a sentence on which kernel `build_kernel` chooses for a model, and why.
+def explain_kernel(kernel: GradientKernel) -> str:
+    """Return a sentence on a kernel, and why `build_kernel` chose it for its model.
 
     Examples:
-        >>> explain_kernel(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10)), [1, 8, 8]).split()[0]
-        'factored'
+        >>> kernel = build_kernel(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "cross-entropy", [64])
+        >>> explain_kernel(kernel).split()[0]
+        'stacked'
     """
-    if sparse:
+    if isinstance(kernel, SparseLinearKernel):
         return "sparse (one linear layer: only the features of an example are computed), because examples are sparse"
-    if n_tokens is not None:
-        return f"vmap ({KERNELS['vmap']}), because its examples are tokens, which are indices"
-    if parse_stack(module, input_shape) is not None:
+    if isinstance(kernel, StackedKernel):
         return f"stacked ({KERNELS['stacked']}), because the model is a stack of linear layers"
-    try:
-        prove(module, input_shape)
-    except Unproved as why:
-        return f"vmap ({KERNELS['vmap']}), because it is not proved that the model keeps examples apart: {why}"
+    if isinstance(kernel, VmapKernel):
+        return f"vmap ({KERNELS['vmap']}), because {kernel.because}"
     return f"factored ({KERNELS['factored']}), because every operation of its forward is known to keep them apart"

@@ -44,18 +44,17 @@ class VmapKernel(RowKernel):
         input_shape: Sequence[int],
         memory_bytes: int,
         n_tokens: int | None = None,
+        because: str = "",
     ) -> None:
-        """Take any module and try it on public numbers, or on tokens 0..n_tokens-1.
+        """Take any module, for a reason, and try it on public numbers, or on tokens 0..n_tokens-1.
+
+        Zeros and random numbers of [0, 1) are differentiated, which are good indices too once they are integers.
 
         Raises:
             ScenarioError: vmap cannot differentiate the module.
         """
         super().__init__(module, module, loss, memory_bytes)
-        self._n_tokens = n_tokens
-        self._try(module, input_shape)
-
-    def _try(self, module: nn.Module, input_shape: Sequence[int]) -> None:
-        """Differentiate zeros and random numbers of [0, 1), which are good indices too once they are integers."""
+        self._n_tokens, self.because = n_tokens, because
         like, generator = next(module.parameters()), torch.Generator().manual_seed(0)
         x = torch.stack([torch.zeros(*input_shape), torch.rand(*input_shape, generator=generator)]).to(like)
         if self._n_tokens is not None:

@@ -33,15 +33,16 @@ from flower_privdec.data import Sampler, partition
 from flower_privdec.engine.workers import deal, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
-from flower_privdec.experiment.recorder import count_evaluations
 from flower_privdec.experiment.spent import budget_note, json_number, shortfall
 from flower_privdec.experiment.view import memory_need, outputs_per_example, shortage, table_bytes
 from flower_privdec.gradients import explain_kernel
 from flower_privdec.gradients.protocol import inputs_like
+from flower_privdec.graph.mixing import MOST_MEASURED
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import spending_of
 from flower_privdec.privacy.mechanism.paper import optimal_rounds
 from flower_privdec.privacy.mechanism.protection import breaches, build_schedule
+from flower_privdec.pushsum.lockstep import final_rounds
 from flower_privdec.reporting.plots import connectivity
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import SparseRows
@@ -158,6 +159,18 @@ def ledger_facts(experiment: Experiment) -> tuple[dict[str, Any] | None, list[st
         within_budget = np.arange(rounds)[:, None] * plan.steps_per_round < ends
         note = shortfall(experiment.participation, (active & within_budget).sum(axis=0).tolist(), rounds)
     return facts, [] if note is None else [note]
+
+
+def final_mixing(experiment: Experiment) -> int | None:
+    """Return how many rounds of mixing without steps follow the last where the peers are a network's; None for none.
+
+    It is None too where the graph is too large to measure.
+    """
+    scenario, mixing = experiment.scenario, experiment.mixing
+    setting = scenario.network.final_mixing
+    if mixing is None or scenario.topology.name == "server" or (setting == "auto" and mixing.n_peers > MOST_MEASURED):
+        return None
+    return final_rounds(mixing, scenario.rounds, setting)[0]
 
 
 def network_warnings(experiment: Experiment, topology: dict[str, Any] | None) -> list[str]:
@@ -502,8 +515,7 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     if experiment.algorithm.table is not None:
         passes = experiment.algorithm.full_passes(rounds)
         training += filling * shrunk + passes * max(0.0, times[0] * shrunk - per_round)
-    evaluations = count_evaluations(rounds, experiment.scenario.evaluation.every)
-    evaluation = one * len(public.y) / test_size * evaluations
+    evaluation = one * len(public.y) / test_size * -(-rounds // experiment.scenario.evaluation.every)
     return training + evaluation, evaluation / (training + evaluation)
 
 
@@ -584,7 +596,9 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
     section, need = scenario.algorithm, memory_need(experiment, dealing.workers)
     seconds, evaluation_share = (None, 0.0) if missing else estimate_seconds(experiment)
     topology = None if experiment.mixing is None else connectivity(experiment.mixing)
-    table, public = experiment.algorithm.table, experiment.public
+    if topology is not None:
+        topology["final_mixing"] = final_mixing(experiment)
+    table = experiment.algorithm.table
     ledger, ledger_warnings = ledger_facts(experiment)
     return {
         "name": scenario.name,
@@ -594,7 +608,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "ledger": ledger,
         **optimum(experiment),
         "pairs": pair_facts(experiment),
-        "gradients": explain_kernel(experiment.module, public.input_shape, public.n_tokens, sparse=public.sparse),
+        "gradients": explain_kernel(experiment.kernel),
         "memory_bytes": need.total,
         "memory": asdict(need),
         "tables": table_bytes(experiment) if table else None,

@@ -9,7 +9,7 @@ A frame is a fixed header, a line for each row, and the rows as they lie in memo
     hello       72 bytes  the counters
     acknowledgement  8 bytes  the boot that froze the share
     progress     0 bytes  the number alone
-    ledger report  16 bytes  challenge, answer; the number: of boots of the sender that follow
+    ledger report  48 bytes  challenge, answer, public key or zeros; the number: of boots of the sender that follow
                   16 bytes  for each of them, and then for each boot of the receiver: the boot and its lines
 
 All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has one
@@ -44,11 +44,11 @@ from flower_privdec.pushsum.witness import MANY, LedgerReport
 from flower_privdec.rows.tensors import all_finite
 
 Buffer = bytes | bytearray | memoryview
-MAGIC, VERSION = b"prvd", 3
+MAGIC, VERSION = b"prvd", 4
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
-LEDGER_REPORT, LINES = struct.Struct("<2Q"), struct.Struct("<2Q")
+LEDGER_REPORT, LINES = struct.Struct("<2Q32s"), struct.Struct("<2Q")
 LINE = struct.Struct("<BB6x4Q")  # type, number of axes, their lengths
 SMALL = 256  # bytes that a frame without rows has at most, but for a report
 REPORT = 256 + 2 * MANY * LINES.size  # that a report has at most
@@ -260,7 +260,7 @@ class FrameCodec:
         elif isinstance(message, Acknowledgement):
             body = [ACKNOWLEDGEMENT.pack(message.share_boot)]
         elif isinstance(message, LedgerReport):
-            body = [LEDGER_REPORT.pack(message.challenge, message.answers)]
+            body = [LEDGER_REPORT.pack(message.challenge, message.answers, message.public_key)]
             body += (LINES.pack(*counted) for counted in (*message.own, *message.seen))
         seal = self._seal if KIND_OF[type(message)] in SEALABLE else None
         header = self._header(message, HEADER.size + sum(map(len, body)) + (self._overhead if seal else 0))
@@ -400,8 +400,8 @@ class FrameCodec:
             raise RefusedError(
                 f"a report of peer {header.sender} has boots that are not in ascending order", code="frame.boots"
             )
-        challenge, answers = LEDGER_REPORT.unpack_from(body)
-        return LedgerReport(*ends, header.boot, challenge, answers, own, seen)
+        challenge, answers, public_key = LEDGER_REPORT.unpack_from(body)
+        return LedgerReport(*ends, header.boot, challenge, answers, own, seen, public_key)
 
     def decode_all(self, data: memoryview, most: int) -> Iterator[Message]:
         """Yield the messages of several frames, one after the other.

@@ -30,6 +30,7 @@ from flower_privdec.common.errors import BudgetError
 from flower_privdec.pushsum.exactly_once import LAST, RefusedError
 
 MANY = 4096  # boots of one peer at most
+NO_KEY = bytes(32)
 RUNS_TWICE = "network.runs-twice"  # the code of a refusal
 
 
@@ -57,6 +58,7 @@ class LedgerReport:
         answers: the receiver's challenge that this answers; 0 in the first report.
         own: boots of the sender in ascending order, each with its lines, as far as the receiver has not counted them.
         seen: boots of the receiver in ascending order, each with the most lines that the sender has counted.
+        public_key: of the sender's process, for secrets of pairs; 32 zeros where it has none.
     """
 
     sender: int
@@ -66,6 +68,20 @@ class LedgerReport:
     answers: int
     own: tuple[tuple[int, int], ...]
     seen: tuple[tuple[int, int], ...]
+    public_key: bytes = NO_KEY
+
+
+class PairKeys(Protocol):
+    """A peer's keys for secrets with its neighbours; see `privacy.noise.agreed.AgreedSecrets`.
+
+    Attributes:
+        public: what each neighbour needs, 32 bytes.
+    """
+
+    public: bytes
+
+    def learn(self, other: int, public: bytes) -> None:
+        """Take a neighbour's key; raises ValueError where no secret can be made of it."""
 
 
 class LedgerWitness:
@@ -80,6 +96,7 @@ class LedgerWitness:
         remember: called with a neighbour, a boot and its lines before anything follows from them.
         draw: returns a challenge. One that is drawn once for a boot that several processes share tells no two of them
             apart; it is for peers that a directory keeps from running twice.
+        pairs: the keys that its reports carry; None where noise does not cancel between peers.
 
     Attributes:
         seen: the most lines of each neighbour's boots.
@@ -95,8 +112,10 @@ class LedgerWitness:
         seen: Mapping[int, Mapping[int, int]] | None = None,
         remember: Callable[[int, int, int], None] = lambda neighbor, boot, lines: None,
         draw: Callable[[], int] | None = None,
+        pairs: PairKeys | None = None,
     ) -> None:
         self.peer, self.boot, self._ledger, self._remember = peer, boot, ledger, remember
+        self._pairs = pairs
         self.neighbors = frozenset(neighbors) - {peer}
         self.seen: dict[int, dict[int, int]] = {j: dict((seen or {}).get(j, {})) for j in self.neighbors}
         self.problem: BudgetError | None = None
@@ -117,7 +136,8 @@ class LedgerWitness:
             counted = self._reported.get(neighbor, {})
         lines = {} if self._ledger is None else dict(self._ledger.lines)
         own = tuple(sorted(item for item in lines.items() if item[1] > counted.get(item[0], 0)))
-        return LedgerReport(self.peer, neighbor, self.boot, challenge, answers, own[:MANY], seen)
+        public = NO_KEY if self._pairs is None else self._pairs.public
+        return LedgerReport(self.peer, neighbor, self.boot, challenge, answers, own[:MANY], seen, public)
 
     def receive(self, report: LedgerReport) -> None:
         """Record a neighbour's report.
@@ -156,6 +176,11 @@ class LedgerWitness:
                     "and start the one whose folder is the original; delete the copy",
                     code=RUNS_TWICE,
                 )
+            if self._pairs is not None and report.boot == self._boots.get(j):
+                try:
+                    self._pairs.learn(j, report.public_key)
+                except ValueError as error:
+                    raise RefusedError(f"peer {j} sent a key of which no secret can be made ({error})") from error
             reported = dict(report.seen)
             is_new, self._reported[j] = reported != self._reported.get(j), reported
         if is_new and self._ledger is not None and self.problem is None:

@@ -127,6 +127,17 @@ def _grid(width: int | None = None, style: str | None = "dim") -> Table:
     return table
 
 
+def _strip(rows: Mapping[str, Sequence[str]]) -> Table:
+    """Return rows of numbers, each behind its name."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    for name, numbers in rows.items():
+        table.add_row(name, *numbers)
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    return table
+
+
 def _table(columns: Sequence[tuple[str, str]]) -> Table:
     """Return an empty table; each column is a heading and `left` or `right`."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
@@ -384,6 +395,8 @@ def _plan(plan: dict[str, Any]) -> Iterator[tuple[RenderableType, str | None]]:
         before, after = (epsilon_text(plan["ledger"][key]) for key in ("epsilon_before", "epsilon_after"))
         ledger = f"{plan['ledger']['folder']}: ε = {before} before this run, {after} after it"
     connected = None if graph is None else graph_facts(graph)
+    if graph is not None and graph["final_mixing"] is not None:
+        connected = f"{connected}; on a network {graph['final_mixing']} rounds of final mixing follow"
     yield _facts([("graph", connected), ("ledger", ledger), *_pairs(plan), *_optimum(plan), *_cost(plan)]), None
     if plan["warnings"]:
         yield "", None
@@ -432,13 +445,12 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
         f"(a trusted server: {percent(pairs['trusted_server'])})",
     )
     if pairs["trades"]:
-        table = Table.grid(padding=(0, 2))
-        for _ in range(len(pairs["trades"]) + 1):
-            table.add_column(justify="right", no_wrap=True)
-        table.add_row("strength", *(number(one["strength"]) for one in pairs["trades"]))
-        table.add_row("in the mean", *(percent(one["mean_noise"]) for one in pairs["trades"]))
-        table.add_row("in models", *(percent(one["models_noise"]) for one in pairs["trades"]))
-        yield "", table
+        rows = {
+            "strength": [number(one["strength"]) for one in pairs["trades"]],
+            "in the mean": [percent(one["mean_noise"]) for one in pairs["trades"]],
+            "in models": [percent(one["models_noise"]) for one in pairs["trades"]],
+        }
+        yield "", _strip(rows)
 
 
 def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]:
@@ -462,13 +474,8 @@ def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]
         by_source[constant["from"]].append(f"{SYMBOLS[key]} = {text}")
     for source, texts in by_source.items():
         yield "", f"{', '.join(texts)} ({SOURCES[source]})" if texts else None
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    for _ in plan["optimal_rounds_curve"]:
-        table.add_column(justify="right", no_wrap=True)
-    table.add_row("ε", *(setting(epsilon) for epsilon, _ in plan["optimal_rounds_curve"]))
-    table.add_row("K*", *(f"{rounds:,}" for _, rounds in plan["optimal_rounds_curve"]))
-    yield "by ε", table
+    curve = plan["optimal_rounds_curve"]
+    yield "by ε", _strip({"ε": [setting(epsilon) for epsilon, _ in curve], "K*": [f"{k:,}" for _, k in curve]})
 
 
 def _cost(plan: dict[str, Any]) -> Iterator[tuple[str, str | None]]:

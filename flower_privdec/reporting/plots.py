@@ -303,9 +303,6 @@ def save_run_plots(out: Path) -> list[Path]:
     return written
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 PICTURES = (".png", ".svg", ".pdf")
 ROUNDS_SHOWN = 6
 LARGEST_LISTED = 32

@@ -1018,7 +1018,8 @@ class CancellingSection(Section):
         kind: cancelling.
         colluding: with how many peers an adversary who sees all messages may collude; ε holds against that. No default:
             what all other peers together would learn stands beside ε in every summary.
-        secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options.
+        secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options. On a
+            network its pairs have to be neighbours.
         strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
             by itself; auto takes what `privdec plan` finds best for the graph.
     """
@@ -1148,6 +1149,23 @@ class NetworkPeer(Section):
     identity: Identity | None = None
 
 
+class ClippedSection(Section):
+    """Clipped gossip: the rows of neighbours that are farther than others from a peer's own count no more than those.
+
+    Attributes:
+        kind: clipped.
+        byzantine: how many of a peer's neighbours may send it anything. In each exchange the rows of the `byzantine`
+            farthest are moved towards the peer's own, to the distance of the next; a peer takes nothing where no more
+            than that many have sent.
+
+    Source: He, Karimireddy and Jaggi, Byzantine-robust decentralized learning via ClippedGossip (2022), with the
+    threshold that their section on adaptive clipping takes in practice.
+    """
+
+    kind: Literal["clipped"]
+    byzantine: Annotated[int, Field(ge=1)]
+
+
 class NetworkSection(Section):
     """Where the peers of a network are, and how long they wait for each other.
 
@@ -1173,6 +1191,8 @@ class NetworkSection(Section):
             limit.
         final_mixing: rounds of mixing after the last round, without private steps, after which the models agree: auto,
             as many as the graph needs; or a number, 0 for none.
+        robust: what limits the rows of a member that lies, for algorithms that gossip alone; left out, nothing: each
+            counts by its weight.
         hand_in: whether each peer leaves its model in its folder at every evaluation, for others to read, as `privdec
             up` does; left out, only where peers is left out too: all peers are on one machine then.
     """
@@ -1189,6 +1209,7 @@ class NetworkSection(Section):
     alone: Literal["wait", "go-on"] = "wait"
     lead: Annotated[int, Field(ge=1)] | None = 4
     final_mixing: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    robust: ClippedSection | None = None
     hand_in: bool | None = None
 
     @property

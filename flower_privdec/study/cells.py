@@ -70,7 +70,7 @@ def expand(
     """Return all cells of some parts, every scenario checked.
 
     Settings are laid over the base in this order: the study, its size, the part, the part's size, the points of
-    the axes in order, `settings`, and the seed.
+    the axes in order, the part's cases, `settings`, and the seed.
 
     Raises:
         ScenarioError: naming the cell whose scenario breaks a rule, or a part of too many cells.
@@ -93,6 +93,8 @@ def expand(
         cells: list[Cell] = []
         for combination in itertools.product(*points):
             own = [line for point in combination for line in point.settings]
+            labels = {(name, point.label) for name, point in zip(part.axes, combination, strict=True)}
+            own += [line for case in part.cases if labels >= case.where.items() for line in case.settings]
             for seed in repetitions:
                 cells.append(_cell(part, combination, text, base, [*common, *own, *common_after, *seed]))
         if len({cell.key for cell in cells[: len(repetitions)]}) < len(repetitions):

@@ -202,6 +202,18 @@ class Speedup(CheckSection):
     within: Annotated[float, Field(gt=1)] = 1.25
 
 
+class CellSettings(Section):
+    """What some cells have beside the settings of their points, such as a learning rate that was chosen for them.
+
+    Attributes:
+        where: the cells: axes, each at a label.
+        settings: laid over those of the points.
+    """
+
+    where: Annotated[dict[str, str], Field(min_length=1)]
+    settings: Lines
+
+
 Check = Annotated[Slope | Ordered | Best | Above | Speedup, Field(discriminator="kind")]
 
 
@@ -269,6 +281,7 @@ class Part(TitledSection):
         asks: whose claim it is: the paper's, or ours.
         sizes: what a size of the study changes here.
         axes: what varies; every combination is a cell.
+        cases: settings of some of the cells.
         best_over: axes of which only the point with the best first metric is kept.
         figures: to draw.
         pivot: a table of one metric, one axis down and one across.
@@ -281,6 +294,7 @@ class Part(TitledSection):
     asks: Literal["paper", "us"] = "paper"
     sizes: Annotated[dict[str, PartSize], Field(default_factory=dict)]
     axes: Annotated[dict[str, Axis], Field(min_length=1)]
+    cases: Annotated[list[CellSettings], Field(default_factory=list)]
     best_over: Lines
     figures: Annotated[list[Figure], Field(default_factory=list)]
     pivot: Pivot | None = None
@@ -304,6 +318,8 @@ class Part(TitledSection):
             if name in used:
                 raise ValueError(f"best_over: axis '{name}' is chosen from; figures and checks cannot name it")
         for axes in map(self.axes_at, (None, *self.sizes)):
+            for i, case in enumerate(self.cases):
+                _check_labels(f"cases.{i}", case.where.items(), axes)
             for i, figure in enumerate(self.figures):
                 _check_labels(f"figures.{i}", figure.where.items(), axes)
             for i, check in enumerate(self.checks):

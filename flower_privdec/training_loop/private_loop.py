@@ -41,6 +41,7 @@ from flower_privdec.privacy.ledger.ledger import (
     RunName,
     Spending,
     ledger_path,
+    note_budget,
     read_entries,
     releases_in,
     runs_in,
@@ -227,6 +228,8 @@ def private(
         raise ScenarioError(
             "hardened=True is for noise of the operating system: leave out insecure_seed", code=ARGUMENT
         )
+    caveat = "; batches and noise from a seed, INSECURE" * (insecure_seed is not None)
+    note_budget(budget.path.absolute(), delta, caveat + "; the loop was shown private losses" * show_loss)
     spent = budget.remaining_steps(budget.entries()) < 1  # then no example is read
     collate = data_loader.collate_fn if spent else check_examples(data_loader)
     seed = None if insecure_seed is None else hashlib.sha256(f"INSECURE {int(insecure_seed)}".encode()).digest()

@@ -70,8 +70,7 @@ def test_no_memory_of_the_last_step_is_stochastic_gradient_push(build: Build, al
 
 def test_an_own_algorithm_keeps_the_laws_of_privacy(build: Build) -> None:
     experiment = build(*SHORT, HEAVY)
-    for example in (0, 5):
-        testing.assert_sensitivity(experiment, 4, example=example)
+    testing.assert_sensitivity(experiment, 4, 0, 5)
     testing.assert_noise(experiment, 4)
     testing.assert_nothing_else_leaves(experiment)
 

@@ -94,7 +94,7 @@ def test_the_laws_of_privacy_hold_for_sparse_examples(build: Build, algorithm: s
     small = ["data.samples=48", "data.batch.size=4", "privacy.clip_norm=0.3", "rounds=3"]
     graph = "topology={name: directed-exponential}" if "privsgp" in algorithm else SYNTHETIC[2]
     experiment = build(*SYNTHETIC[:2], graph, algorithm, *small, "task={loss: hinge}")
-    assert max(testing.assert_sensitivity(experiment, 3, example=each) for each in range(4)) > 0
+    assert testing.assert_sensitivity(experiment, 3, *range(4)) > 0
     testing.assert_noise(experiment, 3)
     testing.assert_nothing_else_leaves(experiment)
 

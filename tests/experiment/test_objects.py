@@ -554,7 +554,7 @@ def test_given_parts_keep_the_laws_of_privacy() -> None:
         privacy={"epsilon": 3.0, "delta": 1e-3, "clip_norm": 0.05},
     )
     experiment = Experiment.build(scenario)
-    testing.assert_sensitivity(experiment, 4, example=3)
+    testing.assert_sensitivity(experiment, 4, 3)
     testing.assert_noise(experiment, 4)
     testing.assert_nothing_else_leaves(experiment)
 

@@ -83,7 +83,7 @@ def assert_personal_models_are(rows, experiment, folder):
 
 
 @pytest.mark.parametrize("options", [{}, {"seal": True}])
-@pytest.mark.parametrize("participation", [{}, {"participation": 0.5, "seed": 7}], ids=["everybody", "half"])
+@pytest.mark.parametrize("participation", [{}, {"fraction_train": 0.5, "seed": 7}], ids=["everybody", "half"])
 def test_over_a_server_it_has_the_engines_numbers(build, tmp_path, participation, options):
     """Peers that are sampled late begin with v = x^0, and the round's peers alone count."""
     sampled = ["participation={kind: uniform, fraction: 0.5}", "seed=7"] if participation else []
@@ -335,7 +335,7 @@ def test_no_message_replaces_the_mass_of_a_peer_over_a_graph(tmp_path):
         ({"rho": -0.1}, "rho=-0.1"),
         ({"local_steps": 0}, "local_steps=0"),
         ({"learning_rate": 0.0}, "learning_rate=0.0"),
-        ({"participation": 0.0}, "participation=0.0"),
+        ({"fraction_train": 0.0}, "fraction_train=0.0"),
         ({"topology": "nowhere"}, "nowhere"),
     ],
 )
@@ -398,7 +398,7 @@ def test_the_example_app_learns_a_global_and_better_personalized_models(monkeypa
     monkeypatch.syspath_prepend(str(APP))
     client, server = (importlib.import_module(f"feddeper.{name}").app for name in ("client_app", "server_app"))
     config = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    config |= {"num-rounds": 4, "participation": 1.0}
+    config |= {"num-rounds": 4, "fraction-train": 1.0}
     grid, results = LocalGrid(client, 10, folder=tmp_path), []
     start = FedDeper.start
     monkeypatch.setattr(FedDeper, "start", lambda *args, **options: results.append(start(*args, **options)))

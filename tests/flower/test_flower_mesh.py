@@ -16,7 +16,7 @@ from raising import raises
 from routing_peers import client, first, sets_its_values_once, values_of, zeros
 
 from flower_privdec.common.errors import RunError, ScenarioError
-from flower_privdec.flower import LocalGrid, Mesh, PeerMod
+from flower_privdec.flower import LocalGrid, Mesh
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, _checked_scenario, run_mesh
 from flower_privdec.network.transport.tls import make_certificates
@@ -120,7 +120,7 @@ def test_a_server_decides_nothing_but_the_graph_and_the_addresses(changes, wrong
 def test_a_node_without_an_address_or_certificates_is_refused_with_the_remedy(tmp_path):
     settings, initial = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None), InitialArrays({})
     with raises(RunError, "mesh.address", names="--node-config"):
-        run_mesh("mesh", scenario_text(), initial, settings, PeerMod().privacy, lambda arrays, server_round: arrays)
+        run_mesh("mesh", scenario_text(), initial, settings, None, lambda arrays, server_round: arrays)
 
 
 def test_a_stranger_that_the_server_introduces_gets_nowhere(tmp_path):

@@ -157,7 +157,7 @@ def test_training_ends_when_every_budget_is_reached(tmp_path, caplog):
     strategy = PushSum()
     strategy.start(LocalGrid(client(moves_a_little, **options), 2, folder=tmp_path), zeros(), 50)
     assert strategy.reports[0].round_index == 4
-    assert "Training stops: peers 0, 1: its next update would exceed epsilon" in caplog.text
+    assert "Training stopped: peers 0, 1: its next update would exceed epsilon" in caplog.text
     assert strategy.reports[0].epsilon <= options["epsilon"]
 
 
@@ -388,7 +388,7 @@ def test_a_key_that_changes_after_it_was_first_seen_is_refused(tmp_path, caplog)
     known.write_text(known.read_text().replace(public_key(tmp_path / "peer-1"), stranger))
     start(tmp_path, 3, seal=True)
     assert "peer 0 sends nothing to peer 1: the key of peer 1 is not the one in" in caplog.text
-    assert "[ROUND 3/3] 2 of 2 peers trained (peer 0: refused: the key of peer 1 is not the one in" in caplog.text
+    assert "2 of 2 peers trained (peer 0: refused: the key of peer 1 is not the one in" in caplog.text
     assert "a man in the middle, or it has a new identity" in caplog.text
 
 

@@ -42,7 +42,7 @@ class ForgingGrid(LocalGrid):
 
     def _deliver(self, message: Message) -> Message:
         reply = super()._deliver(message)
-        said = reply.error.reason if reply.has_error() else PeerReport.of(reply.content, "no report").stopped
+        said = reply.error.reason if reply.has_error() else PeerReport.of(reply.content, "no report", "").stopped
         self.why += said + "\n" if self.contexts[message.metadata.dst_node_id].node_config["partition-id"] == 1 else ""
         return reply
 

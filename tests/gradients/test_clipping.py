@@ -66,7 +66,9 @@ def fill(how: str, shape: Any, dtype: torch.dtype, seed: int) -> Tensor:
 
 def exactly(vector: Tensor) -> Fraction:
     """The squared norm of a vector, without rounding."""
-    return sum((Fraction(value) ** 2 for value in vector.flatten().tolist()), Fraction(0))
+    ratios = [value.as_integer_ratio() for value in vector.flatten().tolist()]
+    finest = max((below for _, below in ratios), default=1)  # of powers of two: no fraction has to be reduced
+    return Fraction(sum((above * (finest // below)) ** 2 for above, below in ratios), finest**2)
 
 
 def assert_within(moved: Tensor, limit: float) -> None:

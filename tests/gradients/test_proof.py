@@ -370,17 +370,21 @@ def test_only_plain_layers_are_fast(name: str) -> None:
     """A layer is known by its exact class, and only if nothing was hung on it."""
     make, reason = STRANGE[name]
     module = make()
-    assert isinstance(build_kernel(copy.deepcopy(module), "cross-entropy", SHAPE), VmapKernel)
-    assert re.search(reason, explain_kernel(module, SHAPE))
+    kernel = build_kernel(copy.deepcopy(module), "cross-entropy", SHAPE)
+    assert isinstance(kernel, VmapKernel)
+    assert re.search(reason, explain_kernel(kernel))
     with pytest.raises(Unproved, match=reason):
         prove(module, SHAPE)
 
 
 def test_the_kernel_is_explained_in_a_sentence() -> None:
     sequence = nn.Sequential(nn.Flatten(), nn.Linear(72, CLASSES))
-    assert explain_kernel(sequence, SHAPE).startswith("stacked (")
-    assert explain_kernel(own(images), SHAPE).startswith("factored (")
-    assert explain_kernel(own(normalised_by_hand), SHAPE) == (
+    kernels = [
+        build_kernel(model, "cross-entropy", SHAPE) for model in (sequence, own(images), own(normalised_by_hand))
+    ]
+    assert explain_kernel(kernels[0]).startswith("stacked (")
+    assert explain_kernel(kernels[1]).startswith("factored (")
+    assert explain_kernel(kernels[2]) == (
         "vmap (any model: torch.func, a few examples at a time), because it is not proved that the model keeps "
         "examples apart: mean works over the axis of the batch"
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from command_line import privdec
 from raising import raises
+from safetensors.torch import load_file
 from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
 
@@ -24,7 +25,7 @@ from flower_privdec.common.errors import BudgetError, RunError, ScenarioError, S
 from flower_privdec.common.formatting import number
 from flower_privdec.core import advance
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.experiment.spent import epsilons
 from flower_privdec.network.local.up import Up
@@ -382,6 +383,18 @@ def test_a_loss_that_is_not_finite_is_none(tiny: Tiny) -> None:
     rows["w"][3] = 0.0  # a peer that has just come back without its mass
     rows["x"][3] = 0.0
     assert public_losses(engine, rows) == [*wanted[:2], None, None]
+
+
+@pytest.mark.parametrize("name", ["privsgp", "d-psgd", "feddeper", "pdsl"])
+def test_a_device_has_its_own_model_at_the_end(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    """By the names of its module, after final mixing, also where nothing is handed in to others."""
+    scenario = tiny(
+        QUICK, *settings_for(f"algorithm.name={name}"), "network.hand_in=false", "rounds=2", "compute.dtype=float64"
+    )
+    rows, agreement = run_network(scenario, tmp_path), Agreement.of(scenario)
+    for peer, model in enumerate(agreement.algorithm.debiased(rows)):
+        state = load_file(tmp_path / f"peer-{peer}" / "model.safetensors")
+        assert torch.equal(torch.cat([state[name].flatten() for name in agreement.module.state_dict()]), model)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,16 @@
-"""Peers in network namespaces of their own, joined by a bridge that can swallow everything of one of them."""
+"""Peers in network namespaces of their own, joined by a network that can drop everything of one of them."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ import pytest
 
 pytest.importorskip("grpc")
 
+from networked import wait_until
 from paths import TESTS
 
 from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.transport.grpc_transport import ALIVE, CALLING
 from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario import parse_scenario, to_yaml
+from tools.lab.__main__ import Lab
+from tools.lab.air import SUBNET, Air, Line, UnavailableError, enter
 
 PEERS = 3
 NOTICED, HEALED = 10.0, 5.0  # seconds
@@ -34,77 +37,24 @@ SETTINGS = (
     "privacy=none",
     "topology.name=complete",
     "evaluation.every=1000000",
-    "network={peers: [" + ", ".join(f"{{address: '10.77.0.{i + 1}:7100'}}" for i in range(PEERS)) + "]}",
+    "network={peers: [" + ", ".join(f"{{address: '{SUBNET}{i + 1}:7100'}}" for i in range(PEERS)) + "]}",
 )
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
-
-
-@dataclass
-class Lan:
-    """A namespace for each peer, and one for the bridge between them."""
-
-    prefix: str
-    made: list[str] = field(default_factory=list)
-
-    def space(self, peer: int) -> str:
-        return f"{self.prefix}-{peer}"
-
-    @property
-    def bridge(self) -> str:
-        return f"{self.prefix}-bridge"
-
-    def make(self) -> None:
-        for name in (self.bridge, *(self.space(peer) for peer in range(PEERS))):
-            ip("netns", "add", name)
-            self.made.append(name)
-        ip("-n", self.bridge, "link", "add", "bridge0", "type", "bridge")
-        ip("-n", self.bridge, "link", "set", "bridge0", "up")
-        for peer in range(PEERS):
-            space, port = self.space(peer), f"port{peer}"
-            ends = ["eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", self.bridge]
-            ip("link", "add", *ends)
-            ip("-n", self.bridge, "link", "set", port, "master", "bridge0", "up")
-            ip("-n", space, "addr", "add", f"10.77.0.{peer + 1}/24", "dev", "eth0")
-            ip("-n", space, "link", "set", "eth0", "up")
-            ip("-n", space, "link", "set", "lo", "up")
-
-    def swallow(self, peer: int) -> None:
-        """Let nothing through any more, without a word to either side."""
-        ip("-n", self.bridge, "link", "set", f"port{peer}", "nomaster")
-
-    def heal(self, peer: int) -> None:
-        ip("-n", self.bridge, "link", "set", f"port{peer}", "master", "bridge0")
-
-    def remove(self) -> None:
-        for name in self.made:
-            with suppress(subprocess.SubprocessError):
-                ip("netns", "del", name)
-
-
 @pytest.fixture
-def lan() -> Iterator[Lan]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("NOT TESTED: a real black hole needs root and `ip netns`")
-    found = Lan(f"privdec{os.getpid()}")
+def air() -> Iterator[Air]:
     try:
-        try:
-            found.make()
-        except subprocess.SubprocessError as error:
-            said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-            pytest.skip(f"NOT TESTED: a real black hole needs network namespaces, veth and bridges ({said or error})")
-        yield found
-    finally:
-        found.remove()
+        with Air(PEERS, Line()) as air:
+            yield air
+    except UnavailableError as error:
+        pytest.skip(f"NOT TESTED: a real network of namespaces: {error}")
 
 
 @dataclass
 class Run:
     """Peers as processes in their namespaces."""
 
-    lan: Lan
+    air: Air
     folder: Path
     processes: list[Process] = field(default_factory=list)
 
@@ -114,11 +64,11 @@ class Run:
 
     def watch(self, peer: int) -> None:
         """Ask a peer again and again, by a process in its namespace, which writes down what it says."""
-        words = [f"10.77.0.{peer + 1}:7100", str(self.folder / "certs"), str(peer), str(self.folder / f"{peer}.status")]
+        words = [f"{SUBNET}{peer + 1}:7100", str(self.folder / "certs"), str(peer), str(self.folder / f"{peer}.status")]
         self._inside(peer, "watch", *words)
 
     def _inside(self, peer: int, *words: str) -> None:
-        command = (sys.executable, "-m", "in_namespace", self.lan.space(peer), *words)
+        command = (sys.executable, "-m", "in_namespace", self.air.spaces[peer], *words)
         with (self.folder / f"{len(self.processes)}.log").open("wb") as log:
             self.processes.append(start_process("in a namespace", command, log))
 
@@ -153,12 +103,12 @@ class Run:
 
 
 @pytest.fixture
-def started(lan: Lan, tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def started(air: Air, tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]))
     scenario = parse_scenario(tiny_text, overrides=SETTINGS)
     make_certificates(scenario, tmp_path / "certs")
     (tmp_path / "lan.yaml").write_text(to_yaml(scenario))
-    run = Run(lan, tmp_path)
+    run = Run(air, tmp_path)
     try:
         for peer in range(PEERS):
             run.start(peer)
@@ -170,13 +120,13 @@ def started(lan: Lan, tiny_text: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_black_hole_is_noticed_and_healed_and_the_others_go_on(lan: Lan, started: Run) -> None:
-    lan.swallow(2)
+def test_a_black_hole_is_noticed_and_healed_and_the_others_go_on(air: Air, started: Run) -> None:
+    air.partition((0, 1))
     noticed = started.when(lambda: started.is_down(2, seen_by=0), 200)
     before = started.status(0)["round"]
     started.when(lambda: started.status(0)["round"] > before, 200)
     time.sleep(8)  # longer than any connection waits
-    lan.heal(2)
+    air.heal()
     healed = started.when(lambda: not (started.is_down(2, seen_by=0) or started.is_down(0, seen_by=2)), 200)
     print(f"noticed after {noticed:.1f} s, healed after {healed:.1f} s")
 
@@ -186,3 +136,67 @@ def test_how_soon_it_is_noticed_and_healed_follows_from_what_connections_are_tol
     alive, calling = dict(ALIVE), dict(CALLING)
     assert alive["grpc.keepalive_time_ms"] + alive["grpc.keepalive_timeout_ms"] < 1000 * NOTICED
     assert calling["grpc.min_reconnect_backoff_ms"] + calling["grpc.max_reconnect_backoff_ms"] < 1000 * HEALED
+    assert calling["grpc.dns_min_time_between_resolutions_ms"] < 1000 * HEALED  # a device has a new address
+
+
+def udp(space: str, address: str) -> socket.socket:
+    """Return a socket of a namespace."""
+
+    def opened() -> socket.socket:
+        enter(space)
+        own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        own.bind((address, 7000))
+        own.settimeout(20)
+        return own
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(opened).result()
+
+
+def test_a_labs_network_delays_loses_throttles_parts_and_moves(air: Air) -> None:
+    first, second = (udp(air.spaces[device], f"{SUBNET}{device + 1}") for device in (0, 1))
+    with first, second:
+        air.line = Line(delay=0.2)
+        since = time.monotonic()
+        first.sendto(b"late", (f"{SUBNET}2", 7000))
+        assert second.recv(100) == b"late"
+        assert time.monotonic() - since >= 0.2
+        air.line = Line(rate=8_000)  # a packet of 500 bytes takes half a second
+        since = time.monotonic()
+        first.sendto(bytes(472), (f"{SUBNET}2", 7000))
+        assert len(second.recv(1000)) == 472
+        assert time.monotonic() - since >= 0.5
+        air.line = Line(loss=1.0)
+        lost = air.lost
+        first.sendto(b"lost", (f"{SUBNET}2", 7000))
+        wait_until(lambda: air.lost == lost + 1)
+        air.line = Line()
+        air.partition((0,), (1, 2))
+        first.sendto(b"apart", (f"{SUBNET}2", 7000))
+        second.sendto(b"together", (f"{SUBNET}3", 7000))
+        wait_until(lambda: air.packets >= 4)  # those that crossed, or would have: the one between the two sides is none
+        air.heal()
+        air.move(1, f"{SUBNET}9")
+        first.sendto(b"to the old address", (f"{SUBNET}2", 7000))
+        with udp(air.spaces[1], f"{SUBNET}9") as moved:
+            first.sendto(b"to the new one", (f"{SUBNET}9", 7000))
+            assert moved.recv(100) == b"to the new one"
+        second.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            second.recv(100)
+
+
+def test_a_lab_without_root_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UnavailableError, match="root"), Air(1, Line()):
+        raise AssertionError
+
+
+def test_a_labs_scenario_is_one(tmp_path: Path) -> None:
+    """Each device's copy lists all others by name, and its own file of data."""
+    lab = Lab(Air(6, Line()), tmp_path, 10, None)
+    for device in range(6):
+        scenario = parse_scenario(lab.scenario(device))
+        assert [peer.address.partition(":")[0] == "0.0.0.0" for peer in scenario.network.peers or []] == [
+            other == device for other in range(6)
+        ]

@@ -53,7 +53,7 @@ def test_plan_has_the_documented_shape_and_writes_nothing(
     assert set(plan) >= {"peers", "optimal_rounds", "memory_bytes", "seconds", "topology", "warnings"}
     keys = {"peer", "sigma", "noise_multiplier", "epsilon", "epsilon_after_quarters"}
     assert set(plan["peers"][0]) >= keys | {"claimed_epsilon", "mu_total", "mu_0", "mu_bar"}
-    assert plan["topology"] == {"joint_connectivity": 2, "spectral_gap": pytest.approx(1.0)}
+    assert plan["topology"] == {"joint_connectivity": 2, "spectral_gap": pytest.approx(1.0), "final_mixing": 3}
     assert plan["seconds"] > 0
     assert json.loads(json.dumps(plan, allow_nan=False))["rounds"] == 6
     assert list(tmp_path.iterdir()) == []

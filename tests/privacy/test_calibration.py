@@ -183,8 +183,8 @@ def test_other_inputs_are_another_question(own_cache):
         ("", "cannot be used"),
         ("{not json", "cannot be used"),
         ("[]", "cannot be used"),
-        ('{"question": {}, "scale": 1}', "cannot be used"),
-        ('{"question": {"accountant": "older"}, "scale": 1}', "from another accountant"),
+        ('{"scale": 1}', "cannot be used"),
+        ('{"accountant": "older", "scale": 1}', "from another accountant"),
         ("scale: nan", "not a scale"),
         ("scale: 0.01", "wrong solution"),  # far too little noise: must not be believed
         ("scale: 90", "wrong solution"),

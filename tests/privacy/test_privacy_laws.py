@@ -16,7 +16,7 @@ import pytest
 import torch
 from raising import raises
 from tasks import TASKS
-from tiny_scenario import Build, Tiny
+from tiny_scenario import TINY, Build, Tiny
 from torch import Tensor
 from variants import VARIANTS, settings_for
 
@@ -33,7 +33,7 @@ from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy.mechanism.declared import ONE_SUM, Drawing, ReleasedSum
 from flower_privdec.privacy.noise import SystemNoise
-from flower_privdec.scenario import Scenario
+from flower_privdec.scenario import Scenario, parse_scenario
 
 SHORT = ["rounds=4", "data.samples=48", "n_peers=4", "privacy.clip_norm=0.05", "algorithm.learning_rate=2.0"]
 SAMPLINGS = ["poisson", "uniform", "shuffle", "full"]
@@ -80,15 +80,14 @@ def cases() -> list[list[str]]:
     return found
 
 
-@pytest.fixture(params=cases(), ids=" ".join)
-def case(build: Build, request: pytest.FixtureRequest) -> Experiment:
-    """Return every algorithm under every sampling."""
-    return build(*SHORT, *settings_for(*request.param))
+@pytest.fixture(scope="module", params=cases(), ids=" ".join)
+def case(request: pytest.FixtureRequest) -> Experiment:
+    """Return every algorithm under every sampling, built once for all laws."""
+    return Experiment.build(parse_scenario(TINY, overrides=[*SHORT, *settings_for(*request.param)]))
 
 
 def test_one_example_moves_a_release_by_no_more_than_declared(case: Experiment) -> None:
-    for example in (0, 5):
-        testing.assert_sensitivity(case, 4, peer=0, example=example)
+    testing.assert_sensitivity(case, 4, 0, 5)
 
 
 def test_every_release_has_its_noise_and_no_draw_is_used_twice(case: Experiment) -> None:
@@ -105,7 +104,7 @@ def test_the_laws_hold_for_every_kind_of_model(build: Build, name: str, model: s
     experiment = build(
         *SHORT, *settings_for(f"algorithm.name={name}", *BRIEF[name]), batch_of("poisson"), *MODELS[model]
     )
-    testing.assert_sensitivity(experiment, 3, example=2)
+    testing.assert_sensitivity(experiment, 3, 2)
     testing.assert_nothing_else_leaves(experiment)
 
 
@@ -130,10 +129,10 @@ def test_no_target_and_no_token_moves_a_release_by_more(build: Build, name: str,
     for place, value in enumerate(SPOILT[task]):
         experiment = spoil(experiment, place, value)
     for place, value in enumerate(SPOILT[task]):
-        moved = testing.assert_sensitivity(experiment, 3, example=place)
+        moved = testing.assert_sensitivity(experiment, 3, place)
         beyond = abs(value) > 1e150 and task != "numbers, huber"  # whose gradient no target makes longer
         assert moved == 0 if task == "tokens" or math.isnan(value) or beyond else moved > 0
-    assert testing.assert_sensitivity(experiment, 3, example=5) > 0
+    assert testing.assert_sensitivity(experiment, 3, 5) > 0
     assert torch.isfinite(testing.run_rounds(experiment, 3).state.rows["x"]).all()
 
 
@@ -162,8 +161,7 @@ clipped = StackedKernel.add_clipped_
 
 
 def look_at_all_examples(experiment: Experiment) -> None:
-    for example in range(12):
-        testing.assert_sensitivity(experiment, 4, example=example)
+    testing.assert_sensitivity(experiment, 4, *range(12))
 
 
 @pytest.mark.parametrize("mutant", [unclipped, clipped_together])

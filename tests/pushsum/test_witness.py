@@ -235,3 +235,46 @@ def test_a_report_has_one_order_of_boots(boots: tuple[tuple[int, int], ...], is_
 def test_a_stranger_is_refused() -> None:
     with raises(RefusedError, "witness.neighbor"):
         Process(0, [1]).witness.receive(LedgerReport(2, 0, 7, 8, 0, (), ()))
+
+
+class Keys:
+    """Keys that count what they learn; see PairKeys."""
+
+    def __init__(self, public: bytes) -> None:
+        self.public, self.learned = public, list[tuple[int, bytes]]()
+
+    def learn(self, other: int, public: bytes) -> None:
+        if public == bytes(32):
+            raise ValueError("zeros")
+        self.learned.append((other, public))
+
+
+def with_keys(peer: int, others: list[int], public: bytes) -> Process:
+    process = Process(peer, others)
+    process.witness._pairs = Keys(public)
+    return process
+
+
+def test_a_key_counts_once_its_process_has_answered_and_an_older_process_changes_it_no_more() -> None:
+    peer, first = with_keys(0, [1], b"a" * 32), with_keys(1, [0], b"b" * 32)
+    late = first.witness.report(0)
+    peer.witness.receive(carry(late))
+    keys = peer.witness._pairs
+    assert isinstance(keys, Keys)
+    assert keys.learned == []
+    call(peer, first)
+    assert keys.learned[-1] == (1, b"b" * 32)
+    second = with_keys(1, [0], b"c" * 32)
+    call(peer, second)
+    call(peer, second)
+    assert keys.learned[-1] == (1, b"c" * 32)
+    peer.witness.receive(carry(late))  # replayed
+    assert keys.learned[-1] == (1, b"c" * 32)
+
+
+def test_a_neighbour_without_a_key_is_refused_where_noise_is_shared() -> None:
+    peer, other = with_keys(0, [1], b"a" * 32), Process(1, [0])
+    peer.witness.receive(carry(other.witness.report(0)))
+    other.witness.receive(carry(peer.witness.report(1)))
+    with pytest.raises(RefusedError, match="no secret can be made"):
+        peer.witness.receive(carry(other.witness.report(0)))

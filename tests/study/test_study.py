@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from paths import ROOT
 from raising import raises
 from rich.console import Console
 from run_folders import metrics_line, privacy_row, summary_of
@@ -130,6 +131,27 @@ def test_every_published_study_is_sound_in_each_of_its_sizes(name: str, size: st
     main = [cell for cell in cells if cell.part == cells[0].part]
     assert len({cell.seed for cell in main}) >= 3
     assert {cell.scenario.name for cell in cells} == {name}
+
+
+def test_cases_have_settings_of_their_own(study_at: Callable[..., Path]) -> None:
+    case = {"where": {"epsilon": "3", "algorithm": "push-sum"}, "settings": ["algorithm.learning_rate=0.25"]}
+    rates = {cell.labels: cell.scenario.algorithm.learning_rate for cell in cells_of(study_at(cases=[case]))}
+    assert {labels for labels, rate in rates.items() if rate == 0.25} == {("3", "push-sum")}
+    with raises(ScenarioError, "scenario.value_error", "cases.0"):
+        cells_of(study_at(cases=[{"where": {"epsilon": "7"}, "settings": []}]))
+
+
+def test_the_study_of_noise_that_cancels_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its columns differ by their noise alone, which of a server is that of the mean of 16 peers."""
+    monkeypatch.chdir(ROOT / "simulations" / "cancelling")
+    cells = [cell for cell in cells_of(Path("study.yaml")) if cell.part == "table"]
+    assert {cell.seed for cell in cells} == {1, 2, 3}
+    for cell in cells:
+        (epsilon, noise), private = cell.labels, cell.scenario.private
+        assert private is not None
+        own = {"1": 1.52855, "3": 0.86299}[epsilon]
+        assert private.noise_multiplier == (pytest.approx(own / 4, rel=1e-3) if noise == "trusted server" else None)
+        assert (private.noise is not None) == noise.startswith("cancelling")
 
 
 def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_at: Callable[..., Path]) -> None:

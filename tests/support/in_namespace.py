@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import runpy
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-NETWORK = 0x40000000  # CLONE_NEWNET
-
-
-def enter(space: str) -> None:
-    """Move this thread, and those that it starts, into a network namespace."""
-    with open(f"/run/netns/{space}") as file:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(file.fileno(), NETWORK):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), space)
+from tools.lab.air import enter
 
 
 def watch(address: str, certificates: str, peer: str, path: str) -> None:

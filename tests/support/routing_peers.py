@@ -27,13 +27,13 @@ def client(step: Step, *, mod: PeerMod | None = None, **options: Any) -> ClientA
         arrays = message.content["arrays"].to_numpy_ndarrays()
         done = message.content["config"]["server-round"]
         trained = step(arrays, context.node_config["partition-id"], done)
-        metrics = MetricRecord({"num-examples": 7, "loss": 0.25})
+        metrics = MetricRecord({"num-examples": 1, "loss": 0.25})
         return Message(RecordDict({"arrays": ArrayRecord(trained), "metrics": metrics}), reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         size = float(np.abs(message.content["arrays"].to_numpy_ndarrays()[0]).max())
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 7, "size": size})}), reply_to=message)
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1, "size": size})}), reply_to=message)
 
     return app
 

@@ -619,17 +619,17 @@ def spent(rate: float, noise: float, steps: int, delta: float) -> float:
 
 
 @pytest.mark.slow
-def test_a_hundred_rounds_cost_what_dp_accounting_says_and_then_it_is_over(tmp_path: Path) -> None:
+def test_forty_rounds_cost_what_dp_accounting_says_and_then_it_is_over(tmp_path: Path) -> None:
     loader = DataLoader(data(), batch_size=20)
-    budget = {"epsilon": 4.0, "noise_multiplier": None, "rounds": 100, "reserve": 2}
+    budget = {"epsilon": 4.0, "noise_multiplier": None, "rounds": 40, "reserve": 2}
     noises = set()
-    for number in range(100):
+    for number in range(40):
         parts = setup(tmp_path, loader=loader, **budget)  # each round anew, as a client function does
-        assert parts.allowed == 2 * (100 - number)
+        assert parts.allowed == 2 * (40 - number)
         noises.add(parts.noise_multiplier)
         list(_stepping(parts))
     assert len(noises) == 1
-    exact = spent(0.5, noises.pop(), 200, 1e-3)
+    exact = spent(0.5, noises.pop(), 80, 1e-3)
     assert parts.epsilon == pytest.approx(exact, rel=2e-3)
     assert 0.99 * 4.0 <= parts.epsilon <= 4.0
     parts = setup(tmp_path, loader=loader, **budget)
@@ -783,12 +783,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from flower_privdec.training_loop import private
 net = torch.nn.Linear(2, 2)
 loader = DataLoader(TensorDataset(torch.randn(40, 2), torch.zeros(40, dtype=torch.int64)), 20)
-for number in range(100):
+for number in range(20):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    budget = dict(ledger=sys.argv[1], delta=1e-3, epsilon=4.0, rounds=100)
+    budget = dict(ledger=sys.argv[1], delta=1e-3, epsilon=4.0, rounds=20)
     parts = private(net, optimizer, loader, torch.nn.CrossEntropyLoss(), **budget)
     for x, y in parts.data_loader:
-        if number == 50:
+        if number == 10:
             os._exit(9)
         parts.criterion(parts.model(x), y).backward()
         optimizer.step()
@@ -799,9 +799,9 @@ for number in range(100):
 def test_killed_in_the_middle_of_a_round_it_goes_on_from_there(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "a.jsonl"], capture_output=True, text=True)
     assert killed.returncode == 9, killed.stderr
-    budget = {"epsilon": 4.0, "noise_multiplier": None, "rounds": 100}
+    budget = {"epsilon": 4.0, "noise_multiplier": None, "rounds": 20}
     parts = setup(tmp_path, loader=DataLoader(data(), batch_size=20), **budget)
-    assert parts.allowed == 200 - 101  # fifty rounds, and the step that was paid when it died
+    assert parts.allowed == 40 - 21  # ten rounds, and the step that was paid when it died
 
 
 def test_a_ledger_that_was_edited_or_cut_is_refused(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ closed connections, at once, and one whose machine is gone by its silence, after
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class MessageBuffer:
 
     @classmethod
     def within(cls, buffer: Tensor, layout: Layout) -> MessageBuffer:
-        """Return the views for a layout of at most `size_of` bytes."""
+        """Return the views for a layout, in a buffer that is long enough."""
         begins, end = _places(layout)
         parts = tuple(
             buffer[begin : begin + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
@@ -59,11 +60,6 @@ class MessageBuffer:
     def finite(self) -> bool:
         """Return whether all numbers are finite."""
         return all(all_finite(part) for part in self.numbers)
-
-
-def size_of(layout: Layout) -> int:
-    """Return how many bytes a message has."""
-    return _places(layout)[1] + STAMP
 
 
 def layout_of(likes: Sequence[Tensor], count: int) -> Layout:
@@ -85,25 +81,6 @@ PATIENCE = 600.0  # seconds to wait for rows: longer than any shard computes or 
 LONG = 2**16  # bytes of a run of rows from which it is not copied first
 LAST_TAG = 2**30
 LOST = "lost touch with"
-
-
-class ShardGroup(Protocol):
-    """What is used of torch.distributed's groups."""
-
-    def send(self, tensors: list[Tensor], shard: int, tag: int) -> Work:
-        """Send a tensor."""
-
-    def recv(self, tensors: list[Tensor], shard: int, tag: int) -> Work:
-        """Receive a tensor."""
-
-    def allreduce(self, tensors: list[Tensor]) -> Work:
-        """Add a tensor up over all shards, in place."""
-
-    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor]) -> Work:
-        """Send all shards a tensor."""
-
-    def barrier(self) -> Work:
-        """Wait for all shards."""
 
 
 class LostShardError(RunError):
@@ -154,11 +131,11 @@ class Pending:
 
     def _wait(self, ways: list[tuple[int, Work]]) -> None:
         for shard, work in ways:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                del work  # while anything holds it, connections stay open and the others wait on
-                raise lost(self.shards.name(shard), self.here, error) from error
+            with touching(self.shards.name(shard), self.here):
+                try:
+                    work.wait()
+                finally:
+                    del work  # while anything holds it, connections stay open and the others wait on
 
     def forget(self) -> None:
         """Release all that holds connections open."""
@@ -166,23 +143,28 @@ class Pending:
         self.leaving.clear()
 
 
-def lost(shard: str, here: str, error: RuntimeError) -> LostShardError:
-    """Return the error of a shard that is gone."""
-    message = one_line(error).partition("] ")[2] or one_line(error)
-    return LostShardError(f"{LOST} {shard} in {here} ({message.split('. This is')[0][:160]})", code="shards.lost")
+@contextmanager
+def touching(shard: str, here: str) -> Iterator[None]:
+    """Turn what gloo raises inside into a LostShardError that names a shard and where the run is."""
+    try:
+        yield
+    except RuntimeError as error:
+        message = one_line(error).partition("] ")[2] or one_line(error)
+        problem = f"{LOST} {shard} in {here} ({message.split('. This is')[0][:160]})"
+        raise LostShardError(problem, code="shards.lost") from error
 
 
 class ProcessGroup:
     """The connections of one shard to all others.
 
     Args:
-        group: gloo's.
+        group: gloo's, a `ProcessGroupGloo`.
         shard: this one's number.
         shards: which shard hosts which peers.
     """
 
-    def __init__(self, group: ShardGroup, shard: int, shards: Shards) -> None:
-        self._group: ShardGroup | None = group
+    def __init__(self, group: Any, shard: int, shards: Shards) -> None:
+        self._group = group
         self.shard, self.shards = shard, shards
         self._tag, self._pending = 0, Pending(shards, "")
         self._buffers: dict[tuple[str, int], Tensor] = {}
@@ -203,14 +185,11 @@ class ProcessGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=patience)
-        try:
-            group: Any = ProcessGroupGloo(store, shard, len(shards), options)  # whose stubs have no send
-        except RuntimeError as error:
-            raise lost("the other shards", "their meeting", error) from error
-        return cls(group, shard, shards)
+        with touching("the other shards", "their meeting"):
+            return cls(ProcessGroupGloo(store, shard, len(shards), options), shard, shards)
 
     @property
-    def group(self) -> ShardGroup:
+    def group(self) -> Any:
         """Return the group.
 
         Raises:
@@ -235,10 +214,8 @@ class ProcessGroup:
         """
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         answers = [torch.empty_like(mine) for _ in range(len(self.shards))]
-        try:
+        with touching("another shard", "their meeting"):
             self.group.allgather([answers], [mine]).wait()
-        except RuntimeError as error:
-            raise lost("another shard", "their meeting", error) from error
         for shard, theirs in enumerate(answers):
             if not torch.equal(theirs, mine):
                 raise RunError(
@@ -253,10 +230,8 @@ class ProcessGroup:
         Raises:
             LostShardError: one did not.
         """
-        try:
+        with touching("another shard", "the end"):
             self.group.barrier().wait()
-        except RuntimeError as error:
-            raise lost("another shard", "the end", error) from error
 
     def total(self, values: Tensor, here: str) -> Tensor:
         """Return the sum of a tensor over all shards, which all call this; `values` is used up.
@@ -266,10 +241,8 @@ class ProcessGroup:
             RunError: the sum is not finite.
         """
         summed = values.cpu()
-        try:
+        with touching("another shard", here):
             self.group.allreduce([summed]).wait()
-        except RuntimeError as error:
-            raise lost("another shard", here, error) from error
         if not all_finite(summed):
             raise RunError(f"{here}: what the shards add up is not finite; a peer diverged", code="shards.not-finite")
         return summed.to(values.device)
@@ -293,43 +266,36 @@ class ProcessGroup:
                 if go_alone(table, count, len(traffic.arrive[shard])):
                     for start, stop in traffic.arrive[shard]:
                         block = _block(table, start, stop)
-                        self._recv(pending, block, shard, tag)
+                        self._swap(self.group.recv, pending.arriving, block, shard)
                         pending.alone.append((shard, block))
                 else:
                     short.append(table)
             message = self._message("in", shard, layout_of(short, count))
-            self._recv(pending, message.whole, shard, tag)
+            self._swap(self.group.recv, pending.arriving, message.whole, shard)
             pending.messages.append((shard, message, [table[part] for table in short]))
         for shard, which in traffic.sends.items():
             short, count = [], which.shape[0]
             for table in rows:
                 if go_alone(table, count, len(traffic.leave[shard])):
                     for start, stop in traffic.leave[shard]:
-                        self._send(pending, _block(table, start, stop), shard, tag)
+                        self._swap(self.group.send, pending.leaving, _block(table, start, stop), shard)
                 else:
                     short.append(table)
             message = self._message("out", shard, layout_of(short, count))
             _fill(message, short, which, tag)
-            self._send(pending, message.whole, shard, tag)
+            self._swap(self.group.send, pending.leaving, message.whole, shard)
         return pending
 
-    def _send(self, pending: Pending, values: Tensor, shard: int, tag: int) -> None:
-        try:
-            pending.leaving.append((shard, self.group.send([values], shard, tag)))
-        except RuntimeError as error:
-            raise lost(self.shards.name(shard), pending.here, error) from error
-
-    def _recv(self, pending: Pending, values: Tensor, shard: int, tag: int) -> None:
-        try:
-            pending.arriving.append((shard, self.group.recv([values], shard, tag)))
-        except RuntimeError as error:
-            raise lost(self.shards.name(shard), pending.here, error) from error
+    def _swap(self, way: Callable[..., Work], ways: list[tuple[int, Work]], values: Tensor, shard: int) -> None:
+        """Begin to send or receive some values, and add that to what is on its way."""
+        with touching(self.shards.name(shard), self._pending.here):
+            ways.append((shard, way([values], shard, self._tag)))
 
     def _message(self, way: str, shard: int, layout: Layout) -> MessageBuffer:
         """Return a message to or from a shard; all that go one way between two shards lie in one buffer."""
         key = (way, shard, layout)
         if key not in self._messages:
-            size, buffer = size_of(layout), self._buffers.get((way, shard))
+            size, buffer = _places(layout)[1] + STAMP, self._buffers.get((way, shard))
             if buffer is None or len(buffer) < size:
                 buffer = self._buffers[way, shard] = torch.zeros(size, dtype=torch.uint8)
                 self._messages = {other: value for other, value in self._messages.items() if other[:2] != key[:2]}

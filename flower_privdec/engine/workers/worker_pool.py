@@ -169,7 +169,10 @@ class WorkerPool:
         for block in blocks:
             for name, rows in self._whole.items():
                 block.see(name, rows)
-            block.state.edges = {name: _some(edges, block) for name, edges in state.edges.items()}
+            ends = block.state.peers[[0, -1]] + [0, 1]
+            for name, edges in state.edges.items():
+                some = slice(*np.searchsorted(edges.own, ends))
+                block.state.edges[name] = Edges(edges.own[some], edges.other[some], edges.values[some].clone())
         return blocks
 
     def _fork(self, blocks: list[Block], leave: list[Callable[[], None]]) -> None:
@@ -180,33 +183,28 @@ class WorkerPool:
             lines = [other.line.close for other in self._others]
             self._others.append(Forked(name, partial(self._serve, number, hosted), [*leave, *lines]))
         self._mine = [blocks[block] for block in self._partitioning.of(0)]
-        self._barrier.join(0, [other.line.fileno() for other in self._others], select.POLLIN, self._alarm)
-
-    def _alarm(self, line: int) -> None:
-        """Raise the error of a worker that failed or ended while it should be computing."""
-        for other in self._others:
-            if other.line.fileno() == line:
-                other.fail()
+        workers = {other.line.fileno(): other for other in self._others}  # whose answer means that they failed or ended
+        self._barrier.join(0, list(workers), select.POLLIN, lambda line: workers[line].fail())
 
     def _serve(self, number: int, hosted: list[Block], line: Connection) -> None:
         """Execute the main process's commands, in a worker, until the main process ends."""
         self._me, self._mine, self._others = number, hosted, []
         self._barrier.join(number, [line.fileno()], 0, _gone)
+        answers: dict[object, Callable[[], Any]] = {COLLECT: self._state_parts, TRY: self._tried}
         calls = select.poll()
         calls.register(line.fileno(), select.POLLIN)
         while True:
             until = time.perf_counter() + SPIN
             while not calls.poll(0) and time.perf_counter() < until:
                 pass
-            result = self._obey(line.recv())  # rounds give nothing, and are not answered
+            order, result = line.recv(), None
+            if order in answers:
+                result = answers[order]()
+            else:  # rounds, which are not answered
+                self._take_rounds(order)
             sys.stdout.flush()
             if result is not None:
                 line.send((result, None))
-
-    def _obey(self, order: int | str) -> Any:
-        if isinstance(order, int):
-            return self._take_rounds(order)
-        return self._state_parts() if order == COLLECT else self._tried()
 
     def rounds(self, count: int) -> None:
         """Run some whole rounds, every step and every exchange, each once it is paid."""
@@ -303,7 +301,7 @@ class WorkerPool:
             changes = self._changes(exchange, mixing, [block.state.edges for block in self._mine])
         else:
             if isinstance(exchange, Reply):
-                self._boxes[self._me].put([_named(block.state.edges, exchange.names) for block in self._mine])
+                self._boxes[self._me].put([{name: b.state.edges[name] for name in exchange.names} for b in self._mine])
             self._barrier.wait()
             replies = isinstance(exchange, Reply)
             edges = [box_edges for box in self._boxes for box_edges in box.look()] if replies else []
@@ -368,16 +366,6 @@ class WorkerPool:
 
 def _gone(line: int) -> None:
     raise EOFError("the run has ended")
-
-
-def _some(edges: Edges, block: Block) -> Edges:
-    """Return the edges of a block, in memory of their own."""
-    start, stop = np.searchsorted(edges.own, block.state.peers[[0, -1]] + [0, 1])
-    return Edges(edges.own[start:stop], edges.other[start:stop], edges.values[start:stop].clone())
-
-
-def _named(edges: Mapping[str, Edges], names: Iterable[str]) -> dict[str, Edges]:
-    return {name: edges[name] for name in names}
 
 
 def _joined(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Edges:

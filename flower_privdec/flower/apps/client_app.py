@@ -31,7 +31,7 @@ from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
-from flower_privdec.experiment.recorder import evaluation_rounds, measure
+from flower_privdec.experiment.recorder import evaluation_rounds, measure, read_metrics
 from flower_privdec.experiment.spent import epsilons
 from flower_privdec.experiment.view import public_name
 from flower_privdec.flower.apps.records import (
@@ -196,7 +196,7 @@ def train_cohort(message: Message, context: Context) -> Message:
             run.advance()
         if run.round_index == run.experiment.scenario.rounds:
             run.finish()
-        metrics = flat_record(run.recorder.last_metrics())
+        metrics = flat_record(read_metrics(run.recorder.out)[-1])
     finally:
         run.close()
     return Message(RecordDict({METRICS: metrics}), reply_to=message)

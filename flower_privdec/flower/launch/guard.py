@@ -53,7 +53,7 @@ from pydantic import AfterValidator, Field, model_validator
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line
-from flower_privdec.flower.mods.peer_mod import SAYS, PeerMod
+from flower_privdec.flower.mods.peer_mod import PEER_MOD_FAILED, SAYS, PeerMod
 from flower_privdec.flower.mods.peer_state import (
     ADJACENCY,
     SOURCE,
@@ -197,7 +197,7 @@ class Guard:
 
     def __init__(self, policy: Policy, load: Callable[[], ClientApp]) -> None:
         self.policy, self._load = policy, load
-        privacy = {name: getattr(policy, name) for name in ("clip_norm", "epsilon", "delta")}
+        privacy = {name: getattr(policy, name) for name in ("clip_norm", "epsilon", "delta", "examples")}
         self._peer_mod = PeerMod(noise_multiplier=policy.noise, share_metrics=False, **privacy)
 
     def __call__(self, message: Message, context: Context) -> Message:
@@ -208,7 +208,7 @@ class Guard:
             return self._answer(message, context)
         except USER_ERRORS as error:
             log.warning("The guard refused a message: %s", error_line(error))
-            return Message(Error(CLIENT_APP_RAISED, error_line(error)), reply_to=message)
+            return Message(Error(PEER_MOD_FAILED, error_line(error)), reply_to=message)
         except Exception:
             log.exception("The guard failed")
             return Message(Error(CLIENT_APP_RAISED, FAILED), reply_to=message)
@@ -242,7 +242,7 @@ class Guard:
         if not np.isfinite(start).all():
             raise RunError("the arrays of a train message are not finite: lower the learning rate", code="guard.model")
         with alone_in(place.folder), working_in(place.folder):
-            index = self._charge(place)
+            index = self._charge(place, context)
             answer = self._contained(message, context).content
             keep_metrics(place.folder, index, "train", answer.metric_records)
             with np.errstate(all="ignore"):  # also where the app has numpy raise
@@ -254,13 +254,13 @@ class Guard:
                 model = layout.record(start + released, layout.unmixed(given))
         return Message(self._reply(name, model), reply_to=message)
 
-    def _charge(self, place: PeerSettings) -> int:
+    def _charge(self, place: PeerSettings, context: Context) -> int:
         """Charge one update on disk, and return its number.
 
         Raises:
             BudgetError: the budget does not allow it, or the ledger fails.
         """
-        held = held_privacy(self._peer_mod.privacy, place)
+        held = held_privacy(self._peer_mod.privacy_of(context), place)
         assert held is not None
         budget = held.epsilon or math.inf
         with PeerLedger(place.folder, "guard", 0, place.peer, held.delta, budget) as ledger:

@@ -38,6 +38,9 @@ class LocalGrid(Grid):
         config: more of each node's own configuration; the nodes are then deployed ones, not a simulation's.
         run_config: the run's, for every node.
 
+    Attributes:
+        folder: the nodes' own.
+
     Raises:
         ScenarioError: there is no node.
     """
@@ -56,7 +59,8 @@ class LocalGrid(Grid):
             raise ScenarioError(f"n_nodes={n_nodes} must be >= 1", code="grid.nodes")
         self.client_app = client_app
         self._temporary = TemporaryDirectory() if folder is None else None
-        own = str(self._temporary.name if self._temporary is not None else folder)
+        self.folder = Path(self._temporary.name if self._temporary is not None else folder or "").absolute()
+        own = str(self.folder)
         self._simulated = config is None
         self._run = Run.create_empty(run_id)
         self.contexts = {
@@ -71,6 +75,11 @@ class LocalGrid(Grid):
         }
         self._replies: dict[str, Message] = {}
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, 1, 1
+
+    @property
+    def is_temporary(self) -> bool:
+        """Return whether the nodes' folder is removed with the grid."""
+        return self._temporary is not None
 
     @property
     def run(self) -> Run:

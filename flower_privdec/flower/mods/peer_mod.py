@@ -15,9 +15,9 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from flower_privdec.common.arguments import check_kinds, check_paths
+from flower_privdec.common.arguments import check_kinds, check_numbers, check_paths
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError
-from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, reason
+from flower_privdec.flower.error_formatting import USER_ERRORS, error_line, reason
 from flower_privdec.flower.mods.masking import check_set, masked
 from flower_privdec.flower.mods.peer_state import (
     WITNESSED,
@@ -52,6 +52,8 @@ from flower_privdec.flower.mods.peer_state import (
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, run_mesh
 from flower_privdec.network.peer.peer import WitnessFile
+from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
+from flower_privdec.privacy.ledger.ledger import noting_budgets, read_entries, runs_in
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
@@ -89,19 +91,21 @@ class _Record:
         return ConfigRecord({name: getattr(self, name) for name in self.__dataclass_fields__})  # type: ignore[attr-defined]
 
     @classmethod
-    def of(cls, content: RecordDict, remedy: str) -> Self:
+    def of(cls, content: RecordDict, remedy: str, code: str) -> Self:
         """Read what a message says.
 
         Raises:
-            RunError: it says nothing of the kind; the remedy says what to do.
+            RunError: it says nothing of the kind; the remedy says what to do, and the code is the error's.
         """
         given: Mapping[str, Any] = content.config_records.get(SAYS, {})
         kinds = {name: field.type for name, field in cls.__dataclass_fields__.items()}  # type: ignore[attr-defined]
         if given.keys() != kinds.keys() or not all(_is(given[name], kind) for name, kind in kinds.items()):
-            raise RunError(remedy)
+            raise RunError(remedy, code=code)
         for together in cls.together:
             if len({len(given[name]) for name in together}) > 1:
-                raise RunError(f"a message whose {', '.join(together)} are not of one length is none of ours: {remedy}")
+                raise RunError(
+                    f"a message whose {', '.join(together)} are not of one length is none of ours: {remedy}", code=code
+                )
         return cls(**given)
 
 
@@ -124,6 +128,7 @@ class PeerRequest(_Record):
         arrays: the key of the ArrayRecord that the app's functions look for.
         local_record: the name of an ArrayRecord that never leaves the peer: the initial arrays at first, then what the
             app's train function last answered under that name; it is given to both of the app's functions. Empty: none.
+        weighted_by: the metric of the app by whose value the peer counts, where its metrics leave; empty: by 1.
         round_index, rounds: the round, from 1, and how many there will be; deliver: the round whose mean it is.
         founding: join: whether the initial arrays are this peer's mass, or only say what a model looks like.
         receivers, weights: round: the peers j that W[j, peer] of the mass goes to.
@@ -147,6 +152,7 @@ class PeerRequest(_Record):
     folder: str = ""
     arrays: str = "arrays"
     local_record: str = ""
+    weighted_by: str = ""
     round_index: int = 0
     rounds: int = 0
     founding: bool = False
@@ -178,12 +184,15 @@ class PeerReport(_Record):
         stopped: why it did not train; empty where it did.
         exhausted: whether that is for good, its budget being spent.
         spent: its ε in words, with unit, adjacency and what was charged; empty where nothing is protected.
-        epsilon: its ε; ∞ where nothing is protected.
+        epsilon: its ε; ∞ where nothing is protected. Where the app protects its examples, at the end: theirs.
+        app_spent: that of the app's examples in words, at the end.
         acknowledgements: frames: which shares are in its mass on disk.
         refused_keys, refused: the shares that it refused, and why.
         orphaned: how many of its shares went to states that were lost.
         address: HOST:PORT at which other peers can reach it; empty where they cannot.
         mean_of: the peers of the last masked sum that it entered.
+        examples: the public number by which it counts.
+        keeps_metrics: whether the app's metrics stay in its folder.
     """
 
     together = (("refused_keys", "refused"),)
@@ -200,12 +209,15 @@ class PeerReport(_Record):
     exhausted: bool = False
     spent: str = ""
     epsilon: float = 0.0
+    app_spent: str = ""
     acknowledgements: list[bytes] = field(default_factory=list)
     refused_keys: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     orphaned: int = 0
     address: str = ""
     mean_of: list[int] = field(default_factory=list)
+    examples: float = 1.0
+    keeps_metrics: bool = False
 
 
 def pack_bytes(shares: Mapping[str, bytes]) -> ArrayRecord:
@@ -249,6 +261,25 @@ class RequestHandler:
         self._ledger: PeerLedger | None = None
         self._witness: LedgerWitness | None = None
         self._reporters: set[int] = set()
+
+    def note_app_budgets(self, budgets: Iterable[tuple[Path, float, str]]) -> None:
+        """Remember which ledgers of examples the app's training pays into, for `PeerReport.app_spent`."""
+        if self.state is not None:
+            self.state.app_ledgers |= {str(path): (delta, caveat) for path, delta, caveat in budgets}
+
+    def _app_spent(self) -> tuple[str, float]:
+        """Return what the app's own ledgers hold, in words and as ε, when the run ends; nothing before."""
+        ledgers = {} if self.state is None or self.request.kind != DELIVER else self.state.app_ledgers
+        words, largest = [], 0.0
+        for name, (delta, caveat) in ledgers.items():
+            path = Path(name)
+            spent = epsilon_of_runs(list(runs_in(read_entries(path.parent, path.stem)).values()), delta)
+            largest = max(largest, math.inf if caveat else spent)
+            words.append(
+                f"epsilon = {spent:.4g} at delta = {delta:g} (unit: one example; adjacency: zero-out; by the app's own "
+                f"ledger {path.name}{caveat})"
+            )
+        return " and ".join(words), largest
 
     def close(self) -> None:
         """Release the ledger and the counts of others'."""
@@ -491,7 +522,7 @@ class RequestHandler:
         spent = self._spent
         if spent is None and self.privacy is not None:
             spent = spent_so_far(self.place.folder, self.privacy.delta)
-        bare = 0 if state is None else state.bare
+        bare, (app_spent, app_epsilon) = 0 if state is None else state.bare, self._app_spent()
         return PeerReport(
             self.place.peer,
             self.place.n_peers,
@@ -501,19 +532,59 @@ class RequestHandler:
             key=self.identity.public,
             sealed=self.seals,
             spent="" if spent is None else bare_words(bare) if bare else str(spent),
-            epsilon=float("inf") if spent is None or bare else spent.epsilon,
+            epsilon=app_epsilon or math.inf if spent is None else math.inf if bare else spent.epsilon,
+            app_spent=app_spent,
             acknowledgements=acknowledgements,
             refused_keys=list(self._refused),
             refused=list(self._refused.values()),
             orphaned=0 if state is None else state.orphaned + state.shares.orphaned.total(),
             address=self.place.address,
             mean_of=[] if state is None or not state.handed.served else state.handed.served[-1],
+            examples=1.0 if state is None else state.examples,
             **self.facts,
         )
 
 
 App = Callable[[Message, Context], Message]
+Setting = float | str | Callable[[Context], float | None] | None
+PEER_MOD_FAILED = 1002  # the code of an error that the mod itself answers with; Flower's own are small
+RUN_CONFIG = "run-config:"
+MOST_EXAMPLES = 2.0**40
 
+
+def is_key(value: object) -> bool:
+    """Return whether a setting names a key of the run-config."""
+    return isinstance(value, str) and value.startswith(RUN_CONFIG) and value != RUN_CONFIG
+
+
+def setting_of(name: str, given: Setting, context: Context) -> float | None:
+    """Return a setting's number: as given, or what a function of the context or a key of the run-config has.
+
+    Raises:
+        RunError: the run-config has no such key, or the value is no number.
+    """
+    value: Any = given(context) if callable(given) else given
+    if isinstance(value, str):
+        key = value.removeprefix(RUN_CONFIG)
+        if not is_key(value) or key not in context.run_config:
+            raise RunError(
+                f"{name}={value!r} must be a number, a function of the context, or 'run-config:KEY' with one of the "
+                f"app's keys, {sorted(context.run_config)}",
+                code="flower.setting",
+            )
+        value = context.run_config[key]
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise RunError(f"{name}={value!r} of this run must be a number", code="flower.setting")
+    return value
+
+
+LEGACY_RECORDS = ("('fitins.", "('evaluateins.")
+LEGACY_CLIENT = (
+    "the ClientApp has a client_fn, Flower's legacy interface: register its functions instead, `@app.train()` with "
+    "def train(message, context), which reads message.content['arrays'].to_numpy_ndarrays() and returns "
+    "Message(RecordDict({'arrays': ArrayRecord(ndarrays), 'metrics': MetricRecord({'num-examples': n})}), "
+    "reply_to=message), and `@app.evaluate()` likewise"
+)
 NO_STRATEGY = (
     "the message comes from no strategy of flower_privdec (or from another version): start PushSum or Gossip in the "
     "ServerApp, or take PeerMod out"
@@ -534,7 +605,8 @@ class PeerMod:
     here; in a simulation by default where the strategy says.
 
     Args:
-        clip_norm: C, the most by which one round's update moves the model; None for no protection.
+        clip_norm: C, the most by which one round's update moves the model; None for no protection. It and the four
+            numbers below may also be "run-config:KEY", or a function of the context.
         noise_multiplier: σ, noise std over C; None to solve it from epsilon for the rounds that the strategy plans.
         epsilon: budget of the peer over all rounds and runs; a round that would exceed it is not trained. A SuperNode's
             own `epsilon` and `delta` in its node-config hold whatever the app says.
@@ -542,6 +614,8 @@ class PeerMod:
         folder: where the peer's folder is, unless its node-config has one.
         seal: whether shares are sealed end to end (`PeerSeal`), and open ones refused; by default wherever the peer is
             not one of a simulation.
+        examples: the number of examples by which the peer counts, and which every receiver of a share learns. By
+            default it is what the app reports, where its metrics leave, and 1 where they do not. ε does not cover it.
         share_metrics: whether the app's metrics (losses, accuracies, numbers of examples) of private data leave, which
             no ε covers. By default a protected peer keeps them in metrics.jsonl in its folder, and another sends them:
             say False where the app's own training protects its examples. Where they stay, so does what the app says
@@ -566,35 +640,58 @@ class PeerMod:
     def __init__(
         self,
         *,
-        clip_norm: float | None = None,
-        noise_multiplier: float | None = None,
-        epsilon: float | None = None,
-        delta: float = 1e-5,
+        clip_norm: Setting = None,
+        noise_multiplier: Setting = None,
+        epsilon: Setting = None,
+        delta: Setting = 1e-5,
+        examples: Setting = None,
         folder: Path | str | None = None,
         seal: bool | None = None,
         share_metrics: bool | None = None,
     ) -> None:
         check_paths({"folder": folder})
         check_kinds({"seal": seal, "share_metrics": share_metrics}, (bool,), "True, False or None")
-        self.privacy = app_privacy(clip_norm, noise_multiplier, epsilon, delta)
+        self._settings = {
+            "clip_norm": clip_norm,
+            "noise_multiplier": noise_multiplier,
+            "epsilon": epsilon,
+            "delta": delta,
+        }
+        self._examples = examples
+        given = {**self._settings, "examples": examples}
+        later = {name for name, value in given.items() if callable(value) or is_key(value)}
+        check_numbers({name: value for name, value in given.items() if name not in later})
+        if not later & self._settings.keys():
+            app_privacy(**self._settings)  # type: ignore[arg-type]
+        is_protected = any(value is not None for name, value in self._settings.items() if name != "delta")
         self.folder = None if folder is None else Path(folder)
         self.seal = seal
-        self.keeps_metrics = self.privacy is not None if share_metrics is None else not share_metrics
-        self.withholds = self.privacy is not None or self.keeps_metrics
+        self.keeps_metrics = is_protected if share_metrics is None else not share_metrics
+        self.withholds = is_protected or self.keeps_metrics
+
+    def privacy_of(self, context: Context) -> AppPrivacySection | None:
+        """Return what the app asks for in a run; None for no protection.
+
+        Raises:
+            RunError, ScenarioError: a setting is missing or wrong.
+        """
+        numbers = {name: setting_of(name, value, context) for name, value in self._settings.items()}
+        return app_privacy(**numbers)  # type: ignore[arg-type]
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message in the app's place, and let it answer what is its own."""
         try:
             return self._answer(message, context, app)
         except USER_ERRORS as error:
-            return Message(Error(CLIENT_APP_RAISED, error_line(error)), reply_to=message)
+            return Message(Error(PEER_MOD_FAILED, error_line(error)), reply_to=message)
 
     def _answer(self, message: Message, context: Context, app: App) -> Message:
-        request = PeerRequest.of(message.content, NO_STRATEGY)
+        request = PeerRequest.of(message.content, NO_STRATEGY, "flower.no-strategy")
         place = PeerSettings.of(context, request.peer, request.folder, self.folder)
         with alone_in(place.folder):
             seals = not place.simulated if self.seal is None else self.seal
-            with closing(RequestHandler(request, place, self.privacy, seals)) as peer:
+            with closing(RequestHandler(request, place, self.privacy_of(context), seals)) as peer:
+                peer.facts["keeps_metrics"] = self.keeps_metrics
                 theirs = self._work(peer, message, context, app)
                 return Message(RecordDict({**theirs, **peer.answer()}), reply_to=message)
 
@@ -615,8 +712,14 @@ class PeerMod:
             theirs.update(self._call(peer, arrays, message, context, app))
             return theirs
 
+        def train(arrays: ArrayRecord) -> ArrayRecord:
+            trained = self._trained(peer, call(arrays), state.layout)
+            if peer.request.weighted_by:
+                state.recount(self._count(peer, theirs, context))
+            return trained
+
         if kind == ROUND:
-            peer.take_part(content, lambda arrays: self._trained(peer, call(arrays), state.layout))
+            peer.take_part(content, train)
             self._renew_local_arrays(peer, state, theirs)
         elif kind == EVALUATE and MODEL in content.array_records:
             call(content.array_records[MODEL])
@@ -657,6 +760,15 @@ class PeerMod:
         initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), request.arrays)
         peer.state = run_mesh(request.run, request.scenario, initial, peer.place, peer.privacy, train)
 
+    def _count(self, peer: RequestHandler, answer: RecordDict, context: Context) -> float:
+        """Return the public number of examples by which a peer counts: the owner's, else the app's where it leaves."""
+        count: Any = setting_of("examples", self._examples, context)
+        if count is None and not self.keeps_metrics:
+            metrics: Mapping[str, Any] = next(iter(answer.metric_records.values()), {})
+            count = metrics.get(peer.request.weighted_by)
+        usable = isinstance(count, int | float) and 0 < count < MOST_EXAMPLES
+        return float(count) if usable else 1.0
+
     def _call(
         self, peer: RequestHandler, arrays: ArrayRecord, message: Message, context: Context, app: App
     ) -> RecordDict:
@@ -672,12 +784,17 @@ class PeerMod:
             local = {name: Array(value) for name, value in peer.state.local_arrays.items()}
             message.content[peer.request.local_record] = ArrayRecord(local)
         try:
-            with working_in(peer.place.folder):
-                reply = app(message, context)
+            with working_in(peer.place.folder), noting_budgets() as budgets:
+                try:
+                    reply = app(message, context)
+                finally:
+                    peer.note_app_budgets(budgets)
         except BudgetError:
             log.exception("peer %s: the app's own budget", peer.place.peer)
             raise
         except RAISED_BY_USERS as error:
+            if isinstance(error, KeyError) and str(error.args[:1]).startswith(LEGACY_RECORDS):
+                raise RunError(LEGACY_CLIENT, code="flower.legacy-client") from None
             if not self.withholds:
                 raise
             log.exception("peer %s: the app's function failed", peer.place.peer)

@@ -194,6 +194,9 @@ class PeerState:
         idle: over a server, whether it took no step in its last round, and so has no part in that round's mean.
         local_arrays: of the record that never leaves the peer (`PeerRequest.local_record`); empty where there is none.
         adopted: over a server, the model that it sent last; empty where there is none.
+        examples: the number of examples by which its next update counts.
+        app_ledgers: δ and a caveat of each ledger of examples that the app's own training pays into, by its path.
+        founded: the weight that it brought into the run itself: 1, or its number of examples; 0 where it came later.
     """
 
     run: str
@@ -208,6 +211,9 @@ class PeerState:
     idle: bool = False
     local_arrays: dict[str, np.ndarray] = field(default_factory=dict)
     adopted: dict[str, np.ndarray] = field(default_factory=dict)
+    examples: float = 1.0
+    founded: float = 1.0
+    app_ledgers: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     @classmethod
     def begun(cls, run: str, peer: int, arrays: Mapping[str, np.ndarray], founding: bool) -> PeerState:
@@ -222,7 +228,8 @@ class PeerState:
             raise RunError("initial_arrays are not finite: check how the model is made")
         x = start if founding else np.zeros_like(start)
         mass = mass_of(x.astype(layout.dtype), float(founding))
-        return cls(run, layout, protocol(peer, mass, new_incarnation()), layout.unmixed(arrays))
+        shares = protocol(peer, mass, new_incarnation())
+        return cls(run, layout, shares, layout.unmixed(arrays), founded=float(founding))
 
     @property
     def peer(self) -> int:
@@ -252,6 +259,19 @@ class PeerState:
         if not self.w > 0:
             raise RunError(f"peer {self.peer} has no model yet: its first share has not come")
         return self.x.astype(np.float64) / self.w
+
+    def recount(self, examples: float) -> None:
+        """Let the peer count by a number of examples from now on.
+
+        Of the mass that it brought into the run there is then so much, at its model as it is; so Σ w is the number of
+        all examples, and Σ x / Σ w, once the models agree, their mean weighted by them.
+        """
+        more, w = examples - self.founded if self.founded else 0.0, self.w
+        if more and w + more > 0:
+            self.x = (self.x.astype(np.float64) * ((w + more) / w)).astype(self.x.dtype)
+            self.shares.mass["w"] = mass_of(self.x, w + more)["w"]
+            self.founded = examples
+        self.examples = examples
 
     def adopt(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Replace the mass by a server's model with weight 1.
@@ -286,7 +306,7 @@ def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
         raise RefusedError(f"shares for peers {sorted(weights.keys() - others)} must be for others that are there")
 
 
-FORMAT = "flower-privdec-peer-4"
+FORMAT = "flower-privdec-peer-5"
 BOOT, WITNESSED = "boot", "witnessed"  # files of a peer's folder
 WITNESSES = 4  # on either side, in the order of peers' numbers
 
@@ -355,6 +375,8 @@ def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
         "paid": {str(boot): lines for boot, lines in state.paid.items()},
         "bare": state.bare,
         "idle": state.idle,
+        "examples": [state.examples, state.founded],
+        "app_ledgers": state.app_ledgers,
     }
     write_atomically(path, save(arrays, {"state": json.dumps(facts)}), private=True, durable=durable)
     state.shares.committed(snapshot)
@@ -405,6 +427,9 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
         idle=bool(facts["idle"]),
         local_arrays=apart["local"],
         adopted=apart["adopted"],
+        examples=float(facts["examples"][0]),
+        founded=float(facts["examples"][1]),
+        app_ledgers={path: (float(delta), str(caveat)) for path, (delta, caveat) in facts["app_ledgers"].items()},
     )
 
 
@@ -723,9 +748,10 @@ class NoStep(NamedTuple):
 def take_step(
     state: PeerState, train: Train, round_index: int, ledger: PeerLedger | None, clip_norm: float | None, noise: float
 ) -> NoStep | None:
-    """Charge one update, let the app train, and add w · (u · min(1, C / ‖u‖) + N(0, σ² C² I)) to x.
+    """Charge one update, let the app train, and add m · (u · min(1, C / ‖u‖) + N(0, σ² C² I)) to x.
 
-    u is what the app moved z by.
+    u is what the app moved z by. m is the peer's number of examples, 1 where peers count alike, and at most 2 w: of a
+    peer that holds little of the mass, z = x / w would leap.
 
     Args:
         state: its x, and the arrays that are not mixed, are put in place.
@@ -772,8 +798,8 @@ def _update(state: PeerState, given: ArrayRecord, returned: ArrayRecord, round_i
 
 
 def _move(state: PeerState, update: np.ndarray, bare: bool, round_index: int) -> None:
-    """Add w times an update to x, unless that would make the model infinite for ever."""
-    after = (state.x.astype(np.float64) + state.w * update).astype(state.x.dtype)
+    """Add an update to x, times what the peer counts by, unless that would make the model infinite for ever."""
+    after = (state.x.astype(np.float64) + min(state.examples, 2 * state.w) * update).astype(state.x.dtype)
     if wrong := unsound(after):
         _count_as_zero(state, wrong, round_index)
     else:

@@ -55,7 +55,8 @@ class FedDeperStrategy(PushSum):
         mixing_rate: λ in [1/2, 1].
         local_steps: τ; half of it is FedDeper*.
         any_mixing_rate: allow λ below 1/2.
-        options: those of PushSum; over a server `participation` is the share of peers sampled for a round.
+        options: those of PushSum; over a server `fraction_train` is the share of peers sampled for a round. Peers count
+            alike.
 
     Raises:
         ScenarioError: a number out of its range, or what PushSum refuses.
@@ -69,6 +70,7 @@ class FedDeperStrategy(PushSum):
     """
 
     local_record: ClassVar[str] = PERSONAL
+    weighted: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -87,10 +89,10 @@ class FedDeperStrategy(PushSum):
         super().__init__(topology, **options)
         self._over_server = topology == "server"
 
-    def _run(self) -> ArrayRecord | None:
+    def _run(self, rounds: Callable[[], Any]) -> Any:
         self._model = self._initial
         self._wants_mean |= self._over_server
-        return super()._run()
+        return super()._run(rounds)
 
     def _first_round(self) -> int:
         """Return the round to go on with; over a server, after restoring x from the peers that took part last."""
@@ -135,6 +137,7 @@ class FedDeperStrategy(PushSum):
         mean, metrics = super().aggregate_train(server_round, replies)
         if self._over_server:
             self._model = mean = mean or self._model
+            self._mean_of = server_round
         return mean, metrics
 
     def configure_evaluate(
@@ -153,7 +156,8 @@ class FedDeperStrategy(PushSum):
         if not self._over_server:
             return super()._deliver()
         log_privacy(self.reports)
-        return self._model
+        model: ArrayRecord = self._model
+        return model
 
 
 class TwoModels(nn.Module):

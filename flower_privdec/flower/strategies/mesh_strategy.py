@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.serverapp.strategy import Result
 
 from flower_privdec.common.arguments import check_numbers
 from flower_privdec.common.errors import RunError, ScenarioError
@@ -73,7 +75,8 @@ class Mesh(PushSum):
 
     def _scenario(self, addresses: list[str], rounds: int) -> str:
         """Return what the peers agree on, as YAML."""
-        share = self.participation
+        count = self._sampled(self.fraction_train, self.min_train_nodes, len(addresses))
+        share = count / len(addresses)
         section: dict[str, Any] = {
             "name": self.name,
             "seed": self.seed,
@@ -89,15 +92,17 @@ class Mesh(PushSum):
         except ValueError as error:
             raise ScenarioError(f"a mesh cannot be: {' '.join(str(error).split())}") from error
 
-    def _run(self) -> ArrayRecord | None:
+    def _run(self, rounds: Callable[[], Any]) -> Any:
         """Let the peers run all rounds among themselves; relay them where a peer cannot be reached."""
         network, reports = self.network, self.reports
         unreachable = [peer for peer in range(network.n_peers) if peer not in reports or not reports[peer].address]
         if unreachable:
             log.info("Peers %s have no address: all rounds are relayed by this ServerApp", unreachable)
-            return super()._run()
+            return super()._run(rounds)
         log.info("The peers talk to each other directly, for %s rounds; this ServerApp waits", self._rounds)
-        self._wants_mean, config = False, self._train_config
+        if self._overridden:
+            log.warning("A mesh has no rounds here, and calls none of %s", ", ".join(self._overridden))
+        self._wants_mean, config = False, self._given["train_config"] or ConfigRecord()
         config["server-round"] = 1
         scenario = self._scenario([reports[peer].address for peer in sorted(reports)], self._rounds)
         records: dict[str, ArrayRecord | ConfigRecord] = {INITIAL: self._initial, self.configrecord_key: config}
@@ -113,7 +118,15 @@ class Mesh(PushSum):
         )
         if missing := sorted(set(peers) - done.keys()):
             raise RunError(f"peers {missing} did not finish; start the run of the same name again")
-        self._evaluate_peers(self._rounds)
-        mean = self._deliver()
-        self._evaluate_mean(self._rounds, mean)
-        return mean
+        result, last, self._asked = Result(), self._rounds, peers
+        evaluated = network.ask(
+            self.configure_evaluate(last, self._initial, self._given["evaluate_config"] or ConfigRecord(), network.grid)
+        )
+        if metrics := self.aggregate_evaluate(last, evaluated.values()):
+            result.evaluate_metrics_clientapp[last] = metrics
+        if (mean := self._deliver()) is not None:
+            result.arrays, self._mean_of = mean, last
+            if metrics := self._evaluate(last, mean):
+                result.evaluate_metrics_serverapp[last] = metrics
+        log.info("Final results:\n%s", result)
+        return result

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_privdec.common.errors import RunError
@@ -24,6 +24,7 @@ from flower_privdec.flower.mods.peer_mod import (
     LEDGER,
     MASS,
     OUTBOX,
+    PEER_MOD_FAILED,
     SAYS,
     PeerReport,
     PeerRequest,
@@ -126,7 +127,10 @@ def _name(label: Label) -> str:
     return ".".join(map(str, label))
 
 
-NO_MOD = "its ClientApp is no peer: write app = ClientApp(mods=[PeerMod(...)])"
+NO_MOD = (
+    "either its ClientApp is no peer, write app = ClientApp(mods=[PeerMod(...)]); or a mod before PeerMod changes or "
+    "needs what only the app's function gets, put PeerMod first"
+)
 
 
 MOST = 2**20  # peers: what masked sums hold, and a graph that fits into memory
@@ -173,6 +177,7 @@ class PeerNetwork:
         common: what is said in every message: the run, a simulation's folder, the arrays' key, the rounds.
         timeout: seconds to wait for answers.
         relay_store: the shares on their way.
+        config_key: the name of the ConfigRecord that every message has, as Flower's mods expect.
         n_peers: as the nodes say; 0 before the first answer.
         node_of: the node of each peer that was met.
         gone: peers whose node is not there any more.
@@ -183,12 +188,15 @@ class PeerNetwork:
         train_errors: peers whose last answer was a failure, and its reason.
         eval_errors: peers whose app could not evaluate, and why; no peer stops training for it.
         has_new: whether a peer was introduced since the last `greet`.
+        round_index: the round, from 1, or 0 before the first.
+        failures: the answers of the last `ask` that are errors.
     """
 
     grid: Grid
     common: dict[str, Any]
     timeout: float
     relay_store: RelayStore
+    config_key: str = "config"
     n_peers: int = 0
     node_of: dict[int, int] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
@@ -199,6 +207,8 @@ class PeerNetwork:
     train_errors: dict[int, str] = field(default_factory=dict)
     eval_errors: dict[int, str] = field(default_factory=dict)
     has_new: bool = False
+    round_index: int = 0
+    failures: list[Message] = field(default_factory=list)
 
     @property
     def there(self) -> list[int]:
@@ -209,8 +219,12 @@ class PeerNetwork:
         """Return which peer a node is."""
         return next(peer for peer, other in self.node_of.items() if other == node)
 
-    def find(self, patience: float) -> None:
-        """Meet all peers, or at least two of them within some seconds.
+    def find(self, patience: float, least: int = 2) -> None:
+        """Meet all peers, or at least some of them within some seconds.
+
+        Args:
+            patience: the seconds.
+            least: with how many the run begins then.
 
         Raises:
             RunError: too few are there, or one is no peer.
@@ -223,8 +237,11 @@ class PeerNetwork:
                 break
             time.sleep(0.0 if self.node_of else 0.05)
         there, wanted = len(self.there), self.n_peers
-        if there < min(2, wanted or 2):
-            raise RunError(f"{there} of {wanted or 'the'} SuperNodes answered within {patience:g} s; start them all")
+        if there < min(max(1, least), wanted or 2):
+            raise RunError(
+                f"{there} of {wanted or 'the'} SuperNodes answered within {patience:g} s; start them all",
+                code="flower.too-few-nodes",
+            )
         if there < wanted:
             log.warning("%s of %s peers are there; the run begins without the others", there, wanted)
 
@@ -241,14 +258,21 @@ class PeerNetwork:
         self.gone = {peer for peer, node in self.node_of.items() if node not in there}
         new = sorted(there - set(self.node_of.values()) - set(self.unmet.values()))
         request = PeerRequest(INTRODUCE, **self.common)
-        messages = [Message(RecordDict({SAYS: request.record()}), node, "train") for node in new]
+        group, config = str(self.round_index), ConfigRecord({"server-round": self.round_index})
+        content = {SAYS: request.record(), self.config_key: config}
+        messages = [Message(RecordDict({**content}), node, "train", group_id=group) for node in new]
         sent = list(self.grid.push_messages(messages)) if messages else []
         self.unmet |= dict(zip(sent, new, strict=True))
         for _, reply in answers(self.grid, self.unmet, set(sent), patience):
             node = reply.metadata.src_node_id
+            if reply.has_error() and reply.error.code == PEER_MOD_FAILED:
+                raise RunError(f"SuperNode {node} failed: {reason(reply.error.reason)}", code="flower.node-failed")
             if reply.has_error():
-                raise RunError(f"SuperNode {node} failed when asked for its peer: {reason(reply.error.reason)}")
-            report = PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}")
+                raise RunError(
+                    f"SuperNode {node} failed when asked for its peer, {reason(reply.error.reason)}: {NO_MOD}",
+                    code="flower.no-peer-mod",
+                )
+            report = PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}", "flower.no-peer-mod")
             self._admit(report, node, there)
             self._note(report)
 
@@ -343,8 +367,11 @@ class PeerNetwork:
         )
         if kind != JOIN:
             content[INBOX] = self.relay_store.inbox(peer)
+        if self.config_key not in content:
+            content[self.config_key] = ConfigRecord({"server-round": self.round_index})
         content[SAYS] = request.record()
-        return Message(content, self.node_of[peer], category, ttl=max(self.timeout, LEAST_TTL))
+        ttl, group = max(self.timeout, LEAST_TTL), str(self.round_index)
+        return Message(content, self.node_of[peer], category, ttl=ttl, group_id=group)
 
     def ask(self, messages: Iterable[Message]) -> dict[int, Message]:
         """Send messages, and return the good answers that came in time, by peer; late ones count too.
@@ -357,11 +384,16 @@ class PeerNetwork:
         waiting = dict(zip(self.grid.push_messages(sent), peers, strict=True))
         self.unanswered |= waiting
         wanted = {name for name, peer in waiting.items() if peer not in self.silent} or set(waiting)
+        self.failures = []
         self.silent |= set(peers)
         for peer, reply in answers(self.grid, self.unanswered, wanted, self.timeout):
             self.silent.discard(peer)
             self._take_answer(peer, reply)
-            if reply.metadata.reply_to_message_id in waiting and not reply.has_error():
+            if reply.metadata.reply_to_message_id not in waiting:
+                continue
+            if reply.has_error():
+                self.failures.append(reply)
+            else:
                 replies[peer] = reply
         return replies
 
@@ -372,7 +404,7 @@ class PeerNetwork:
             failed[peer] = reason(reply.error.reason)
             return
         try:
-            report = PeerReport.of(reply.content, NO_MOD)
+            report = PeerReport.of(reply.content, NO_MOD, "flower.no-peer-mod")
         except RunError as error:
             self.train_errors[peer] = str(error)
             return
@@ -455,17 +487,17 @@ def log_privacy(reports: Mapping[int, PeerReport]) -> None:
     """Log what each peer has spent, with its unit; those that spent the same together."""
     spent: dict[str, list[int]] = {}
     for peer, report in sorted(reports.items()):
-        spent.setdefault(report.spent or UNPROTECTED, []).append(peer)
+        spent.setdefault(report.spent or report.app_spent or UNPROTECTED, []).append(peer)
     for words, peers in spent.items():
         log.info("Privacy of peer%s %s: %s", "s" * (len(peers) > 1), ", ".join(map(str, peers)), words)
 
 
-def matrix_of(graph: Topology, weights: str, round_index: int, present: np.ndarray) -> MixingMatrix:
-    """Return how the peers that are present mix in a round; on a complete graph every one gets their mean.
+def matrix_of(graph: Topology, weights: str, round_index: int, present: np.ndarray) -> tuple[MixingMatrix, bool]:
+    """Return how the peers that are present mix in a round, and whether every one gets their mean.
 
     Args:
         present: bool [n_peers].
     """
     if isinstance(graph, CompleteTopology):
-        return average_matrix(present)
-    return mixing_matrix(graph.edges(round_index), len(present), weights, present)
+        return average_matrix(present), True
+    return mixing_matrix(graph.edges(round_index), len(present), weights, present), False

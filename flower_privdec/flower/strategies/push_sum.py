@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,8 +19,9 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flower_privdec.common.arguments import check_calls, check_kinds, check_numbers, check_paths, check_whole
 from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.flower.error_formatting import one_line_failure
-from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, ROUND, PeerReport
+from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, MASS, ROUND, SAYS, PeerReport
 from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays, run_frames
 from flower_privdec.flower.node_settings import FOLDER, safe_name
 from flower_privdec.flower.strategies.peer_network import (
@@ -49,20 +52,21 @@ def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
         Records of the same names, each a number or a list as long as the others'; who reports others is left out, and
         named in the log.
     """
-    metrics_of = {r.metadata.src_node_id: next(iter(r.content.metric_records.values())) for r in replies if _has(r)}
-    shapes = {node: _shape(metrics, key) for node, metrics in metrics_of.items()}
+    first = {r.metadata.src_node_id: next(iter(r.content.metric_records.items()), None) for r in replies if _good(r)}
+    metrics_of = {node: named for node, named in first.items() if named is not None}
+    shapes = {node: _shape(metrics, key) for node, (_, metrics) in metrics_of.items()}
     kinds = list(shapes.values())
     usual = max(kinds, key=kinds.count, default=())
     if odd := [node for node, shape in shapes.items() if shape != usual]:
         log.warning("the metrics of SuperNodes %s are not those that the others report, and left out", odd)
-    alike = [metrics for node, metrics in metrics_of.items() if shapes[node] == usual]
-    weights = [_weight(metrics.get(key)) for metrics in alike]
+    alike = [named for node, named in metrics_of.items() if shapes[node] == usual]
+    weights = [_weight(metrics.get(key)) for _, metrics in alike]
     weighed = all(weight is not None for weight in weights) and sum(weight or 0 for weight in weights) > 0
-    return [RecordDict({"metrics": m if weighed else MetricRecord({**m, key: 1})}) for m in alike]
+    return [RecordDict({name: m if weighed else MetricRecord({**m, key: 1})}) for name, m in alike]
 
 
-def _has(reply: Message) -> bool:
-    return bool(reply.content.metric_records)
+def _good(reply: Message) -> bool:
+    return not reply.has_error()
 
 
 def _shape(metrics: MetricRecord, key: str) -> tuple[tuple[str, int], ...]:
@@ -84,54 +88,136 @@ def check_strategy(given: Mapping[str, Any]) -> None:
     Raises:
         ScenarioError: naming the value and the rule.
     """
-    shares = {name: given[name] for name in ("participation", "fraction_evaluate", "patience")}
-    for name, value in (shares | {"seed": given["seed"]}).items():
+    fractions = {name: given[name] for name in ("fraction_train", "fraction_evaluate", "patience")}
+    whole = {name: given[name] for name in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")}
+    for name, value in (fractions | whole | {"seed": given["seed"]}).items():
         if value is None:
-            raise ScenarioError(f"{name}=None must be a number; leave it out for the usual one")
-    check_numbers(shares)
-    check_whole({"seed": given["seed"]})
+            raise ScenarioError(f"{name}=None must be a number; leave it out for the usual one", code=OPTION)
+    check_numbers(fractions)
+    check_whole({"seed": given["seed"], **whole})
     check_paths({"folder": given["folder"]})
     texts = {name: value for name, value in given.items() if name == "name" or name.endswith("_key")}
     check_kinds(texts, (str,), "a text")
     check_calls({name: value for name, value in given.items() if name.endswith("_fn")})
     check_kinds({"topology_options": given["topology_options"]}, (Mapping,), "a dict, such as {'degree': 4}")
-    topology = given["topology"]
+    topology, problem = given["topology"], ""
     if not isinstance(topology, str) and not all(hasattr(topology, name) for name in ("n_peers", "directed", "edges")):
-        raise ScenarioError(f"topology={topology!r} must be a name that `privdec list` shows, or a Topology")
-    if not 0 < given["participation"] <= 1:
-        raise ScenarioError(f"participation={given['participation']} must be in (0, 1], the share of peers in a round")
+        problem = f"topology={topology!r} must be a name that `privdec list` shows, or a Topology"
+    if not 0 < given["fraction_train"] <= 1:
+        problem = (
+            f"fraction_train={given['fraction_train']} must be in (0, 1], the share of peers in a round: peers that "
+            "do not train do not mix either"
+        )
     if not 0 <= given["fraction_evaluate"] <= 1:
-        raise ScenarioError(f"fraction_evaluate={given['fraction_evaluate']} must be in [0, 1]")
+        problem = f"fraction_evaluate={given['fraction_evaluate']} must be in [0, 1]"
     if not given["patience"] >= 0:
-        raise ScenarioError(f"patience={given['patience']} must be >= 0 seconds")
+        problem = f"patience={given['patience']} must be >= 0 seconds"
+    for name, value in whole.items():
+        if value < 0:
+            problem = f"{name}={value} must be >= 0"
+    if problem:
+        raise ScenarioError(problem, code=OPTION)
 
 
-def check_start(
-    grid: object, arrays: object, rounds: object, timeout: object, configs: Mapping[str, object], evaluate_fn: object
-) -> None:
+def check_start(given: Mapping[str, Any]) -> None:
     """Refuse what `start` cannot begin with.
+
+    Args:
+        given: its arguments, by name.
 
     Raises:
         ScenarioError: naming the value and the rule.
     """
+    grid, arrays, rounds, timeout = (given[name] for name in ("grid", "initial_arrays", "num_rounds", "timeout"))
+    problem = ""
     if not isinstance(grid, Grid):
-        raise ScenarioError(
-            f"grid is a {type(grid).__name__}: give the one that the ServerApp's main function is given"
-        )
-    if not isinstance(arrays, ArrayRecord):
-        raise ScenarioError(f"initial_arrays is a {type(arrays).__name__}: give ArrayRecord(model.state_dict()) or so")
-    if rounds is None or timeout is None:
-        raise ScenarioError("num_rounds and timeout must be numbers; leave them out for the usual ones")
+        problem = f"grid is a {type(grid).__name__}: give the one that the ServerApp's main function is given"
+    elif not isinstance(arrays, ArrayRecord):
+        problem = f"initial_arrays is a {type(arrays).__name__}: give ArrayRecord(model.state_dict()) or so"
+    elif not arrays:
+        problem = "initial_arrays is empty: give the ArrayRecord of a model that has parameters"
+    elif rounds is None or timeout is None:
+        problem = "num_rounds and timeout must be numbers; leave them out for the usual ones"
+    if problem:
+        raise ScenarioError(problem, code="flower.start")
     check_whole({"num_rounds": rounds})
     check_numbers({"timeout": timeout})
-    if not (rounds >= 0 and timeout > 0):  # type: ignore[operator]
-        raise ScenarioError(f"num_rounds={rounds} must be >= 0 and timeout={timeout} > 0 seconds")
-    check_kinds(configs, (ConfigRecord,), "a ConfigRecord")
-    check_calls({"evaluate_fn": evaluate_fn})
+    if not (rounds >= 0 and timeout > 0):
+        raise ScenarioError(f"num_rounds={rounds} must be >= 0 and timeout={timeout} > 0 seconds", code="flower.start")
+    check_kinds({name: given[name] for name in ("train_config", "evaluate_config")}, (ConfigRecord,), "a ConfigRecord")
+    check_calls({"evaluate_fn": given["evaluate_fn"]})
 
 
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
+OPTION = "flower.option"  # the code of an error
+HOOKS = ("start", "configure_train", "aggregate_train", "configure_evaluate")  # what a global model goes through
+
+
+OURS = "flower_privdec."  # modules
+START = {name: part for name, part in inspect.signature(Strategy.start).parameters.items() if name != "self"}
+
+
+def _over_peers(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a subclass's `start`, of the arguments of Flower's at least, to be run on the peers."""
+
+    @wraps(start)
+    def started(self: PushSum, *args: Any, **options: Any) -> Any:
+        named = dict(zip(START, args, strict=False)) | options
+        own = inspect.signature(start).parameters
+        defaults = {name: own.get(name, part).default for name, part in START.items()}
+        facts = {name: None if value is inspect.Parameter.empty else value for name, value in defaults.items()}
+        return self._over_peers(lambda **given: start(self, **given), facts | named, named)
+
+    return started
+
+
+class PeerGrid(Grid):
+    """Sends the messages of a strategy's hooks to the peers; all else is the grid's.
+
+    Args:
+        strategy: whose run it is.
+        grid: the nodes.
+    """
+
+    def __init__(self, strategy: PushSum, grid: Grid) -> None:
+        self._strategy, self._grid = strategy, grid
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    @property
+    def run(self) -> Any:
+        """Return the run."""
+        return self._grid.run
+
+    def set_run(self, *given: Any, **options: Any) -> None:
+        """Set the run."""
+        self._grid.set_run(*given, **options)
+
+    def create_message(self, *given: Any, **options: Any) -> Message:
+        """Return a new message; an abstract method of Flower's older interface."""
+        return self._grid.create_message(*given, **options)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of all nodes."""
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages, and return their ids."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies to some messages."""
+        return self._grid.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Return the peers' replies, the late ones of earlier messages aside; see `PeerNetwork.ask`.
+
+        Raises:
+            RunError: a message is none of this strategy's.
+        """
+        return self._strategy.exchange(messages)
 
 
 class PushSum(Strategy):
@@ -142,9 +228,16 @@ class PushSum(Strategy):
     It takes the place of one of Flower's: `PushSum(topology="directed-exponential").start(grid, arrays, ...)`. It finds
     the peers, sends each in every round its receivers, and relays the shares to them, of which it combines none.
 
-    No global model exists. The network's mean Σ x / Σ w is computed for `evaluate_fn` alone, and is what
-    `result.arrays` holds at the end; `peer_arrays` then has each peer's own model, where peers do not seal what they
-    send. Where they do, the mean is a sum of masked numbers, and a peer's own model stays in its folder.
+    Rounds run as in Flower's `Strategy.start`, which calls the same hooks with the same arguments; a subclass may
+    override them, `start` too. No global model exists. The network's mean Σ x / Σ w takes its place in `evaluate_fn`,
+    `aggregate_train`, `configure_train` and `configure_evaluate`, and is computed in each round where one of these is
+    given or overridden; what a subclass's `aggregate_train` returns goes to `evaluate_fn` and not to the peers. At the
+    end `result.arrays` holds the mean, and `peer_arrays` each peer's own model, where peers do not seal what they send.
+    Where they do, the mean is a sum of masked numbers, and a peer's own model stays in its folder.
+
+    A peer counts by its number of examples, as in FedAvg, where its app's metrics leave the peer: (x_i, w_i) begins as
+    (n_i x, n_i), and W_ij is min(1, n_i / n_j) times as large, so that w_i stays near n_i. Otherwise peers count alike;
+    `PeerMod(examples=...)` states another number.
 
     A node that does not answer delays the others by the timeout, once: it gets and gives no shares until it
     answers, however late, or until a node with the same partition-id takes its place. What was on its way to it is
@@ -153,8 +246,10 @@ class PushSum(Strategy):
     Args:
         topology: the graph's name, as `privdec list` has them, or a graph of your own.
         topology_options: of a named graph, as degree.
-        participation: the share of peers that train and mix in a round, in (0, 1], drawn afresh each round.
+        fraction_train: the share of peers that train and mix in a round, in (0, 1], drawn afresh each round.
         fraction_evaluate: the share of peers that evaluate their own model after a round.
+        min_train_nodes, min_evaluate_nodes: so many do at least, of those that there are.
+        min_available_nodes: with so many the run begins, when others have not answered within `patience`.
         seed: of the graph and of who takes part.
         name: of the run; a run of the same name goes on where it stopped, as far as its peers still know it. By
             default each Flower run is a new one.
@@ -162,7 +257,7 @@ class PushSum(Strategy):
             folder. A deployed node's is its own to say.
         patience: seconds to wait for the nodes at the start.
         weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, evaluate_metrics_aggr_fn: as of
-            Flower's FedAvg; metrics without the key count alike.
+            Flower's FedAvg; without the key, and under the key "", all count alike.
 
     Attributes:
         peer_arrays: after the end, each peer's own model, by peer; empty where they are sealed.
@@ -176,14 +271,18 @@ class PushSum(Strategy):
 
     weights: ClassVar[str] = "column-stochastic"
     local_record: ClassVar[str] = ""  # see `PeerRequest`
+    weighted: ClassVar[bool] = True  # whether peers count by weighted_by_key
 
     def __init__(
         self,
         topology: str | Topology = "directed-exponential",
         *,
         topology_options: Mapping[str, Any] | None = None,
-        participation: float = 1.0,
+        fraction_train: float = 1.0,
         fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
         seed: int = 0,
         name: str | None = None,
         folder: Path | str | None = None,
@@ -196,14 +295,23 @@ class PushSum(Strategy):
     ) -> None:
         check_strategy({name: value for name, value in locals().items() if name != "self"})
         self.topology, self.topology_options = topology, dict(topology_options or {})
-        self.participation, self.fraction_evaluate, self.seed = participation, fraction_evaluate, seed
+        self.fraction_train, self.fraction_evaluate, self.seed = fraction_train, fraction_evaluate, seed
+        self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes
+        self.min_available_nodes = min_available_nodes
         self.name, self.folder, self.patience = name, folder, patience
         self.weighted_by_key, self.arrayrecord_key = weighted_by_key, arrayrecord_key
         self.configrecord_key = configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or aggregate_metricrecords
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or aggregate_metricrecords
         self.peer_arrays: dict[int, ArrayRecord] = {}
+        self._peers: PeerNetwork | None = None
         self._check_graph()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let a subclass's own `start` run its rounds on the peers."""
+        super().__init_subclass__(**options)
+        if "start" in cls.__dict__:
+            cls.start = _over_peers(cls.start)  # type: ignore[method-assign]
 
     def _is_named(self) -> bool:
         """Return whether the graph is given by a name that any number of peers has."""
@@ -243,41 +351,118 @@ class PushSum(Strategy):
             RunError: nodes are no peers, or claim the same partition, or none of them answers; or all fail.
             ScenarioError: the graph cannot be, or not with so many peers.
         """
-        given = {"train_config": train_config, "evaluate_config": evaluate_config}
-        check_start(grid, initial_arrays, num_rounds, timeout, given, evaluate_fn)
-        self._train_config, self._evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        self._evaluate_fn, self._wants_mean, self._result = evaluate_fn, evaluate_fn is not None, Result()
+        given = {name: value for name, value in locals().items() if name in START}
+        result: Result = self._over_peers(super().start, given, given)
+        return result
+
+    def _over_peers(self, rounds: Callable[..., Any], facts: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+        """Find the peers, run the rounds on a grid that speaks to them, and deliver their mean.
+
+        Args:
+            rounds: `Strategy.start`, or a subclass's, which may be a copy of it.
+            facts: what it is called with, by name, its defaults too.
+            given: what it is called with, without them.
+        """
+        if isinstance(facts["grid"], PeerGrid):  # a subclass's start, which is on the peers already
+            return rounds(**given)
+        check_start(facts)
         with one_line_failure():
-            self._begin(grid, initial_arrays, num_rounds, timeout)
-            self._result.arrays = self._run() or ArrayRecord()
-        return self._result
+            self._begin(facts, facts["grid"])
+            peers: dict[str, Any] = {"grid": PeerGrid(self, facts["grid"])}
+            if facts["evaluate_fn"] is not None:
+                peers["evaluate_fn"] = self._evaluate
+            try:
+                return self._run(lambda: rounds(**{**given, **peers}))
+            except KeyError as error:
+                if error.args != (self.arrayrecord_key,) or not self._sealed:
+                    raise
+                raise RunError(
+                    f"a hook of {type(self).__name__} read {self.arrayrecord_key!r} of a reply: peers seal their "
+                    "models, and the mean alone is known, which super().aggregate_train(...) returns",
+                    code="flower.sealed-model",
+                ) from error
 
-    def _run(self) -> ArrayRecord | None:
-        """Relay all rounds, once the peers are found, and return the peers' mean."""
+    def _run(self, rounds: Callable[[], Any]) -> Any:
+        """Relay all rounds, once the peers are found, and return the result with the peers' mean.
+
+        Args:
+            rounds: runs them, as `Strategy.start` does.
+        """
         self.network.join(self._initial, founding=all(report.incarnation == 0 for report in self.reports.values()))
-        first = self._first_round()
-        if first == 1:
-            self._evaluate_mean(0, self._initial)
-        for server_round in range(first, self._rounds + 1):
-            self._round(server_round)
-            if self._all_stopped():
-                break
-        return self._deliver()
+        self._first = self._first_round()
+        if self._first > 1:
+            log.info("Run %r goes on with round %s", self.network.common["run"], self._first)
+        result = rounds()
+        arrays = self._deliver() or ArrayRecord()
+        if isinstance(result, Result):
+            result.arrays = arrays
+        return result
 
-    def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int, timeout: float) -> None:
+    def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Let `evaluate_fn` evaluate a round's mean; nothing where there is no new one, as in a round before a restart.
+
+        Raises:
+            RunError: what it returns is no MetricRecord.
+        """
+        if self._evaluate_fn is None or server_round != (self._mean_of if server_round else self._first - 1):
+            return None
+        metrics = self._evaluate_fn(server_round, arrays)
+        if metrics is not None and not isinstance(metrics, MetricRecord):
+            raise RunError(
+                f"evaluate_fn returned a {type(metrics).__name__}: it must be a MetricRecord, or None",
+                code="flower.evaluate-fn",
+            )
+        return metrics
+
+    def _begin(self, given: Mapping[str, Any], grid: Grid) -> None:
         """Find the peers, and build their graph."""
+        arrays, rounds, timeout = (given[name] for name in ("initial_arrays", "num_rounds", "timeout"))
         self._layout, self._initial, self._rounds = Layout.of(numpy_arrays(arrays)), arrays, rounds
         self._unmixed, self._exhausted = self._layout.unmixed(numpy_arrays(arrays)), dict[int, str]()
+        self._given, self._evaluate_fn = given, given["evaluate_fn"]
+        self._overridden = [hook for hook in HOOKS if not getattr(type(self), hook).__module__.startswith(OURS)]
+        self._wants_mean = self._evaluate_fn is not None or bool(self._overridden)
         self._last_mean: ArrayRecord | None = None
+        self._mean_of, self._asked, self._counted = -1, list[int](), list[int]()
+        self._noted = False
         run = self.name or f"run-{grid.run.run_id}"
         folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(run)
         common = {"run": run, "folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
-        common["local_record"] = self.local_record
-        self.network = PeerNetwork(grid, common, timeout, RelayStore(run_frames(run, self._layout)))
-        self.network.find(self.patience)
+        common |= {"local_record": self.local_record, "weighted_by": self.weighted_by_key if self.weighted else ""}
+        relay_store = RelayStore(run_frames(run, self._layout))
+        self._peers = PeerNetwork(grid, common, timeout, relay_store, self.configrecord_key)
+        self.network.find(self.patience, self.min_available_nodes)
         self._sealed = self.network.sealed
         self._build_graph(self.network.n_peers)
-        self.summary()
+
+    @property
+    def network(self) -> PeerNetwork:
+        """Return the peers of the run.
+
+        Raises:
+            RunError: `start` was not called, as where another strategy wraps this one.
+        """
+        if self._peers is None:
+            name = type(self).__name__
+            raise RunError(
+                f"{name} is not started: call {name}(...).start(grid, arrays, ...) itself. A wrapper such as Flower's "
+                "DifferentialPrivacyServerSideFixedClipping has no global model to add noise to; each peer adds its "
+                "own: ClientApp(mods=[PeerMod(clip_norm=..., epsilon=...)])",
+                code="flower.not-started",
+            )
+        return self._peers
+
+    def initialize_parameters(self, client_manager: object) -> None:
+        """Refuse Flower's legacy interface, in which a `server_fn` returns the strategy.
+
+        Raises:
+            RunError: with the lines to write.
+        """
+        raise RunError(
+            "the ServerApp has a server_fn, Flower's legacy interface: write app = ServerApp() and @app.main() before "
+            "def main(grid, context), which calls PushSum(...).start(grid, ArrayRecord(...), num_rounds=...)",
+            code="flower.server-fn",
+        )
 
     @property
     def reports(self) -> dict[int, PeerReport]:
@@ -289,8 +474,9 @@ class PushSum(Strategy):
         graph = build_topology(graph, n_peers, seed=self.seed, **options) if isinstance(graph, str) else graph
         if graph.n_peers != n_peers:
             raise ScenarioError(f"topology {graph.name} joins {graph.n_peers} peers, and the SuperNodes are {n_peers}")
-        fraction = None if self.participation == 1 else self.participation
-        self._active = build_participation("uniform" if fraction else "all", n_peers, self.seed, fraction)
+        count = self._sampled(self.fraction_train, self.min_train_nodes, n_peers)
+        kind = ("all", None) if count == n_peers else ("uniform", count / n_peers)
+        self._active = build_participation(kind[0], n_peers, self.seed, kind[1])
         self._graph = Mixing(graph, self.weights, self._active).topology  # which checks that they go together
 
     def _first_round(self) -> int:
@@ -298,38 +484,75 @@ class PushSum(Strategy):
         rounds = [self.reports[peer].round_index for peer in self.network.there]
         return max(rounds) + (min(rounds) == max(rounds) or max(rounds) == 0)
 
+    @staticmethod
+    def _sampled(fraction: float, least: int, count: int) -> int:
+        """Return how many of some peers a fraction is, at least so many, as FedAvg has it."""
+        return min(count, max(1, int(round(fraction * count, 9)), least))
+
     def summary(self) -> None:
         """Log who takes part and how."""
-        n_peers, common = self.network.n_peers, self.network.common
+        if self._peers is None:
+            log.info("%s on %s", type(self).__name__, getattr(self.topology, "name", self.topology))
+            return
+        n_peers, run = self.network.n_peers, self.network.common["run"]
         log.info("%s on %s: %s peers, %s rounds", type(self).__name__, self._graph.name, n_peers, self._rounds)
-        log.info("Run %r; a simulation's peers keep state and ledgers in %s", common["run"], common["folder"])
+        log.info("Run %r; %s", run, self._folders())
         log.info("Shares are %s", "sealed between the peers" if self._sealed else "open to this ServerApp")
+
+    def _folders(self) -> str:
+        """Return where peers keep state and ledgers, and for how long."""
+        folder = getattr(self.network.grid, "folder", None)
+        if folder is None:
+            other = "" if self.name else "; each run has another: give the strategy a name for a budget over several"
+            return f"a simulation's peers keep state and ledgers in {self.network.common['folder']}{other}"
+        if getattr(self.network.grid, "is_temporary", False):
+            return "state and ledgers are temporary: this budget counts this run alone; give LocalGrid a folder"
+        return f"peers keep state and ledgers in {folder}"
 
     # A round.
 
-    def _round(self, server_round: int) -> None:
-        network, arrays = self.network, self._initial
-        network.update_members(network.timeout)
-        network.join(arrays, founding=False)
-        network.greet()
-        trained = network.ask(self.configure_train(server_round, arrays, self._train_config, network.grid))
-        mean, metrics = self.aggregate_train(server_round, trained.values())
-        if metrics:
-            self._result.train_metrics_clientapp[server_round] = metrics
-        self._evaluate_peers(server_round)
-        self._evaluate_mean(server_round, mean)
+    def exchange(self, messages: Iterable[Message]) -> list[Message]:
+        """Send a round's messages and return the peers' replies; for subclasses with open models as FedAvg's have.
 
-    def _evaluate_peers(self, server_round: int) -> None:
-        """Let some peers evaluate their own models."""
-        network, config = self.network, self._evaluate_config
-        evaluated = network.ask(self.configure_evaluate(server_round, self._initial, config, network.grid))
-        if metrics := self.aggregate_evaluate(server_round, evaluated.values()):
-            self._result.evaluate_metrics_clientapp[server_round] = metrics
+        Raises:
+            RunError: a message was not made by this strategy.
+        """
+        sent = list(messages)
+        if any(SAYS not in message.content for message in sent):
+            raise RunError(
+                f"{type(self).__name__} sent a message of its own making, which no peer understands: change or leave "
+                "out those that super().configure_train(...) and super().configure_evaluate(...) return",
+                code="flower.own-message",
+            )
+        replies = self.network.ask(sent)
+        if "aggregate_train" in self._overridden and not self._sealed:
+            for reply in replies.values():
+                mass = masses_in({0: reply}, self._layout.size, sealed=False).get(0) if MASS in reply.content else None
+                if mass is not None and mass[-1] > 0:
+                    reply.content[self.arrayrecord_key] = self._record(mass)
+        return [*replies.values(), *self.network.failures]
+
+    def _open_round(self) -> None:
+        """Meet nodes that are new, and let private peers report their ledgers."""
+        network = self.network
+        network.update_members(network.timeout)
+        network.join(self._initial, founding=False)
+        network.greet()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return a message for each peer that takes part: its frames, and the receivers of its shares; no arrays."""
+        self.network.round_index, self._asked, self._counted = server_round, [], []
+        if server_round > self._rounds:
+            raise RunError(
+                f"round {server_round} is after num_rounds={self._rounds}, for which each peer's noise was solved: "
+                "give start the number of all rounds",
+                code="flower.more-rounds",
+            )
+        if server_round < self._first or self._all_stopped():
+            return []
+        self._open_round()
         config["server-round"] = server_round
         active = self._active.active(server_round - 1)
         self._asked = [peer for peer in self.network.members() if active[peer]]
@@ -357,8 +580,12 @@ class PushSum(Strategy):
         links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(len(present))}
         if present.sum() < 2:
             return links
-        for sender, receiver, weight in matrix_of(self._graph, self.weights, round_index, present).terms():
+        counts = {peer: self.reports[peer].examples for peer in self._counted}
+        matrix, is_mean = matrix_of(self._graph, self.weights, round_index, present)
+        for sender, receiver, weight in matrix.terms():
             if sender != receiver:
+                ours, theirs = counts[sender], counts[receiver]
+                weight = theirs / sum(counts.values()) if is_mean else weight * min(1.0, theirs / ours)
                 links[sender].append((receiver, weight))
         return links
 
@@ -366,30 +593,54 @@ class PushSum(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the mean over the peers that took part, for evaluation alone, and the metrics that came."""
+        if not self._asked:
+            return None, None
         self.network.raise_if_all_fail(self._asked)
-        answers = {self.network.peer_at(reply.metadata.src_node_id): reply for reply in replies}
+        answers = self._by_peer(replies)
         trained = sum(self.reports[peer].trained for peer in answers)
         self._exhausted |= {peer: self.reports[peer].stopped for peer in answers if self.reports[peer].exhausted}
+        self._note_privacy(answers)
         troubles = self.network.troubles()
         log.info(
-            "[ROUND %s/%s] %s of %s peers trained%s",
-            server_round,
-            self._rounds,
+            "aggregate_train: %s of %s peers trained%s",
             trained,
             self.network.n_peers,
             f" ({troubles})" if troubles else "",
         )
         mean = self._mean(answers, self._counted) if self._wants_mean else None
-        self._last_mean = mean or self._last_mean
+        if mean is not None:
+            self._last_mean, self._mean_of = mean, server_round
         return mean, self._metrics(answers.values(), self.train_metrics_aggr_fn)
+
+    def _by_peer(self, replies: Iterable[Message]) -> dict[int, Message]:
+        return {self.network.peer_at(reply.metadata.src_node_id): reply for reply in replies if _good(reply)}
+
+    def _note_privacy(self, answers: Iterable[int]) -> None:
+        """Log once what stays with the peers: metrics, and the numbers of examples by which they could count."""
+        if self._noted:
+            return
+        self._noted, reports = True, {peer: self.reports[peer] for peer in answers}
+        if silent := [peer for peer, report in reports.items() if report.keeps_metrics]:
+            log.info(
+                "The metrics of %s stay in metrics.jsonl of each peer's folder: train_metrics_aggr_fn and "
+                "evaluate_metrics_aggr_fn are not given them. Without their %s they count alike: weighting by it would "
+                "tell every receiver of a share how many examples a peer has; PeerMod(examples=...) states a number",
+                peer_ranges(silent),
+                self.weighted_by_key or "number of examples",
+            )
+        weighed = [peer for peer, report in reports.items() if report.examples != 1]
+        if weighed and len(weighed) < len(reports):
+            log.warning("%s count by numbers of examples, and the others by 1", peer_ranges(weighed))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return a message for each peer that is to evaluate its own model, with its frames."""
-        config["server-round"] = server_round
         well = self.network.responsive_peers()
-        count = math.ceil(round(self.fraction_evaluate * len(well), 9))
+        if not self._asked or self.fraction_evaluate == 0 or not well:
+            return []
+        config["server-round"] = server_round
+        count = self._sampled(self.fraction_evaluate, self.min_evaluate_nodes, len(well))
         chosen = keyed_generator(self.seed, "evaluate", server_round).permutation(well)[:count].tolist()
         contents = {peer: RecordDict({self.configrecord_key: config}) for peer in chosen}
         return [
@@ -405,22 +656,9 @@ class PushSum(Strategy):
         alike = comparable(replies, self.weighted_by_key)
         return aggregate(alike, self.weighted_by_key) if alike else None
 
-    def _evaluate_mean(self, server_round: int, mean: ArrayRecord | None) -> None:
-        evaluate_fn = self._evaluate_fn
-        metrics = None if mean is None or evaluate_fn is None else evaluate_fn(server_round, mean)
-        if metrics is not None and not isinstance(metrics, MetricRecord):
-            raise RunError(f"evaluate_fn returned a {type(metrics).__name__}: it must be a MetricRecord, or None")
-        if metrics is not None:
-            line = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if not isinstance(value, list))
-            log.info("[ROUND %s/%s] the peers' mean: %s", server_round, self._rounds, line)
-            self._result.evaluate_metrics_serverapp[server_round] = metrics
-
     def _all_stopped(self) -> bool:
-        """Return whether no peer trains any more, for what its budget allows is spent, and log it."""
-        stopped = self._exhausted.keys() == self.reports.keys()
-        if stopped:
-            log.info("Training stops: %s", formatted(self._exhausted))
-        return stopped
+        """Return whether no peer trains any more, for what its budget allows is spent."""
+        return bool(self._exhausted) and self._exhausted.keys() == self.reports.keys()
 
     def _deliver(self) -> ArrayRecord | None:
         """Hand out the shares in transit, and return the mean over all peers that are there.
@@ -429,6 +667,8 @@ class PushSum(Strategy):
         """
         last = max(report.round_index for report in self.reports.values())
         mean, _ = self._delivered_mean(self.network.members(), self.network.responsive_peers(), last)
+        if self._all_stopped():
+            log.info("Training stopped: %s", formatted(self._exhausted))
         log_privacy(self.reports)
         return mean or self._last_mean
 

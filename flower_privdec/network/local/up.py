@@ -253,18 +253,20 @@ class Up:
     def _reported(self, round_index: int) -> Spent:
         """Return the ε that the peers report; keep the sources of their noise."""
         columns: dict[str, Any] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
+        columns["if_all_collude"], colluding = [], None
         notes, self._noise = [], []
         for peer in range(self.scenario.n_peers):
             with safe_open(self._handed_in(peer, round_index), framework="pt") as file:
                 facts = json.loads(file.metadata()["privdec"])
             notes += [facts["note"]] * bool(facts["note"])
             self._noise.append(facts["noise"])
+            colluding = facts["colluding"]
             for name, column in columns.items():
                 column += facts[name]
         notes += [
             f"peer {peer} was killed, and took no step after round {self._last_round(peer)}" for peer in self._gone
         ]
-        return Spent(**columns, note="; ".join(dict.fromkeys(notes)) or None)
+        return Spent(**columns, note="; ".join(dict.fromkeys(notes)) or None, colluding=colluding)
 
 
 FORM = re.compile(r"(?P<peer>[0-9]{1,9})@(?P<round>[0-9]{1,9})")

@@ -983,7 +983,7 @@ class AsynchronousPeer(RunningPeer):
             partly = self._partly_final
             self._measure({j: values for (j, _), values in received.items()})
         partly.use_senders(messages)
-        exchange.incoming(state, partly, received).apply_(state)
+        exchange.incoming(state, partly, self._clipped(received)).apply_(state)
 
     # --- the end ---
 

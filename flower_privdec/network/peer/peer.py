@@ -24,25 +24,34 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
-from flower_privdec.common.files import CHECKPOINTS, FolderLock, naming, open_file, write_atomically
-from flower_privdec.core import Algorithm, Exchange, State, advance
+from flower_privdec.common.files import CHECKPOINTS, MODEL, FolderLock, naming, open_file, write_atomically
+from flower_privdec.core import Algorithm, Exchange, Mix, State, advance
+from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
-from flower_privdec.experiment.recorder import evaluation_rounds
-from flower_privdec.experiment.spent import Spent, check_budget, epsilons, json_number, ledger_folder
-from flower_privdec.experiment.view import NOISE
-from flower_privdec.graph.mixing import Mixing
+from flower_privdec.experiment.recorder import evaluation_rounds, state_dict_of
+from flower_privdec.experiment.spent import (
+    Spent,
+    check_budget,
+    epsilons,
+    epsilons_if_all_collude,
+    json_number,
+    ledger_folder,
+)
+from flower_privdec.experiment.view import NOISE, secret_pairs
+from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.network.peer.connections import Connections, ReportSession, Session
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
+from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
-from flower_privdec.scenario.sections import PEER, AppScenario, CancellingSection
+from flower_privdec.scenario.sections import PEER, AppScenario
 
 POLL = 0.2  # seconds between two looks at whether to stop
 AGREE, APART = 0.005, 0.03  # of the norm: models as near need no more mixing; as far apart at the end, do not agree
@@ -117,6 +126,14 @@ class RunningPeer(ABC):
                 "rows whose rounding no sender's mass takes back: use exact, or an algorithm of push-sum",
                 code="network.codec-without-shares",
             )
+        if self.network.robust is not None and (
+            self.mixing.sends_shares or not all(isinstance(one, Mix) for one in self.timetable.exchanges.values())
+        ):
+            raise ScenarioError(
+                f"network.robust clips the rows of gossip, and algorithm.name={trainer.algorithm.name} sends push-sum "
+                "shares, or gradients: take an algorithm that gossips alone, such as d-psgd, or leave it out",
+                code="network.robust-without-gossip",
+            )
         codec = "" if self.arithmetic.is_exact else f", {self.network.codec}"
         codec += f", {self.final} rounds of final mixing"
         self._digest = scenario_hash(scenario) + codec
@@ -145,7 +162,8 @@ class RunningPeer(ABC):
                 self.timetable.neighbours(peer),
             )
             seen = self._counts.read({} if last is None else last.transport["witnessed"])
-            self.witness = LedgerWitness(peer, neighbors, boot, ledger, seen, self._counts.write)
+            pairs = trainer.pair_secrets
+            self.witness = LedgerWitness(peer, neighbors, boot, ledger, seen, self._counts.write, pairs=pairs)
             session = self._make_session(checkpoints)
             self.connections = Connections(session, self.status, self.network.retry, self.network.deadline / 2)
             if not (folder / "scenario.yaml").exists():
@@ -275,30 +293,33 @@ class RunningPeer(ABC):
         """Return in words why this peer's model, at the end, is not the one that its neighbours have; None if it is."""
         if self.state.round_index < self.end or not self.final:
             return None
-        apart = {j: distance for j, distance in self.distances.items() if distance > APART}
-        if not apart:
+        byzantine = 0 if self.network.robust is None else self.network.robust.byzantine
+        farthest = sorted(self.distances, key=lambda j: -self.distances[j])[byzantine:]  # who lies has any model
+        if not farthest or (distance := self.distances[farthest[0]]) <= APART:
             return None
-        farthest = max(apart, key=lambda j: apart[j])
         return (
-            f"after {self.final} rounds of final mixing its model is {apart[farthest]:.1%} from that of peer "
-            f"{farthest}; raise network.final_mixing, or take a graph with more edges"
+            f"after {self.final} rounds of final mixing its model is {distance:.1%} from that of peer {farthest[0]}; "
+            "raise network.final_mixing, or take a graph with more edges"
         )
 
     def _await_witness(self) -> None:
         """Wait until neighbours have reported what they have seen of the ledger, before a step is taken.
 
-        After REPORT_SECONDS one is enough. Where none reports it waits, without a bound unless the scenario has one.
+        After REPORT_SECONDS one is enough, or after network.start where noise is shared with all of them. Where none
+        reports it waits, without a bound unless the scenario has one.
 
         Raises:
             BudgetError: the ledger is an old copy.
             RunError: no neighbour reports within network.give_up.
         """
-        since, witness = time.monotonic(), self.witness
+        since, witness, patience = time.monotonic(), self.witness, min(REPORT_SECONDS, self.network.start)
+        if self.trainer.pair_secrets and (self.network.mode == "synchronous" or self.state.round_index == 0):
+            patience = self.network.start  # noise that is shared with fewer neighbours does not cancel
         self.waits_for = "a neighbour's report on its ledger"
         while not self.connections.wait(lambda: all(map(witness.has_heard, witness.neighbors)), POLL):
             self._check_stopped()
             waited = time.monotonic() - since
-            if witness.is_witnessed and waited > min(REPORT_SECONDS, self.network.start):
+            if witness.is_witnessed and waited > patience:
                 break
             if waited > self.network.give_up_seconds and not witness.is_witnessed:
                 raise self._no_witness()
@@ -379,6 +400,22 @@ class RunningPeer(ABC):
         """Return how the rows of an exchange look on the wire."""
         rows = {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
         return formats_of({name: self.arithmetic.encode(row) for name, row in rows.items()})
+
+    def _clipped(self, received: Mapping[Link, Payload]) -> Mapping[Link, Payload]:
+        """Return the rows of an exchange's senders, those of the farthest clipped; see ClippedSection."""
+        if self.network.robust is None or not received:
+            return received
+        clipped: dict[Link, dict[str, Tensor]] = {link: {} for link in received}
+        for name in next(iter(received.values())):
+            own = self.state.rows[name][0]
+            apart = {link: values[name].double() - own.double() for link, values in received.items()}
+            distances = {link: float(difference.norm()) for link, difference in apart.items()}
+            nearest = sorted(distances.values(), reverse=True)[self.network.robust.byzantine :]
+            limit = nearest[0] if nearest else 0.0
+            for link, distance in distances.items():
+                near = received[link][name] if distance <= limit else (own + apart[link] * (limit / distance)).to(own)
+                clipped[link][name] = near
+        return dict(clipped)
 
     def _decoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return rows that were received, on this peer's device."""
@@ -528,6 +565,7 @@ class Trainer(Protocol):
         run: names the run in checkpoints.
         device: where the rows are.
         witnessed_ledger: that neighbours see; None where there is none, or noise follows from a seed.
+        pair_secrets: with neighbours, whose reports carry the keys; None where noise does not cancel between peers.
     """
 
     @property
@@ -553,6 +591,9 @@ class Trainer(Protocol):
 
         It may then begin to put the next private step's charge on disk; the step waits for it.
         """
+
+    @property
+    def pair_secrets(self) -> AgreedSecrets | None: ...
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """Charge the lines that the ledger lacks, see `Ledger.lacks`, and return how many there are."""
@@ -587,7 +628,11 @@ class Trainer(Protocol):
         """
 
     def status(self, state: State) -> dict[str, Any]:
-        """Return `loss` (None where there is none), `epsilon`, `budget` and `noise`, and anything more to report."""
+        """Return `loss` (None where there is none), `epsilon`, `budget` and `noise`, and anything more to report.
+
+        Where noise cancels between peers, `epsilon` is against as many colluders as the scenario names, and
+        `epsilon_if_all_collude` against all other peers.
+        """
 
     def finish(self, state: State) -> None:
         """Save the model after final mixing, and leave it where the scenario allows others to read it."""
@@ -629,7 +674,9 @@ class ScenarioTrainer:
         own = OwnParts.of(agreement, np.array([peer]), secret, data, "network", whole=data is not None)
         self.experiment = Experiment.joined(agreement, own)
         self.run, self.device = self.experiment.own.run, self.experiment.device
-        self._ledger_folder = ledger_folder(scenario, folder)
+        self._ledger_folder, self.pair_secrets = ledger_folder(scenario, folder), None
+        if len(secret_pairs(scenario)):
+            self.pair_secrets = AgreedSecrets(peer, numbers_hash(scenario).encode(), identities(scenario))
         root, self._held = scenario.data.root if data is None else data, -1
         is_private = scenario.private is not None and scenario.data.each_its_own and not insecure_seeds
         self._data = Path(root.replace(PEER, str(peer))) if root is not None and is_private else None
@@ -658,6 +705,8 @@ class ScenarioTrainer:
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer; locks the peer's data file, whose examples another peer's ledger would count alone."""
         self.cohort = self.experiment.cohort(self._ledger_folder, start=paid)
+        if self.pair_secrets is not None:
+            self.cohort.secrets = self.pair_secrets
         try:
             self._held = -1 if self._data is None else _hold(self._data)
             if state is None:
@@ -691,8 +740,12 @@ class ScenarioTrainer:
         self._hand_in(state, rows_path(self._folder, state.round_index))
 
     def _hand_in(self, state: State, path: Path) -> None:
+        """Leave the device's model in its folder, and the rows to be handed in where the scenario allows it."""
         rows = {name: state.rows[name] for name in self.algorithm.open_rows}
         self._loss = public_losses(self.experiment, rows)[0]
+        model = self.algorithm.debiased(rows)[0]
+        if bool(model.isfinite().all()):  # else the last one stays
+            write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)), private=True)
         if self.scenario.network.hands_in:
             facts = asdict(Spent.of(self.cohort, state.round_index)) | {"noise": self.experiment.own.source}
             content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
@@ -706,9 +759,11 @@ class ScenarioTrainer:
         else:
             epsilon = float(ledger.spending.epsilons(max(ledger.charged, rounds * self.cohort.steps_per_round))[0])
         budget = None if private is None else private.epsilon
+        larger = epsilons_if_all_collude(self.cohort, min(rounds + 1, self.scenario.rounds))
         return {
             "loss": self._loss,
             "epsilon": json_number(epsilon),
+            "epsilon_if_all_collude": json_number(larger[0]) if larger else None,
             "budget": budget[self._peer] if isinstance(budget, tuple) else budget,
             "noise": INSECURE if self._insecure else NOISE[self.experiment.own.source],
         }
@@ -744,14 +799,27 @@ def network_mixing(agreement: Agreement) -> Mixing:
             "graph in which all peers are neighbours",
             code="network.server",
         )
-    private = agreement.scenario.private
-    if private is not None and isinstance(private.noise, CancellingSection):
-        raise ScenarioError(
-            "privacy.noise.kind=cancelling needs one process that hosts all peers, and a network's peers are processes "
-            "of their own: use `privdec run`, or leave privacy.noise out",
-            code="noise.cancelling-part",
-        )
+    _check_pairs(agreement.scenario, mixing)
     return mixing
+
+
+def _check_pairs(scenario: Scenario, mixing: Mixing) -> None:
+    """Refuse pairs of peers that cannot agree on a secret, and exchanges in which late noise would never cancel."""
+    pairs, name, where = secret_pairs(scenario), scenario.topology.name, "privacy.noise.secrets"
+    edges = set(map(tuple, np.sort(mixing.topology.support(), axis=1).tolist()))
+    for one, other in (pair for pair in pairs.tolist() if tuple(pair) not in edges):
+        raise ScenarioError(
+            f"{where}: peers {one} and {other} would share a secret, and peers of a network agree on secrets with "
+            f"their neighbours alone: set {where}={name}, or topology.name=complete",
+            code="noise.cancelling-neighbours",
+        )
+    if len(pairs) and scenario.network.mode == "asynchronous" and not mixing.sends_shares:
+        raise ScenarioError(
+            "privacy.noise.kind=cancelling with network.mode=asynchronous needs exchanges that conserve the sum when "
+            f"peers are late, and those of algorithm.name={scenario.algorithm.name} do not: use network.mode "
+            "synchronous, or an algorithm of push-sum, such as privsgp",
+            code="noise.cancelling-late",
+        )
 
 
 def _hold(data: Path) -> int:

@@ -58,7 +58,9 @@ def is_insecure(status: Status) -> bool:
 def spent_text(status: Status) -> str:
     """Return ε spent, and of which budget."""
     budget = "" if status["budget"] is None else f" of {epsilon_text(status['budget'])}"
-    return f"{epsilon_text(status['epsilon'])}{budget}"
+    larger = status.get("epsilon_if_all_collude")
+    others = "" if larger is None else f" ({epsilon_text(larger)} if all others collude)"
+    return f"{epsilon_text(status['epsilon'])}{budget}{others}"
 
 
 def neighbours_text(status: Status) -> str:

@@ -162,7 +162,7 @@ class SynchronousPeer(RunningPeer):
         if self.state.round_index >= self.rounds:
             self._measure({sender: rows for (sender, _), rows in received.items()})
         turn = self.timetable.turn(self.device.peer, place)
-        exchange.incoming(self.state, turn.mixing, received).apply_(self.state)
+        exchange.incoming(self.state, turn.mixing, self._clipped(received)).apply_(self.state)
         for name, lost in self._rounding.items():
             self.state.rows[name][0] += lost
 

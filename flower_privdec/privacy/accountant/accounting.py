@@ -49,10 +49,8 @@ from flower_privdec.privacy.accountant.composition import (
 from flower_privdec.privacy.accountant.loss_distributions import Steps, group_steps, quietly
 from flower_privdec.privacy.mechanism.events import Mechanism, Release, canonical
 
-Point = tuple[float, float]
 Alternatives = tuple[tuple[Release, ...], ...]
 
-CLOSE = 1e-5  # relative difference of ε, or of δ, at which a δ is found
 LEAST_DELTA = 1e-300
 LARGEST = 1e100  # sensitivity over noise from which on ε counts as ∞
 MOST_CHOICES = 64  # compositions computed one by one
@@ -83,25 +81,6 @@ def epsilon(releases: Iterable[Release], delta: float) -> float:
     return _epsilon(canonical(releases), float(delta))
 
 
-def delta(releases: Iterable[Release], epsilon: float) -> float:
-    """Return a δ such that the releases together are (ε, δ)-differentially private.
-
-    Raises:
-        ScenarioError: when ε < 0.
-    """
-    if not epsilon >= 0:
-        raise ScenarioError(f"privacy.epsilon={epsilon} must be >= 0", code="privacy.epsilon")
-    merged = canonical(releases)
-    if not merged:
-        return 0.0
-    if any(r.noise_multiplier == 0 for r in merged):
-        return 1.0
-    groups = group_steps(merged)
-    if _is_one_step(groups):
-        return float(_profile(groups[0], np.array([float(epsilon)]))[0])
-    return _delta(merged, float(epsilon))
-
-
 def check_delta(delta: float) -> None:
     """Refuse a δ outside (0, 1), or below what float64 can resolve."""
     if not 0 < delta < 1:
@@ -120,8 +99,8 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
     if beyond_numbers(releases):
         return math.inf
     groups = group_steps(releases)
-    if no_event_gains(groups, delta):
-        return 0.0
+    if math.fsum(float(g.counts @ g.profiles()[0](np.zeros(1))[:, 0]) for g in groups) <= delta:
+        return 0.0  # no event's chance changes by more than δ: it changes by at most the sum over all steps
     if _is_one_step(groups):
         return _step_epsilon(groups[0], delta)
     return composed_epsilon(groups, delta)
@@ -132,11 +111,6 @@ def beyond_numbers(releases: Sequence[Release]) -> bool:
     if any(r.noise_multiplier == 0 for r in releases):
         return True
     return max(float(g.drawn.max()) for g in group_steps(releases)) > LARGEST
-
-
-def no_event_gains(groups: Sequence[Steps], delta: float) -> bool:
-    """Return whether no event's chance changes by more than δ: it changes by at most the sum over all steps."""
-    return math.fsum(float(g.counts @ g.profiles()[0](np.zeros(1))[:, 0]) for g in groups) <= delta
 
 
 def _is_one_step(groups: Sequence[Steps]) -> bool:
@@ -159,56 +133,6 @@ def _step_epsilon(step: Steps, delta: float) -> float:
         first = int(np.argmax(inside)) if inside.any() else len(points)
         low, high = float((low, *points)[first]), float((*points, high)[first])
     return high
-
-
-def _delta(releases: tuple[Release, ...], epsilon: float) -> float:
-    """Return a δ, close to the least, at which the releases cost at most this ε."""
-
-    def excess(log_delta: float) -> float:
-        value = _epsilon(releases, math.exp(log_delta)) if log_delta < 0 else 0.0
-        if 0 < value < math.inf and epsilon > 0:
-            return math.log(value / epsilon)
-        return 1.0 if value > epsilon else -1.0
-
-    ends = bracket(excess, -5.0, 3.0, -math.log(LEAST_DELTA))
-    if ends is None:
-        return LEAST_DELTA
-    _, high = narrow(excess, *ends, lambda value: -CLOSE <= value <= 0, CLOSE)
-    return min(1.0, math.exp(high[0]))
-
-
-def bracket(function: Callable[[float], float], start: float, step: float, limit: float) -> tuple[Point, Point] | None:
-    """Return (x, f(x)) of a falling function where f > 0 and, further up, where f <= 0.
-
-    Args:
-        step: the first one from `start`, up or down; each next is half as long again.
-        limit: the largest |x| that is evaluated; beyond it None is returned.
-    """
-    x, value = start, function(start)
-    step = abs(step) if value > 0 else -abs(step)
-    while abs(x + step) <= limit:
-        before = (x, value)
-        x += step
-        value = function(x)
-        if (value > 0) != (before[1] > 0):
-            return (before, (x, value)) if before[1] > 0 else ((x, value), before)
-        step *= 1.5
-    return None
-
-
-def narrow(
-    function: Callable[[float], float], low: Point, high: Point, accept: Callable[[float], bool], width: float
-) -> tuple[Point, Point]:
-    """Return a bracket that is narrower than a width, or one of whose ends has an accepted value.
-
-    By regula falsi, at least a tenth of the way off both ends, or halves where values are far from 0.
-    """
-    while high[0] - low[0] > width and not (accept(low[1]) or accept(high[1])):
-        share = low[1] / (low[1] - high[1]) if max(low[1], -high[1]) < 3 else 0.5
-        x = low[0] + min(max(share, 0.1), 0.9) * (high[0] - low[0])
-        point = (x, function(x))
-        low, high = (point, high) if point[1] > 0 else (low, point)
-    return low, high
 
 
 def last_that_fits(fits: Callable[[int], bool], low: int, high: int) -> int:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.common.files import cache_folder, write_atomically
+from flower_privdec.common.files import cache_folder, read_cached, write_cached
 from flower_privdec.privacy.accountant import accounting
-from flower_privdec.privacy.accountant.accounting import bracket, last_that_fits, narrow
+from flower_privdec.privacy.accountant.accounting import last_that_fits
 from flower_privdec.privacy.mechanism.events import ACCOUNTANT, Release, canonical, epoch_steps
 
 ACCEPTED = 0.995  # a solution spends at least so much of the budget, and at most all of it
 AIM, NEAR = 0.999, 0.998  # where the search aims, and from where on it stops
 SCALE_LIMIT = 1e9  # no search leaves [1 / limit, limit]
 
-_log = logging.getLogger(__name__)
 _solved: dict[str, float] = {}
 
 MakeReleases = Callable[[float], Sequence[Release]]
+Point = tuple[float, float]
 
 
 def scale_for_budget(
@@ -51,17 +50,23 @@ def scale_for_budget(
     shapes = [[r.to_json() for r in canonical(make_releases(scale))] for scale in (1.0, 2.0)]
     question = {"accountant": ACCOUNTANT, "epsilon": float(epsilon), "delta": float(delta), "releases": shapes}
     key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
-    folder = Path(cache_dir) if cache_dir is not None else cache_folder()
     if key in _solved:
         return _solved[key]
-    scale = _read(folder, key, question)
-    if scale is not None:
-        if ACCEPTED * epsilon <= accounting.epsilon(make_releases(scale), delta) <= epsilon:
-            _solved[key] = scale
-            return scale
-        _log.warning("calibration cache in %s holds a wrong solution; the noise is solved for again", folder)
-    scale = _solved[key] = _solve(make_releases, epsilon, delta)
-    _write(folder, key, question, scale)
+    path = (Path(cache_dir) if cache_dir is not None else cache_folder()) / f"noise-{key}.json"
+
+    def accepted(entry: Any) -> float:
+        scale = float(entry["scale"])
+        if entry["accountant"] != ACCOUNTANT or not (scale > 0 and math.isfinite(scale)):
+            raise ValueError("from another accountant, or not a scale")
+        if not ACCEPTED * epsilon <= accounting.epsilon(make_releases(scale), delta) <= epsilon:
+            raise ValueError("a wrong solution")
+        return scale
+
+    scale = read_cached(path, accepted)
+    if scale is None:
+        scale = _solve(make_releases, epsilon, delta)
+        write_cached(path, {"accountant": ACCOUNTANT, "epsilon": float(epsilon), "delta": float(delta), "scale": scale})
+    _solved[key] = scale
     return scale
 
 
@@ -158,35 +163,40 @@ def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
     )
 
 
+def bracket(function: Callable[[float], float], start: float, step: float, limit: float) -> tuple[Point, Point] | None:
+    """Return (x, f(x)) of a falling function where f > 0 and, further up, where f <= 0.
+
+    Args:
+        step: the first one from `start`, up or down; each next is half as long again.
+        limit: the largest |x| that is evaluated; beyond it None is returned.
+    """
+    x, value = start, function(start)
+    step = abs(step) if value > 0 else -abs(step)
+    while abs(x + step) <= limit:
+        before = (x, value)
+        x += step
+        value = function(x)
+        if (value > 0) != (before[1] > 0):
+            return (before, (x, value)) if before[1] > 0 else ((x, value), before)
+        step *= 1.5
+    return None
+
+
+def narrow(
+    function: Callable[[float], float], low: Point, high: Point, accept: Callable[[float], bool], width: float
+) -> tuple[Point, Point]:
+    """Return a bracket that is narrower than a width, or one of whose ends has an accepted value.
+
+    By regula falsi, at least a tenth of the way off both ends, or halves where values are far from 0.
+    """
+    while high[0] - low[0] > width and not (accept(low[1]) or accept(high[1])):
+        share = low[1] / (low[1] - high[1]) if max(low[1], -high[1]) < 3 else 0.5
+        x = low[0] + min(max(share, 0.1), 0.9) * (high[0] - low[0])
+        point = (x, function(x))
+        low, high = (point, high) if point[1] > 0 else (low, point)
+    return low, high
+
+
 def _near_the_aim(excess: float) -> bool:
     """Return whether log ε, less the aim's, is near enough, and not above the budget's."""
     return math.log(NEAR / AIM) <= excess <= math.log(1 / AIM)
-
-
-def _read(folder: Path, key: str, question: dict[str, Any]) -> float | None:
-    """Return a cached solution, or None. One that cannot be read is logged, and solved for again."""
-    path = folder / f"calibration-{key}.json"
-    try:
-        entry = json.loads(path.read_text())
-        if entry["question"]["accountant"] != question["accountant"]:
-            raise ValueError("from another accountant")
-        scale = float(entry["scale"])
-        if not (scale > 0 and math.isfinite(scale)):
-            raise ValueError("not a scale")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _log.warning("calibration cache %s cannot be used (%s); the noise is solved for again", path, error)
-        return None
-    return scale
-
-
-def _write(folder: Path, key: str, question: dict[str, Any], scale: float) -> None:
-    """Cache a solution; a folder that cannot be written costs only time, and is logged."""
-    summary = {name: question[name] for name in ("accountant", "epsilon", "delta")}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"question": summary, "scale": scale}).encode()
-        write_atomically(folder / f"calibration-{key}.json", content, private=True)
-    except OSError as error:
-        _log.warning("calibration cache %s cannot be written (%s); the noise is solved for each time", folder, error)

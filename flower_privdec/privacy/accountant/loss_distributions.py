@@ -193,11 +193,6 @@ def _mixture_start(loss: np.ndarray, q: np.ndarray, low: np.ndarray, high: np.nd
     return np.asarray(np.fmin.reduce(bounds))
 
 
-def mixture_loss(x: np.ndarray, q: Numbers, low: Numbers, high: Numbers) -> np.ndarray:
-    """Return log(P / N) of a mixture at x."""
-    return np.asarray(np.logaddexp(np.log1p(-q) + low * x - low * low / 2, np.log(q) + high * x - high * high / 2))
-
-
 def shown_profile(epsilon: np.ndarray, q: Numbers, low: Numbers, high: Numbers) -> np.ndarray:
     """Return the profile of a step whose choice of examples is public: (1 - q) δ_low + q δ_high.
 
@@ -297,7 +292,10 @@ class Steps:
             return np.minimum(up, high * high / 2 + high * rare), sampled(high * high / 2 + high * rare, q)
         if self.kind == "mixture":
             above = np.maximum(high + _deviation(log_tail - np.log(2 * q)), low + z)
-            ends = [mixture_loss(x, q, low, high) for x in (above, -z)]
+            ends = [  # log(P / N) of a mixture
+                np.logaddexp(np.log1p(-q) + low * x - low * low / 2, np.log(q) + high * x - high * high / 2)
+                for x in (above, -z)
+            ]
             return np.maximum(ends[0], 0.0), np.maximum(-ends[1], 0.0)
         return high * high / 2 + high * z, high * high / 2 + high * z
 

@@ -46,6 +46,8 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -589,6 +591,32 @@ def read_entries(directory: Path | str, source: str) -> list[Entry]:
     return [*segment.before.entries, *entries]
 
 
+_noted: ContextVar[list[tuple[Path, float, str]] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting_budgets() -> Iterator[list[tuple[Path, float, str]]]:
+    """Yield a list that gets the ledger, δ and caveats of each budget that a training loop opens inside."""
+    noted: list[tuple[Path, float, str]] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def note_budget(path: Path, delta: float, caveat: str = "") -> None:
+    """Note a budget for `noting_budgets`, where one is around.
+
+    Args:
+        path: of its ledger.
+        delta: δ of its ε.
+        caveat: what ε does not cover, to be said beside it.
+    """
+    if (noted := _noted.get()) is not None:
+        noted.append((path, delta, caveat))
+
+
 def ledger_path(directory: Path | str, source: str) -> Path:
     """Return the path of a data source's ledger."""
     return Path(directory) / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl"
@@ -967,6 +995,12 @@ class CohortLedger(Ledger):
         self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
         self._reserved: tuple[int, Future[None]] | None = None  # a step that another thread charges
         self._reserving: ThreadPoolExecutor | None = None
+
+    def charged_before(self, peer: int) -> int:
+        """Return how many steps of this run's scenario were charged to a peer under other runs' ids."""
+        run, others = self._run, (entry for entry in self.entries if entry.run.id != self._run.id)
+        charges = chain.from_iterable(entry.charges for entry in others if entry.run.scenario == run.scenario)
+        return sum(release.steps for charge in charges if peer in charge.peers for release in charge.releases)
 
     def allowed(self, step: int) -> np.ndarray:
         """Return which peers may take a step, bool [m]: in their plan, and within their budget."""

@@ -20,6 +20,20 @@ as before. Fewer than q colluders know less, so the sets of exactly q are the wo
 nothing, what is seen has a submatrix of Σ_H, the inverse of which is smaller on the rest. If all others collude, D_i is
 left. ∎
 
+Peers that restart. On a network a peer may take a step again, by another process, or lack a pair's draw. Let a *node*
+be one release of a step by one process. Two rules are enforced (`noise.pair_noise`): (a) each draw is added by one node
+of either end at most, for secrets live and die with a process, which takes a step once; (b) a node that does not share
+the draw of a pair adds as much noise of its own. Then each node of peer i has noise V_i as if all nodes were
+independent, so a step that is charged twice may be taken twice. For let w_k be the weights on the nodes of peer k.
+Any sum over the honest nodes with these weights has the variance
+
+    Σ_k D_k² |w_k|² + Σ_pairs c_jk² (Σ_shared (w_j,a - w_k,b)² + Σ_alone w²)
+        >= Σ_k D_k² |w_k|² + Σ_pairs c_jk² (|w_j| - |w_k|)² >= V_i² |w_i|²,
+
+the first by Cauchy and Schwarz, since by (a) each node has one partner in a pair at most, the second by the definition
+of V_i. Hence the covariance of all nodes less V_i² on those of i is that of some noise: independent noise V_i at each
+of them is left if it is known. ∎ Peers that run twice, were restored, or draw apart forever cost accuracy alone.
+
 Source: Allouah et al. 2024 (Decor, arXiv:2405.01031) for the mechanism; the covariance argument is our own.
 """
 

@@ -370,7 +370,9 @@ def build_protection(
         weaker = {key: replace(one, shape=one.shape * own) for key, (one, own) in by_own.items()}
         alone = [weaker[id(one), own.tobytes()] for one, own in zip(mechanisms, plan.own.T, strict=True)]
     kinds, kind_of = _kinds(list(by_drawing.values()))
-    to_one = {part.name for m in mechanisms for kind in m.kinds for part in kind or () if part.to == "neighbour"}
+    to_some = {part.name for m in mechanisms for kind in m.kinds for part in kind or () if part.to == "neighbour"}
+    of_one = {id(one): replace(one, kinds=tuple(map(to_one, one.kinds))) for one in by_drawing.values()}
+    one_each = [of_one[id(one)] for one in mechanisms]
     return Protection(
         clip_norms=clip_norms,
         noise_multipliers=noise,
@@ -380,8 +382,8 @@ def build_protection(
         kinds=kinds,
         kind_of=kind_of,
         steps_per_round=per_round,
-        receivers={name: np.stack([m.receivers(name) for m in mechanisms], axis=1) for name in sorted(to_one)},
-        replies=_replies(accounts, mechanisms, active, scales) if to_one else (),
+        receivers={name: np.stack([m.receivers(name) for m in mechanisms], axis=1) for name in sorted(to_some)},
+        replies=_other_accounts(accounts, one_each, active, scales) if to_some else (),
         pairs=plan,
         own_alone=() if plan is None else _other_accounts(accounts, alone, active, scales),
     )
@@ -393,14 +395,6 @@ def breaches(plan: Protection) -> list[str]:
     kinds = {breach.split("=")[0]: breach for breach in reversed(breaches)}
     remedy = "its claim does not apply here; lower privacy.epsilon, take more rounds or larger batches"
     return [f"privacy.calibration=paper: {breach}: {remedy}" for breach in kinds.values()]
-
-
-def _replies(
-    accounts: Sequence[Account], mechanisms: Sequence[Mechanism], active: np.ndarray, scales: np.ndarray
-) -> tuple[Account, ...]:
-    """Return the accounts of the sums that one neighbour of each peer alone is sent, in the steps that are charged."""
-    one_each = {id(one): replace(one, kinds=tuple(map(to_one, one.kinds))) for one in mechanisms}
-    return _other_accounts(accounts, [one_each[id(one)] for one in mechanisms], active, scales)
 
 
 def _other_accounts(

@@ -9,9 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
-from flower_privdec.common.formatting import one_line
-from flower_privdec.common.user_code import load_own
+from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise.deployed import ExactNoise, SystemNoise
 from flower_privdec.privacy.noise.pair_noise import CancellingNoise
@@ -76,14 +74,8 @@ def noise_mechanism(section: OwnSection | CancellingSection | None, pairs: PairP
         accepts=lambda part: isinstance(part, type) and issubclass(part, NoiseMechanism),
         must_be="a subclass of flower_privdec.privacy.noise.NoiseMechanism",
     )
-    try:
+    with users_code(f"privacy.noise.module={section.module!r} could not be built", "noise.build"):
         mechanism: NoiseMechanism = own(**section.arguments)
-    except PrivdecError:
-        raise
-    except RAISED_BY_USERS as error:  # a user's own class may raise anything
-        raise ScenarioError(
-            f"privacy.noise.module={section.module!r} could not be built: {one_line(error)}", code="noise.build"
-        ) from error
     return mechanism
 
 

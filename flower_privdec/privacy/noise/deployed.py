@@ -88,9 +88,29 @@ class SystemNoise:
                 torch.addcmul(part.double(), normals.draw(part.numel()).to(out.device).view_as(part), scales[rows])
             )
 
+    def _key_of_call(self) -> bytes:
+        return os.urandom(32)
+
     def _normals(self, count: int) -> SystemNormals:
-        key, start = self._ciphers.algorithms.AES(os.urandom(32)), self._ciphers.modes.CTR(bytes(16))
+        key, start = self._ciphers.algorithms.AES(self._key_of_call()), self._ciphers.modes.CTR(bytes(16))
         return SystemNormals(self._ciphers.Cipher(key, start).encryptor(), min(PIECE, count))
+
+
+class SharedNoise(SystemNoise):
+    """SystemNoise under a key that two peers share: both draw the same normals, but for their libraries' rounding.
+
+    Privacy: a key is for one call alone; two calls under one key add the same normals.
+
+    Args:
+        key: 32 bytes.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__()
+        self._key = key
+
+    def _key_of_call(self) -> bytes:
+        return self._key
 
 
 class SystemNormals:
@@ -222,12 +242,6 @@ def _intervals() -> Any:
     return MPIntervalContext()
 
 
-def _floor(end: Any) -> int:
-    from mpmath.libmp import round_floor, to_int
-
-    return int(to_int(end, round_floor))
-
-
 class _Pair:
     """A pair of normals of which bits are drawn until a rounding is decided.
 
@@ -241,12 +255,16 @@ class _Pair:
 
     def rounded(self, half: int, offset: float, scale: float) -> int:
         """Return floor(offset + scale Z + 1/2), Z being the first (cos) or the second (sin) of the pair."""
+        from mpmath.libmp import round_floor, to_int
+
         while True:
             if self._share > 0:  # else U may be 0, so far, and Z infinite
-                low, high = map(_floor, (self._normal(half) * scale + offset + 0.5)._mpi_)
+                ends = (self._normal(half) * scale + offset + 0.5)._mpi_
+                low, high = (int(to_int(end, round_floor)) for end in ends)
                 if low == high:
                     return low
-            self._extend()
+            self._share, self._share_bits = self._share << 64 | self._normals.more(), self._share_bits + 64
+            self._angle, self._angle_bits = self._angle << 64 | self._normals.more(), self._angle_bits + 64
 
     def _normal(self, half: int) -> Any:
         iv = _intervals()  # valid at any precision: threads may share it
@@ -254,7 +272,3 @@ class _Pair:
         share = iv.mpf([self._share, self._share + 1]) / 2**self._share_bits
         angle = iv.pi * iv.mpf([self._angle, self._angle + 1]) / 2**self._angle_bits
         return iv.sqrt(-2 * iv.log(share)) * (iv.sin(angle) if half else iv.cos(angle))
-
-    def _extend(self) -> None:
-        self._share, self._share_bits = self._share << 64 | self._normals.more(), self._share_bits + 64
-        self._angle, self._angle_bits = self._angle << 64 | self._normals.more(), self._angle_bits + 64

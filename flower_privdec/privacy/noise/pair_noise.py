@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise.source import NoisedSum, NoiseMechanism, NoiseSource
+from flower_privdec.rows.keys import digest
 
 AT_ONCE = 2**22  # numbers that are drawn before they are added
+ENDS = ((0, 1.0), (1, -1.0))  # of a pair, each with the sign of its noise
 
 
 class CancellingNoise(NoiseMechanism):
     """Independent noise, and noise of pairs that cancels in the sum over peers; see `mechanism.cancelling`.
+
+    Where secrets are not simulated, all noise is added in float64 and rounded once, and a pair's draw is used once by
+    each of its ends: a peer that has no secret with another, or takes the step again, adds as much noise of its own.
 
     Privacy: the noise of a step is what the plan solved for, as `mechanism.cancelling` proves.
 
@@ -23,26 +29,63 @@ class CancellingNoise(NoiseMechanism):
     def __init__(self, plan: PairPlan) -> None:
         self.plan = plan
         self._source: NoiseSource | None = None
+        self._last: dict[tuple[str, int], int] = {}  # the last step of each sum and peer that shared noise
 
     def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
         """See NoiseMechanism; where a step has several sums, each has noise of its own."""
-        super().add_(out, std, noised)
         edges, peers = self.plan.edges, noised.peers
-        row_of = torch.full((len(self.plan.weights),), -1)
-        row_of[torch.from_numpy(peers)] = torch.arange(len(peers))
-        rows = row_of[torch.from_numpy(edges)]  # [E, 2], -1 of peers that are not among these
+        row_of = np.full(len(self.plan.weights), -1)
+        row_of[peers] = np.arange(len(peers))
+        rows = row_of[edges]  # [E, 2], -1 of peers that are not among these
         pair = self.plan.pair_std(noised.step, peers, std.double().cpu().numpy())
-        chosen = torch.from_numpy(pair > 0) & (rows >= 0).any(dim=1)
-        weights = torch.from_numpy(self.plan.weights)[torch.from_numpy(edges)]
-        for numbers in torch.nonzero(chosen)[:, 0].split(max(1, AT_ONCE // out.shape[1])):
+        chosen = np.flatnonzero((pair > 0) & (rows >= 0).any(axis=1))
+        if noised.secrets.simulated:
+            super().add_(out, std, noised)
+            self._add_simulated_(out, std, noised, chosen, rows, pair)
+            return
+        work = out.double()
+        self._add_once_(work, noised, chosen, rows, pair)
+        super().add_(work, std.double(), noised)
+        out.copy_(work)
+
+    def _add_simulated_(
+        self, out: Tensor, std: Tensor, noised: NoisedSum, chosen: np.ndarray, rows: np.ndarray, pair: np.ndarray
+    ) -> None:
+        weights = self.plan.weights[self.plan.edges]
+        size = max(1, AT_ONCE // out.shape[1])
+        for numbers in (chosen[start : start + size] for start in range(0, len(chosen), size)):
             drawn = torch.zeros(len(numbers), out.shape[1], dtype=out.dtype, device=out.device)
             ones = torch.ones(len(numbers), dtype=std.dtype, device=std.device)
-            self._pairs(noised, out.device).add_(drawn, ones, noised.step, numbers.numpy(), f"pair {noised.name}")
-            for end, sign in ((0, 1.0), (1, -1.0)):
+            self._pairs(noised, out.device).add_(drawn, ones, noised.step, numbers, f"pair {noised.name}")
+            for end, sign in ENDS:
                 hosted = rows[numbers, end] >= 0
-                scale = sign * torch.from_numpy(pair)[numbers] / weights[numbers, end]
-                parts = drawn[hosted.to(out.device)] * scale[hosted].to(out)[:, None]
-                out.index_add_(0, rows[numbers, end][hosted].to(out.device), parts)
+                scale = torch.from_numpy(sign * pair[numbers] / weights[numbers, end])
+                parts = drawn[torch.from_numpy(hosted).to(out.device)] * scale[hosted].to(out)[:, None]
+                out.index_add_(0, torch.from_numpy(rows[numbers, end][hosted]).to(out.device), parts)
+
+    def _add_once_(
+        self, work: Tensor, noised: NoisedSum, chosen: np.ndarray, rows: np.ndarray, pair: np.ndarray
+    ) -> None:
+        """Add what pairs draw, once for each end, or as much that is a peer's own."""
+        from flower_privdec.privacy.noise.deployed import SharedNoise, SystemNoise
+
+        again = {int(one) for one in noised.peers if self._last.get((noised.name, int(one)), -1) >= noised.step}
+        self._last |= {(noised.name, int(one)): noised.step for one in noised.peers}
+        one = torch.ones(1, dtype=torch.float64)
+        for number in chosen.tolist():
+            ends = self.plan.edges[number].tolist()
+            key = None
+            if noised.secrets.knows(*ends):
+                key = digest(32, "pair noise", noised.secrets.of(*ends), noised.step, noised.name)
+            for end, sign in ENDS:
+                row, peer = rows[number, end], ends[end]
+                if row < 0:
+                    continue
+                drawn = torch.zeros(1, work.shape[1], dtype=torch.float64)
+                source = SystemNoise() if key is None or peer in again else SharedNoise(key)
+                source.add_(drawn, one, noised.step, np.array([peer]), "pair")
+                scale = sign * pair[number] / self.plan.weights[peer]
+                work[row].add_(drawn[0].to(work.device), alpha=float(scale))
 
     def _pairs(self, noised: NoisedSum, device: torch.device) -> NoiseSource:
         if self._source is None:

@@ -50,10 +50,22 @@ class NoiseSource(Protocol):
 
 
 class PairSecrets:
-    """A secret for each pair of peers, the same for both: simulated from the run keys of the two."""
+    """A secret for each pair of peers, the same for both: in one process, made of the keys of the two.
 
-    def __init__(self, keys: Mapping[int, bytes]) -> None:
-        self._keys = keys
+    Args:
+        keys: of the peers hosted here.
+        simulated: whether the keys can be had again, so that noise has to be the same each time.
+
+    Attributes:
+        simulated: see above.
+    """
+
+    def __init__(self, keys: Mapping[int, bytes], *, simulated: bool = True) -> None:
+        self._keys, self.simulated = keys, simulated
+
+    def knows(self, peer: int, other: int) -> bool:
+        """Return whether `of` has the secret of two peers now."""
+        return peer in self._keys and other in self._keys
 
     def of(self, peer: int, other: int) -> bytes:
         """Return the secret of two peers, 32 bytes, in whichever order they are named.

@@ -27,7 +27,7 @@ def main(grid: Grid, context: Context) -> None:
         rho=config["rho"],
         mixing_rate=config["mixing-rate"],
         local_steps=config["local-steps"],
-        participation=config["participation"],
+        fraction_train=config["fraction-train"],
     )
     strategy.start(
         grid,

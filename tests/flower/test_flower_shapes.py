@@ -1,0 +1,763 @@
+"""Apps of the shapes that Flower publishes, before (FedAvg) and after (PushSum and PeerMod), in process.
+
+The subclasses override hooks as users of Flower's strategies do; each runs over FedAvg too, so that what it is given
+by ours is compared with what it is used to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import logging
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+    Result,
+    Strategy,
+)
+from paths import ROOT
+from raising import raises
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum, peer_folder, private
+
+COUNTS = (10, 20, 30, 40)
+
+
+def halving(mods: list[Any], counts: tuple[int, ...] = (1, 1, 1, 1), reads_rate: bool = False) -> ClientApp:
+    """Return an app whose peer i moves half of the way to i; NumPy alone, as in quickstart-numpy and quickstart-jax."""
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        peer = context.node_config["partition-id"]
+        rate = message.content["config"]["lr"] if reads_rate else 0.5
+        params = message.content["arrays"].to_numpy_ndarrays()
+        moved = [value + rate * (peer - value) for value in params]
+        metrics = {"train_loss": float(np.abs(params[0] - peer).mean()), "num-examples": counts[peer]}
+        return Message(RecordDict({"arrays": ArrayRecord(moved), "metrics": MetricRecord(metrics)}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        peer = context.node_config["partition-id"]
+        params = message.content["arrays"].to_numpy_ndarrays()
+        metrics = {"eval_loss": float(np.abs(params[0] - peer).mean()), "num-examples": counts[peer]}
+        return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
+
+    return app
+
+
+ROWS: dict[str, list[Callable[..., None]]] = {}  # of the table in the docs: the tests that hold each
+
+
+def holds(*rows: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Note which rows of the table a test holds."""
+
+    def note(test: Callable[..., None]) -> Callable[..., None]:
+        for row in rows:
+            ROWS.setdefault(row, []).append(test)
+        return test
+
+    return note
+
+
+def zeros() -> ArrayRecord:
+    return ArrayRecord([np.zeros((2, 3)), np.zeros(3)])
+
+
+def value_of(arrays: ArrayRecord) -> float:
+    """Return the one number that all of halving's parameters have."""
+    first, second = arrays.to_numpy_ndarrays()
+    assert np.ptp(first) == np.ptp(second) == 0
+    return float(first[0, 0])
+
+
+both = pytest.mark.parametrize(("base", "mods"), [(FedAvg, []), (PushSum, [PeerMod()])], ids=["before", "after"])
+options_of = {FedAvg: {}, PushSum: {"topology": "complete"}}
+
+
+@both
+def test_a_numpy_app_reaches_what_it_did(base, mods):
+    result = base(**options_of[base]).start(LocalGrid(halving(mods), 4), zeros(), 6)
+    assert value_of(result.arrays) == pytest.approx(1.5 * (1 - 0.5**6))
+    assert sorted(result.train_metrics_clientapp) == sorted(result.evaluate_metrics_clientapp) == [1, 2, 3, 4, 5, 6]
+
+
+# --- a start of one's own ---
+
+
+def with_own_start(base: type) -> type:
+    """Return a subclass in the shape of advanced-pytorch: a copy of Flower's loop that saves what a round gave."""
+
+    class Custom(base):  # type: ignore[misc,valid-type]
+        def use_folder(self, folder: Path) -> None:
+            self.folder_of_results, self.best = folder, np.inf
+
+        def configure_train(self, server_round, arrays, config, grid):
+            if server_round == 3:
+                config["lr"] *= 0.5
+            return super().configure_train(server_round, arrays, config, grid)
+
+        def start(
+            self,
+            grid,
+            initial_arrays,
+            num_rounds=3,
+            timeout=3600,
+            train_config=None,
+            evaluate_config=None,
+            evaluate_fn=None,
+        ):
+            self.summary()
+            train_config = ConfigRecord() if train_config is None else train_config
+            evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+            result = Result()
+            if evaluate_fn and (metrics := evaluate_fn(0, initial_arrays)) is not None:
+                result.evaluate_metrics_serverapp[0] = metrics
+            arrays = initial_arrays
+            for current in range(1, num_rounds + 1):
+                replies = grid.send_and_receive(
+                    messages=self.configure_train(current, arrays, train_config, grid), timeout=timeout
+                )
+                aggregated, metrics = self.aggregate_train(current, replies)
+                if aggregated is not None:
+                    result.arrays = arrays = aggregated
+                if metrics is not None:
+                    result.train_metrics_clientapp[current] = metrics
+                replies = grid.send_and_receive(
+                    messages=self.configure_evaluate(current, arrays, evaluate_config, grid), timeout=timeout
+                )
+                if (metrics := self.aggregate_evaluate(current, replies)) is not None:
+                    result.evaluate_metrics_clientapp[current] = metrics
+                if evaluate_fn and (metrics := evaluate_fn(current, arrays)) is not None:
+                    result.evaluate_metrics_serverapp[current] = metrics
+                    if metrics["loss"] < self.best:
+                        self.best = metrics["loss"]
+                        np.savez(self.folder_of_results / f"best-{current}.npz", *arrays.to_numpy_ndarrays())
+                line = {"round": current, **dict(result.train_metrics_clientapp.get(current, {}))}
+                with (self.folder_of_results / "results.json").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            for _ in io.StringIO(str(result)):
+                pass
+            return result
+
+    return Custom
+
+
+@holds("start", "evaluate_fn")
+@both
+@pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
+def test_a_start_of_ones_own_works_as_it_did(base, mods, seal, tmp_path):
+    mods = [PeerMod(seal=seal)] if mods else []
+    strategy = with_own_start(base)(fraction_train=1.0, fraction_evaluate=0.5, **options_of[base])
+    strategy.use_folder(tmp_path)
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"loss": 1.5 - value_of(arrays)})
+
+    grid, config = LocalGrid(halving(mods, reads_rate=True), 4), ConfigRecord({"lr": 0.5})
+    result = strategy.start(grid=grid, initial_arrays=zeros(), num_rounds=4, train_config=config, evaluate_fn=evaluate)
+    reached = [1.5 * (1 - left) for left in (1, 0.5, 0.25, 0.25 * 0.75, 0.25 * 0.75**2)]
+    assert [1.5 - m["loss"] for m in result.evaluate_metrics_serverapp.values()] == pytest.approx(reached)
+    assert value_of(result.arrays) == pytest.approx(reached[-1])
+    assert sorted(path.name for path in tmp_path.glob("best-*")) == [f"best-{k}.npz" for k in range(1, 5)]
+    lines = [json.loads(line) for line in (tmp_path / "results.json").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4]
+    assert all("train_loss" in line for line in lines)
+
+
+def test_a_start_of_ones_own_may_call_flowers_and_have_other_defaults(tmp_path):
+    class Longer(PushSum):
+        def start(self, grid, initial_arrays, num_rounds=5, **options):
+            return super().start(grid, initial_arrays, num_rounds, **options)
+
+    strategy = Longer("complete")
+    mod = PeerMod(clip_norm=10.0, epsilon=50.0, delta=1e-3, share_metrics=True)
+    strategy.start(LocalGrid(halving([mod]), 4, folder=tmp_path), zeros())
+    assert {report.round_index for report in strategy.reports.values()} == {5}
+    assert {report.spent.split("; charged: ")[1][:2] for report in strategy.reports.values()} == {"5 "}
+    assert all(49 < report.epsilon <= 50 for report in strategy.reports.values())  # solved for five rounds
+
+
+def test_more_rounds_than_the_noise_was_solved_for_are_refused():
+    class Endless(PushSum):
+        def start(self, grid, initial_arrays, num_rounds=3):
+            return super().start(grid, initial_arrays, num_rounds=num_rounds + 1)
+
+    with raises(RunError, "flower.more-rounds", names="round 4 .*num_rounds=3"):
+        Endless("complete").start(LocalGrid(halving([PeerMod()]), 4), zeros())
+
+
+# --- hooks ---
+
+
+def saving(base: type, folder: Path) -> type:
+    """Return a subclass that saves each round's model in aggregate_train, as Flower's documentation does."""
+
+    class Saving(base):  # type: ignore[misc,valid-type]
+        def aggregate_train(self, server_round, replies):
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            if arrays is not None:
+                np.savez(folder / f"round-{server_round}.npz", *arrays.to_numpy_ndarrays())
+            return arrays, metrics
+
+    return Saving
+
+
+@holds("aggregate_train")
+@both
+@pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
+def test_a_strategy_that_saves_in_aggregate_train_gets_the_mean_without_an_evaluate_fn(base, mods, seal, tmp_path):
+    mods = [PeerMod(seal=seal)] if mods else []
+    saving(base, tmp_path)(**options_of[base]).start(LocalGrid(halving(mods), 4), zeros(), 3)
+    saved = [np.load(tmp_path / f"round-{k}.npz")["arr_0"][0, 0] for k in (1, 2, 3)]
+    assert saved == pytest.approx([0.75, 1.125, 1.3125])
+
+
+@holds("configure_train", "configure_evaluate", "aggregate_evaluate")
+@both
+def test_every_hook_gets_the_rounds_mean_as_arrays(base, mods):
+    given = []
+
+    class Noting(base):  # type: ignore[misc,valid-type]
+        def configure_train(self, server_round, arrays, config, grid):
+            given.append(("train", server_round, value_of(arrays)))
+            return super().configure_train(server_round, arrays, config, grid)
+
+        def configure_evaluate(self, server_round, arrays, config, grid):
+            given.append(("evaluate", server_round, value_of(arrays)))
+            return super().configure_evaluate(server_round, arrays, config, grid)
+
+        def aggregate_evaluate(self, server_round, replies):
+            received = list(replies)
+            given.append(("evaluated", server_round, float(len(received))))
+            return super().aggregate_evaluate(server_round, received)
+
+    Noting(**options_of[base]).start(LocalGrid(halving(mods), 4), zeros(), 2)
+    assert given == [
+        *(("train", 1, 0.0), ("evaluate", 1, 0.75), ("evaluated", 1, 4.0)),
+        *(("train", 2, 0.75), ("evaluate", 2, 1.125), ("evaluated", 2, 4.0)),
+    ]
+
+
+def median(base: type) -> type:
+    class Median(base):  # type: ignore[misc,valid-type]
+        def aggregate_train(self, server_round, replies):
+            received = list(replies)
+            models = [reply.content["arrays"].to_numpy_ndarrays() for reply in received]
+            assert all(reply.content["metrics"]["num-examples"] == 1 for reply in received)
+            super().aggregate_train(server_round, received)
+            middle = [np.median(np.stack(parts), axis=0) for parts in zip(*models, strict=True)]
+            return ArrayRecord(middle), None
+
+    return Median
+
+
+@both
+def test_a_hook_that_aggregates_models_itself_gets_each_peers_own(base, mods):
+    evaluated = []
+    median(base)(**options_of[base]).start(
+        LocalGrid(halving(mods), 4), zeros(), 1, evaluate_fn=lambda k, arrays: evaluated.append(value_of(arrays))
+    )
+    assert evaluated == [0.0, 0.75]
+
+
+def test_a_hook_that_reads_a_sealed_model_is_refused_in_a_line():
+    with raises(RunError, "flower.sealed-model", names="'arrays'"):
+        median(PushSum)("complete").start(LocalGrid(halving([PeerMod(seal=True)]), 4), zeros(), 1)
+
+
+@both
+def test_messages_that_a_hook_leaves_out_are_not_sent(base, mods):
+    class Fewer(base):  # type: ignore[misc,valid-type]
+        def configure_train(self, server_round, arrays, config, grid):
+            messages = super().configure_train(server_round, arrays, config, grid)
+            return [message for message in messages if message.metadata.dst_node_id != 103]
+
+    result = Fewer(**options_of[base]).start(LocalGrid(halving(mods), 4), zeros(), 1)
+    assert result.train_metrics_clientapp[1]["train_loss"] == 1.0  # of 0, 1 and 2
+
+
+def test_messages_of_a_hooks_own_making_are_refused_in_a_line():
+    class Own(PushSum):
+        def configure_train(self, server_round, arrays, config, grid):
+            return [Message(RecordDict({"arrays": arrays}), node, "train") for node in grid.get_node_ids()]
+
+    with raises(RunError, "flower.own-message", names="Own"):
+        Own("complete").start(LocalGrid(halving([PeerMod()]), 4), zeros(), 1)
+
+
+@holds("DifferentialPrivacy...")
+@pytest.mark.parametrize(
+    "wrapper", [DifferentialPrivacyServerSideFixedClipping, DifferentialPrivacyClientSideFixedClipping]
+)
+def test_flowers_privacy_wrappers_around_ours_are_refused_in_a_line(wrapper):
+    wrapped = wrapper(PushSum("complete"), noise_multiplier=1.0, clipping_norm=1.0, num_sampled_clients=4)
+    with raises(RunError, "flower.not-started", names="PeerMod"):
+        wrapped.start(LocalGrid(halving([PeerMod()]), 4), zeros(), 1)
+
+
+# --- weights ---
+
+
+@holds("weighted_by_key")
+def test_peers_count_by_their_examples_as_in_fedavg():
+    """Counts 10 to 40 and targets 0 to 3: FedAvg's 1.75 after three rounds, where peers that count alike reach 1.31."""
+    results = {}
+    for name, strategy, mods in (
+        ("before", FedAvg(), []),
+        ("after", Gossip("complete"), [PeerMod()]),
+        ("push", PushSum("complete"), [PeerMod()]),
+        ("alike", PushSum("complete", weighted_by_key=""), [PeerMod()]),
+        ("private", PushSum("complete"), [PeerMod(share_metrics=False)]),
+        ("stated", PushSum("complete"), [PeerMod(share_metrics=False, examples=lambda c: COUNTS[peer_of(c)])]),
+    ):
+        grid = LocalGrid(halving(mods, COUNTS), 4)
+        results[name] = value_of(strategy.start(grid, zeros(), 3).arrays)
+    assert results["before"] == pytest.approx(1.75)
+    assert [results[name] for name in ("after", "push", "stated")] == pytest.approx([1.75] * 3)
+    assert [results[name] for name in ("alike", "private")] == pytest.approx([1.3125] * 2)
+
+
+def peer_of(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+@pytest.mark.parametrize(("strategy", "graph"), [(PushSum, "directed-exponential"), (Gossip, "ring")])
+@pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
+def test_on_a_graph_unequal_peers_come_to_the_weighted_mean(strategy, graph, seal):
+    """Counts from 1 to 90: peers whose steps were as many times as long would overshoot."""
+    counts = (1, 3, 2, 6, 20, 90)
+    before = FedAvg(fraction_evaluate=0.0).start(LocalGrid(settling([], counts), 6), zeros(), 40)
+    grid = LocalGrid(settling([PeerMod(seal=seal)], counts), 6)
+    after = strategy(graph, fraction_evaluate=0.0).start(grid, zeros(), 40)
+    assert value_of(before.arrays) > 4.4  # and 2.4 where all count alike
+    assert value_of(after.arrays) == pytest.approx(value_of(before.arrays), abs=0.1)
+
+
+def settling(mods: list[Any], counts: tuple[int, ...]) -> ClientApp:
+    """Return an app whose peers move to their targets by ever smaller steps, as a falling learning rate does."""
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        peer, rate = peer_of(context), 1 / (1 + message.content["config"]["server-round"])
+        moved = [value + rate * (peer - value) for value in message.content["arrays"].to_numpy_ndarrays()]
+        metrics = MetricRecord({"num-examples": counts[peer]})
+        return Message(RecordDict({"arrays": ArrayRecord(moved), "metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def test_the_log_tells_what_weighting_by_private_counts_would_tell(caplog):
+    caplog.set_level(logging.INFO)
+    mod = PeerMod(clip_norm=1.0, noise_multiplier=1.0)
+    PushSum("complete").start(LocalGrid(halving([mod], COUNTS), 4), zeros(), 2)
+    (line,) = [r.getMessage() for r in caplog.records if "metrics.jsonl" in r.getMessage()]
+    assert "train_metrics_aggr_fn" in line
+    assert "how many examples a peer has" in line
+
+
+@pytest.mark.parametrize("count", [0, -1, float("nan"), float("inf"), 1e300])
+def test_a_count_that_is_none_counts_as_one(count):
+    counts = (1, 1, count, 1)
+    result = PushSum("complete").start(LocalGrid(halving([PeerMod()], counts), 4), zeros(), 1)
+    assert value_of(result.arrays) == 0.75
+
+
+# --- frameworks ---
+
+
+class Words(nn.Module):
+    """A classifier that takes and returns dicts, as Hugging Face's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.EmbeddingBag(20, 8), nn.Linear(8, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embedding(input_ids))
+        loss = {} if labels is None else {"loss": functional.cross_entropy(logits, labels)}
+        return {"logits": logits, **loss}
+
+
+def sentences(peer: int) -> list[dict[str, torch.Tensor]]:
+    """Return batches of dicts: sentences of words below ten are of class 0, the others of class 1."""
+    generator = torch.Generator().manual_seed(peer)
+    labels = torch.randint(2, (24,), generator=generator)
+    words = torch.randint(10, (24, 5), generator=generator) + 10 * labels[:, None]
+    return [{"input_ids": words[at : at + 8], "labels": labels[at : at + 8]} for at in (0, 8, 16)]
+
+
+@both
+def test_a_model_of_dict_batches_learns_as_it_did(base, mods):
+    """As in quickstart-huggingface: model(**batch) and an evaluate reply that has the model too."""
+    app = ClientApp(mods=mods)
+
+    def model_of(message: Message) -> Words:
+        model = Words()
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=True)
+        return model
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = model_of(message)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for batch in sentences(peer_of(context)):
+            optimizer.zero_grad()
+            model(**batch)["loss"].backward()
+            optimizer.step()
+        content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": 3})}
+        return Message(RecordDict(content), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        model, batches = model_of(message), sentences(peer_of(context))
+        right = sum(int((model(**b)["logits"].argmax(-1) == b["labels"]).sum()) for b in batches)
+        metrics = MetricRecord({"num-examples": 3, "accuracy": right / 24})
+        content = {"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}
+        return Message(RecordDict(content), reply_to=message)
+
+    torch.manual_seed(0)
+    result = base(**options_of[base]).start(LocalGrid(app, 4), ArrayRecord(Words().state_dict()), 4)
+    assert result.evaluate_metrics_clientapp[4]["accuracy"] > 0.95
+    model = Words()
+    model.load_state_dict(result.arrays.to_torch_state_dict(), strict=True)
+
+
+@both
+def test_a_keras_app_reaches_what_it_did(base, mods, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras", reason="Keras is not installed: its apps are not tried here")
+    app = ClientApp(mods=mods)
+
+    def model_of(arrays: ArrayRecord | None) -> Any:
+        keras.backend.clear_session()
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile("sgd", "mse")
+        if arrays is not None:
+            model.set_weights(arrays.to_numpy_ndarrays())
+        return model
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = model_of(message.content["arrays"])
+        history = model.fit(np.eye(2), np.ones(2), epochs=1, verbose=0)
+        metrics = {"num-examples": 2, "train_loss": history.history["loss"][-1]}
+        content = {"arrays": ArrayRecord(model.get_weights()), "metrics": MetricRecord(metrics)}
+        return Message(RecordDict(content), reply_to=message)
+
+    result = base(**options_of[base], fraction_evaluate=0.0).start(
+        LocalGrid(app, 2), ArrayRecord(model_of(None).get_weights()), 2
+    )
+    assert result.train_metrics_clientapp[2]["train_loss"] < result.train_metrics_clientapp[1]["train_loss"]
+
+
+# --- arguments ---
+
+
+@holds("fraction_train", "min_train_nodes", "fraction_evaluate", "min_evaluate_nodes")
+@pytest.mark.parametrize(
+    ("options", "trained"), [({}, 4), ({"fraction_train": 0.1}, 2), ({"fraction_train": 0.5, "min_train_nodes": 3}, 3)]
+)
+@both
+def test_fractions_and_floors_are_fedavgs(base, mods, options, trained):
+    result = base(**options, **options_of[base]).start(LocalGrid(halving(mods), 4), zeros(), 2)
+    seen = []
+
+    class Counting(base):  # type: ignore[misc,valid-type]
+        def aggregate_train(self, server_round, replies):
+            received = list(replies)
+            seen.append(len(received))
+            return super().aggregate_train(server_round, received)
+
+        def aggregate_evaluate(self, server_round, replies):
+            received = list(replies)
+            seen.append(len(received))
+            return super().aggregate_evaluate(server_round, received)
+
+    evaluated = {"fraction_evaluate": 0.1, "min_evaluate_nodes": 3}
+    Counting(**options, **evaluated, **options_of[base]).start(LocalGrid(halving(mods), 4), zeros(), 1)
+    assert seen == [trained, 3]
+    assert len(result.train_metrics_clientapp) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fraction_train": 0.0},
+        {"fraction_train": 1.5},
+        {"fraction_evaluate": -0.1},
+        {"min_train_nodes": -1},
+        {"min_available_nodes": None},
+    ],
+)
+def test_arguments_out_of_range_are_named(options):
+    (name, value), *_ = options.items()
+    with raises(ScenarioError, "flower.option", names=f"{name}={value}"):
+        PushSum(**options)
+
+
+@holds("min_available_nodes")
+def test_a_run_begins_with_min_available_nodes_when_others_do_not_come():
+    class Missing(LocalGrid):
+        def get_node_ids(self):
+            return [node for node in self.contexts if node != 103]
+
+    grid = Missing(halving([PeerMod()]), 4)
+    with raises(RunError, "flower.too-few-nodes", names="3 of 4"):
+        PushSum("complete", min_available_nodes=4, patience=0.0).start(grid, zeros(), 1)
+    strategy = PushSum("complete", min_available_nodes=3, patience=0.0)
+    strategy.start(grid, zeros(), 1)
+    assert sorted(strategy.reports) == [0, 1, 2]
+
+
+# --- run config ---
+
+
+def test_settings_of_the_mod_come_from_the_run_config_or_the_context(tmp_path):
+    mod = PeerMod(clip_norm="run-config:clip", epsilon="run-config:epsilon", delta=lambda context: 1e-3)
+    for epsilon in (5.0, 10.0):
+        folder = tmp_path / str(epsilon)
+        grid = LocalGrid(halving([mod]), 4, folder=folder, run_config={"epsilon": epsilon, "clip": 1})
+        strategy = PushSum("complete")
+        strategy.start(grid, zeros(), 2)
+        assert all(0.95 * epsilon < report.epsilon <= epsilon for report in strategy.reports.values())
+        assert all("delta = 0.001" in report.spent for report in strategy.reports.values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [("run-config:epsilom", "'run-config:epsilom' .*'epsilon'"), (lambda c: "5", "'5'")],
+)
+def test_a_setting_that_no_run_config_has_is_named(setting, names):
+    grid = LocalGrid(halving([PeerMod(clip_norm=1.0, epsilon=setting)]), 2, run_config={"epsilon": 5.0})
+    with raises(RunError, "flower.node-failed", names=names):
+        PushSum("complete").start(grid, zeros(), 1)
+
+
+# --- mistakes ---
+
+
+def logging_mod(message: Message, context: Context, app: Any) -> Message:
+    """Read what Flower's example of custom mods reads."""
+    assert message.content["config"]["server-round"] >= 0
+    reply = app(message, context)
+    assert reply.has_content()
+    dict(reply.content.metric_records.get("metrics") or {})
+    return reply
+
+
+@holds("PeerMod")
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_mod_that_only_reads_may_stand_on_either_side(before):
+    mods = [logging_mod, PeerMod()] if before else [PeerMod(), logging_mod]
+    result = PushSum("complete").start(LocalGrid(halving(mods), 4), zeros(), 2)
+    assert value_of(result.arrays) == 1.125
+
+
+def test_a_mod_before_ours_that_needs_the_model_is_named():
+    def needs_model(message: Message, context: Context, app: Any) -> Message:
+        message.content["arrays"].to_numpy_ndarrays()
+        return app(message, context)
+
+    with raises(RunError, "flower.no-peer-mod", names="put PeerMod first"):
+        PushSum("complete").start(LocalGrid(halving([needs_model, PeerMod()]), 4), zeros(), 1)
+
+
+def test_an_app_without_the_mod_is_named():
+    with raises(RunError, "flower.no-peer-mod", names=r"ClientApp\(mods=\[PeerMod"):
+        PushSum("complete").start(LocalGrid(halving([]), 4), zeros(), 1)
+
+
+def test_a_model_without_parameters_is_named():
+    with raises(ScenarioError, "flower.start", names="parameters"):
+        PushSum("complete").start(LocalGrid(halving([PeerMod()]), 4), ArrayRecord(nn.ReLU().state_dict()), 1)
+
+
+@holds("client_fn", "NumPyClient")
+def test_legacy_clients_are_told_how_to_port(caplog):
+    from flwr.client import NumPyClient
+
+    class Legacy(NumPyClient):
+        def fit(self, parameters, config):
+            return parameters, 1, {}
+
+    app = ClientApp(client_fn=lambda context: Legacy().to_client(), mods=[PeerMod()])
+    with raises(RunError, "", names=r"@app.train\(\)"):
+        PushSum("complete").start(LocalGrid(app, 2), zeros(), 1)
+
+
+@holds("server_fn")
+def test_a_server_fn_is_told_how_to_port():
+    from flwr.server import ServerAppComponents, ServerConfig
+
+    def server_fn(context: Context) -> ServerAppComponents:
+        return ServerAppComponents(strategy=PushSum("complete"), config=ServerConfig(num_rounds=1))
+
+    grid = LocalGrid(halving([PeerMod()]), 2)
+    with raises(RunError, "flower.server-fn", names=r"@app.main\(\)"):
+        ServerApp(server_fn=server_fn)(grid, Context(1, 0, {}, RecordDict(), {}))
+
+
+# --- what the log and the result tell ---
+
+
+def test_shared_metrics_are_in_the_log_and_in_flowers_final_table(caplog):
+    caplog.set_level(logging.INFO)
+    random.seed(0)
+    PushSum("complete").start(LocalGrid(halving([PeerMod()]), 4), zeros(), 2)
+    assert caplog.text.count("Aggregated MetricRecord: ") == 4
+    assert "Final results:" in caplog.text
+    assert "train_loss" in caplog.text.split("Final results:")[1]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_run_that_protects_examples_ends_with_their_epsilon(seeded, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    app = ClientApp(mods=[PeerMod(share_metrics=False)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = nn.Linear(2, 2)
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        optimizer, data = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            TensorDataset(torch.ones(20, 2), torch.arange(20) % 2),
+        )
+        loader = DataLoader(data, batch_size=5)
+        budget = {"epsilon": 4.0, "delta": 1e-2, "rounds": 2, "insecure_seed": 1 if seeded else None}
+        wrapped = private(
+            model, optimizer, loader, nn.CrossEntropyLoss(), ledger=peer_folder() / "examples.jsonl", **budget
+        )
+        module, step, batches, loss = wrapped
+        for inputs, labels in batches:
+            step.zero_grad()
+            loss(module(inputs), labels).backward()
+            step.step()
+        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict())}), reply_to=message)
+
+    strategy = PushSum("complete", fraction_evaluate=0.0)
+    strategy.start(LocalGrid(app, 2, folder=tmp_path), ArrayRecord(nn.Linear(2, 2).state_dict()), 2)
+    for report in strategy.reports.values():
+        assert "unit: one example" in report.app_spent
+        assert report.epsilon == np.inf if seeded else 3.5 < report.epsilon <= 4.0
+        assert ("INSECURE" in report.app_spent) == seeded
+    assert "Privacy of peers 0, 1: epsilon = " in caplog.text
+    assert "epsilon = inf" not in caplog.text
+
+
+def test_messages_of_a_round_have_its_number_as_their_group():
+    groups: dict[str, set[str]] = {}
+
+    class Noting(LocalGrid):
+        def _deliver(self, message: Message) -> Message:
+            kind = message.content["privdec.says"]["kind"]
+            groups.setdefault(str(kind), set()).add(message.metadata.group_id)
+            return super()._deliver(message)
+
+    PushSum("complete").start(Noting(halving([PeerMod()]), 2), zeros(), 2)
+    assert groups["round"] == groups["evaluate"] == {"1", "2"}
+
+
+@pytest.mark.parametrize(("folder", "words"), [(None, "this run alone"), ("kept", "ledgers in ")])
+def test_the_log_tells_where_ledgers_lie_and_whether_they_last(folder, words, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    where = None if folder is None else tmp_path / folder
+    PushSum("complete").start(LocalGrid(halving([PeerMod()]), 2, folder=where), zeros(), 1)
+    (line,) = [r.getMessage() for r in caplog.records if "state and ledgers" in r.getMessage()]
+    assert words in line
+    assert where is None or str(where) in line
+
+
+def test_arrays_of_other_types_keep_them():
+    """Of a JAX or TensorFlow model: float32 and whole numbers, by position."""
+    app = ClientApp(mods=[PeerMod()])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        kernel, steps = message.content["arrays"].to_numpy_ndarrays()
+        moved = [kernel + np.float32(1), np.asarray(steps + 1)]
+        return Message(RecordDict({"arrays": ArrayRecord(moved)}), reply_to=message)
+
+    initial = ArrayRecord({"0": Array(np.zeros(3, np.float32)), "1": Array(np.zeros((), np.int64))})
+    result = PushSum("complete", fraction_evaluate=0.0).start(LocalGrid(app, 2), initial, 2)
+    assert [str(array.numpy().dtype) for array in result.arrays.values()] == ["float32", "int64"]
+
+
+@holds("arrayrecord_key", "configrecord_key")
+@both
+def test_records_are_found_under_their_keys(base, mods):
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        assert message.content["settings"]["server-round"] == 1
+        arrays = ArrayRecord([value + 1 for value in message.content["model"].to_numpy_ndarrays()])
+        return Message(RecordDict({"model": arrays, "m": MetricRecord({"n": 1})}), reply_to=message)
+
+    keys = {"arrayrecord_key": "model", "configrecord_key": "settings", "weighted_by_key": "n"}
+    strategy = base(fraction_evaluate=0.0, **keys, **options_of[base])
+    assert value_of(strategy.start(LocalGrid(app, 2), zeros(), 1).arrays) == 1.0
+
+
+@holds("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
+@both
+@pytest.mark.parametrize("shared", [True, False])
+def test_functions_of_metrics_are_called_where_metrics_are_shared(base, mods, shared):
+    mods = [PeerMod(share_metrics=shared)] if mods else []
+
+    def largest(contents: list[RecordDict], key: str) -> MetricRecord:
+        assert key == "num-examples"
+        return MetricRecord({"most": max(next(iter(m.values())) for c in contents for m in c.metric_records.values())})
+
+    functions = {"train_metrics_aggr_fn": largest, "evaluate_metrics_aggr_fn": largest}
+    result = base(**functions, **options_of[base]).start(LocalGrid(halving(mods), 4), zeros(), 1)
+    reported = [
+        dict(m) for m in (result.train_metrics_clientapp.get(1, {}), result.evaluate_metrics_clientapp.get(1, {}))
+    ]
+    assert reported == ([{"most": 3.0}, {"most": 2.25}] if shared or not mods else [{}, {}])
+
+
+@holds("summary")
+@both
+def test_a_summary_can_be_overridden_and_called_before_the_start(base, mods):
+    called = []
+
+    class Own(base):  # type: ignore[misc,valid-type]
+        def summary(self):
+            super().summary()
+            called.append(1)
+
+    strategy = Own(**options_of[base])
+    strategy.summary()
+    strategy.start(LocalGrid(halving(mods), 4), zeros(), 1)
+    assert len(called) == 2
+
+
+def test_each_argument_and_hook_of_fedavg_has_one_row_which_a_test_holds():
+    page = (ROOT / "docs/how-to/flower.md").read_text()
+    table = page.split("### FedAvg's arguments and hooks")[1].split("### ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|") and "---" not in line][1:]
+    named = [name.strip("`") for cell in cells for name in re.findall("`[^`]+`", cell)]
+    assert sorted(named) == sorted(ROWS)
+    arguments = set(inspect.signature(FedAvg.__init__).parameters) - {"self"}
+    hooks = {name for name in vars(Strategy) if not name.startswith("_")}
+    assert arguments | hooks | {"evaluate_fn"} <= set(named)

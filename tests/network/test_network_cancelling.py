@@ -1,0 +1,191 @@
+"""Noise that cancels between peers of a network: secrets that one process has, and what each is used for, once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from asynchronous_network import QUICK as GOES_ON
+from raising import raises
+from tiny_scenario import Tiny
+
+pytest.importorskip("grpc")
+
+from networked import LONG, Killed, devices, go_on, mortal, run_network, running, trainer_of
+
+from flower_privdec import testing
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.formatting import number
+from flower_privdec.experiment import Experiment
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.status import spent_text
+from flower_privdec.privacy.noise import deployed
+from flower_privdec.privacy.noise.agreed import AgreedSecrets
+from flower_privdec.privacy.noise.deployed import SharedNoise
+
+WAITS = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}, final_mixing: 0}}"
+COMPLETE = [
+    "topology.name=complete",
+    "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0}",
+    "rounds=4",
+]
+DIRECTED = [
+    "privacy.noise={kind: cancelling, colluding: 1, secrets: directed-exponential, strength: 2.0}",
+    "topology={name: directed-exponential, mixing_steps: 2}",
+    "rounds=3",
+]
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int, int]]:
+    """Record each draw that is shared: its key, the step and the peer that adds it."""
+    drawn, add = list[tuple[bytes, int, int]](), SharedNoise.add_
+
+    def recording(source: SharedNoise, out: Any, std: Any, step: int, peers: Any, *rest: Any) -> None:
+        drawn.append((source._key, step, int(peers[0])))
+        add(source, out, std, step, peers, *rest)
+
+    monkeypatch.setattr(SharedNoise, "add_", recording)
+    return drawn
+
+
+@pytest.mark.parametrize("settings", [COMPLETE, DIRECTED], ids=["complete", "two exchanges a round"])
+def test_it_is_gone_from_the_mean_of_a_network(settings, tiny: Tiny, tmp_path: Path, shared) -> None:
+    """Where a round reaches the mean, a network and an engine, whose pairs draw other numbers, have one trajectory."""
+    scenario = tiny(*settings, WAITS)
+    rows = run_network(scenario, tmp_path)["x"]
+    wanted = testing.run_rounds(Experiment.build(scenario), scenario.rounds).state.rows["x"]
+    torch.testing.assert_close(rows, wanted)
+    assert shared
+    assert set(Counter(key for key, *_ in shared).values()) == {2}  # each draw by its two ends
+
+
+@pytest.mark.parametrize("point", [("_save", "before"), ("_save", "after"), ("_await", "after")], ids=" ".join)
+@pytest.mark.parametrize("moment", [1, 2])
+def test_a_peer_that_dies_uses_no_draw_again(point, moment: int, tiny: Tiny, tmp_path: Path, shared) -> None:
+    """Whatever it had drawn: its next process has other keys, under which it shares noise with the others again."""
+    scenario = tiny(*COMPLETE, WAITS, "rounds=6")
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=True)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], point, moment)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        began, again = len(shared), running_peer(scenario, theirs[1])
+        go_on(again, [futures[peer] for peer in (0, 2, 3)])
+    before, later = ({key for key, _, peer in part if peer == 1} for part in (shared[:began], shared[began:]))
+    assert later
+    assert not before & later
+    assert max(Counter(key for key, *_ in shared[began:]).values()) == 2
+    assert max(Counter((key, peer) for key, _, peer in shared).values()) == 1
+    one, other = (trainer_of(peer).status(peer._trained) for peer in (again, peers[0]))
+    for status in (one, other):
+        assert status["epsilon_if_all_collude"] > status["epsilon"]
+        assert f"({number(status['epsilon_if_all_collude'])} if all others collude)" in spent_text(status)
+    assert one["epsilon_if_all_collude"] > other["epsilon_if_all_collude"]  # it paid for a step more
+    assert max(Counter(key for key, *_ in shared).values()) <= 2
+
+
+def test_a_step_taken_twice_by_one_process_shares_its_draw_once(tiny: Tiny, shared) -> None:
+    cohort = Experiment.build(tiny(*COMPLETE, "compute.generator=system")).cohort()
+    x = torch.zeros(4, len(cohort.initial), dtype=torch.float64)
+    for steps in (1, 1, 2):
+        before = x.clone()
+        cohort.add_step_(x, x, steps)
+        assert float((x - before).std()) > 0
+    assert len(shared) == len({(key, peer) for key, _, peer in shared}) == 2 * 12
+
+
+def test_peers_that_nobody_waits_for_share_it_too(tiny: Tiny, tmp_path: Path, shared) -> None:
+    scenario = tiny(*COMPLETE, GOES_ON)
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, insecure_seeds=False)]
+    with running(peers) as futures:
+        for future in futures:
+            future.result(LONG)
+    counts = Counter(key for key, *_ in shared)
+    assert len(counts) == 6 * scenario.rounds
+    assert set(counts.values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        (["privacy.noise={kind: cancelling, colluding: 1}", "topology.name=ring"], "noise.cancelling-neighbours"),
+        ([*COMPLETE, "algorithm.name=d-psgd", GOES_ON], "noise.cancelling-late"),
+    ],
+)
+def test_a_network_that_cannot_cancel_it_is_refused(settings, code: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*settings)
+    with raises(ScenarioError, code):
+        running_peer(scenario, devices(scenario, tmp_path, memory=True)[0])
+    assert not (tmp_path / "peer-0").exists()
+
+
+def test_data_whose_size_the_others_do_not_know_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).random((40, 8), dtype=np.float32), np.arange(40) % 4
+    for name in ("test", *range(4)):
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    data = f"data={{dataset: npz, root: '{tmp_path}/{{peer}}.npz', test: {tmp_path}/test.npz, batch: {{size: 4}}}}"
+    scenario = tiny(*COMPLETE, data)
+    with raises(ScenarioError, "noise.cancelling-sizes"):
+        running_peer(scenario, devices(scenario, tmp_path, insecure_seeds=False, memory=True)[0])
+
+
+# --- secrets ---
+
+
+def agreed(peer: int, run: bytes = b"run", names: tuple[str, ...] = ("a", "b", "c")) -> AgreedSecrets:
+    return AgreedSecrets(peer, run, names)
+
+
+def meet(one: AgreedSecrets, other: AgreedSecrets) -> bool:
+    """Let two learn each other's keys; return whether they then have one secret."""
+    one.learn(other._peer, other.public)
+    other.learn(one._peer, one.public)
+    return one.of(one._peer, other._peer) == other.of(one._peer, other._peer)
+
+
+def test_two_processes_have_one_secret_and_no_third_has_it() -> None:
+    one, other, third = agreed(0), agreed(1), agreed(2)
+    assert meet(one, other)
+    assert meet(one, third)
+    assert meet(other, third)
+    assert len({one.of(0, 1), one.of(2, 0), other.of(1, 2)}) == 3
+    with raises(ScenarioError, "noise.pair-secret"):
+        third.of(0, 1)
+
+
+def test_another_run_identity_or_process_has_another_secret() -> None:
+    one = agreed(0)
+    assert not meet(one, agreed(1, b"another run"))
+    assert not meet(one, agreed(1, names=("a", "another", "c")))
+    first = agreed(1)
+    assert meet(one, first)
+    before = one.of(0, 1)
+    assert meet(one, agreed(1))
+    assert one.of(0, 1) != before
+
+
+@pytest.mark.parametrize("key", [bytes(32), (1).to_bytes(32, "little"), b"short"])
+def test_a_key_of_which_everyone_knows_the_secret_is_refused(key: bytes) -> None:
+    one = agreed(0)
+    with pytest.raises(ValueError):  # noqa: PT011
+        one.learn(1, key)
+    with pytest.raises(ValueError, match="of this process"):
+        one.learn(1, one.public)
+    assert not one.knows(0, 1)
+
+
+def test_both_ends_draw_the_same_bits_and_another_key_others() -> None:
+    drawn = []
+    for key in (b"k" * 32, b"k" * 32, b"l" * 32):
+        out = torch.zeros(1, 2 * deployed.PIECE + 5, dtype=torch.float64)
+        SharedNoise(key).add_(out, torch.ones(1, dtype=torch.float64), 0, torch.zeros(1).numpy())
+        drawn.append(out)
+    assert torch.equal(drawn[0], drawn[1])
+    assert float(torch.corrcoef(torch.cat([drawn[0], drawn[2]]))[0, 1].abs()) < 0.02
+    assert float(drawn[0].std()) == pytest.approx(1, abs=0.02)

@@ -1,0 +1,94 @@
+"""Clipped gossip: a member that sends anything does not take the others' models with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from asynchronous_network import QUICK
+from networked import LONG, devices, running
+from raising import raises
+from tiny_scenario import Tiny
+from torch import Tensor
+from variants import settings_for
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.experiment import Agreement
+from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import RunningPeer
+
+PEERS, LIAR = 5, 4
+ROBUST = "network.robust={kind: clipped, byzantine: 1}"
+SCENARIO = (f"n_peers={PEERS}", "topology.name=complete", "rounds=6", "network.final_mixing=2", QUICK)
+LIES = {
+    "1e25": lambda row: torch.full_like(row, 1e25),
+    "the largest number": lambda row: torch.full_like(row, torch.finfo(row.dtype).max),
+    "the other direction": lambda row: -50 * row,
+}
+
+
+def lying(peer: RunningPeer, lie: Any) -> None:
+    """Let a peer send its neighbours something else than its rows, each time."""
+    post = peer._post  # type: ignore[attr-defined]
+
+    def posting(at: int, round_index: int, rows: dict[int, dict[str, Tensor]]) -> None:
+        lies = {j: {name: lie(row) for name, row in values.items()} for j, values in rows.items()}
+        post(at, round_index, lies)
+
+    peer._post = posting  # type: ignore[attr-defined]
+
+
+def ended(scenario: Any, folder: Path, lie: Any = None) -> list[dict[str, Tensor]]:
+    """Run a scenario and return the rows of the honest peers."""
+    peers = [running_peer(scenario, device) for device in devices(scenario, folder)]
+    if lie is not None:
+        lying(peers[LIAR], lie)
+    with running(peers) as futures:
+        honest = [futures[peer].result(LONG) for peer in range(PEERS) if peer != LIAR]
+    if scenario.network.robust is not None:  # a liar does not make honest devices report that they disagree
+        assert not any(peers[peer].shortcoming() for peer in range(PEERS) if peer != LIAR)
+    return honest
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("name", ["d-psgd", "dp2-sgd"])
+def test_a_liar_among_the_neighbours_moves_nobody_far(name: str, lie: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*settings_for(f"algorithm.name={name}"), *SCENARIO, ROBUST)
+    honest, agreement = ended(scenario, tmp_path / "attacked", LIES[lie]), Agreement.of(scenario)
+    calm = ended(scenario, tmp_path / "calm")
+    for attacked, alone in zip(honest, calm, strict=True):
+        (loss,), (usual,) = public_losses(agreement, attacked), public_losses(agreement, alone)
+        assert loss is not None
+        assert usual is not None
+        assert loss < usual + 0.5, "nats"
+
+
+def test_without_it_one_liar_takes_all_models(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("algorithm.name=d-psgd", *SCENARIO)
+    for rows in ended(scenario, tmp_path, LIES["1e25"]):
+        assert float(rows["x"].abs().max()) > 1e23
+
+
+def test_rows_are_clipped_to_the_distance_of_the_next(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("algorithm.name=d-psgd", *SCENARIO, ROBUST)
+    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+    own = peer.state.rows["x"][0]
+    step = torch.zeros_like(own)
+    step[0] = 1.0
+    received = {(j, 0): {"x": own + far * step} for j, far in ((1, 1.0), (2, -3.0), (3, 2.0))}
+    clipped = peer._clipped(received)
+    for j, far in ((1, 1.0), (2, -2.0), (3, 2.0)):  # the farthest of three counts as the second
+        torch.testing.assert_close(clipped[j, 0]["x"], own + far * step)
+    only = peer._clipped({(2, 0): {"x": own + 3 * step}})
+    torch.testing.assert_close(only[2, 0]["x"], own)  # who alone has sent may be the liar
+    peer.close()
+
+
+@pytest.mark.parametrize("name", ["privsgp", "pdsl"])
+def test_it_is_refused_where_it_would_not_hold(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", ROBUST)
+    with raises(ScenarioError, "network.robust-without-gossip"):
+        running_peer(scenario, devices(scenario, tmp_path)[0])
