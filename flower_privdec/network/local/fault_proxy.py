@@ -112,7 +112,7 @@ class FaultyLink:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._way(reader, far_writer, Random(f"{seed} there")))
                 both.create_task(self._way(far_reader, writer, Random(f"{seed} back")))
-        except* OSError:  # nobody listens, one side hung up, or it was cut
+        except* OSError:  # nothing listens, one side hung up, or it was cut
             pass
         finally:
             self._open -= writers
