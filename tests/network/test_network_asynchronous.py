@@ -171,10 +171,11 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
         with pytest.raises(Killed):
             futures[1].result(LONG)
         older = Path(shutil.copytree(theirs[1].folder, tmp_path / "older"))
-        second = again(scenario, theirs[1])
-        is_ahead = has_gone_on(second, peers[:1] + peers[2:])
+        second, others = again(scenario, theirs[1]), peers[:1] + peers[2:]
+        is_ahead = has_gone_on(second, others)
         with running([second]) as (future,):
-            wait_until(is_ahead)
+            wait_until(is_ahead)  # by shares, which a peer sends without a step too, and by lines of its ledger
+            wait_until(lambda: any(other.witness.seen.get(1, {}).get(second.witness.boot) for other in others))
             stop_all([second], [future])
         shutil.copy(older / "checkpoints", theirs[1].folder / "checkpoints")
         if also == "ledger":
