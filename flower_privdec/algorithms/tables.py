@@ -80,25 +80,19 @@ def _slot(batch: Batch, b: int) -> Batch:
 def _add_mean_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
     """Add scale b mean(table) to out."""
     whole = step.scale * cohort.tensor(cohort.data.sampler.normalizer[step.rows])
-    step.out.addcmul_(whole.unsqueeze(1), state["table.mean"][_index(cohort, step.rows)])
+    every = len(step.rows) == len(cohort.peers)  # a slice, which copies nothing
+    rows = slice(None) if every else torch.as_tensor(step.rows, device=cohort.device)
+    step.out.addcmul_(whole.unsqueeze(1), state["table.mean"][rows])
 
 
 def _put_(table: Tensor, rows: Tensor, batch: Batch, values: Tensor) -> None:
-    """Write a batch's values [r, b, ·] to their examples' places; padding, which follows the examples, writes nothing.
+    """Write a batch's values [r, b, ·] to their examples' places in some rows [r, 1] of a table.
 
-    It repeats what the first place of its row gets: to leave it out by a mask, a GPU would have to be waited for.
-
-    Args:
-        rows: of the table, [r, 1].
+    Padding repeats what the first place of its row gets: to leave it out by a mask, a GPU would have to be waited for.
     """
     used, first = batch.weight > 0, batch.index[:, :1]
     first_values = torch.where(used[:, :1, None], values[:, :1], table[rows, first])
     table[rows, torch.where(used, batch.index, first)] = torch.where(used.unsqueeze(2), values, first_values)
-
-
-def _index(cohort: Cohort, rows: np.ndarray) -> Tensor | slice:
-    """Return rows as an index; everything as a slice, which copies nothing."""
-    return slice(None) if len(rows) == len(cohort.peers) else torch.as_tensor(rows, device=cohort.device)
 
 
 def _per_example(cohort: Cohort, rows: np.ndarray) -> Tensor:

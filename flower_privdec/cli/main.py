@@ -228,6 +228,20 @@ def topology(
 
 
 @command()
+def ledger(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A ledger, SOURCE.jsonl, or a folder with some.")],
+    delta: Annotated[float, typer.Option(help="δ at which to compute ε: a ledger holds releases, and no δ.")],
+    epsilon: Annotated[float | None, typer.Option(help="A budget of which to print what is left.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Verify a ledger, and print what each run spent, the ε of all together, and what is left."""
+    with starting():
+        from flower_privdec.reporting import ledgers
+
+    ledgers.print_ledgers(path, delta, epsilon, as_json)
+
+
+@command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `privdec run` wrote.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),

@@ -147,11 +147,7 @@ def read_diabetes() -> Source:
 
 @lru_cache
 def _sklearn_table(name: str, file: str, **options: Any) -> np.ndarray:
-    """Read a table that comes with scikit-learn, which takes long to import and is not.
-
-    Raises:
-        ScenarioError: scikit-learn is not installed, or has no such file.
-    """
+    """Read a table that comes with scikit-learn, which takes long to import and is not."""
     sklearn_spec = importlib.util.find_spec("sklearn")
     if sklearn_spec is None or sklearn_spec.origin is None:
         raise ScenarioError(f"data.dataset={name} needs sklearn, which is not installed: pip install scikit-learn")
@@ -174,11 +170,7 @@ def _read_idx_half(folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_idx(path: Path, axes: int) -> np.ndarray:
-    """Read an idx file of bytes: 0, 0, 8, the number of axes, their sizes in four bytes each, and the bytes.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Read an idx file of bytes: 0, 0, 8, the number of axes, their sizes in four bytes each, and the bytes."""
     with path.open("rb") as file:
         magic, *shape = np.fromfile(file, ">u4", 1 + axes).tolist() or [0]
         size = path.stat().st_size - file.tell()

@@ -37,7 +37,7 @@ def evaluate(
     own: OwnParts | None = None,
     trial: Trial | None = None,
 ) -> dict[str, Any]:
-    """Try the network's mean model and every peer's on the test set.
+    """Try the network's mean model and every peer's on the test set after so many rounds.
 
     Args:
         rows: the state's rows of all peers, at least those that others may see.
@@ -46,9 +46,10 @@ def evaluate(
         trial: tries the peers' models elsewhere, see `try_models`; by default they are tried here.
 
     Returns:
-        for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None where one is no finite
-        number), loss (mean_model, in nats), consensus_distance; and for methods of several local steps that learn
-        classes personalized, see `try_on_shards`, where there is no privacy to lose by it.
+        round; for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None where one is no finite
+        number), loss (mean_model, in nats), consensus_distance; for methods of several local steps that learn classes
+        personalized, see `try_on_shards`, where there is no privacy to lose by it; and what the algorithm tells of the
+        rounds since the evaluation before.
 
     Raises:
         RunError: when the run has diverged.
@@ -63,14 +64,13 @@ def evaluate(
         parts = [_try(agreement, models[:1])]
     else:
         parts = [_try(agreement, models)] if trial is None else trial()
-    metrics: dict[str, Any] = {
-        **{
-            name: {"mean_model": finite(mean[0]), **_spread([value for part in parts for value in part[name]])}
-            for name, mean in _measure(agreement, outputs, targets).items()
-        },
-        "loss": {"mean_model": value},
-        "consensus_distance": consensus_distance(models),
-    }
+    metrics: dict[str, Any] = {"round": round_index}
+    for name, mean in _measure(agreement, outputs, targets).items():
+        peers = [value for part in parts for value in part[name]]
+        ends = (sum(peers) / len(peers), min(peers), max(peers)) if all(map(math.isfinite, peers)) else (None,) * 3
+        spread = dict(zip(("peer_mean", "peer_min", "peer_max"), ends, strict=True))
+        metrics[name] = {"mean_model": finite(mean[0]), **spread}
+    metrics |= {"loss": {"mean_model": value}, "consensus_distance": consensus_distance(models)}
     by_label = algorithm.tried_on_own_labels and agreement.loss.targets == "classes"
     if own is not None and by_label and shows_private(agreement.scenario):
         personal, last = algorithm.personal(rows), round_index >= agreement.scenario.rounds
@@ -78,7 +78,9 @@ def evaluate(
             _check_finite(agreement, personal, round_index)
         right = agreement.loss.predict(outputs[0]) == targets
         metrics["personalized"] = try_on_shards(agreement, own, rows, right, last)
-    return metrics
+    every = agreement.scenario.evaluation.every
+    since = range(max(0, round_index - 1) // every * every, round_index)
+    return metrics | algorithm.extra_metrics(rows, since, agreement.mixing)
 
 
 def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float | None]:
@@ -134,12 +136,6 @@ def _try(agreement: Agreement, models: Tensor) -> dict[str, list[float]]:
         for name, values in _measure(agreement, agreement.kernel.logits(models[rows], x), targets).items():
             by_metric[name] += values
     return by_metric
-
-
-def _spread(values: list[float]) -> dict[str, float | None]:
-    if not all(map(math.isfinite, values)):
-        return dict.fromkeys(("peer_mean", "peer_min", "peer_max"))
-    return {"peer_mean": sum(values) / len(values), "peer_min": min(values), "peer_max": max(values)}
 
 
 def _sound_loss(agreement: Agreement, outputs: Tensor, targets: Tensor, round_index: int) -> float:

@@ -209,7 +209,7 @@ class Recorder:
             epsilons: what each peer has spent.
             trial: tries the peers' models elsewhere.
         """
-        measured = measure(self.agreement, rows, round_index, self.own, trial)
+        measured = evaluate(self.agreement, rows, round_index, self.own, trial)
         if self._objective is not None and self._minimum is not None:  # F(mean x̃) - F(x*)
             above = self._objective.value(self.agreement.algorithm.network_mean(rows)) - self._minimum.value
             measured["suboptimality"] = finite(above)
@@ -219,7 +219,7 @@ class Recorder:
         """Append a line to metrics.jsonl, and return it.
 
         Args:
-            measured: of the network, see `measure`.
+            measured: of the network, see `evaluate`.
             epsilon: the most that a peer has spent.
         """
         metrics = measured | {"epsilon": json_number(epsilon), "seconds": round(self.seconds, 3)}
@@ -245,7 +245,7 @@ class Recorder:
         Args:
             rows: the final state's, at least those that others may see.
             spent: what the peers have spent and run.
-            measured: of the models, see `measure`, in place of the last line of metrics.jsonl.
+            measured: of the models, see `evaluate`, in place of the last line of metrics.jsonl.
             entries: further or other entries of the summary, by name.
         """
         scenario = self.agreement.scenario
@@ -296,29 +296,6 @@ class Recorder:
             write_atomically(self.out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self.close()
         return summary
-
-
-def measure(
-    agreement: Agreement,
-    rows: dict[str, Tensor],
-    round_index: int,
-    own: OwnParts | None = None,
-    trial: Trial | None = None,
-) -> dict[str, Any]:
-    """Try the network after so many rounds, and add what the algorithm has to say of those since the last time.
-
-    Args:
-        rows: the state's, at least those that others may see.
-        own: of all peers, where they are at hand.
-        trial: tries the peers' models elsewhere.
-
-    Raises:
-        RunError: when the run has diverged.
-    """
-    every = agreement.scenario.evaluation.every
-    since = range((round_index - 1) // every * every, round_index)
-    extra = agreement.algorithm.extra_metrics(rows, since, agreement.mixing)
-    return {"round": round_index, **evaluate(agreement, rows, round_index, own, trial), **extra}
 
 
 @contextmanager

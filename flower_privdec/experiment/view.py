@@ -97,7 +97,10 @@ class OwnParts:
         """
         scenario = agreement.scenario
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
-        check_steps(scenario, len(peers))
+        if scenario.private is not None:
+            steps = scenario.rounds * steps_per_round(scenario.algorithm)
+            what = f"rounds={scenario.rounds}: the noise and clip norms of {steps:,} steps of {len(peers):,} peers"
+            check_room(STEP_BYTES * steps * len(peers), what, "take fewer rounds, local steps or peers")
         seed, targets = scenario.seed_of("data"), agreement.loss.targets
         examples = read_examples(scenario.data, seed, scenario.n_peers, peers, root, targets, whole=whole)
         if scenario.features is not None:
@@ -513,18 +516,6 @@ class MemoryNeed:
     def total(self) -> int:
         """Return the sum of all parts."""
         return self.state + self.table + self.data + self.batch + self.checkpoint + self.workers
-
-
-def check_steps(scenario: Scenario, peers: int) -> None:
-    """Refuse so many rounds that the noise of every step of every peer does not fit into memory.
-
-    Raises:
-        ScenarioError: with the estimate.
-    """
-    if scenario.private is not None:
-        steps = scenario.rounds * steps_per_round(scenario.algorithm)
-        what = f"rounds={scenario.rounds}: the noise and clip norms of {steps:,} steps of {peers:,} peers"
-        check_room(STEP_BYTES * steps * peers, what, "take fewer rounds, local steps or peers")
 
 
 def memory_need(experiment: Experiment, workers: int = 1) -> MemoryNeed:

@@ -284,7 +284,9 @@ class FactoredKernel(RowKernel):
             if weight is not None:
                 pieces += weight_pieces(layer, weight, [call.x for call in same], deltas)
             if bias is not None:
-                pieces.append(bias_piece(layer, bias, deltas))
+                last = isinstance(layer, nn.Linear)  # whose channels are the last axis
+                sums = [d.flatten(1, -2).sum(1) if last and d.ndim > 2 else _sum_positions(d) for d in deltas]
+                pieces.append(Stored(bias, _sum(sums)))
         return pieces
 
     def _calls(self, point: Tensor, x: Tensor, y: Tensor) -> list[LayerCall]:
@@ -439,13 +441,6 @@ def _gradients(layer: nn.Module, k: int, x: Tensor, delta: Tensor) -> list[Tenso
         for line, patches in zip(out, _patches(layer, x[part]), strict=True):
             torch.bmm(patches.transpose(1, 2), delta[part], out=line[part])
     return out
-
-
-def bias_piece(layer: nn.Module, place: Parameter, deltas: list[Tensor]) -> Piece:
-    """Return the gradients of a layer's bias."""
-    last = isinstance(layer, nn.Linear)
-    sums = [delta.flatten(1, -2).sum(1) if last and delta.ndim > 2 else _sum_positions(delta) for delta in deltas]
-    return Stored(place, _sum(sums))
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

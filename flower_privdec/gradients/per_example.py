@@ -97,11 +97,7 @@ class VmapKernel(RowKernel):
         return outputs
 
     def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
-        """See RowKernel.
-
-        Raises:
-            RunError: the module fails on these examples; its message is withheld, for it may reveal them.
-        """
+        """See RowKernel; where the module fails on these examples, its message is withheld, for it may reveal them."""
         gradients, failure, unknown = {}, None, unknown_tokens(x, self._n_tokens)
         try:
             gradients = self._gradients(point, x if unknown is None else masked(x, unknown), y)

@@ -353,11 +353,8 @@ def masked(values: Tensor, bad: Tensor, filling: float = 0) -> Tensor:
 
 
 def _used(weight: Tensor) -> list[int]:
-    """Count each row's examples up to the last whose weight is not 0; the rest is padding.
-
-    A GPU counts all of them: reading a number back would cost it more than computing padding, which adds nothing.
-    """
-    if weight.shape[1] == 0 or not weight.is_cpu:
+    """Count each row's examples up to the last whose weight is not 0; the rest is padding."""
+    if weight.shape[1] == 0 or not weight.is_cpu:  # on a GPU, reading counts back costs more than computing padding
         return [weight.shape[1]] * weight.shape[0]
     place = torch.arange(1, weight.shape[1] + 1, device=weight.device)
     counts: list[int] = torch.where(weight != 0, place, 0).amax(1).tolist()

@@ -55,12 +55,8 @@ class Layer:
             z.div_(divisor[:, None, None])
         return self.activate_(z)
 
-    def forward_shared(self, params: Tensor, a: Tensor) -> Tensor:
-        """Return the layer's output [m, N, out] for inputs [N, in] that all rows share, by one product."""
-        return self.activate_(self.linear_shared(params, a))
-
     def linear_shared(self, params: Tensor, a: Tensor) -> Tensor:
-        """Return `forward_shared` before the activation."""
+        """Return the layer's output [m, N, out], before the activation, for inputs [N, in] that all rows share."""
         weight = self.weight.view(params).flatten(0, 1).t()
         z = a @ weight if self.bias is None else torch.addmm(self.bias.view(params).flatten(), a, weight)
         return z.view(len(a), len(params), -1).transpose(0, 1)
@@ -185,7 +181,7 @@ class StackedKernel(GradientKernel):
         with torch.no_grad():
             for rows in row_chunks(m, 1, together):
                 for part in row_chunks(x.shape[0], 1, examples):
-                    a = first.forward_shared(params[rows], inputs_like(x[part].flatten(1), params))
+                    a = first.activate_(first.linear_shared(params[rows], inputs_like(x[part].flatten(1), params)))
                     for layer in rest:
                         a = layer.forward(params[rows], a, None)
                     out[rows, part] = a

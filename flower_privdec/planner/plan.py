@@ -319,11 +319,7 @@ def public_sample(experiment: Experiment) -> Objective:
 
 
 def initial_gap(objective: Objective) -> float:
-    """Estimate F0.
-
-    Raises:
-        ScenarioError: where the loss is not positive, as a user's own loss may be.
-    """
+    """Estimate F0; refuse a loss that is not positive, as a user's own may be."""
     gap = objective.value().item()
     if not gap > 0:
         raise ScenarioError(
@@ -334,11 +330,7 @@ def initial_gap(objective: Objective) -> float:
 
 
 def smoothness(experiment: Experiment, objective: Objective) -> float:
-    """Estimate L.
-
-    Raises:
-        ScenarioError: where the Hessian vanishes at x0, as of a hinge loss.
-    """
+    """Estimate L; refuse where the Hessian vanishes at x0, as of a hinge loss."""
     generator = keyed_generator(experiment.scenario.seed_of("model"), "plan direction")
     start = torch.as_tensor(generator.standard_normal(experiment.initial.numel())).to(experiment.initial)
     curvature = objective.curvature(start)
@@ -350,11 +342,7 @@ def smoothness(experiment: Experiment, objective: Objective) -> float:
 
 
 def heterogeneity(experiment: Experiment, objective: Objective) -> float:
-    """Estimate b².
-
-    Raises:
-        ScenarioError: where the sample cannot be partitioned as the training set is.
-    """
+    """Estimate b²; refuse where the sample cannot be partitioned as the training set is."""
     scenario = experiment.scenario
     section, sizes = scenario.data.partition, experiment.own.sampler.partition_sizes
     options = section.model_dump(exclude={"kind"}, exclude_none=True)

@@ -192,11 +192,7 @@ def line_style(index: int) -> tuple[int, str]:
 
 
 def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds: bool) -> None:
-    """Draw the rounds at which every run of a group has a finite value, if there are any.
-
-    Args:
-        seeds: whether the picture's bands are over seeds, not over the peers.
-    """
+    """Draw the rounds at which every run of a group has a finite value; bands are over `seeds`, or over the peers."""
     rounds, values = group.curve(curve.value)
     if not rounds:
         return

@@ -245,7 +245,7 @@ def validated(
     except ValidationError as error:
         raise explain(error, root, data, places) from error
     if isinstance(model, LocatedFile):
-        model.given_at(places)
+        model._places = places
     return model
 
 

@@ -165,11 +165,7 @@ def _fresh(criterion: Criterion) -> Criterion:
 
 
 def _batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[list[Tensor], Rebuild]:
-    """Return a batch's tensors, the first axis of which is the example, and the function from others to arguments.
-
-    Raises:
-        ScenarioError: an argument is neither tensors of as many examples each nor a plain constant.
-    """
+    """Return a batch's tensors, the first axis of which is the example, and the function from others to arguments."""
     leaves, spec = tree_flatten((list(args), dict(kwargs), list(targets)))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
     for leaf in leaves:

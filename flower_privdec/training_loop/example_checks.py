@@ -132,11 +132,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _indices(dataset: Any, datasets: list[Any]) -> np.ndarray:
-    """Return [items]: each item's index in the dataset beneath subsets and concatenations, plus 2^40 times that one's.
-
-    Args:
-        datasets: gets the datasets beneath.
-    """
+    """Return [items]: each item's index in the dataset beneath, plus 2^40 times that one's place in `datasets`."""
     if type(dataset).__getitem__ is Subset.__getitem__:
         return _indices(dataset.dataset, datasets)[np.asarray(dataset.indices, dtype=np.int64)]
     if type(dataset).__getitem__ is ConcatDataset.__getitem__:

@@ -293,11 +293,7 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the parameters that the optimizer trains, by name.
-
-    Raises:
-        ScenarioError: none, one of another model, or one that noise cannot be added to.
-    """
+    """Return the parameters that the optimizer trains, by name; refuse those that noise cannot be added to."""
     if not isinstance(optimizer, Optimizer):
         raise ScenarioError(f"optimizer is a {type(optimizer).__name__}: it must be a torch.optim.Optimizer")
     of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}

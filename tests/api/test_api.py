@@ -335,10 +335,10 @@ def test_a_folder_that_is_no_run_or_damaged_is_refused_in_one_line(tmp_path: Pat
             assert "\n" not in str(error.value)
     (folder / "summary.json").unlink()
     (folder / "checkpoint").write_bytes(b"no")
-    with pytest.raises(fp.ScenarioError, match="cannot be read as a checkpoint"):
+    with raises(fp.ScenarioError, "checkpoint.unreadable"):
         fp.load_run(folder).model()
     (folder / "metrics.jsonl").write_text("{\n{}\n")
-    with pytest.raises(fp.ScenarioError, match="is no record of an evaluation"):
+    with raises(fp.ScenarioError, "run.metrics-damaged"):
         fp.load_run(folder)
     with raises(fp.ScenarioError, "reporting.not-a-run", names="absent"):
         fp.load_run(tmp_path / "absent")
@@ -361,5 +361,5 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
         fp.run(scenario, resume=True)
     assert not (tmp_path / "run").exists()
     fp.run(scenario, out=tmp_path / "run")
-    with pytest.raises(fp.ScenarioError, match="already holds a run"):
+    with raises(fp.ScenarioError, "run.folder-taken"):
         fp.run(scenario, out=tmp_path / "run")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises
 from shards_together import engines_of, in_shards
 from tiny_scenario import Build, Tiny
 from variants import VARIANTS, settings_for
@@ -210,5 +211,5 @@ def test_a_summary_states_whether_models_may_be_published(
 
 
 def test_system_noise_without_privacy_is_refused(tiny: Tiny) -> None:
-    with pytest.raises(ScenarioError, match="generator=system"):
+    with raises(ScenarioError, "scenario.value_error", "generator=system"):
         tiny("compute.generator=system", "privacy=none")

@@ -20,6 +20,7 @@ import torch
 import user_models
 import user_parts
 from api_sections import SECTIONS
+from raising import raises
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -196,9 +197,9 @@ def test_each_peer_has_its_own_where_a_list_is_given() -> None:
     for peer, part in enumerate(own.examples.parts):
         assert torch.equal(own.examples.x[torch.from_numpy(part)], torch.from_numpy(X[cuts[peer] : cuts[peer + 1]]))
     for n_peers in (3, 5):
-        with pytest.raises(fp.ScenarioError, match=f"lists data of 4 peers for n_peers={n_peers}"):
+        with raises(fp.ScenarioError, "api.data-per-peer", f"n_peers={n_peers}"):
             fp.make_scenario(scenario, n_peers=n_peers)
-    with pytest.raises(fp.ScenarioError, match=r"partition is for one dataset that is dealt out"):
+    with raises(fp.ScenarioError, "scenario.value_error", "partition"):
         fp.make_scenario(scenario, {"data.partition": {"kind": "sizes", "sizes": [1.0] * 4}})
 
 
@@ -252,7 +253,7 @@ def test_what_is_no_data_is_refused_in_one_line(data: dict[str, Any], message: s
 
 def test_a_ledger_counts_given_data_under_the_name_of_their_source(tmp_path: Path) -> None:
     privacy = {"epsilon": 3.0, "delta": 1e-3, "ledger": str(tmp_path / "ledger")}
-    with pytest.raises(fp.ScenarioError, match=r"data\.source is missing: name the source of the data"):
+    with raises(fp.ScenarioError, "scenario.value_error", r"data\.source"):
         given(privacy=privacy)
     data = {"train": (X[:200], Y[:200]), "test": TEST, "batch": BATCH, "source": "visits"}
     fp.run(given(privacy=privacy | {"epsilon": 1.0}, data=data, rounds=2))
@@ -261,9 +262,9 @@ def test_a_ledger_counts_given_data_under_the_name_of_their_source(tmp_path: Pat
     assert ledger is not None
     assert 0.9 < ledger["epsilon_before"] <= 1
     for source in ("../visits", "", "a b"):
-        with pytest.raises(fp.ScenarioError, match=r"data\.source="):
+        with raises(fp.ScenarioError, "scenario.string_pattern_mismatch", r"data\.source="):
             given(data=data | {"source": source})
-    with pytest.raises(fp.ScenarioError, match="source is for data that are given in Python"):
+    with raises(fp.ScenarioError, "scenario.value_error", "source"):
         fp.make_scenario(SECTIONS, {"data.source": "mine"})
 
 
@@ -505,9 +506,9 @@ def test_a_stopped_run_of_objects_goes_on_with_the_same_objects_alone(tmp_path: 
 
 def test_other_processes_cannot_have_objects(tmp_path: Path) -> None:
     scenario = given(model=inside(NET))
-    with pytest.raises(fp.ScenarioError, match=r"data\.dataset\.module was given as a Python object, and Flower runs"):
+    with raises(fp.ScenarioError, "api.object-in-processes", r"data\.dataset\.module"):
         fp.run(scenario, runtime="flower", out=tmp_path / "run")
-    with pytest.raises(fp.ScenarioError, match=r"was given as a Python object, and jobs=2 are processes"):
+    with raises(fp.ScenarioError, "api.object-in-processes", "jobs=2"):
         fp.compare(scenario, jobs=2, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hosting import hosting
+from raising import raises
 from safetensors.torch import load_file
 from tiny_scenario import Tiny
 
@@ -142,6 +143,6 @@ def test_files_that_do_not_fit_are_named(tiny: Tiny, files: Path) -> None:
     with pytest.raises(ScenarioError, match=r"\[1, 8, 7\] and test examples of shape \[1, 8, 8\]"):
         hosting(Agreement.of(scenario), [2])
     np.savez(files / "peer-2.npz", x_train=np.zeros((30, 1, 8, 8)), y_train=np.arange(30) % 12)
-    with pytest.raises(ScenarioError, match="label 11, and there are 10 classes"):
+    with raises(ScenarioError, "data.labels", "label 11"):
         hosting(Agreement.of(scenario), [2])
     Experiment.build(scenario.model_copy(update={"data": scenario.data.model_copy(update={"classes": 12})}))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from run_folders import make_run
 from tiny_scenario import Build, Tiny
 
@@ -104,7 +105,7 @@ def test_wrong_seeds_are_refused_in_one_line(tiny: Tiny, settings: str, said: st
 
 
 def test_a_comparison_over_seeds_that_change_nothing_is_refused(tiny: Tiny) -> None:
-    with pytest.raises(ScenarioError, match="seeds data, model and run are all given"):
+    with raises(ScenarioError, "study.seeds-fixed", "seeds data, model and run"):
         compare(tiny("seeds={data: 1, model: 1, run: 1}"), seeds=[1, 2])
 
 

@@ -190,8 +190,7 @@ def test_flower_run_runs_any_app_and_leaves_what_it_saved(tmp_path, monkeypatch,
     status = privdec("flower-run", app, "--supernodes", "4", "-c", "num-server-rounds=2", "--out", "out")
     out, errors = capsys.readouterr()
     assert status == 0, errors
-    assert "[ROUND 2/2]" in out
-    assert "MetricRecord: {'accuracy'" in out
+    assert re.search(r"2: \{'accuracy'", out)
     assert "after: round 2/2" in errors
     assert (tmp_path / "out" / "final_model.npz").is_file()
     ledgers = sorted((tmp_path / "out" / "peers").glob("*/peer-*/peer-updates.jsonl"))

@@ -41,8 +41,8 @@ from flower_privdec.flower.mods.peer_state import (
     state_path,
 )
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
+from flower_privdec.privacy.exact_noise import grid_steps
 from flower_privdec.privacy.ledger import ledger as ledger_module
-from flower_privdec.privacy.noise.deployed import grid_steps
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 DELTA = 1e-5
@@ -493,7 +493,7 @@ def test_a_ledger_in_use_is_not_paid_from_twice(tmp_path):
 def test_an_update_is_noised_on_a_grid() -> None:
     """Its digits show nothing of the update: what is released is a multiple of 2^-21 of the noise at least."""
     released = protected(1.0, 1.5, np.full(4000, 1e-3) * np.pi)
-    step = grid_steps(torch.tensor([1.5]).double()).item()
+    step = grid_steps(np.array([1.5])).item()
     assert not np.any(np.remainder(released, step))
 
 

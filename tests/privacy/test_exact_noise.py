@@ -23,9 +23,10 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment, OwnParts
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.view import noise_inflation
+from flower_privdec.privacy import exact_noise
+from flower_privdec.privacy.exact_noise import SystemNormals
 from flower_privdec.privacy.mechanism.declared import Drawing
-from flower_privdec.privacy.noise import ExactNoise, deployed
-from flower_privdec.privacy.noise.deployed import SystemNormals
+from flower_privdec.privacy.noise import ExactNoise
 from flower_privdec.scenario import numbers_hash
 
 FALSE_ALARM = 1e-7  # of each check; entropy is fixed, so one that passes goes on passing
@@ -88,7 +89,7 @@ def exact_normals(share: int, angle: int, bits: int) -> tuple[Any, Any]:
 def test_every_release_is_on_the_grid_whatever_the_sum(asked: list[int], dtype: torch.dtype, std: float) -> None:
     values = torch.tensor([value for value in LARGE if abs(value) < torch.finfo(dtype).max], dtype=dtype)
     found = noised(values.repeat(400)[None], std)[0]
-    step = Fraction(deployed.grid_steps(torch.tensor([std], dtype=dtype).double()).item())
+    step = Fraction(exact_noise.grid_steps(np.array([float(torch.tensor(std, dtype=dtype))])).item())
     assert step.numerator == 1 or step.denominator == 1  # a power of two
     assert std / 2**21 < step <= std / 2**20
     assert all((Fraction(value) / step).denominator == 1 for value in found.tolist())
@@ -102,12 +103,10 @@ def test_what_is_released_is_the_rounded_sum_of_exact_numbers(sums: list[float],
     pairs = -(-len(sums) // 2)
     shares, angles = g.integers(2**40, 2**62, pairs), g.integers(-(2**63), 2**63, pairs)
     normals, cipher = normals_of(shares, angles)
-    found = deployed.add_exactly(
-        torch.tensor([sums], dtype=torch.float64), torch.tensor([[std]], dtype=torch.float64), normals
-    )[0]
+    found = exact_noise.add_exactly(np.array([sums]), np.array([[std]]), normals)[0]
     if cipher.added:
         return  # more digits than these were used: the next test has those
-    step = Fraction(deployed.grid_steps(torch.tensor([std], dtype=torch.float64)).item())
+    step = Fraction(exact_noise.grid_steps(np.array([std])).item())
     both = [exact_normals(int(share), int(angle), 63) for share, angle in zip(shares, angles, strict=True)]
     for number, (value, release) in enumerate(zip(sums, found.tolist(), strict=True)):
         half, pair = divmod(number, pairs)
@@ -143,8 +142,8 @@ def test_the_law_on_a_coarse_grid_is_that_of_a_rounded_normal(
     offset: float, scale: float, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chi-square against Φ's differences, where a step is as large as the noise: every sum is between grid points."""
-    monkeypatch.setattr(deployed, "GRID_BITS", -1)
-    step = deployed.grid_steps(torch.tensor([scale], dtype=torch.float64)).item()
+    monkeypatch.setattr(exact_noise, "GRID_BITS", -1)
+    step = exact_noise.grid_steps(np.array([scale])).item()
     found = noised(torch.full((1, 400_000), offset, dtype=torch.float64), scale)[0].numpy() / step
     edges = np.arange(-3, 4) - 0.5
     cumulative = np.concatenate([[0], stats.norm.cdf((edges * step - offset) / scale), [1]])
@@ -175,7 +174,7 @@ def test_noise_is_standard_normal(asked: list[int], dtype: torch.dtype) -> None:
 def test_the_last_digits_show_nothing_of_a_sum(asked: list[int]) -> None:
     """Mironov's attack: which numbers come out, in their last digits, for two sums that are no neighbours."""
     releases = [set(noised(torch.full((1, 20_000), value), 2.0**-14)[0].tolist()) for value in (0.1, 0.1 + 2.0**-16)]
-    step = deployed.grid_steps(torch.tensor([2.0**-14]).double()).item()
+    step = exact_noise.grid_steps(np.array([2.0**-14])).item()
     rests = [{math.fmod(value, step) for value in each} for each in releases]
     assert rests == [{0.0}, {0.0}]
 
@@ -188,7 +187,7 @@ def test_floats_are_as_exact_as_is_said() -> None:
     g = np.random.default_rng(5)
     drawn = [2**place + int(g.integers(2**38)) for place in g.integers(38, 63, 500).tolist()]
     drawn += [2**63 - 2**place - 1 for place in g.integers(42, 62, 500).tolist()]
-    shares = np.array([*drawn, deployed.LEAST_SHARE, deployed.MOST_SHARE], dtype=np.uint64)
+    shares = np.array([*drawn, exact_noise.LEAST_SHARE, exact_noise.MOST_SHARE], dtype=np.uint64)
     angles = g.integers(-(2**63), 2**63, len(shares))
     angles[:6] = [0, -1, 2**62, -(2**62), -(2**63), 2**63 - 1]
     normals, _ = normals_of(shares, angles)
@@ -214,9 +213,7 @@ def test_where_later_bits_decide_they_are_drawn_and_decide(more: int) -> None:
     share, angle, offset = boundary_pair()
     normals, cipher = normals_of(np.array([share]), np.array([angle]))
     cipher._more = more
-    found = deployed.add_exactly(
-        torch.tensor([[offset * 2.0**-20]], dtype=torch.float64), torch.ones(1, 1).double(), normals
-    )
+    found = exact_noise.add_exactly(np.array([[offset * 2.0**-20]]), np.ones((1, 1)), normals)
     assert cipher.added
     bits = 63 + 64 * 3
     tail = 2**192 - 1 if more else 0
@@ -228,7 +225,7 @@ def test_where_later_bits_decide_they_are_drawn_and_decide(more: int) -> None:
 
 def test_both_normals_of_a_pair_are_of_the_same_bits() -> None:
     normals, cipher = normals_of(np.array([0]), np.array([2**61]))  # U may be 0: both wait for more
-    found = deployed.add_exactly(torch.zeros(1, 2).double(), torch.ones(1, 1).double(), normals)[0]
+    found = exact_noise.add_exactly(np.zeros((1, 2)), np.ones((1, 1)), normals)[0]
     added = [cipher._more] * (len(cipher.added) // 2)
     share = angle = 0
     angle = 2**61
@@ -236,14 +233,14 @@ def test_both_normals_of_a_pair_are_of_the_same_bits() -> None:
         share, angle = share << 64 | word, angle << 64 | word
     values = exact_normals(share, angle, 63 + 64 * len(added))
     assert found.tolist() == pytest.approx([float(value) for value in values], abs=2.0**-20)
-    assert found.norm() > 9  # U is 2^-67 to 2^-66
+    assert np.linalg.norm(found) > 9  # U is 2^-67 to 2^-66
 
 
 def test_doubt_is_rare(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     doubts: list[int] = []
-    resolved = deployed._resolved
+    resolved = exact_noise._resolved
     monkeypatch.setattr(
-        deployed, "_resolved", lambda which, *rest: (doubts.append(len(which)), resolved(which, *rest))[1]
+        exact_noise, "_resolved", lambda which, *rest: (doubts.append(len(which)), resolved(which, *rest))[1]
     )
     noised(torch.zeros(1, 1_000_000), 1.0)
     assert 0 < sum(doubts) < 40  # about 8 in a million, and never none

@@ -206,7 +206,7 @@ def test_a_wrong_definition_names_line_value_and_remedy(
 
 def test_what_cannot_be_run_is_refused_before_anything_runs(study_at: Callable[..., Path], tmp_path: Path) -> None:
     path = study_at(settings=["privacy.epsilonn=1"])
-    with pytest.raises(ScenarioError, match=r"part main, cell 1, push-sum: .*epsilonn.*did you mean 'epsilon'"):
+    with raises(ScenarioError, "scenario.extra_forbidden", r"part main, cell 1, push-sum: .*epsilonn.*'epsilon'"):
         run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
     with raises(ScenarioError, "study.ledger", names=r"part main: privacy\.ledger"):
         cells_of(study_at(settings=["privacy.ledger=x"]))

@@ -999,7 +999,7 @@ def test_a_setting_that_cannot_be_private_is_refused(options: dict[str, Any], sa
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ScenarioError, match="0 are the model's"):
+    with raises(ScenarioError, "training-loop.model", "0 are the model's"):
         setup(tmp_path, optimizer=torch.optim.SGD(nn.Linear(5, 3).parameters(), 0.1))
     assert not (tmp_path / "a.jsonl").exists()
 

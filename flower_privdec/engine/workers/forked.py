@@ -103,7 +103,7 @@ def shared_copy(rows: Tensor, *, filled: bool = True) -> Tensor:
     Args:
         filled: whether the numbers are copied; else the memory is only allocated.
     """
-    if not _padded_or_dense(rows):
+    if not (rows.numel() and rows[0].is_contiguous() and rows.stride(0) >= rows[0].numel()):  # padded, or dense
         rows = aligned(rows)
     count = max(1, len(rows) * rows.stride(0)) if rows.ndim else 1
     memory = mmap.mmap(-1, count * rows.element_size())
@@ -112,11 +112,6 @@ def shared_copy(rows: Tensor, *, filled: bool = True) -> Tensor:
     flat = torch.frombuffer(memory, dtype=rows.dtype, count=count)
     copy = flat.as_strided(rows.shape, rows.stride())
     return copy.copy_(rows) if filled else copy
-
-
-def _padded_or_dense(rows: Tensor) -> bool:
-    """Return whether each row is contiguous, and they follow one another without overlap."""
-    return rows.numel() > 0 and rows[0].is_contiguous() and rows.stride(0) >= rows[0].numel()
 
 
 class EdgeBox:

@@ -63,8 +63,9 @@ def deal(experiment: Experiment, workers: int | None = None) -> Partitioning:
     """
     wanted = experiment.scenario.compute.workers if workers is None else workers
     blocks = _blocks(experiment)
+    cuts = tuple(number * experiment.scenario.n_peers // blocks for number in range(blocks + 1))
     if wanted == "auto":
-        return Partitioning(_cuts(experiment, blocks), min(blocks, affordable(experiment)))
+        return Partitioning(cuts, min(blocks, affordable(experiment)))
     if wanted > 1 and not can_fork():
         raise ScenarioError(
             f"compute.workers={wanted} needs Linux, where a process can be forked safely; use auto",
@@ -77,7 +78,7 @@ def deal(experiment: Experiment, workers: int | None = None) -> Partitioning:
         )
     elif wanted > available_cores():
         _log.warning("compute.workers=%d take turns on %d cores; use auto", wanted, available_cores())
-    return Partitioning(_cuts(experiment, blocks), min(blocks, wanted))
+    return Partitioning(cuts, min(blocks, wanted))
 
 
 def affordable(experiment: Experiment) -> int:
@@ -87,10 +88,7 @@ def affordable(experiment: Experiment) -> int:
 
 
 def _blocks(experiment: Experiment) -> int:
-    """Return into how many blocks an experiment falls.
-
-    It is one on a GPU, and where exchanges are of a user's own kind.
-    """
+    """Return into how many blocks an experiment falls: one on a GPU, and where exchanges are of a user's own kind."""
     exchanges = [item for item in experiment.algorithm.program if isinstance(item, Exchange)]
     known = all(type(item) in (Mix, Gather, Reply) for item in exchanges)
     if experiment.device.type != "cpu" or not known:
@@ -140,7 +138,3 @@ def round_seconds(active: float, d: int, examples: float, products: float, steps
         tried: outputs for one public example each that it computes.
     """
     return active * (steps * (d * NUMBER + examples * products * PRODUCT) + tried * products * TRIAL)
-
-
-def _cuts(experiment: Experiment, blocks: int) -> tuple[int, ...]:
-    return tuple(number * experiment.scenario.n_peers // blocks for number in range(blocks + 1))

@@ -219,11 +219,7 @@ class WorkerPool:
             other.order(order)
 
     def _pay(self, count: int) -> int:
-        """Pay the private steps of the next round, of all who are active in it; return how many rounds are paid then.
-
-        Args:
-            count: of the rounds to come, at most so many.
-        """
+        """Pay the private steps of the next round; return how many rounds are paid then, at most `count`."""
         steps, k, ledger = self.cohort.steps_per_round, self.state.round_index, self.cohort.ledger
         stop = k + count
         if ledger is not None:

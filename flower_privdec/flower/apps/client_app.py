@@ -31,7 +31,8 @@ from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
-from flower_privdec.experiment.recorder import evaluation_rounds, measure, read_metrics
+from flower_privdec.experiment.evaluation import evaluate
+from flower_privdec.experiment.recorder import evaluation_rounds, read_metrics
 from flower_privdec.experiment.spent import epsilons
 from flower_privdec.experiment.view import public_name
 from flower_privdec.flower.apps.records import (
@@ -248,7 +249,7 @@ def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> Recor
             seconds += time.perf_counter() - began
             rows = engine.collect()
             if rows is not None:
-                metrics.append(json.dumps(measure(experiment, rows, stop)))
+                metrics.append(json.dumps(evaluate(experiment, rows, stop)))
             spent.append(max(epsilons(cohort, stop)))
             clock.append(seconds)
         node.save(state, cohort)

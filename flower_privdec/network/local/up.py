@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.core import State
 from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds, measure
+from flower_privdec.experiment.evaluation import evaluate
+from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds
 from flower_privdec.experiment.spent import Spent
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
@@ -246,7 +247,7 @@ class Up:
     def _measured(self) -> dict[str, Any]:
         """Try the devices' last models, but for peers that are gone."""
         there = torch.tensor(self._alive())
-        return measure(
+        return evaluate(
             self.agreement, {name: rows[there] for name, rows in self._last_rows().items()}, self.scenario.rounds
         )
 

@@ -669,12 +669,7 @@ def sealed_segments(path: Path) -> set[int]:
 
 
 def _check_segments(path: Path, segment: Segment, before: set[int], after: set[int]) -> None:
-    """Refuse a ledger that lacks a segment, or whose last one is older than another.
-
-    Args:
-        segment: the last one.
-        before, after: the sealed ones on disk before and after it was read: another process may seal one meanwhile.
-    """
+    """Refuse a ledger that lacks a segment, or whose last one is older than one sealed before or after it was read."""
     if missing := set(range(segment.number)) - after:
         message = f"{sealed_path(path, min(missing))} is missing, and {path.name} continues from it; {RESTORE}"
         raise BudgetError(message, code="ledger.segment")

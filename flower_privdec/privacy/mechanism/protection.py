@@ -400,12 +400,7 @@ def breaches(plan: Protection) -> list[str]:
 def _other_accounts(
     accounts: Sequence[Account], mechanisms: Sequence[Mechanism], active: np.ndarray, scales: np.ndarray
 ) -> tuple[Account, ...]:
-    """Return what other mechanisms cost in the steps that are charged.
-
-    Args:
-        active: bool [steps, m].
-        scales: of each peer's noise, [m].
-    """
+    """Return what other mechanisms cost, at scales of noise [m], in the active steps [steps, m] that are charged."""
     spends_of: dict[tuple[int, int], tuple[Spend, ...]] = {}  # equal accounts use one tuple of spends
     for account, mechanism, mask, scale in zip(accounts, mechanisms, active.T, scales.tolist(), strict=True):
         key, last = (id(mechanism), id(account.spends)), account.spends[-1].to_step if account.spends else 0
@@ -418,13 +413,7 @@ def _other_accounts(
 
 
 def _kinds(mechanisms: Sequence[Mechanism]) -> tuple[tuple[Factors, ...], np.ndarray]:
-    """Return the sums of each kind of step with their noise, and the kind of every step: equal for all peers.
-
-    The number of neighbours that get a sum may differ.
-
-    Raises:
-        ScenarioError: they are not equal.
-    """
+    """Return the sums of each kind of step with their noise, and the kind of every step, which all peers must share."""
     numbers: dict[tuple[tuple[str, float | None], ...] | None, int] = {}
     schedules = []
     for mechanism in mechanisms:

@@ -1,0 +1,110 @@
+"""Ledgers as their owner reads them: verified, with what each run spent and what is left."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.formatting import epsilon_text, setting
+from flower_privdec.experiment.spent import json_number
+from flower_privdec.privacy.accountant.accounting import check_delta, epsilon_of_runs
+from flower_privdec.privacy.ledger.ledger import FORMAT, Totals, runs_in, verified
+from flower_privdec.reporting.console import comparison_text
+
+PREFIX = FORMAT.rpartition("-")[0].encode()
+
+
+def ledgers_below(path: Path) -> list[Path]:
+    """Return the ledgers at a path: itself where it is a file, else all below the folder.
+
+    Raises:
+        ScenarioError: there is none.
+    """
+    paths = [path] if path.is_file() else sorted(file for file in path.rglob("*.jsonl") if _is_ledger(file))
+    if not paths:
+        raise ScenarioError(
+            f"{path}: has no ledger; give one, SOURCE.jsonl, or a folder with some, such as runs/NAME or a peer's",
+            code="ledger.none",
+        )
+    return paths
+
+
+def _is_ledger(path: Path) -> bool:
+    with path.open("rb") as file:
+        return PREFIX in file.read(100)
+
+
+def ledger_facts(path: Path, delta: float, budget: float | None = None) -> dict[str, Any]:
+    """Verify a whole ledger and return what it says.
+
+    Args:
+        path: of SOURCE.jsonl; sealed segments lie beside it.
+        delta: at which ε is computed, in (0, 1): a ledger holds releases, and each run states its own δ.
+        budget: an ε of which to return what is left.
+
+    Returns:
+        ledger, source, lines, delta; runs: of each its id, the step before which all are charged, the number of its
+            peers, the ε of that run alone, and the environment that drew its noise; epsilon: of all runs together, for
+            an example that was at the costliest peer in each; left: of the budget, None without one. An infinite ε is
+            the string "inf".
+
+    Raises:
+        BudgetError: the ledger cannot be read or fails verification, which names the line.
+        ScenarioError: δ is not in (0, 1), or the budget not above 0.
+    """
+    check_delta(delta)
+    if budget is not None and not budget > 0:
+        raise ScenarioError(f"--epsilon {budget} must be a budget, > 0", code="ledger.budget")
+    totals, lines, source = Totals(), 0, ""
+    for segment, entries in verified(path):
+        totals.count(entries)
+        lines += len(entries)
+        source = segment.source
+    costs = runs_in(totals.entries)
+    together = epsilon_of_runs(list(costs.values()), delta)
+    return {
+        "ledger": str(path),
+        "source": source,
+        "lines": lines,
+        "delta": delta,
+        "runs": [_run_facts(run, totals, alternatives, delta) for run, alternatives in costs.items()],
+        "epsilon": json_number(together),
+        "left": None if budget is None else max(0.0, budget - together),
+    }
+
+
+def _run_facts(run: str, totals: Totals, alternatives: Any, delta: float) -> dict[str, Any]:
+    entries = [entry for entry in totals.entries if entry.run.id == run]
+    return {
+        "run": run,
+        "steps": max(entry.to_step for entry in entries),
+        "peers": len({peer for entry in entries for charge in entry.charges for peer in charge.peers}),
+        "epsilon": json_number(epsilon_of_runs([alternatives], delta)),
+        "environment": entries[-1].run.environment,
+    }
+
+
+def print_ledgers(path: Path, delta: float, budget: float | None, as_json: bool) -> None:
+    """Print what the ledgers at a path say; see `ledger_facts`."""
+    facts = [ledger_facts(one, delta, budget) for one in ledgers_below(path)]
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    for one in facts:
+        rows = [
+            [run["run"][:8], run["environment"], f"{run['steps']:,}", str(run["peers"]), epsilon_text(run["epsilon"])]
+            for run in one["runs"]
+        ]
+        left = "" if one["left"] is None else f"; {_rounded_down(one['left'])} left of {epsilon_text(budget)}"
+        note = f"all together: ε = {epsilon_text(one['epsilon'])} at δ = {setting(delta)}{left}"
+        typer.echo(f"{one['ledger']}: {one['lines']:,} lines, verified")
+        typer.echo(comparison_text(["run", "drawn by", "steps", "peers", "ε"], rows, note))
+
+
+def _rounded_down(epsilon: float) -> str:
+    return f"{math.floor(1000 * epsilon) / 1000:g}"

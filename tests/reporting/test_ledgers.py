@@ -1,0 +1,85 @@
+"""`privdec ledger`: what an owner reads of a ledger is what the runs that were charged to it spent."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from command_line import privdec
+from tiny_scenario import Tiny
+
+from flower_privdec.common.formatting import epsilon_text
+from flower_privdec.engine.run import run
+from flower_privdec.experiment import Experiment
+from flower_privdec.reporting.ledgers import ledger_facts
+
+
+@pytest.fixture
+def two_runs(tiny: Tiny, tmp_path: Path) -> list[float]:
+    """Charge two runs to one ledger; return the largest ε that each stated for itself, and at its end for all."""
+    stated = []
+    for seed in (1, 2):
+        scenario = tiny(f"seed={seed}", f"privacy.ledger={tmp_path / 'ledger'}", f"privacy.epsilon={2 + seed}")
+        summary = run(Experiment.build(scenario), tmp_path / f"run-{seed}")
+        stated.append(max(float(row["epsilon"]) for row in summary["privacy"]))
+    return stated
+
+
+def test_what_it_prints_is_what_the_runs_state(two_runs: list[float], tmp_path: Path) -> None:
+    (path,) = (tmp_path / "ledger").glob("*.jsonl")
+    facts = ledger_facts(path, 1e-3, budget=4.5)
+    assert [one["peers"] for one in facts["runs"]] == [4, 4]
+    assert facts["epsilon"] == pytest.approx(two_runs[-1], abs=1e-9)  # the last run states ε of all over its data
+    assert facts["left"] == pytest.approx(max(0.0, 4.5 - two_runs[-1]))
+    assert max(one["epsilon"] for one in facts["runs"]) < facts["epsilon"]
+
+
+def test_the_command_prints_each_ledger_below_a_folder(
+    two_runs: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert privdec("ledger", str(tmp_path), "--delta", "1e-3", "--epsilon", "1e9") == 0
+    printed = capsys.readouterr().out
+    assert "lines, verified" in printed
+    assert f"all together: ε = {epsilon_text(two_runs[-1])} at" in printed
+    assert "left of" in printed
+    assert privdec("ledger", str(tmp_path), "--delta", "1e-3", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda text: text.replace('"to_step":', '"to_step": ', 1), "its hash does not match"),
+        (lambda text: "".join(text.splitlines(True)[:1] + text.splitlines(True)[2:]), "line 2"),
+    ],
+    ids=["edited", "a line less"],
+)
+def test_a_changed_ledger_is_an_error_with_its_line(
+    two_runs: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: object, why: str
+) -> None:
+    (path,) = (tmp_path / "ledger").glob("*.jsonl")
+    path.write_text(change(path.read_text()))  # type: ignore[operator]
+    assert privdec("ledger", str(path), "--delta", "1e-3") == 2
+    assert re.search(why, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--delta", "2"), "must be in"),
+        (("--delta", "1e-3", "--epsilon", "nan"), "must be a budget"),
+        (("--delta", "1e-3", "--epsilon", "0"), "must be a budget"),
+        ((), "Missing option '--delta'"),
+    ],
+)
+def test_bad_words_are_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], why: str
+) -> None:
+    (tmp_path / "some.jsonl").write_text('{"format":"flower-privdec-ledger-4"}')
+    assert privdec("ledger", str(tmp_path), *words) == 2
+    assert why in capsys.readouterr().err
+    (tmp_path / "some.jsonl").unlink()
+    assert privdec("ledger", str(tmp_path), "--delta", "1e-3") == 2
+    assert "has no ledger" in capsys.readouterr().err
