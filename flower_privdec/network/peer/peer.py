@@ -25,7 +25,7 @@ from flower_privdec.common.files import CHECKPOINTS, MODEL, FolderLock, write_at
 from flower_privdec.core import Algorithm, Exchange, Mix, State, advance
 from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
+from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.experiment.recorder import evaluation_rounds, state_dict_of
 from flower_privdec.experiment.spent import (
@@ -38,7 +38,6 @@ from flower_privdec.experiment.spent import (
 )
 from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Link, Mixing
-from flower_privdec.network.peer.checkpoint_log import CheckpointLog
 from flower_privdec.network.peer.connections import Connections, ReportSession, Session
 from flower_privdec.network.peer.witness_file import WitnessFile
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
@@ -196,11 +195,9 @@ class RunningPeer(ABC):
             transport, carried: see Checkpoint; what is carried never changes.
         """
         trainer = self.trainer
-        facts = {**transport, "place": place, "paid": trainer.paid, "witnessed": self._counts.unsynced()}
-        checkpoint = Checkpoint(
-            state, self._digest, trainer.run, head=trainer.head, transport=facts, carried=carried or {}
-        )
-        trainer.reserve()
+        paid, head = trainer.reserve()
+        facts = {**transport, "place": place, "paid": paid, "witnessed": self._counts.unsynced()}
+        checkpoint = Checkpoint(state, self._digest, trainer.run, head=head, transport=facts, carried=carried or {})
         self._log.write(checkpoint)
 
     # --- a run ---
@@ -380,7 +377,7 @@ class RunningPeer(ABC):
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
-            raise StoppedError(f"the same command continues from {self.device.folder}")
+            raise StoppedError(f"the same command continues from {self.device.folder}", code="peer.stopped")
 
     def stop(self) -> None:
         """End the run at the next wait, with its state on disk."""
@@ -476,7 +473,7 @@ class Trainer(Protocol):
     """What a running peer needs of what it trains.
 
     The peer calls `open` once, then for each round `advance` until that returns None, performing the exchanges between,
-    and `close` at the end. It writes the state, `paid`, `head` and `run` into its checkpoints.
+    and `close` at the end. It writes the state, `run` and what `reserve` returns into its checkpoints.
 
     Attributes:
         scenario: name, number of peers, rounds, network, evaluation and threads, on which all peers agree.
@@ -484,12 +481,8 @@ class Trainer(Protocol):
         mixing: the graph and its weights.
         run: names the run in checkpoints.
         device: where the rows are.
-        ledger_folder: where the ledger lies.
-        paid: for how many steps the ledger has paid.
-        head: of the ledger; None where there is none.
         witnessed_ledger: that neighbours see; None where there is none, or noise follows from a seed.
         pair_secrets: with neighbours, whose reports carry the keys; None where noise does not cancel between peers.
-        steps_per_round: private steps.
     """
 
     @property
@@ -508,25 +501,16 @@ class Trainer(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def ledger_folder(self) -> Path: ...
-
-    @property
-    def paid(self) -> int: ...
-
-    @property
-    def head(self) -> Head | None: ...
-
-    @property
     def witnessed_ledger(self) -> Ledger | None: ...
 
-    def reserve(self) -> None:
-        """Begin to put the next private step's charge on disk; the step waits for it. It may do nothing."""
+    def reserve(self) -> tuple[int, Head | None]:
+        """Return for how many steps the ledger has paid, and its head; 0 and None where there is none.
+
+        It may then begin to put the next private step's charge on disk; the step waits for it.
+        """
 
     @property
     def pair_secrets(self) -> AgreedSecrets | None: ...
-
-    @property
-    def steps_per_round(self) -> int: ...
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """Charge the lines that the ledger lacks, see `Ledger.lacks`, and return how many there are."""
@@ -607,7 +591,7 @@ class ScenarioTrainer:
         own = OwnParts.of(agreement, np.array([peer]), secret, data, "network", whole=data is not None)
         self.experiment = Experiment.joined(agreement, own)
         self.run, self.device = self.experiment.own.run, self.experiment.device
-        self.ledger_folder, self.pair_secrets = ledger_folder(scenario, folder), None
+        self._ledger_folder, self.pair_secrets = ledger_folder(scenario, folder), None
         if len(secret_pairs(scenario)):
             self.pair_secrets = AgreedSecrets(peer, numbers_hash(scenario).encode(), identities(scenario))
         root, self._held = scenario.data.root if data is None else data, -1
@@ -616,31 +600,19 @@ class ScenarioTrainer:
         self._loss: float | None = None
 
     @property
-    def paid(self) -> int:
-        """See Trainer."""
-        return 0 if self.cohort.ledger is None else self.cohort.ledger.charged
-
-    @property
-    def head(self) -> Head | None:
-        """See Trainer."""
-        return None if self.cohort.ledger is None else self.cohort.ledger.head
-
-    @property
-    def steps_per_round(self) -> int:
-        """See Trainer."""
-        return self.cohort.steps_per_round
-
-    @property
     def witnessed_ledger(self) -> CohortLedger | None:
         """See Trainer."""
         return None if self._insecure else self.cohort.ledger
 
-    def reserve(self) -> None:
+    def reserve(self) -> tuple[int, Head | None]:
         """See Trainer; a round is taken with all its steps, or not at all."""
-        if (ledger := self.cohort.ledger) is not None:
-            following = ledger.charged // self.cohort.steps_per_round
-            if following < self.scenario.rounds and self.is_active(following):
-                ledger.reserve()
+        if (ledger := self.cohort.ledger) is None:
+            return 0, None
+        paid, head = ledger.charged, ledger.head
+        following = paid // self.cohort.steps_per_round
+        if following < self.scenario.rounds and self.is_active(following):
+            ledger.reserve()
+        return paid, head
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""
@@ -649,13 +621,13 @@ class ScenarioTrainer:
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer; locks the peer's data file, whose examples another peer's ledger would count alone."""
-        self.cohort = self.experiment.cohort(self.ledger_folder, start=paid)
+        self.cohort = self.experiment.cohort(self._ledger_folder, start=paid)
         if self.pair_secrets is not None:
             self.cohort.secrets = self.pair_secrets
         try:
             self._held = -1 if self._data is None else _hold(self._data)
             if state is None:
-                check_budget(self.cohort, self.ledger_folder)
+                check_budget(self.cohort, self._ledger_folder)
                 return self.experiment.initial_state(self.cohort)
             if self.cohort.ledger is not None:
                 self.cohort.ledger.check_head(head)
@@ -735,12 +707,14 @@ def network_mixing(agreement: Agreement) -> Mixing:
     mixing = agreement.mixing
     if mixing is None:
         raise ScenarioError(
-            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`"
+            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`",
+            code="network.no-exchange",
         )
     if agreement.scenario.topology.name == "server":
         raise ScenarioError(
             "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
-            "graph in which all peers are neighbours"
+            "graph in which all peers are neighbours",
+            code="network.server",
         )
     _check_pairs(agreement.scenario, mixing)
     return mixing
