@@ -161,7 +161,7 @@ class PDSL(CrossGradients):
         """Return φ_ij of each of some rounds as {t: {i: {j: φ}}}, and how many coalitions have been tried so far."""
         table: dict[str, dict[str, dict[str, float]]] = {}
         for slot, k in enumerate(rounds):
-            active = mixing.active(k) if mixing is not None else np.zeros(0, dtype=bool)
+            active = mixing.participation.active(k) if mixing is not None else np.zeros(0, dtype=bool)
             links = mixing.links(k) if mixing is not None else np.zeros((0, 2), dtype=np.int64)
             table[str(k + 1)] = {
                 str(peer): _named(np.union1d(links[links[:, 1] == peer, 0], peer), rows["shapley"][peer, slot])

@@ -105,32 +105,37 @@ def load_own(
     where = f"{key}={target!r}"
     path, _, name = target.partition(":")
     if not all(part.isidentifier() for part in (*path.split("."), name)):
-        raise ScenarioError(f"{where} must be 'package.module:name'")
+        raise ScenarioError(f"{where} must be 'package.module:name'", code="code.name")
     allowed = _allowed.get()
     if allowed is not None and path not in allowed:
-        raise ScenarioError(f"{where}: this process imports no module but {sorted(allowed)}: its owner has to allow it")
+        raise ScenarioError(
+            f"{where}: this process imports no module but {sorted(allowed)}: its owner has to allow it",
+            code="code.not-allowed",
+        )
     if path == PYTHON:
         given = find_given(target)
         if given is None:
             raise ScenarioError(
                 f"{where}: it was given as a Python object, which is not here: give it again, or put it into a module "
-                "and name that, as package.module:name"
+                "and name that, as package.module:name",
+                code="code.not-here",
             )
         if given.tell is not None and given.tell() != given.content:
             raise ScenarioError(
                 f"{where}: what was given has changed since (a global or a value that it uses, perhaps): "
-                "make the scenario again"
+                "make the scenario again",
+                code="code.changed",
             )
         part = given.value
     else:
         module = _import(path, where)
         if not hasattr(module, name):
             names = [public for public in vars(module) if not public.startswith("_")]
-            raise ScenarioError(f"{where}: {path} has no {name}{did_you_mean(name, names)}")
+            raise ScenarioError(f"{where}: {path} has no {name}{did_you_mean(name, names)}", code="code.no-name")
         part = getattr(module, name)
     if not accepts(part):
         kind = part.__name__ if isinstance(part, type) else f"of type {type(part).__name__}"
-        raise ScenarioError(f"{where}: {name} is {kind} and must be {must_be}")
+        raise ScenarioError(f"{where}: {name} is {kind} and must be {must_be}", code="code.kind")
     return part
 
 
@@ -143,17 +148,20 @@ def _import(path: str, where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{path}.".startswith(f"{error.name}."):
             reason = f"there is no module {error.name}; it must be importable from where the command runs"
-            raise ScenarioError(f"{where}: {reason}") from error
-        raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}") from error
+            raise ScenarioError(f"{where}: {reason}", code="code.import") from error
+        raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}", code="code.import") from error
     except SyntaxError as error:
         place = f"{error.filename or path}, line {error.lineno}" if error.lineno else path
-        raise ScenarioError(f"{where}: {place} is not valid Python ({error.msg}); mend the line") from error
+        raise ScenarioError(
+            f"{where}: {place} is not valid Python ({error.msg}); mend the line", code="code.import"
+        ) from error
     except SystemExit as error:
         raise ScenarioError(
-            f"{where}: importing {path} ends the program; put what it runs under if __name__ == '__main__'"
+            f"{where}: importing {path} ends the program; put what it runs under if __name__ == '__main__'",
+            code="code.import",
         ) from error
     except Exception as error:  # a user's module may raise anything
-        raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}") from error
+        raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}", code="code.import") from error
 
 
 @contextmanager

@@ -149,11 +149,6 @@ class PrivateStep:
         return only
 
 
-def noise_std(rate: np.ndarray, clip: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of a sum's noise, whose multiplier is over the clip norm."""
-    return np.asarray(np.abs(rate) * clip * noise)
-
-
 Estimate = Callable[["Cohort", PrivateStep], None]
 
 
@@ -192,6 +187,8 @@ class Cohort:
         mechanism: how noise is made of them.
         secrets: of pairs of peers hosted here.
         state: the state of the step under way, of which a noise mechanism sees its own rows.
+        rows: where all peers stand, 0 to m - 1.
+        dtype, device: of the parameters.
     """
 
     peers: np.ndarray
@@ -215,21 +212,12 @@ class Cohort:
     validation: Validation | None = None
     every: int = 1
     game_seconds: float = 0.0
+    rows: np.ndarray = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
 
-    @property
-    def rows(self) -> np.ndarray:
-        """Return where all peers stand, 0 to m - 1."""
-        return np.arange(len(self.peers))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the parameters' number type."""
-        return self.initial.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the parameters live."""
-        return self.initial.device
+    def __post_init__(self) -> None:
+        self.rows, self.dtype, self.device = np.arange(len(self.peers)), self.initial.dtype, self.initial.device
 
     def tensor(self, values: np.ndarray) -> Tensor:
         """Return per-peer numbers as a tensor on the cohort's device."""
@@ -320,7 +308,7 @@ class Cohort:
         if self.protection is not None:
             copies = None if receivers is None else np.bincount(rows, minlength=len(self.peers))
             clip, noises = self.protection.clip_norm(index)[rows], self.protection.noise(index, named, copies)
-            numbers += [clip, *(noise_std(rate, clip, noise[rows]) for noise in noises.values())]
+            numbers += [clip, *(np.abs(rate) * clip * noise[rows] for noise in noises.values())]
         scale, *rest = self.tensor(np.array(numbers)).unbind(0)
         step = PrivateStep(
             sums=named,
@@ -349,27 +337,24 @@ class Cohort:
         """
         sums = {name: torch.zeros_like(rows) for name, rows in step.sums.items()} if self.apart else step.sums
         estimate(self, replace(step, sums=sums) if self.apart else step)
+        names = self.mechanism.state
+        rows = {} if self.state is None else {part: self.state.rows[STATE_PREFIX + part] for part in names}
         for name, scale in std.items():
-            self.mechanism.add_(sums[name], scale * (1 + self.noise_inflation), self._noised(step, name))
+            what = NoisedSum(
+                normals=self.noise,
+                secrets=self.secrets,
+                name=name,
+                step=step.step,
+                round_index=step.round_index,
+                peers=step.peers,
+                rows=step.rows,
+                receivers=step.receivers,
+                scale=step.scale,
+                clip_norm=step.clip_norm,
+                participation=self.participation,
+                state=rows,
+            )
+            self.mechanism.add_(sums[name], scale * (1 + self.noise_inflation), what)
         if self.apart:
-            for name, rows in step.sums.items():
-                rows.add_(sums[name])
-
-    def _noised(self, step: PrivateStep, name: str) -> NoisedSum:
-        """Return what the noise mechanism knows of one sum of a step."""
-        state = self.mechanism.state
-        rows = {} if self.state is None else {part: self.state.rows[STATE_PREFIX + part] for part in state}
-        return NoisedSum(
-            normals=self.noise,
-            secrets=self.secrets,
-            name=name,
-            step=step.step,
-            round_index=step.round_index,
-            peers=step.peers,
-            rows=step.rows,
-            receivers=step.receivers,
-            scale=step.scale,
-            clip_norm=step.clip_norm,
-            participation=self.participation,
-            state=rows,
-        )
+            for name, out in step.sums.items():
+                out.add_(sums[name])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.errors import RunError
-from flower_privdec.graph.mixing import Link, Mixing, Term
+from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.rows.tensors import aligned, all_finite, is_aligned
 
 
@@ -181,13 +181,19 @@ class Mix(Exchange):
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
         """See Exchange."""
         like = {name: state.rows[name][0] for name in self.names}
-        received = checked(messages, self.awaited(state, mixing), like, state.round_index)
         hosted = mixing.hosted(self.place(state.round_index, mixing), state.peers)
+        received = checked(messages, list(hosted.heard), like, state.round_index)
         rows = {name: torch.empty_like(state.rows[name]) for name in self.names}
-        if mixing.sends_shares:
+        if mixing.sends_shares:  # a receiver's own share first, then the others' by distance
             for row, terms in enumerate(hosted.terms):
                 for name in self.names:
-                    _sum(rows[name][row], state.rows[name][row], terms, received, name)
+                    out, own_row = rows[name][row], state.rows[name][row]
+                    for number, (sender, receiver, weight) in enumerate(terms):
+                        share = own_row * weight if sender == receiver else received[sender, receiver][name]
+                        if number:
+                            out.add_(share)
+                        else:
+                            out.copy_(share)
             return Changed(rows, {})
         own = {peer: row for row, peer in enumerate(state.peers.tolist())}
         heard = {sender: payload for (sender, _), payload in received.items()}
@@ -202,19 +208,6 @@ class Mix(Exchange):
         for name in self.names:
             rows[name], spares[name] = matrix.replace(state.rows[name], spares.get(name))
         return Changed(rows, {})
-
-
-def _sum(out: Tensor, own: Tensor, terms: Sequence[Term], received: Messages, name: str) -> None:
-    """Add up a receiver's shares, its own first, then the others' by distance."""
-    for number, (sender, receiver, weight) in enumerate(terms):
-        if sender == receiver and not number:
-            torch.mul(own, weight, out=out)
-            continue
-        share = own * weight if sender == receiver else received[sender, receiver][name]
-        if number:
-            out.add_(share)
-        else:
-            out.copy_(share)
 
 
 @dataclass(frozen=True)
@@ -339,18 +332,15 @@ def checked(messages: Messages, links: list[Link], like: Payload, round_index: i
             what = f"{here}: {name!r} of peer {sender}"
             if name not in payload:
                 raise RunError(f"{what} is missing; all peers must run one scenario", code="exchange.row-missing")
-            _check_fit(payload[name], ours, what)
+            theirs = payload[name]
+            if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+                raise RunError(
+                    f"{what} is {list(theirs.shape)} {theirs.dtype}, not {list(ours.shape)} {ours.dtype}; "
+                    "all peers must run one scenario",
+                    code="exchange.shape",
+                )
+            if not all_finite(theirs):
+                raise RunError(
+                    f"{what} is not finite; a peer diverged, or it was changed in transit", code="exchange.not-finite"
+                )
     return messages
-
-
-def _check_fit(theirs: Tensor, ours: Tensor, what: str) -> None:
-    if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
-        raise RunError(
-            f"{what} is {list(theirs.shape)} {theirs.dtype}, not {list(ours.shape)} {ours.dtype}; "
-            "all peers must run one scenario",
-            code="exchange.shape",
-        )
-    if not all_finite(theirs):
-        raise RunError(
-            f"{what} is not finite; a peer diverged, or it was changed in transit", code="exchange.not-finite"
-        )

@@ -358,7 +358,7 @@ class AppTrainer:
     crash. It holds against all neighbours together, and against an observer of all their traffic.
     """
 
-    paid, steps_per_round, device, pair_secrets = 0, 1, torch.device("cpu"), None
+    device, pair_secrets = torch.device("cpu"), None
 
     def __init__(
         self,
@@ -383,20 +383,16 @@ class AppTrainer:
         digest = numbers_hash(scenario)
         self.run = RunName(digest[:32], digest, ENVIRONMENT)
         shared = None if private is None else private.ledger
-        self.ledger_folder = folder / "ledger" if shared is None else Path(shared)
-
-    @property
-    def head(self) -> Head | None:
-        """See Trainer."""
-        return None if self.ledger is None else self.ledger.head
+        self._ledger_folder = folder / "ledger" if shared is None else Path(shared)
 
     @property
     def witnessed_ledger(self) -> Ledger | None:
         """See Trainer."""
         return self.ledger
 
-    def reserve(self) -> None:
+    def reserve(self) -> tuple[int, Head | None]:
         """See Trainer; an app's step is charged as it begins, beside which its disk takes no time."""
+        return 0, None if self.ledger is None else self.ledger.head
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""
@@ -408,7 +404,7 @@ class AppTrainer:
             budget = private.epsilon or math.inf
             incarnation = secrets.randbits(62)
             self.ledger = PeerLedger(
-                self.ledger_folder, self.scenario.name, incarnation, self._peer, private.delta, budget
+                self._ledger_folder, self.scenario.name, incarnation, self._peer, private.delta, budget
             )
         try:
             if self.ledger is not None and state is None:

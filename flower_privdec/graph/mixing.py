@@ -598,6 +598,9 @@ class Mixing:
         participation: the active peers; all by default.
         steps: how many matrices a round has.
 
+    Attributes:
+        sends_shares: whether a message carries the sender's weighted share of its row, and not the row itself.
+
     Raises:
         ScenarioError: a graph that can never agree, or that does not have these weights.
     """
@@ -610,6 +613,7 @@ class Mixing:
         self.n_peers = topology.n_peers
         self.participation = participation or build_participation("all", self.n_peers)
         self.weights = "server" if topology.name == "server" else weights
+        self.sends_shares = self.weights == "column-stochastic"
         self._by_phase: dict[int, MixingMatrix] = {}
         self._latest: tuple[int, MixingMatrix] | None = None
         self._period = topology.period
@@ -642,7 +646,7 @@ class Mixing:
             )
         for phase in range(topology.period or 1):
             self._build(phase, np.ones(self.n_peers, dtype=bool))
-        if weights != "server" and max(int(self.active(k).sum()) for k in range(8)) < 2:
+        if weights != "server" and max(int(self.participation.active(k).sum()) for k in range(8)) < 2:
             raise ScenarioError(
                 f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so no peer ever exchanges; "
                 "raise fraction so that at least 2 are active",
@@ -651,7 +655,7 @@ class Mixing:
 
     def matrix(self, place: int) -> MixingMatrix:
         """Return the W of a place, [n_peers, n_peers]; inactive rows are the identity's, except for server."""
-        active = self.active(place // self.steps)
+        active = self.participation.active(place // self.steps)
         if self._period is not None and active.all():
             phase = place % self._period
             if phase not in self._by_phase:
@@ -660,15 +664,6 @@ class Mixing:
         if self._latest is None or self._latest[0] != place:
             self._latest = (place, self._build(place, active))
         return self._latest[1]
-
-    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
-        """Return the mask of the round's active peers, [n_peers]."""
-        return self.participation.active(round_index)
-
-    @property
-    def sends_shares(self) -> bool:
-        """Whether a message carries the sender's weighted share of its row, and not the row itself."""
-        return self.weights == "column-stochastic"
 
     def links(self, place: int) -> EdgeArray:
         """Return the edges of a place, [m, 2] (sender, receiver): the off-diagonal terms of W."""

@@ -194,11 +194,6 @@ class Edge(Generic[V]):
     received: int = 0
     received_boot: int = 0
 
-    @property
-    def acknowledged(self) -> int:
-        """Return the number of the last share that the neighbour acknowledged."""
-        return self.sent - len(self.frozen)
-
 
 @dataclass(frozen=True, eq=False)
 class Durable(Generic[V]):
@@ -278,7 +273,8 @@ class PushSumProtocol(Generic[V]):
         if durable.edges.keys() != self.edges.keys():
             raise RunError(
                 f"the state of peer {self.peer} on disk has neighbours {sorted(durable.edges)}, and the scenario "
-                f"{sorted(self.edges)}; restore it from a copy, or delete it, and the peer joins as a new one"
+                f"{sorted(self.edges)}; restore it from a copy, or delete it, and the peer joins as a new one",
+                code="share.other-neighbors",
             )
         self.incarnation, self._durable = durable.incarnation, replace(durable, number=0)
         self.edges.update(durable.edges)
@@ -318,7 +314,10 @@ class PushSumProtocol(Generic[V]):
         """
         before = self._durable
         if before is not None and durable.number <= before.number:
-            raise RunError(f"commit {durable.number} of peer {self.peer} must come before commit {before.number}")
+            raise RunError(
+                f"commit {durable.number} of peer {self.peer} must come before commit {before.number}",
+                code="share.commit-order",
+            )
         for neighbor, edge in durable.edges.items():
             if before is None or edge.received != before.edges.get(neighbor, Edge()).received:
                 self._unacknowledged.add(neighbor)
@@ -359,7 +358,9 @@ class PushSumProtocol(Generic[V]):
         """
         self._check_not_stale()
         if not all(weight > 0 for weight in weights.values()) or not sum(weights.values()) < 1:
-            raise RunError(f"the weights of peer {self.peer}, {dict(weights)}, must be > 0 with a sum < 1")
+            raise RunError(
+                f"the weights of peer {self.peer}, {dict(weights)}, must be > 0 with a sum < 1", code="share.weights"
+            )
         ready = [neighbor for neighbor in sorted(weights) if self.is_ready(neighbor)]
         rest = 1 - sum(weight for neighbor, weight in weights.items() if neighbor not in ready)
         parts = {weight: self._parts(weight / rest) for weight in {weights[neighbor] for neighbor in ready}}
@@ -400,16 +401,20 @@ class PushSumProtocol(Generic[V]):
         number, agreed, held = share.number, self._agreed.get(share.sender), self._inbox.setdefault(share.sender, [])
         following = held[-1].number + 1 if held else edge.received + 1
         if number > following:
-            raise self._closing(share.sender, f"sent share {number}, and {following} has to come first")
+            raise self._closing(share.sender, f"sent share {number}, and {following} has to come first", "share.gap")
         if agreed and number >= agreed.sent:
             boot = agreed.sent_boot if number == agreed.sent else agreed.boot
             if share.boot != boot:
-                raise RefusedError(f"peer {share.sender} sent share {number} of a boot that its hello does not name")
+                raise RefusedError(
+                    f"peer {share.sender} sent share {number} of a boot that its hello does not name", code="share.boot"
+                )
         if number <= edge.received:
             self._unacknowledged.add(share.sender)
             return False
         if share.values.keys() != self.mass.keys():
-            raise RefusedError(f"peer {share.sender} sent {sorted(share.values)}, and not {sorted(self.mass)}")
+            raise RefusedError(
+                f"peer {share.sender} sent {sorted(share.values)}, and not {sorted(self.mass)}", code="share.names"
+            )
         if number >= following:
             held.append(share)
         return True
@@ -487,14 +492,16 @@ class PushSumProtocol(Generic[V]):
         self._open_edge(ack.sender, ack.receiver, ack.incarnation, ack.addressed)
         disk, agreed = self._on_disk(ack.sender), self._agreed.get(ack.sender)
         if agreed and ack.boot != agreed.boot:
-            raise RefusedError(f"peer {ack.sender} acknowledged something before its last start")
+            raise RefusedError(
+                f"peer {ack.sender} acknowledged something before its last start", code="share.acknowledgement"
+            )
         boots = {share.number: share.boot for share in disk.frozen} | {disk.sent: disk.sent_boot}
         if ack.number > disk.sent or boots.get(ack.number, ack.share_boot) != ack.share_boot:
             why = (
                 f"peer {ack.sender} acknowledged share {ack.number} of boot {ack.share_boot:#x}, and the last sent of "
                 f"peer {self.peer} is {disk.sent} of {disk.sent_boot:#x}"
             )
-            raise self._stale(self.incarnation, why) if introduced else RefusedError(why)
+            raise self._stale(self.incarnation, why) if introduced else RefusedError(why, code="share.acknowledgement")
         return self._forget(ack.sender, ack.number)
 
     def _forget(self, neighbor: int, number: int) -> bool:
@@ -522,7 +529,8 @@ class PushSumProtocol(Generic[V]):
             self.close(neighbor)
             raise RefusedError(
                 f"peer {neighbor} is introduced with incarnation {incarnation:#x}, which must not be before "
-                f"{edge.incarnation:#x}: its state is an old copy, or its clock was set back"
+                f"{edge.incarnation:#x}: its state is an old copy, or its clock was set back",
+                code="share.introduction",
             )
         if incarnation > edge.incarnation:
             self._meet(neighbor, incarnation)
@@ -556,7 +564,8 @@ class PushSumProtocol(Generic[V]):
         last = self._hellos.get(neighbor)
         if self._durable is None or not self.can_greet:
             raise RunError(
-                f"peer {self.peer} must commit incarnation {self.incarnation:#x} before it greets a neighbour"
+                f"peer {self.peer} must commit incarnation {self.incarnation:#x} before it greets a neighbour",
+                code="share.uncommitted",
             )
         edge, now = self._on_disk(neighbor), self.edges[neighbor]
         held = self._inbox.get(neighbor)
@@ -573,7 +582,7 @@ class PushSumProtocol(Generic[V]):
             knows=edge.incarnation,
             sent=edge.sent,
             sent_boot=edge.sent_boot,
-            acknowledged=min(now.acknowledged, edge.sent),
+            acknowledged=min(now.sent - len(now.frozen), edge.sent),
             received=edge.received,
             seen=seen,
             seen_boot=seen_boot,
@@ -624,12 +633,15 @@ class PushSumProtocol(Generic[V]):
         """
         self._check_not_stale()
         if theirs.sender not in self.edges or theirs.receiver != self.peer:
-            raise RefusedError(f"peer {theirs.sender} greeted peer {theirs.receiver}, who are no neighbours here")
+            raise RefusedError(
+                f"peer {theirs.sender} greeted peer {theirs.receiver}, who are no neighbours here", code="edge.neighbor"
+            )
         in_flight = theirs.sent - theirs.acknowledged
         if not 0 <= in_flight <= 1 or theirs.received > theirs.seen or not theirs.challenge:
             raise RefusedError(
                 f"peer {theirs.sender} reports that {theirs.acknowledged} of {theirs.sent} shares are acknowledged, "
-                f"and {theirs.received} of {theirs.seen} absorbed, which cannot be"
+                f"and {theirs.received} of {theirs.seen} absorbed, which cannot be",
+                code="edge.counters",
             )
 
     def _agrees(self, theirs: Hello) -> bool:
@@ -652,12 +664,12 @@ class PushSumProtocol(Generic[V]):
         """
         far = (theirs.knows >> 32) - (self.incarnation >> 32) > FARTHEST
         if theirs.sender in self._greeted or far:
-            raise self._closing(theirs.sender, f"lies, or has a stale state itself ({why})")
+            raise self._closing(theirs.sender, f"lies, or has a stale state itself ({why})", "edge.lie")
         raise self._stale(theirs.knows, why, ", so it is reset and takes a neighbour's model")
 
     def _stale(self, since: int, why: str, consequence: str = "") -> StaleStateError:
         self._stale_since = max(since, self._stale_since or 0)
-        return StaleStateError(f"{why}; the state of peer {self.peer} is an old copy{consequence}")
+        return StaleStateError(f"{why}; the state of peer {self.peer} is an old copy{consequence}", code="share.stale")
 
     def _meet(self, neighbor: int, incarnation: int) -> None:
         """Start with a neighbour's new incarnation; what was sent to the one before is orphaned."""
@@ -677,26 +689,32 @@ class PushSumProtocol(Generic[V]):
         """Return the edge to a sender, which is open between these two incarnations."""
         self._check_not_stale()
         if sender not in self.edges or receiver != self.peer:
-            raise RefusedError(f"peer {sender} sent something for peer {receiver}, who are no neighbours here")
+            raise RefusedError(
+                f"peer {sender} sent something for peer {receiver}, who are no neighbours here", code="edge.neighbor"
+            )
         if sender not in self._open:
-            raise RefusedError(f"peer {sender} must greet peer {self.peer} first, which has started since, or lost it")
+            raise RefusedError(
+                f"peer {sender} must greet peer {self.peer} first, which has started since, or lost it",
+                code="edge.closed",
+            )
         edge = self.edges[sender]
         if (incarnation, addressed) != (edge.incarnation, self.incarnation):
             raise RefusedError(
                 f"peer {sender} sent something from incarnation {incarnation:#x} to {addressed:#x}, and the two are "
-                f"{edge.incarnation:#x} and {self.incarnation:#x}"
+                f"{edge.incarnation:#x} and {self.incarnation:#x}",
+                code="edge.incarnation",
             )
         return edge
 
-    def _closing(self, neighbor: int, why: str) -> RefusedError:
+    def _closing(self, neighbor: int, why: str, code: str) -> RefusedError:
         if neighbor not in self._agreed:
-            return RefusedError(f"peer {neighbor} {why}")
+            return RefusedError(f"peer {neighbor} {why}", code=code)
         self.close(neighbor)
-        return RefusedError(f"peer {neighbor} {why}; it has to greet peer {self.peer} again")
+        return RefusedError(f"peer {neighbor} {why}; it has to greet peer {self.peer} again", code=code)
 
     def _check_not_stale(self) -> None:
         if self._stale_since is not None:
-            raise RunError(f"the state of peer {self.peer} is an old copy and must be reset first")
+            raise RunError(f"the state of peer {self.peer} is an old copy and must be reset first", code="share.stale")
 
 
 def behind(mine: Hello, theirs: Hello) -> str | None:
@@ -725,5 +743,7 @@ def next_incarnation(after: int, boot: int) -> int:
     """
     count = (after >> 32) + 1
     if count >= 2**32:
-        raise RunError(f"incarnation {after:#x} is the last there is; give this peer another id")
+        raise RunError(
+            f"incarnation {after:#x} is the last there is; give this peer another id", code="share.last-incarnation"
+        )
     return count << 32 | boot % 2**32

@@ -28,8 +28,9 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,11 +39,11 @@ from torch import Tensor
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.user_code import load_own
 from flower_privdec.core import State
-from flower_privdec.pushsum.buffers import Buffer, BufferList
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.witness import MANY, LedgerReport
 from flower_privdec.rows.tensors import all_finite
 
+Buffer = bytes | bytearray | memoryview
 MAGIC, VERSION = b"prvd", 4
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
@@ -54,21 +55,11 @@ REPORT = 256 + 2 * MANY * LINES.size  # that a report has at most
 AXES = 4
 DATA_AT, ROW_AT = 64, 8  # the rows begin at a multiple of the first, each at one of the second
 CHUNK = 2**18  # numbers checked at a time
+LAYOUTS = 64  # of frames with rows that are remembered
 OPENED, SEALED = 1, 2  # flags
 WIRE_TYPES = {1: torch.float16, 2: torch.float32, 3: torch.float64, 4: torch.bfloat16, 5: torch.uint8}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes as a number
 CODES = {dtype: code for code, dtype in WIRE_TYPES.items()}
-
-
-class FrameKind(IntEnum):
-    """What a frame is."""
-
-    HELLO = 1
-    ACKNOWLEDGEMENT = 2
-    SHARE = 3
-    ROWS = 4
-    PROGRESS = 5
-    LEDGER_REPORT = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +94,29 @@ class Progress:
 
 
 Message = FrozenShare[Tensor] | Acknowledgement | Hello | RowMessage | Progress | LedgerReport
+
+
+class FrameKind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    ACKNOWLEDGEMENT = 2
+    SHARE = 3
+    ROWS = 4
+    PROGRESS = 5
+    LEDGER_REPORT = 6
+
+
+KIND_OF = {
+    Hello: FrameKind.HELLO,
+    Acknowledgement: FrameKind.ACKNOWLEDGEMENT,
+    FrozenShare: FrameKind.SHARE,
+    RowMessage: FrameKind.ROWS,
+    Progress: FrameKind.PROGRESS,
+    LedgerReport: FrameKind.LEDGER_REPORT,
+}
+BODY_BYTES = {FrameKind.HELLO: HELLO.size, FrameKind.ACKNOWLEDGEMENT: ACKNOWLEDGEMENT.size, FrameKind.PROGRESS: 0}
+SEALABLE = (FrameKind.SHARE, FrameKind.LEDGER_REPORT)
 
 
 @dataclass(frozen=True)
@@ -140,16 +154,6 @@ class RowFormat:
     dtype: torch.dtype
     nonnegative: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Return how many bytes its numbers take."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def line(self) -> bytes:
-        """Return its description in a frame."""
-        return LINE.pack(CODES[self.dtype], len(self.shape), *self.shape, *(0,) * (AXES - len(self.shape)))
-
 
 RowFormats = Mapping[str, RowFormat]  # in the order in which they are sent
 
@@ -161,16 +165,28 @@ def formats_of(values: Mapping[str, Tensor]) -> RowFormats:
 
 def frame_size(formats: RowFormats) -> int:
     """Return the bytes of a frame with rows."""
-    return _offsets(formats)[-1]
+    return HEADER.size + _layout(tuple(formats.values())).size
 
 
-def _offsets(formats: RowFormats) -> list[int]:
-    """Return where each row begins in its frame, and where the last one ends."""
-    end = HEADER.size + len(formats) * LINE.size
-    offsets = [-(-end // DATA_AT) * DATA_AT if formats else end]
-    for row in formats.values():
-        offsets.append(-(-(offsets[-1] + row.nbytes) // ROW_AT) * ROW_AT)
-    return offsets
+class _Layout(NamedTuple):
+    """What follows the header of a frame with rows: the lines that describe them, where each row begins and ends, and
+    the bytes of all."""
+
+    lines: list[bytes]
+    spans: list[tuple[int, int]]
+    size: int
+
+
+@lru_cache(LAYOUTS)
+def _layout(rows: tuple[RowFormat, ...]) -> _Layout:
+    lines, spans, end = list[bytes](), list[tuple[int, int]](), HEADER.size + len(rows) * LINE.size
+    for number, row in enumerate(rows):
+        lines.append(LINE.pack(CODES[row.dtype], len(row.shape), *row.shape, *(0,) * (AXES - len(row.shape))))
+        unit = ROW_AT if number else DATA_AT
+        begin = -(-end // unit) * unit
+        end = begin + math.prod(row.shape) * row.dtype.itemsize
+        spans.append((begin - HEADER.size, end - HEADER.size))
+    return _Layout(lines, spans, -(-end // ROW_AT) * ROW_AT - HEADER.size)
 
 
 class Seal(Protocol):
@@ -221,48 +237,47 @@ class FrameCodec:
 
     # --- messages to bytes ---
 
-    def encode(self, message: Message) -> BufferList:
-        """Return the frame of a message; its rows are the message's own.
+    def encode(self, message: Message) -> list[Buffer]:
+        """Return the frame of a message in buffers, to be sent one after the other; its rows are the message's own.
 
         Raises:
             struct.error, KeyError: a number or a type that frames do not have, which is the caller's mistake.
         """
+        body: list[Buffer] = []
         if isinstance(message, FrozenShare | RowMessage):
-            formats, sealed = formats_of(message.values), isinstance(message, FrozenShare) and self._seal is not None
-            kind = FrameKind.ROWS if isinstance(message, RowMessage) else FrameKind.SHARE
-            length = frame_size(formats) + self._overhead * sealed
-            header = self._header(message, kind, length, len(formats), SEALED * sealed)
-            buffers = tuple(_row_buffers(message.values, formats))
-            if sealed and self._seal is not None:
-                buffers = (self._seal.encrypt(message.receiver, header, b"".join(buffers)),)
-            return BufferList((header, *buffers))
-        if isinstance(message, Hello):
+            layout = _layout(tuple(formats_of(message.values).values()))
+            body, at = [*layout.lines], len(layout.lines) * LINE.size
+            for (begin, end), value in zip(layout.spans, message.values.values(), strict=True):
+                whole = value.detach().cpu().contiguous().reshape(-1).view(INTEGERS[value.element_size()]).numpy()
+                little = whole.astype(whole.dtype.newbyteorder("<"), copy=False)
+                body += [bytes(begin - at), little.view(np.uint8).data]
+                at = end
+            body.append(bytes(layout.size - at))
+        elif isinstance(message, Hello):
             counters = (message.challenge, message.answers, message.knows, message.sent, message.sent_boot)
             seen = (message.acknowledged, message.received, message.seen, message.seen_boot)
-            body, kind = HELLO.pack(*counters, *seen), FrameKind.HELLO
+            body = [HELLO.pack(*counters, *seen)]
         elif isinstance(message, Acknowledgement):
-            body, kind = ACKNOWLEDGEMENT.pack(message.share_boot), FrameKind.ACKNOWLEDGEMENT
+            body = [ACKNOWLEDGEMENT.pack(message.share_boot)]
         elif isinstance(message, LedgerReport):
-            body = LEDGER_REPORT.pack(message.challenge, message.answers, message.public_key)
-            body += b"".join(LINES.pack(*counted) for counted in (*message.own, *message.seen))
-            kind = FrameKind.LEDGER_REPORT
-            if self._seal is not None:
-                header = self._header(message, kind, HEADER.size + len(body) + self._overhead, flags=SEALED)
-                return BufferList((header, self._seal.encrypt(message.receiver, header, body)))
-        else:
-            body, kind = b"", FrameKind.PROGRESS
-        return BufferList((self._header(message, kind, HEADER.size + len(body)), body))
+            body = [LEDGER_REPORT.pack(message.challenge, message.answers, message.public_key)]
+            body += (LINES.pack(*counted) for counted in (*message.own, *message.seen))
+        seal = self._seal if KIND_OF[type(message)] in SEALABLE else None
+        header = self._header(message, HEADER.size + sum(map(len, body)) + (self._overhead if seal else 0))
+        if seal is not None:
+            body = [seal.encrypt(message.receiver, header, b"".join(body))]
+        return [header, *body]
 
-    def _header(self, message: Message, kind: FrameKind, length: int, rows: int = 0, flags: int = 0) -> bytes:
+    def _header(self, message: Message, length: int) -> bytes:
         """Return the header of a message; what its kind does not have is 0."""
-        if isinstance(message, LedgerReport):
-            number = len(message.own)
-        else:
-            number = message.exchanges if isinstance(message, Progress) else getattr(message, "number", 0)
-        ends = (message.sender, message.receiver, getattr(message, "round_index", 0), getattr(message, "at", 0), rows)
-        sides = [getattr(message, name, 0) for name in ("incarnation", "addressed", "boot")]
-        flags = flags or OPENED * getattr(message, "opened", False)
-        return HEADER.pack(MAGIC, VERSION, kind, flags, *ends, *sides, number, length, self.run)
+        names = ("sender", "receiver", "round_index", "at", "values", "incarnation", "addressed", "boot", "number")
+        fields: dict[str, Any] = {name: getattr(message, name, 0) for name in names}
+        fields["values"] = len(fields["values"] or ())
+        if isinstance(message, Progress | LedgerReport):
+            fields["number"] = message.exchanges if isinstance(message, Progress) else len(message.own)
+        kind = KIND_OF[type(message)]
+        flags = OPENED * getattr(message, "opened", False) | SEALED * (self._seal is not None and kind in SEALABLE)
+        return HEADER.pack(MAGIC, VERSION, kind, flags, *fields.values(), length, self.run)
 
     # --- bytes to messages ---
 
@@ -277,30 +292,32 @@ class FrameCodec:
             RefusedError: naming the sender (as it calls itself), what is wrong and what would be right.
         """
         if len(data) < HEADER.size:
-            raise RefusedError(f"a frame of {len(data)} bytes must have a header of {HEADER.size}")
+            raise RefusedError(f"a frame of {len(data)} bytes must have a header of {HEADER.size}", code="frame.length")
         header = FrameHeader(*HEADER.unpack_from(data))
         if header.magic != MAGIC:
             raise RefusedError(
-                f"a frame that begins with {header.magic!r} must begin with {MAGIC!r}; is it flower_privdec's?"
+                f"a frame that begins with {header.magic!r} must begin with {MAGIC!r}; is it flower_privdec's?",
+                code="frame.magic",
             )
-        frame = f"a frame of peer {header.sender}"
         if header.version != VERSION:
-            raise RefusedError(
-                f"{frame} has version {header.version} of the protocol, not {VERSION}; update one of the two"
+            problem, code = (
+                f"has version {header.version} of the protocol, not {VERSION}; update one of the two",
+                "version",
             )
-        if header.run != self.run:
-            raise RefusedError(
-                f"{frame} is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario and one model"
-            )
-        if header.kind not in set(FrameKind):
-            raise RefusedError(f"{frame} is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}")
-        if cap is None:
-            cap = REPORT + self._overhead if header.kind == FrameKind.LEDGER_REPORT else self.cap
-        if not HEADER.size <= header.length <= cap:
-            raise RefusedError(f"{frame} claims {header.length} bytes, which must be {HEADER.size} to {cap}")
-        if header.round_index >= 2**63:
-            raise RefusedError(f"{frame} is of round {header.round_index}, which must be < 2^63")
-        return header
+        elif header.run != self.run:
+            problem = f"is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario and one model"
+            code = "run"
+        elif header.kind not in set(FrameKind):
+            problem, code = f"is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}", "kind"
+        elif header.round_index >= 2**63:
+            problem, code = f"is of round {header.round_index}, which must be < 2^63", "round"
+        else:
+            if cap is None:
+                cap = REPORT + self._overhead if header.kind == FrameKind.LEDGER_REPORT else self.cap
+            if HEADER.size <= header.length <= cap:
+                return header
+            problem, code = f"claims {header.length} bytes, which must be {HEADER.size} to {cap}", "length"
+        raise RefusedError(f"a frame of peer {header.sender} {problem}", code=f"frame.{code}")
 
     def decode(self, data: Buffer, cap: int | None = None) -> Message:
         """Return the message of a whole frame.
@@ -315,45 +332,76 @@ class FrameCodec:
         Raises:
             RefusedError: naming the sender (as it calls itself), what is wrong and what would be right.
         """
-        header, view = self.read_header(data, cap), memoryview(data)
-        if header.length != len(data):
-            raise RefusedError(f"a frame of peer {header.sender} has {len(data)} bytes and claims {header.length}")
-        ends = (header.sender, header.receiver)
-        message: Message
-        if header.kind in (FrameKind.SHARE, FrameKind.ROWS):
-            return self._decoded_rows(header, view)
-        if header.kind == FrameKind.HELLO:
-            challenge, answers, *counters = self._body(header, view, HELLO)
-            opened, sides = bool(header.flags & OPENED), (header.incarnation, header.boot)
-            message = Hello(*ends, *sides, challenge, answers, opened, header.round_index, *counters)
-        elif header.kind == FrameKind.ACKNOWLEDGEMENT:
-            (share_boot,) = self._body(header, view, ACKNOWLEDGEMENT)
-            sides = (header.incarnation, header.addressed)
-            message = Acknowledgement(*ends, *sides, header.boot, header.number, share_boot)
-        elif header.kind == FrameKind.LEDGER_REPORT:
-            head, body = bytes(view[: HEADER.size]), bytes(view[HEADER.size :])
-            if self._seal is not None:
-                if not header.flags & SEALED:
-                    raise RefusedError(f"a report of peer {header.sender} is not sealed; seal at all peers, or at none")
-                body = self._seal.decrypt(header.sender, head, body)
-            if len(body) < LEDGER_REPORT.size or (len(body) - LEDGER_REPORT.size) % LINES.size:
-                raise RefusedError(f"a report of peer {header.sender} has {header.length} bytes, which none has")
-            challenge, answers, public_key = LEDGER_REPORT.unpack_from(body)
-            counted = tuple(LINES.iter_unpack(body[LEDGER_REPORT.size :]))
-            own, seen = counted[: header.number], counted[header.number :]
-            if any(boot <= last for part in (own, seen) for (last, _), (boot, _) in pairwise(part)):
-                raise RefusedError(f"a report of peer {header.sender} has boots that are not in ascending order")
-            message = LedgerReport(*ends, header.boot, challenge, answers, own, seen, public_key)
-            if self._seal is not None:  # what is encoded again has another salt
-                if self._header(message, FrameKind.LEDGER_REPORT, header.length, flags=SEALED) != head:
-                    raise _unused(header)
-                return message
-        else:
-            self._body(header, view, struct.Struct(""))
-            message = Progress(*ends, header.number)
-        if bytes(self.encode(message)) != view.tobytes():
-            raise _unused(header)
+        header, view, size = self.read_header(data, cap), memoryview(data), len(data)
+        frame, kind, formats = f"a frame of peer {header.sender}", FrameKind(header.kind), None
+        if header.length != size:
+            raise RefusedError(f"{frame} has {size} bytes and claims {header.length}", code="frame.length")
+        if kind in (FrameKind.SHARE, FrameKind.ROWS):
+            formats = self.shares if kind == FrameKind.SHARE else self.exchanges.get(header.at)
+            if formats is None:
+                raise RefusedError(
+                    f"{frame} is of kind {kind} for exchange {header.at}, which this algorithm does not have; all "
+                    "peers must run one scenario",
+                    code="frame.exchange",
+                )
+        seal = self._seal if kind in SEALABLE else None
+        if bool(header.flags & SEALED) != (seal is not None):
+            sealed = "sealed" if seal is None else "not sealed"
+            raise RefusedError(f"{frame} is {sealed}; seal at all peers, or at none", code="frame.sealed")
+        if formats is not None and header.rows != len(formats):
+            raise RefusedError(
+                f"{frame} has {header.rows} rows, not {len(formats)}; all peers must run one scenario",
+                code="frame.rows",
+            )
+        expected = HEADER.size + BODY_BYTES[kind] if kind in BODY_BYTES else size
+        if formats is not None:
+            expected = frame_size(formats) + (self._overhead if seal else 0)
+        if size != expected:
+            raise RefusedError(
+                f"{frame} of kind {kind} has {size} bytes, which must be {expected}", code="frame.length"
+            )
+        head, body = bytes(view[: HEADER.size]), view[HEADER.size :]
+        if seal is not None:
+            body = memoryview(bytearray(seal.decrypt(header.sender, head, bytes(body))))
+        message = self._message(header, body, {} if formats is None else _read_rows(body, formats, frame))
+        if self._header(message, size) != head:
+            raise RefusedError(f"{frame} of kind {kind} must have zeros where it has no field", code="frame.zeros")
         return message
+
+    @staticmethod
+    def _message(header: FrameHeader, body: memoryview, values: Mapping[str, Tensor]) -> Message:
+        """Return the message of a frame.
+
+        Raises:
+            RefusedError: a ledger report is not in its one form.
+        """
+        ends, sides = (header.sender, header.receiver), (header.incarnation, header.addressed)
+        if header.kind == FrameKind.SHARE:
+            return FrozenShare(*ends, *sides, header.number, header.boot, header.round_index, values)
+        if header.kind == FrameKind.ROWS:
+            return RowMessage(*ends, header.round_index, header.at, values)
+        if header.kind == FrameKind.ACKNOWLEDGEMENT:
+            return Acknowledgement(*ends, *sides, header.boot, header.number, *ACKNOWLEDGEMENT.unpack(body))
+        if header.kind == FrameKind.PROGRESS:
+            return Progress(*ends, header.number)
+        if header.kind == FrameKind.HELLO:
+            challenge, answers, *counters = HELLO.unpack(body)
+            opened = bool(header.flags & OPENED)
+            return Hello(
+                *ends, header.incarnation, header.boot, challenge, answers, opened, header.round_index, *counters
+            )
+        if len(body) < LEDGER_REPORT.size or (len(body) - LEDGER_REPORT.size) % LINES.size:
+            raise RefusedError(
+                f"a report of peer {header.sender} has {header.length} bytes, which none has", code="frame.length"
+            )
+        counted = tuple(LINES.iter_unpack(body[LEDGER_REPORT.size :]))
+        own, seen = counted[: header.number], counted[header.number :]
+        if any(boot <= last for part in (own, seen) for (last, _), (boot, _) in pairwise(part)):
+            raise RefusedError(
+                f"a report of peer {header.sender} has boots that are not in ascending order", code="frame.boots"
+            )
+        challenge, answers, public_key = LEDGER_REPORT.unpack_from(body)
+        return LedgerReport(*ends, header.boot, challenge, answers, own, seen, public_key)
 
     def decode_all(self, data: memoryview, most: int) -> Iterator[Message]:
         """Yield the messages of several frames, one after the other.
@@ -368,97 +416,37 @@ class FrameCodec:
         while len(data):
             header = self.read_header(data)
             if most == 0:
-                raise RefusedError(f"a call of peer {header.sender} has more frames than any peer has to send")
+                raise RefusedError(
+                    f"a call of peer {header.sender} has more frames than any peer has to send", code="frame.many"
+                )
             yield self.decode(data[: header.length])
             data, most = data[header.length :], most - 1
 
-    def _body(self, header: FrameHeader, view: memoryview, form: struct.Struct) -> tuple[int, ...]:
-        if header.length != HEADER.size + form.size:
-            raise RefusedError(
-                f"a frame of peer {header.sender} of kind {header.kind} has {header.length} bytes, which must be "
-                f"{HEADER.size + form.size}"
-            )
-        return form.unpack_from(view, HEADER.size)
-
-    def _decoded_rows(self, header: FrameHeader, view: memoryview) -> Message:
-        kind, ends, frame = FrameKind(header.kind), (header.sender, header.receiver), f"a frame of peer {header.sender}"
-        formats = self.shares if kind == FrameKind.SHARE else self.exchanges.get(header.at)
-        if formats is None:
-            raise RefusedError(
-                f"{frame} is of kind {header.kind} for exchange {header.at}, which this algorithm does not have; all "
-                "peers must run one scenario"
-            )
-        sealed = kind == FrameKind.SHARE and self._seal is not None
-        if bool(header.flags & SEALED) != sealed:
-            raise RefusedError(f"{frame} is {'not ' if sealed else ''}sealed; seal at all peers, or at none")
-        if header.rows != len(formats):
-            raise RefusedError(f"{frame} has {header.rows} rows, not {len(formats)}; all peers must run one scenario")
-        size = frame_size(formats) + self._overhead * sealed
-        if len(view) != size:
-            raise RefusedError(f"{frame} has {len(view)} bytes, which must be {size}")
-        head, body = bytes(view[: HEADER.size]), view[HEADER.size :]
-        if sealed and self._seal is not None:
-            body = memoryview(bytearray(self._seal.decrypt(header.sender, head, bytes(body))))
-        values = _read_rows(body, formats, frame)
-        message: FrozenShare[Tensor] | RowMessage
-        if kind == FrameKind.SHARE:
-            sides = (header.incarnation, header.addressed)
-            message = FrozenShare(*ends, *sides, header.number, header.boot, header.round_index, values)
-        else:
-            message = RowMessage(*ends, header.round_index, header.at, values)
-        if self._header(message, kind, header.length, header.rows, SEALED * sealed) != head:
-            raise _unused(header)
-        return message
-
-
-def _unused(header: FrameHeader) -> RefusedError:
-    return RefusedError(f"a frame of peer {header.sender} of kind {header.kind} must have zeros where it has no field")
-
-
-# --- rows ---
-
-
-def _row_buffers(values: Mapping[str, Tensor], formats: RowFormats) -> Iterator[Buffer]:
-    """Yield what follows the header of a frame: the lines that describe rows, and the rows as they lie in memory."""
-    end = HEADER.size + len(formats) * LINE.size
-    yield b"".join(row.line for row in formats.values())
-    offsets = _offsets(formats)
-    for offset, row, value in zip(offsets, formats.values(), values.values(), strict=False):
-        yield bytes(offset - end)
-        whole = value.detach().cpu().contiguous().reshape(-1).view(INTEGERS[row.dtype.itemsize]).numpy()
-        yield whole.astype(whole.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
-        end = offset + row.nbytes
-    yield bytes(offsets[-1] - end)
-
 
 def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, Tensor]:
-    """Return the rows of a frame as views of it, once each of their numbers may be one.
-
-    Args:
-        body: what follows the header.
-        formats: how the rows have to look.
-        frame: what to call the frame in an error.
+    """Return the rows of a frame as views of what follows its header, once each of their numbers may be one.
 
     Raises:
-        RefusedError: naming the row, what is wrong and what would be right.
+        RefusedError: naming the frame, the row, what is wrong and what would be right.
     """
-    for number, (name, row) in enumerate(formats.items()):
-        line = body[number * LINE.size :][: LINE.size]
-        if line != row.line:
+    layout, end, rows = _layout(tuple(formats.values())), 0, dict[str, Tensor]()
+    for (name, row), expected in zip(formats.items(), layout.lines, strict=True):
+        line, end = body[end : end + LINE.size], end + LINE.size
+        if line != expected:
             code, axes, *lengths = LINE.unpack(line)
             dtype = str(WIRE_TYPES[code]).removeprefix("torch.") if code in WIRE_TYPES else f"type {code}"
             raise RefusedError(
                 f"{frame}: {name!r} is described as {axes} axes of {lengths} {dtype}, which must be {len(row.shape)} "
-                f"of {list(row.shape)} {str(row.dtype).removeprefix('torch.')}; all peers must run one scenario"
+                f"of {list(row.shape)} {str(row.dtype).removeprefix('torch.')}; all peers must run one scenario",
+                code="frame.row-format",
             )
-    offsets = [offset - HEADER.size for offset in _offsets(formats)]
-    ends = [len(formats) * LINE.size, *(at + row.nbytes for at, row in zip(offsets, formats.values(), strict=False))]
-    if any(any(body[end:begin]) for end, begin in zip(ends, offsets, strict=True)):
-        raise RefusedError(f"{frame} must have zeros between its rows")
-    rows = dict[str, Tensor]()
-    for (name, row), offset in zip(formats.items(), offsets, strict=False):
+    for begin, following in [*layout.spans, (layout.size, 0)]:
+        if any(body[end:begin]):
+            raise RefusedError(f"{frame} must have zeros between its rows", code="frame.zeros")
+        end = following
+    for (name, row), (begin, _) in zip(formats.items(), layout.spans, strict=True):
         little = np.dtype(str(INTEGERS[row.dtype.itemsize]).removeprefix("torch.")).newbyteorder("<")
-        whole = np.frombuffer(body, little, math.prod(row.shape), offset)
+        whole = np.frombuffer(body, little, math.prod(row.shape), begin)
         native = whole.astype(little.newbyteorder("="), copy=False)
         flat = torch.from_numpy(native if native.flags.writeable else native.copy()).view(row.dtype)
         for start in range(0, len(flat) if row.dtype.is_floating_point else 0, CHUNK):
@@ -469,7 +457,9 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
             for rule, holds in rules.items():
                 if not bool(holds.all()):
                     at = start + int(torch.argmin(holds.to(torch.uint8)))
-                    raise RefusedError(f"{frame}: {name!r}[{at}] is {float(flat[at])}, which must be {rule}")
+                    raise RefusedError(
+                        f"{frame}: {name!r}[{at}] is {float(flat[at])}, which must be {rule}", code="frame.number"
+                    )
         rows[name] = flat.reshape(row.shape)
     return rows
 
@@ -576,15 +566,13 @@ class TensorArithmetic:
     """Rows on any device, of which parts leave as a wire codec encodes them; numbers without an axis leave as they are.
 
     In floating point each addition rounds, as in any mixing; the number subtracted here is the one added there.
+
+    Attributes:
+        is_exact: whether rows are sent as they are.
     """
 
     def __init__(self, codec: WireCodec = CODECS["exact"]) -> None:
-        self._codec = codec
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether rows are sent as they are."""
-        return self._codec is CODECS["exact"]
+        self._codec, self.is_exact = codec, codec is CODECS["exact"]
 
     def encode(self, row: Tensor) -> Tensor:
         """Return a row as it is sent, which later changes of the row do not affect where it is another type's."""

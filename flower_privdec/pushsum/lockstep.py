@@ -15,7 +15,8 @@ the receiver is at a later place, which means that it has used it and has that o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from flower_privdec.graph.mixing import Mixing, rounds_to_agree
 Sent = TypeVar("Sent")  # a message as it is sent
 Heard = TypeVar("Heard")  # and as it is received
 UNDER_WAY = 2  # messages from one peer to another
+TURNS = 64  # that are remembered
 
 
 class Lockstep(Generic[Sent, Heard]):
@@ -34,6 +36,7 @@ class Lockstep(Generic[Sent, Heard]):
 
     Attributes:
         place: its own, on disk.
+        is_at_end: whether all places are done.
     """
 
     def __init__(self, peer: int, receivers: Callable[[int], Collection[int]], places: int) -> None:
@@ -45,6 +48,7 @@ class Lockstep(Generic[Sent, Heard]):
             places: how many the run has.
         """
         self.peer, self.place, self._receivers, self._places_in_all = peer, -1, receivers, places
+        self.is_at_end = False
         self._sent: dict[int, dict[int, Sent]] = {}  # by place and receiver
         self._heard: dict[int, dict[int, Heard]] = {}  # by place and sender
         self._awaited: frozenset[int] = frozenset()
@@ -63,20 +67,18 @@ class Lockstep(Generic[Sent, Heard]):
             RunError: what was sent two places ago was not used by all receivers yet.
         """
         if behind := self.behind(place - 2):
-            raise RunError(f"peer {self.peer}: place {place} came before peers {sorted(behind)} were at {place - 1}")
+            raise RunError(
+                f"peer {self.peer}: place {place} came before peers {sorted(behind)} were at {place - 1}",
+                code="lockstep.order",
+            )
         self._waiting |= dict.fromkeys(self._awaited, place)
-        self.place, self._awaited = place, frozenset(awaited)
+        self.place, self._awaited, self.is_at_end = place, frozenset(awaited), place == self._places_in_all
         self._sent = {at: items for at, items in self._sent.items() if at == place - 1} | {place: dict(outgoing)}
         self._heard = {at: items for at, items in self._heard.items() if at >= place}
 
     def behind(self, place: int) -> set[int]:
         """Return the receivers that have not used what was sent at a place."""
         return {receiver for receiver in self._sent.get(place, ()) if self._places.get(receiver, -1) <= place}
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether all places are done."""
-        return self.place == self._places_in_all
 
     def wanted(self, other: int) -> int:
         """Return which place of this peer another has to learn: one for which it waits, or at the end the end."""
@@ -113,7 +115,8 @@ class Lockstep(Generic[Sent, Heard]):
         if self.place >= 0 and any(other in self._receivers(at) for at in range(self.place + 1, place)):
             raise RunError(
                 f"peer {other} is at place {place} and has used what peer {self.peer}, at {self.place}, did not send "
-                f"yet: the checkpoint of peer {self.peer} is an old copy; restore the newest, or start all peers again"
+                f"yet: the checkpoint of peer {self.peer} is an old copy; restore the newest, or start all peers again",
+                code="lockstep.stale",
             )
         self._places[other] = max(place, self._places.get(other, -1))
 
@@ -128,15 +131,43 @@ class Lockstep(Generic[Sent, Heard]):
             return
         self._check(sender, place, self._places_in_all - 1)
         if place == self.place and sender not in self._awaited:
-            raise RunError(f"peer {self.peer} awaits nothing of peer {sender} at place {place}; another graph?")
+            raise RunError(
+                f"peer {self.peer} awaits nothing of peer {sender} at place {place}; another graph?",
+                code="lockstep.sender",
+            )
         known = [at for at, items in self._heard.items() if sender in items]
         if place not in known and len(known) == UNDER_WAY:
-            raise RunError(f"peer {sender} sends for place {place} before {known} were used; another version?")
+            raise RunError(
+                f"peer {sender} sends for place {place} before {known} were used; another version?",
+                code="lockstep.too-many",
+            )
         self._heard.setdefault(place, {}).setdefault(sender, item)
 
     def _check(self, other: int, place: int, most: int) -> None:
         if not 0 <= place <= most:
-            raise RunError(f"peer {other} reports place {place}, and the last is {most}; another scenario?")
+            raise RunError(
+                f"peer {other} reports place {place}, and the last is {most}; another scenario?", code="lockstep.place"
+            )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A peer's part in one exchange of a run.
+
+    Attributes:
+        round_index, at: of the run, and of the exchange in the program.
+        exchange: what is performed, with the graph and the weights of `mixing`.
+        receivers, senders: the peers that it sends to, and that send to it.
+        weights: those that a row of the peer has at others, W[j, peer] by j.
+    """
+
+    round_index: int
+    at: int
+    exchange: Exchange
+    mixing: Mixing
+    receivers: set[int]
+    senders: set[int]
+    weights: dict[int, float]
 
 
 class Timetable:
@@ -168,7 +199,7 @@ class Timetable:
         self.final_at, self.final_exchange = len(algorithm.program), algorithm.final_exchange
         self.final_mixing = everybody(mixing)
         self._mixing = mixing
-        self.neighbours = cache(self._neighbours)
+        self.neighbours, self.turn = cache(self._neighbours), lru_cache(TURNS)(self._turn)
 
     def place(self, round_index: int, at: int) -> int:
         """Return the place of the exchange at an index of the program, in a round.
@@ -179,46 +210,22 @@ class Timetable:
         if round_index >= self.rounds:
             return self._exchanges + min(round_index, self.end) - self.rounds
         if at not in self.exchanges:
-            raise RunError(f"round {round_index} has no exchange {at}; another version?")
+            raise RunError(f"round {round_index} has no exchange {at}; another version?", code="lockstep.exchange")
         return round_index * len(self._at) + self._at.index(at)
 
-    def round_and_exchange(self, place: int) -> tuple[int, int]:
-        """Return the round of a place, and the index of its exchange in the program."""
-        if place >= self._exchanges:
-            return self.rounds + place - self._exchanges, self.final_at
-        return place // len(self._at), self._at[place % len(self._at)]
-
-    def exchange(self, place: int) -> Exchange:
-        """Return the exchange of a place."""
-        return self.final_exchange if place >= self._exchanges else self.exchanges[self._at[place % len(self._at)]]
-
-    def mixing(self, round_index: int) -> Mixing:
-        """Return the graph and the weights of a round."""
-        return self.final_mixing if round_index >= self.rounds else self._mixing
-
-    def receivers(self, peer: int, place: int) -> set[int]:
-        """Return the peers that a peer sends to at a place."""
-        return self._others(peer, place, receives=False)
-
-    def senders(self, peer: int, place: int) -> set[int]:
-        """Return the peers that send to a peer at a place."""
-        return self._others(peer, place, receives=True)
-
-    def _others(self, peer: int, place: int, *, receives: bool) -> set[int]:
-        if not 0 <= place < self.places:
-            return set()
-        round_index = self.round_and_exchange(place)[0]
-        mixing = self.mixing(round_index)
-        at = self.exchange(place).place(round_index, mixing)
-        hosted = mixing.hosted(at, np.array([peer]))
-        if receives == isinstance(self.exchange(place), Reply):
-            return {receiver for _, receiver, _ in hosted.sent}
-        return {sender for sender, _ in hosted.heard}
-
-    def column(self, peer: int, round_index: int) -> dict[int, float]:
-        """Return the weights that a peer's row has at others in a round, W[j, peer] by j."""
-        hosted = self.mixing(round_index).hosted(round_index, np.array([peer]))
-        return {receiver: weight for _, receiver, weight in hosted.sent}
+    def _turn(self, peer: int, place: int) -> Turn:
+        """Return a peer's part in the exchange of a place."""
+        per_round = len(self._at)
+        round_index, at = self.rounds + place - self._exchanges, self.final_at
+        exchange: Exchange = self.final_exchange
+        mixing = self.final_mixing
+        if place < self._exchanges:
+            round_index, at = place // per_round, self._at[place % per_round]
+            exchange, mixing = self.exchanges[at], self._mixing
+        hosted = mixing.hosted(exchange.place(round_index, mixing), np.array([peer]))
+        weights, senders = {receiver: weight for _, receiver, weight in hosted.sent}, {j for j, _ in hosted.heard}
+        ends = (senders, {*weights}) if isinstance(exchange, Reply) else ({*weights}, senders)
+        return Turn(round_index, at, exchange, mixing, *ends, weights)
 
     def receivers_ever(self, peer: int) -> list[int]:
         """Return the peers that a peer may ever send to."""

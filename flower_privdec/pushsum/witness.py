@@ -31,7 +31,7 @@ from flower_privdec.pushsum.exactly_once import LAST, RefusedError
 
 MANY = 4096  # boots of one peer at most
 NO_KEY = bytes(32)
-TWICE = "two processes run as peer"
+RUNS_TWICE = "network.runs-twice"  # the code of a refusal
 
 
 class WitnessedLedger(Protocol):
@@ -147,9 +147,20 @@ class LedgerWitness:
         """
         j = report.sender
         if j not in self.neighbors:
-            raise RefusedError(f"peer {j} reports its ledger to peer {self.peer}, who are no neighbours here")
+            raise RefusedError(
+                f"peer {j} reports its ledger to peer {self.peer}, who are no neighbours here", code="witness.neighbor"
+            )
         with self._lock:
-            self._count(j, report)
+            counted = self.seen[j]
+            for boot, lines in report.own:
+                if lines <= counted.get(boot, 0):
+                    continue
+                if len(counted) >= MANY and boot not in counted:
+                    raise RefusedError(
+                        f"peer {j} has been started more than {MANY} times, with lines of each", code="witness.boots"
+                    )
+                self._remember(j, boot, lines)
+                counted[boot] = lines
             self._received[j] = report.challenge
             if report.answers == self._challenges[j] and self._boots.get(j) != report.boot:
                 if report.boot in self._replaced[j]:
@@ -161,8 +172,9 @@ class LedgerWitness:
             is_known = report.boot in {self._boots.get(j), *self._replaced[j]}
             if j in self._twice and is_known:
                 raise RefusedError(
-                    f"{TWICE} {j}, each with a ledger that lacks the other's releases: stop both, and start the one "
-                    "whose folder is the original; delete the copy"
+                    f"two processes run as peer {j}, each with a ledger that lacks the other's releases: stop both, "
+                    "and start the one whose folder is the original; delete the copy",
+                    code=RUNS_TWICE,
                 )
             if self._pairs is not None and report.boot == self._boots.get(j):
                 try:
@@ -176,17 +188,6 @@ class LedgerWitness:
                 self._ledger.check_witnessed(reported)
             except BudgetError as error:
                 self.problem = BudgetError(f"by peer {j}: {error}", code=error.code)
-
-    def _count(self, neighbor: int, report: LedgerReport) -> None:
-        """Keep how many lines there are of a neighbour's boots."""
-        counted = self.seen[neighbor]
-        for boot, lines in report.own:
-            if lines <= counted.get(boot, 0):
-                continue
-            if len(counted) >= MANY and boot not in counted:
-                raise RefusedError(f"peer {neighbor} has been started more than {MANY} times, with lines of each")
-            self._remember(neighbor, boot, lines)
-            counted[boot] = lines
 
     @property
     def is_witnessed(self) -> bool:

@@ -47,15 +47,18 @@ class Section(BaseModel):
         """Raise ValueError where a section's values do not fit each other."""
 
 
-def check_keys(section: Section, kind: str, keys_of: Mapping[str, Sequence[str]]) -> None:
-    """Raise unless a section has the keys that its kind needs, and none of other kinds'."""
+def check_keys(
+    section: Section, keys_of: Mapping[str, Sequence[str]], optional: Sequence[str] = (), choice: str = "kind"
+) -> None:
+    """Raise unless a section has the keys that its kind, or what another key chooses, needs, and none of others'."""
+    chosen = getattr(section, choice)
     for key in dict.fromkeys(key for keys in keys_of.values() for key in keys):
         takers = [name for name, keys in keys_of.items() if key in keys]
         is_set = getattr(section, key) is not None
-        if is_set and kind not in takers:
-            raise ValueError(f"{key} belongs to kind {' or '.join(takers)}, not to {kind}: remove it")
-        if not is_set and kind in takers:
-            raise ValueError(f"kind {kind} needs {key}: add it")
+        if is_set and chosen not in takers:
+            raise ValueError(f"{key} belongs to {choice} {' or '.join(takers)}, not to {chosen}: remove it")
+        if not is_set and chosen in takers and key not in optional:
+            raise ValueError(f"{choice} {chosen} needs {key}: add it")
 
 
 def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
@@ -171,10 +174,8 @@ class PartitionSection(Section):
     sizes: list[Positive] | None = None
 
     def _check(self) -> None:
-        options = {"dirichlet": "alpha", "shards": "shards_per_peer", "pathological": "classes_per_peer"}
-        check_keys(self, self.kind, {kind: [option] for kind, option in (options | {"sizes": "sizes"}).items()})
-        if self.min_size is not None and self.kind != "dirichlet":
-            raise ValueError(f"min_size belongs to kind dirichlet, not to {self.kind}: remove it")
+        more = {"shards": ["shards_per_peer"], "pathological": ["classes_per_peer"], "sizes": ["sizes"]}
+        check_keys(self, {"dirichlet": ["alpha", "min_size"], **more}, optional=["min_size"])
 
 
 class BatchSection(Section):
@@ -543,7 +544,7 @@ class RegularizerSection(Section):
     radius: Positive | None = None
 
     def _check(self) -> None:
-        check_keys(self, self.kind, REGULARIZER_KEYS)
+        check_keys(self, REGULARIZER_KEYS)
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ValueError(f"lower={self.lower:g} must be <= upper={self.upper:g}")
 
@@ -860,11 +861,7 @@ class PDSLSection(GradientSection):
     validation_subsample: Count | None = None
 
     def _check(self) -> None:
-        if self.shapley == "monte-carlo" and self.permutations is None:
-            raise ValueError("shapley monte-carlo needs permutations, how many to draw: add it")
-        for key in ("permutations", "truncation"):
-            if self.shapley == "exact" and getattr(self, key) is not None:
-                raise ValueError(f"{key} belongs to shapley monte-carlo, not to exact: remove it")
+        check_keys(self, {"monte-carlo": ["permutations", "truncation"]}, ["truncation"], "shapley")
 
 
 DynSection = DynD2PSection | DynCSection | DynMuSection | ConstSection
@@ -1259,7 +1256,7 @@ class ParticipationSection(Section):
     count: Count | None = None
 
     def _check(self) -> None:
-        check_keys(self, self.kind, {"uniform": ["fraction"], "edges": ["count"]})
+        check_keys(self, {"uniform": ["fraction"], "edges": ["count"]})
 
 
 class EvaluationSection(Section):

@@ -252,7 +252,7 @@ def test_a_server_cannot_write_a_report(seal, tmp_path):
             return frame
         header: FrameHeader = frames.read_header(frame, len(frame))
         boot = int((peers.one / "boot").read_text())  # the headers of its own reports are open
-        return bytes(frames.encode(LedgerReport(header.sender, 1, 1, 1, boot, (), ())))
+        return b"".join(frames.encode(LedgerReport(header.sender, 1, 1, 1, boot, (), ())))
 
     why = peers.run(6, forge=forge)
     assert (peers.count[1] == 4) is seal  # an open run trusts the server

@@ -107,7 +107,7 @@ def test_weights_sum_to_one_at_any_size(case: tuple[str, str, str], half: int, t
 
 def assert_lawful(mix: Mixing, k: int, kind: str) -> None:
     """Check one round: sums, the identity of absent peers, and symmetry where it is due."""
-    matrix, active = mix.matrix(k), mix.active(k)
+    matrix, active = mix.matrix(k), mix.participation.active(k)
     dense, idle, identity = matrix.dense(), ~active, np.eye(mix.n_peers)
     assert dense.min() >= 0
     for axis in {"row": (1,), "column": (0,), "doubly": (0, 1)}[kind]:
@@ -128,7 +128,7 @@ def test_weights_sit_on_the_edges_of_active_peers_and_the_diagonal(name: str, we
         support = np.eye(12, dtype=bool)
         support[tuple(mix.links(k)[:, ::-1].T)] = True
         if kind == "row":
-            support[:] = mix.active(k)
+            support[:] = mix.participation.active(k)
         assert np.array_equal(mix.matrix(k).dense() > 0, support)
 
 

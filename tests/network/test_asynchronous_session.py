@@ -36,7 +36,7 @@ def two() -> tuple[AsynchronousSession, AsynchronousSession]:
 
 def decoded(sender: AsynchronousSession, receiver: AsynchronousSession, messages: Messages) -> Messages:
     """Return messages as their receiver decodes them."""
-    return receiver.read(sender.peer, memoryview(bytearray(bytes(sender.write(receiver.peer, messages)))))
+    return receiver.read(sender.peer, memoryview(bytearray().join(sender.write(receiver.peer, messages))))
 
 
 def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:

@@ -22,9 +22,17 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.core import State
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.experiment.checkpoint import CARRIED, Checkpoint, described
-from flower_privdec.network.peer import checkpoint_log
-from flower_privdec.network.peer.checkpoint_log import PAGE, ROOTS, CheckpointLog, page_check, read_checkpoints
+from flower_privdec.experiment import checkpoint as checkpoint_module
+from flower_privdec.experiment.checkpoint import (
+    CARRIED,
+    PAGE,
+    ROOTS,
+    Checkpoint,
+    CheckpointLog,
+    described,
+    page_check,
+    read_checkpoints,
+)
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.privacy.ledger.ledger import RunName, read_chain
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
@@ -98,7 +106,7 @@ def test_wherever_a_machine_stops_the_last_checkpoint_is_whole_or_the_one_that_w
                 durable[0] = path.read_bytes() if path.exists() else b""
             return done
 
-        monkeypatch.setattr(checkpoint_log.os, name, counted)
+        monkeypatch.setattr(checkpoint_module.os, name, counted)
 
     for name in ("pwrite", "posix_fallocate", "fdatasync"):
         stopping(name)
@@ -316,7 +324,7 @@ def test_a_peer_whose_machine_stops_at_any_write_goes_on(
     while True:
         folder = tmp_path / str(stop_at)
         scenario = tiny("algorithm.name=privsgp", "rounds=4", QUICK, f"network.mode={mode}")
-        theirs = devices(scenario, folder, insecure_seeds=False)
+        theirs = devices(scenario, folder, insecure_seeds=False, memory=(mode, first) != ("synchronous", 0))
         disk = StoppingDisk(theirs[1].folder, stop_at, Random(stop_at))
         taken.clear()
         with disk.patched(monkeypatch):

@@ -35,7 +35,7 @@ def authority() -> Authority:
 
 
 def serve(address: str, credentials: Credentials) -> GrpcServer:
-    return GrpcServer(address, credentials, {"peer-0.tiny": 0, "peer-1.tiny": 1}, lambda *_: b"", 100)
+    return GrpcServer(address, credentials, {"peer-0.tiny": 0, "peer-1.tiny": 1}, lambda *_: [], 100)
 
 
 # --- an address to listen on

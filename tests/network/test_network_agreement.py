@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import QUICK, STILL, check_mass, initial
+from faulty_transport import FaultyTransport
 from networked import LONG, Killed, devices, finish, go_on, mortal, running, wait_until
 from raising import raises
 from safetensors.torch import load_file
@@ -27,7 +28,7 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement
 from flower_privdec.graph.mixing import Mixing, rounds_to_agree
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.network.local.fault_proxy import Faults, FaultyTransport
+from flower_privdec.network.local.fault_proxy import Faults
 from flower_privdec.network.peer import asynchronous
 from flower_privdec.network.peer.asynchronous import LEAST, AsynchronousSession
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer

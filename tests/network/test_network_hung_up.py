@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("grpc")
 
 from networked import LONG
+from raising import raises
 
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, UnreachableError
 from flower_privdec.network.transport.tls import Authority, Credentials
@@ -103,5 +104,5 @@ def test_a_call_comes_back_however_the_other_side_hangs_up(manner: str, size: in
         closing(GrpcConnection(address, "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)) as link,
     ):
         for _ in range(CALLS):
-            with pytest.raises(UnreachableError, match=r": (unavailable|internal|unknown|cancelled)"):
-                link.call(bytes(size), LONG)
+            with raises(UnreachableError, "call.unanswered", names="unavailable|internal|unknown|cancelled"):
+                link.call([bytes(size)], LONG)

@@ -15,6 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 pytest.importorskip("grpc")
 
 from networked import LONG
+from raising import raises
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.network.transport.grpc_transport import (
@@ -42,7 +43,7 @@ def served(
     credentials: Credentials, cap: int = 1 << 22, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
 ) -> Iterator[GrpcServer]:
     """Serve an echo that says who called."""
-    server = GrpcServer("127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, clock)
+    server = GrpcServer("127.0.0.1:0", credentials, MEMBERS, lambda who, said: [b"%d:" % who, said], cap, clock)
     try:
         yield server
     finally:
@@ -61,18 +62,18 @@ def linked(server: GrpcServer, credentials: Credentials, identity: str = "peer-0
 def test_a_call_is_answered_and_its_caller_known(authority: Authority) -> None:
     said = b"x" * (3 << 20)
     with served(authority.issue("peer-0.tiny")) as server, linked(server, authority.issue("peer-1.tiny")) as link:
-        assert link.call(said, LONG) == b"1:" + said
-        assert link.call(b"", LONG) == b"1:"
+        assert link.call([said], LONG) == b"1:" + said
+        assert link.call([b""], LONG) == b"1:"
         assert link.diagnosis(LONG).endswith("can be reached")
 
 
 def test_the_cap_ends_a_stream(authority: Authority) -> None:
     with served(authority.issue("peer-0.tiny"), 1000) as server, linked(server, authority.issue("peer-1.tiny")) as link:
-        with pytest.raises(RefusedError, match="peer 1 sent more than 1,000 bytes"):
-            link.call(b"x" * 1001, LONG)
-        assert link.call(b"x" * 1000, LONG)
+        with raises(RefusedError, "call.too-long", names="peer 1 .* 1,000"):
+            link.call([b"x" * 1001], LONG)
+        assert link.call([b"x" * 1000], LONG)
     with pytest.raises(RefusedError):
-        assembled(pieces(bytes(3 << 20)), 2 << 20, "peer 1")
+        assembled(pieces([bytes(3 << 20)]), 2 << 20, "peer 1")
 
 
 STRANGERS = {
@@ -88,7 +89,7 @@ def test_a_stranger_is_not_answered(authority: Authority, stranger: str) -> None
     shown = replace(STRANGERS[stranger](authority), authority=authority.pem)
     with served(authority.issue("peer-0.tiny")) as server, linked(server, shown) as link:
         with pytest.raises(UnreachableError):
-            link.call(b"hello", 2)
+            link.call([b"hello"], 2)
         assert "refuses this peer's certificate" in link.diagnosis(LONG)
 
 
@@ -98,7 +99,7 @@ def test_who_is_called_has_to_show_a_certificate_too(authority: Authority, stran
     causes = {"another authority": "signed", "expired": "expired", "not yet valid": "is valid from"}
     with served(shown) as server, linked(server, authority.issue("peer-0.tiny"), "peer-1.tiny") as link:
         with pytest.raises(UnreachableError):
-            link.call(b"hello", 2)
+            link.call([b"hello"], 2)
         assert "its certificate is refused here" in link.diagnosis(LONG)
         assert causes[stranger] in link.diagnosis(LONG)
 
@@ -109,7 +110,7 @@ def test_an_address_with_another_peer_behind_it_is_not_talked_to(authority: Auth
         linked(server, authority.issue("peer-1.tiny"), "peer-9.tiny") as link,
     ):
         with pytest.raises(UnreachableError):
-            link.call(b"hello", 2)
+            link.call([b"hello"], 2)
         assert "its certificate is refused here" in link.diagnosis(LONG)
 
 
@@ -118,9 +119,9 @@ def test_a_member_of_another_scenario_is_refused_by_name(authority: Authority, i
     with (
         served(authority.issue("peer-0.tiny")) as server,
         linked(server, authority.issue(identity)) as link,
-        pytest.raises(RefusedError, match=f"the certificate is for {identity}, which is no peer of this scenario"),
+        raises(RefusedError, "call.stranger", names=identity),
     ):
-        link.call(b"hello", LONG)
+        link.call([b"hello"], LONG)
 
 
 def test_a_certificate_that_expires_while_connected_ends_the_talk(authority: Authority) -> None:
@@ -129,24 +130,24 @@ def test_a_certificate_that_expires_while_connected_ends_the_talk(authority: Aut
         served(authority.issue("peer-0.tiny"), clock=lambda: times.pop(0)) as server,
         linked(server, authority.issue("peer-1.tiny")) as link,
     ):
-        assert link.call(b"hello", LONG) == b"1:hello"
-        with pytest.raises(RefusedError, match="peer 1: the certificate expired on"):
-            link.call(b"hello", LONG)
+        assert link.call([b"hello"], LONG) == b"1:hello"
+        with raises(RefusedError, "certificate.expired", names="peer 1"):
+            link.call([b"hello"], LONG)
 
 
 def test_nobody_is_there(authority: Authority) -> None:
     with served(authority.issue("peer-0.tiny")) as server:
         port = server.port
     link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)
-    with pytest.raises(UnreachableError, match=r"peer-0\.tiny at 127.0.0.1"):
-        link.call(b"hello", 0.5)
+    with raises(UnreachableError, "call.unanswered", names=r"peer-0\.tiny at 127.0.0.1"):
+        link.call([b"hello"], 0.5)
     assert "Connection refused" in link.diagnosis(LONG)
     link.close()
 
 
 def test_an_address_is_listened_on_once(authority: Authority) -> None:
-    with served(authority.issue("peer-0.tiny")) as server, pytest.raises(RunError, match="cannot be listened on"):
-        GrpcServer(f"127.0.0.1:{server.port}", authority.issue("peer-1.tiny"), MEMBERS, lambda *_: b"", 10)
+    with served(authority.issue("peer-0.tiny")) as server, raises(RunError, "listen.in-use"):
+        GrpcServer(f"127.0.0.1:{server.port}", authority.issue("peer-1.tiny"), MEMBERS, lambda *_: [], 10)
 
 
 def test_files_are_read_and_checked(authority: Authority, tmp_path: Path) -> None:
@@ -155,18 +156,18 @@ def test_files_are_read_and_checked(authority: Authority, tmp_path: Path) -> Non
     for path, content in zip(names, (made.certificate, made.key, made.authority), strict=True):
         path.write_bytes(content)
     assert Credentials.read(*names, "peer-1.tiny") == made
-    with pytest.raises(ScenarioError, match=r"it is for peer-1\.tiny, not for peer-2\.tiny"):
+    with raises(ScenarioError, "certificate.identity", names=r"peer-1\.tiny.*peer-2\.tiny"):
         Credentials.read(*names, "peer-2.tiny")
     names[1].write_bytes(other.key)
-    with pytest.raises(ScenarioError, match=r"peer\.key: is not the key of .*peer\.pem"):
+    with raises(ScenarioError, "certificate.key", names=r"peer\.key.*peer\.pem"):
         Credentials.read(*names, "peer-1.tiny")
     names[1].write_bytes(b"no key")
-    with pytest.raises(ScenarioError, match=r"peer\.key: cannot be read as a private key"):
+    with raises(ScenarioError, "certificate.key", names=r"peer\.key"):
         Credentials.read(*names, "peer-1.tiny")
     names[0].write_bytes(b"no certificate")
-    with pytest.raises(ScenarioError, match=r"peer\.pem: the certificate cannot be read as PEM"):
+    with raises(ScenarioError, "certificate.unreadable", names=r"peer\.pem"):
         Credentials.read(*names, "peer-1.tiny")
-    with pytest.raises(ScenarioError, match=r"gone\.pem: cannot be read \(No such file"):
+    with raises(ScenarioError, "certificate.missing", names=r"gone\.pem"):
         Credentials.read(tmp_path / "gone.pem", *names[1:], "peer-1.tiny")
 
 

@@ -121,7 +121,7 @@ def test_whoever_dies_wherever_goes_on(
 @pytest.mark.parametrize("name", ["privsgp", "pdsl"])
 def test_two_that_die_at_once_and_one_that_dies_twice(name: str, tiny: Tiny, tmp_path: Path, taken: list[int]) -> None:
     scenario = tiny(*settings_for(choosing(name)), "topology.name=complete", "rounds=5", QUICK)
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=name == "pdsl")
     peers = [running_peer(scenario, device) for device in theirs]
     all_met = Barrier(4)  # whoever begins waits for all others, and the two come back together alone
     for peer in peers:

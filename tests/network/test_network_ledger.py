@@ -24,6 +24,7 @@ from variants import VARIANTS, settings_for
 pytest.importorskip("grpc")
 
 from networked import LONG, Killed, devices, finish, go_on, mortal, running, trainer_of
+from raising import raises
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.core.cohort import Cohort, PrivateStep
@@ -237,7 +238,7 @@ def test_a_ledger_is_one_processes_at_a_time(finished: Any, tmp_path: Path) -> N
         update={"privacy": scenario.privacy.model_copy(update={"ledger": str(tmp_path / "ledger")})}
     )
     one = running_peer(shared, replace(device, folder=tmp_path / "one"))
-    with pytest.raises(BudgetError, match="in use"):
+    with raises(BudgetError, "ledger.in-use"):
         running_peer(shared, replace(device, folder=tmp_path / "other"))
     one.close()
 
@@ -276,5 +277,5 @@ def test_a_spent_ledger_allows_a_new_run_no_step(finished: Any, tmp_path: Path) 
     shared = scenario.model_copy(
         update={"privacy": scenario.privacy.model_copy(update={"ledger": str(folder / "ledger")})}
     )
-    with pytest.raises(BudgetError, match=r"have spent ε = .* allows this run no step"):
+    with raises(BudgetError, "ledger.spent-elsewhere", names="privacy.epsilon"):
         running_peer(shared, replace(device, folder=tmp_path / "new"))

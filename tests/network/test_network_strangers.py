@@ -31,7 +31,7 @@ from raising import raises
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.network.local.peer_processes import PRIVDEC
-from flower_privdec.network.transport import admission, grpc_transport
+from flower_privdec.network.transport import grpc_transport
 from flower_privdec.network.transport.grpc_transport import (
     CALLING,
     METHOD,
@@ -54,7 +54,7 @@ def authority() -> Authority:
 @contextmanager
 def served(credentials: Credentials, cap: int = 1 << 22, **more: Any) -> Iterator[GrpcServer]:
     """Serve an echo that says who called."""
-    server = GrpcServer("127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, **more)
+    server = GrpcServer("127.0.0.1:0", credentials, MEMBERS, lambda who, said: [b"%d:" % who, said], cap, **more)
     try:
         yield server
     finally:
@@ -113,7 +113,7 @@ def test_a_certificate_for_something_else_is_refused_with_the_cause(authority: A
     assert cause in str(certificate_problem(shown.certificate, authority.pem, "peer-1.tiny"))
     with served(authority.issue("peer-0.tiny")) as server, linked(server, shown) as link:
         with pytest.raises((RefusedError, UnreachableError)) as refused:
-            link.call(b"hello", 2)
+            link.call([b"hello"], 2)
         said = str(refused.value) if isinstance(refused.value, RefusedError) else link.diagnosis(LONG)
         assert cause in said or "refuses this peer's certificate" in said
 
@@ -131,13 +131,13 @@ def test_a_refusal_is_the_answer_to_a_call_and_named_on_both_sides(
         linked(server, authority.issue("peer-1.tiny")) as late,
         linked(server, authority.issue("peer-9.tiny")) as stranger,
     ):
-        for link, cause in ((late, "peer 1: the certificate expired"), (stranger, "peer-9.tiny, which is no peer")):
+        for link, code, name in ((late, "certificate.expired", "peer 1"), (stranger, "call.stranger", "peer-9.tiny")):
             for _ in range(3):
-                with pytest.raises(RefusedError, match=cause):
-                    link.call(b"hello", LONG)
+                with raises(RefusedError, code, names=name):
+                    link.call([b"hello"], LONG)
             assert len(refusals) == 3
             refusals.clear()
-            assert sum(cause in record.getMessage() for record in caplog.records) == 1  # said once, not at every call
+            assert sum(name in record.getMessage() for record in caplog.records) == 1  # said once, not at every call
 
 
 def test_nothing_is_said_in_plain_text(authority: Authority) -> None:
@@ -210,7 +210,7 @@ def test_a_member_has_few_streams_and_the_others_are_answered(authority: Authori
                     ]
                     wait_until(lambda: any(call.done() for call in calls))  # noqa: B023
                     for _ in range(20):
-                        assert link.call(b"hello", LONG) == b"2:hello"
+                        assert link.call([b"hello"], LONG) == b"2:hello"
                     refusals |= {call.details() for call in calls if call.done()}
         assert f"peer 1 has {grpc_transport.CALLS_EACH} calls under way, which is the most; end one" in refusals
 
@@ -280,24 +280,24 @@ def test_connections_that_make_no_call_are_few_and_soon_closed(authority: Author
     attacks = {"nothing": nothing, "half a greeting": half_a_greeting, "a handshake alone": handshake_alone(authority)}
     own = authority.issue("peer-0.tiny")
     with served(own, connections=60, handshake=2.0) as server, linked(server, authority.issue("peer-2.tiny")) as old:
-        assert old.call(b"hello", LONG) == b"2:hello"
+        assert old.call([b"hello"], LONG) == b"2:hello"
         with ExitStack() as stack:
             held: list[socket.socket] = []
             for _ in range(150):
                 with suppress(OSError):  # closed at once
                     held.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port))))
                     held[-1] = stack.enter_context(attacks[attack](held[-1]) or held[-1])  # type: ignore[arg-type]
-            assert old.call(b"hello", LONG) == b"2:hello"
+            assert old.call([b"hello"], LONG) == b"2:hello"
             with linked(server, authority.issue("peer-3.tiny")) as new:
                 wait_until(lambda: answers(new, b"3:hello"))
                 wait_until(lambda: all(map(is_hung_up, held)))
                 for link, answer in ((old, b"2:hello"), (new, b"3:hello")):
-                    assert link.call(b"hello", LONG) == answer
+                    assert link.call([b"hello"], LONG) == answer
 
 
 def answers(link: GrpcConnection, answer: bytes) -> bool:
     try:
-        return link.call(b"hello", LONG) == answer
+        return link.call([b"hello"], LONG) == answer
     except UnreachableError:
         return False
 
@@ -307,15 +307,15 @@ def test_a_flood_of_one_address_leaves_room_for_the_others(authority: Authority)
     with served(authority.issue("peer-0.tiny")) as server, ExitStack() as stack:
         watch = server._admission
         watch.close()  # looked at by this test alone
-        for _ in range(admission.PENDING_EACH + 8):
+        for _ in range(grpc_transport.PENDING_EACH + 8):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0)))
         other = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        wait_until(lambda: len(watch._handles()) == admission.PENDING_EACH + 9)
+        wait_until(lambda: len(watch._handles()) == grpc_transport.PENDING_EACH + 9)
         watch.look(0.0)
-        wait_until(lambda: len(watch._handles()) == admission.PENDING_EACH + 1)
-        watch.look(admission.HANDSHAKE_SECONDS - 0.1)
+        wait_until(lambda: len(watch._handles()) == grpc_transport.PENDING_EACH + 1)
+        watch.look(grpc_transport.HANDSHAKE_SECONDS - 0.1)
         assert not is_hung_up(other)
-        watch.look(admission.HANDSHAKE_SECONDS)
+        watch.look(grpc_transport.HANDSHAKE_SECONDS)
         wait_until(lambda: not watch._handles())
 
 
@@ -373,7 +373,7 @@ from flower_privdec.network.transport.tls import Authority
 
 logging.basicConfig(level=logging.INFO)
 own = Authority.create("tiny").issue("peer-0.tiny")
-server = GrpcServer("127.0.0.1:0", own, {"peer-0.tiny": 0}, lambda peer, content: content, 1 << 20)
+server = GrpcServer("127.0.0.1:0", own, {"peer-0.tiny": 0}, lambda peer, content: [content], 1 << 20)
 print(server.port, flush=True)
 sys.stdin.read()
 server._admission.look(time.monotonic())
@@ -406,14 +406,14 @@ def can_connect(host: str, port: int) -> bool:
 
 
 def test_too_low_a_limit_of_open_files_is_refused_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission.resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(grpc_transport.resource, "getrlimit", lambda _: (64, 64))
     with raises(RunError, code="network.few-descriptors"):
-        admission.most_connections(4)
+        grpc_transport.most_connections(4)
 
 
 def test_a_soft_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = list[tuple[int, int]]()
-    monkeypatch.setattr(admission.resource, "getrlimit", lambda _: (64, 100_000))
-    monkeypatch.setattr(admission.resource, "setrlimit", lambda _, both: limits.append(both))
-    assert admission.most_connections(4) == admission.MOST_CONNECTIONS
-    assert limits == [(admission.MOST_DESCRIPTORS, 100_000)]
+    monkeypatch.setattr(grpc_transport.resource, "getrlimit", lambda _: (64, 100_000))
+    monkeypatch.setattr(grpc_transport.resource, "setrlimit", lambda _, both: limits.append(both))
+    assert grpc_transport.most_connections(4) == grpc_transport.MOST_CONNECTIONS
+    assert limits == [(grpc_transport.MOST_DESCRIPTORS, 100_000)]

@@ -20,6 +20,7 @@ pytest.importorskip("grpc")
 
 from command_line import privdec
 from networked import wait_until
+from raising import raises
 
 from flower_privdec.cli import main
 from flower_privdec.common.errors import RunError
@@ -171,7 +172,7 @@ def test_killed_peers_are_named_and_the_run_goes_on_from_their_disks(
             killed.append(peers_of(out)[1])
             os.kill(killed[0], signal.SIGKILL)
 
-    with pytest.raises(RunError, match=r"^peer \d ended \("):
+    with raises(RunError, "up.peer-ended", names=r"^peer \d"):
         Up(scenario, out, insecure_seeds=True).run(kill)
     assert killed
     assert not peers_of(out)

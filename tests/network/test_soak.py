@@ -23,9 +23,8 @@ from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.checkpoint import Checkpoint
+from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog
 from flower_privdec.network.local.peer_processes import on_this_machine
-from flower_privdec.network.peer.checkpoint_log import CheckpointLog
 from flower_privdec.pushsum.exactly_once import FIRST, Durable, Edge, FrozenShare
 from flower_privdec.pushsum.frames import pack
 from tools.soak import Soak, SoakedRun, Tally
@@ -311,11 +310,11 @@ def test_the_command_soaks_until_the_time_is_over(
 @pytest.mark.slow
 def test_the_command_says_what_broke(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(run: SoakedRun) -> None:
-        raise RunError("something does not hold")
+        raise RunError("something does not hold", code="test.broken")
 
     monkeypatch.setattr(SoakedRun, "step", broken)
     soak = Soak(tiny(*SETTINGS), tmp_path / "out", minutes=1.0, seed=1)
-    with pytest.raises(RunError, match="something does not hold"):
+    with raises(RunError, "test.broken"):
         soak.run(lambda line: None)
     assert soak.summary()[0].startswith("seed 1: 1 runs, 0 of them to their end")
     with raises(ScenarioError, "soak.folder", names="out"):

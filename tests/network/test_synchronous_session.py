@@ -78,7 +78,7 @@ class TwoSessions:
 
 def carried(sender: SynchronousSession, receiver: SynchronousSession, messages: Messages) -> Messages:
     """Return messages as their receiver decodes them."""
-    return receiver.read(sender.peer, memoryview(bytearray(bytes(sender.write(receiver.peer, messages)))))
+    return receiver.read(sender.peer, memoryview(bytearray().join(sender.write(receiver.peer, messages))))
 
 
 def test_without_faults_each_message_is_sent_once() -> None:

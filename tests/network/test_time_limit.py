@@ -1,38 +1,40 @@
-"""What takes too long is ended once, and what does not is left alone."""
+"""A call that takes too long to arrive is ended once, and any other is left alone."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from flower_privdec.network.transport.grpc_transport import TimeLimit
+from flower_privdec.network.transport.grpc_transport import Admission
 
-LIMIT = 1000.0
+LIMIT, CALLER = 1000.0, "ipv4:127.0.0.1:4242"
 
 
 def test_what_takes_too_long_is_ended_once_and_nothing_else() -> None:
-    limit, calls = TimeLimit(LIMIT), list[str]()
+    admission, ended = Admission(1, 16, patience=LIMIT), list[str]()
+    admission.close()  # looked at by this test alone
     now = time.monotonic()
-    try:
-        with limit.ending(lambda: calls.append("slow")):
-            with limit.ending(lambda: calls.append("quick")):
-                limit.look(now + 0.9 * LIMIT)
-                assert not calls
-            for _ in range(2):
-                limit.look(now + 2 * LIMIT)
-        with limit.ending(lambda: calls.append("later")):
-            pass
-        limit.look(now + 9 * LIMIT)
-    finally:
-        limit.close()
-    assert calls == ["slow"]
-    assert not limit._under_way
+    with (
+        admission.call(CALLER, 1, lambda: ended.append("slow")),
+        admission.call(CALLER, 1, lambda: ended.append("arrived")) as call,
+    ):
+        call.has_arrived = True
+        with admission.call(CALLER, 1, lambda: ended.append("quick")):
+            admission.look(now + 0.9 * LIMIT)
+            assert not ended
+        for _ in range(2):
+            admission.look(now + 2 * LIMIT)
+    with admission.call(CALLER, 1, lambda: ended.append("later")):
+        pass
+    admission.look(now + 9 * LIMIT)
+    assert ended == ["slow"]
+    assert not admission._calls
 
 
 def test_it_looks_at_the_clock_by_itself() -> None:
-    limit, ended = TimeLimit(0.2), threading.Event()
+    admission, ended = Admission(1, 16, patience=0.2), threading.Event()
     try:
-        with limit.ending(ended.set):
+        with admission.call(CALLER, 1, ended.set):
             assert ended.wait(100)
     finally:
-        limit.close()
+        admission.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import FOLDERS, QUICK, STILL, check_mass, initial
+from faulty_transport import FaultyTransport
 from networked import LONG, devices, running, wait_until
 from raising import raises
 from tiny_scenario import Tiny
@@ -19,10 +20,10 @@ from variants import settings_for
 from flower_privdec import testing
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.network.local.fault_proxy import Faults, FaultyTransport
+from flower_privdec.network.local.fault_proxy import Faults
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
-from flower_privdec.network.transport.transport import MemoryNetwork, RefusedError, UnreachableError
+from flower_privdec.network.transport.transport import Content, MemoryNetwork, RefusedError, UnreachableError
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
 
@@ -81,11 +82,11 @@ def test_a_transport_in_memory_is_closed_when_nothing_is_being_answered() -> Non
     network, entered, leave, order = MemoryNetwork(), Event(), Event(), list[str]()
     transport, connection = network.transport(0), network.transport(1).connect(0, 10)
 
-    def answer(caller: int, content: memoryview) -> bytes:
+    def answer(caller: int, content: memoryview) -> Content:
         entered.set()
         leave.wait(LONG)
         order.append("answered")
-        return b"yes"
+        return [b"yes"]
 
     def close() -> None:
         transport.close()
@@ -93,12 +94,12 @@ def test_a_transport_in_memory_is_closed_when_nothing_is_being_answered() -> Non
 
     transport.serve(answer, 10, 1)
     with ThreadPoolExecutor(2) as pool:
-        call = pool.submit(connection.call, b"?", LONG)
+        call = pool.submit(connection.call, [b"?"], LONG)
         assert entered.wait(LONG)
         closing = pool.submit(close)
         wait_until(lambda: 0 not in network.answers)
         with pytest.raises(UnreachableError):
-            connection.call(b"?", LONG)
+            connection.call([b"?"], LONG)
         leave.set()
         assert bytes(call.result(LONG)) == b"yes"
         closing.result(LONG)
@@ -145,21 +146,21 @@ def test_memory_refuses_and_reports_as_any_transport() -> None:
     network = MemoryNetwork()
     one, other = network.transport(0), network.transport(1)
     connection = other.connect(0, cap=4)
-    with pytest.raises(UnreachableError, match="peer 0 is not serving"):
-        connection.call(b"?", 1.0)
+    with raises(UnreachableError, "call.unanswered", names="peer 0"):
+        connection.call([b"?"], 1.0)
 
-    def answer(caller: int, content: memoryview) -> bytes:
+    def answer(caller: int, content: memoryview) -> Content:
         if content == b"no":
-            raise RefusedError("not that")
-        return bytes(content) * caller
+            raise RefusedError("not that", code="test.refused")
+        return [content] * caller
 
     one.serve(answer, cap=6, callers=1)
-    assert connection.call(b"abc", 1.0) == b"abc"
-    with pytest.raises(RefusedError, match="not that"):
-        connection.call(b"no", 1.0)
+    assert connection.call([b"abc"], 1.0) == b"abc"
+    with raises(RefusedError, "test.refused", names="not that"):
+        connection.call([b"no"], 1.0)
     for content in (b"1234567", b"12345"):
-        with pytest.raises(RefusedError, match="sent more than"):
-            connection.call(content, 1.0)
+        with raises(RefusedError, "call.too-long"):
+            connection.call([content], 1.0)
     one.close()
     with pytest.raises(UnreachableError):
-        connection.call(b"?", 1.0)
+        connection.call([b"?"], 1.0)

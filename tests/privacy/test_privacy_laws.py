@@ -129,10 +129,10 @@ def test_no_target_and_no_token_moves_a_release_by_more(build: Build, name: str,
     for place, value in enumerate(SPOILT[task]):
         experiment = spoil(experiment, place, value)
     for place, value in enumerate(SPOILT[task]):
-        moved = testing.assert_sensitivity(experiment, 3, place)
+        moved = testing.assert_sensitivity(experiment, 2, place)
         beyond = abs(value) > 1e150 and task != "numbers, huber"  # whose gradient no target makes longer
         assert moved == 0 if task == "tokens" or math.isnan(value) or beyond else moved > 0
-    assert testing.assert_sensitivity(experiment, 3, 5) > 0
+    assert testing.assert_sensitivity(experiment, 2, 5) > 0
     assert torch.isfinite(testing.run_rounds(experiment, 3).state.rows["x"]).all()
 
 

@@ -18,6 +18,7 @@ import torch
 from hosting import hosting
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 from relay_schedules import run_relay_schedule
 from safetensors.torch import load, save
 from share_machines import commit, shake
@@ -276,12 +277,12 @@ def test_an_old_checkpoint_is_noticed_and_the_peer_begins_anew_with_nothing() ->
     old = a._durable
     exchange(a, b)
     back = restarted(a, 7, old)
-    with pytest.raises(StaleStateError, match="the state of peer 0 is an old copy"):
+    with raises(StaleStateError, "share.stale", names="peer 0"):
         shake(b, back)
-    with pytest.raises(RunError, match="must be reset first"):
+    with raises(RunError, "share.stale"):
         back.split(0, {1: 0.5})
     back.reset()
-    with pytest.raises(RunError, match="must commit incarnation"):
+    with raises(RunError, "share.uncommitted"):
         back.hello(1)
     commit(back)
     shake(back, b)
@@ -315,7 +316,7 @@ def test_an_old_frame_is_a_no_op_whenever_it_comes() -> None:
         assert not b.receive(share)
     assert b.absorb() == []
     anew = restarted(b, 7)
-    with pytest.raises(RefusedError, match="must greet peer 1 first"):
+    with raises(RefusedError, "edge.closed", names="peer 1"):
         anew.receive(second)
     shake(anew, a)
     assert not anew.receive(second)
@@ -326,13 +327,13 @@ def test_a_commit_that_is_late_does_not_undo_a_later_one() -> None:
     a, _ = peers()
     early, late = a.snapshot(1), a.snapshot(2)
     a.committed(late)
-    with pytest.raises(RunError, match="commit 2 of peer 0 must come before commit 3"):
+    with raises(RunError, "share.commit-order", names="2 .* 3"):
         a.committed(early)
 
 
 def test_a_state_of_other_neighbours_is_not_gone_on_from() -> None:
     a, _ = peers()
-    with pytest.raises(RunError, match=r"has neighbours \[1\], and the scenario \[1, 2\]"):
+    with raises(RunError, "share.other-neighbors", names=r"\[1\].*\[1, 2\]"):
         machine(0, 3).restore(a._durable)
 
 
@@ -347,9 +348,9 @@ def test_shares_for_a_dead_incarnation_are_stranded_and_its_own_are_refused() ->
     shake(a, b)
     assert b.orphaned == {0: 1}
     assert b.mass["w"] == 1 / 2
-    with pytest.raises(RefusedError, match="from incarnation 0x100000000 to"):
+    with raises(RefusedError, "edge.incarnation", names="0x100000000"):
         b.receive(late)
-    with pytest.raises(RefusedError, match="from incarnation 0x100000000 to"):
+    with raises(RefusedError, "edge.incarnation", names="0x100000000"):
         a.receive(lost)
 
 
@@ -374,7 +375,7 @@ def test_a_number_frozen_twice_is_noticed() -> None:
     forked.split(0, {1: 0.5})
     commit(forked)
     b.receive(forked.shares_to_send()[0])  # b has share 1 of life 7, and a's disk is put back to share 1 of life 100
-    with pytest.raises(StaleStateError, match="which that did not freeze"):
+    with raises(StaleStateError, "share.stale"):
         shake(b, restarted(a, 9))
 
 
@@ -390,7 +391,7 @@ def test_what_was_said_before_a_start_is_not_believed_after_it() -> None:
     (word,) = b.acknowledgements()
     back = restarted(b, 7, old)
     shake(back, a)
-    with pytest.raises(RefusedError, match="before its last start"):
+    with raises(RefusedError, "share.acknowledgement"):
         a.acknowledge(word)
     assert back.receive(share)
     stale = b.hello(0)
@@ -415,12 +416,12 @@ def test_who_lies_to_a_running_peer_is_refused_and_changes_nothing() -> None:
     exchange(a, b)
     before, truth = dict(a.mass), replace(b.hello(0), answers=a.hello(1).challenge)
     for lie in ({"seen": LAST, "received": LAST}, {"seen_boot": 5}, {"sent": LAST, "acknowledged": LAST - 1}):
-        with pytest.raises(RefusedError, match="lies, or has a stale state itself"):
+        with raises(RefusedError, "edge.lie"):
             a.receive_hello(replace(truth, **lie))
         shake(a, b)
-    with pytest.raises(RefusedError, match="lies"):
+    with raises(RefusedError, "edge.lie"):
         a.receive_hello(replace(truth, knows=LAST))
-    with pytest.raises(RefusedError, match="which cannot be"):
+    with raises(RefusedError, "edge.counters"):
         a.receive_hello(replace(truth, acknowledged=3))
     assert a.mass == before
     assert a.incarnation == FIRST
@@ -430,7 +431,7 @@ def test_a_claim_that_would_use_up_the_incarnations_is_refused_at_the_first_hand
     a, b = peers()
     back = restarted(a, 7)
     truth = replace(b.hello(0), answers=back.hello(1).challenge)
-    with pytest.raises(RefusedError, match="lies"):
+    with raises(RefusedError, "edge.lie"):
         back.receive_hello(replace(truth, knows=LAST))
     shake(back, b)
     assert back.is_open(1)
@@ -443,27 +444,23 @@ def test_the_last_number_of_an_edge_and_the_last_incarnation_are_the_end() -> No
     assert a.split(0, {1: 0.5}) == []
     assert a.mass["w"] == 1
     a.incarnation = LAST
-    with pytest.raises(RunError, match="is the last there is"):
+    with raises(RunError, "share.last-incarnation"):
         a.reset()
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"sender": 9}, "peer 9 greeted peer 0, who are no neighbours here"),
-        ({"receiver": 1}, "peer 1 greeted peer 1, who are no neighbours here"),
-    ],
+    ("change", "names"), [({"sender": 9}, "peer 9 .* peer 0"), ({"receiver": 1}, "peer 1 .* peer 1")]
 )
-def test_a_hello_of_something_else_is_refused(change: dict[str, Any], says: str) -> None:
+def test_a_hello_of_something_else_is_refused(change: dict[str, Any], names: str) -> None:
     a, b = peers()
-    with pytest.raises(RefusedError, match=says):
+    with raises(RefusedError, "edge.neighbor", names=names):
         a.receive_hello(replace(b.hello(0), **change))
 
 
 @pytest.mark.parametrize("weights", [{1: 1.0}, {1: 0.0}, {1: -0.5}, {1: float("nan")}])
 def test_weights_that_leave_the_peer_nothing_are_refused(weights: dict[int, float]) -> None:
     a, _ = peers()
-    with pytest.raises(RunError, match="must be > 0 with a sum < 1"):
+    with raises(RunError, "share.weights"):
         a.split(0, weights)
 
 
@@ -552,7 +549,7 @@ def test_what_is_on_disk_is_packed_and_unpacked_bit_for_bit() -> None:
     for j, edge in durable.edges.items():
         assert replace(edge, frozen=()).__dict__ == replace(again.edges[j], frozen=()).__dict__
         (share,), (other,) = edge.frozen, again.edges[j].frozen
-        assert bytes(frames.encode(share)) == bytes(frames.encode(other))
+        assert b"".join(frames.encode(share)) == b"".join(frames.encode(other))
     facts["edges"]["1"]["sent"] = 2
     with pytest.raises(ValueError, match="the last share for peer 1 is not the last one sent"):
         unpack(0, facts, tensors, durable.mass)

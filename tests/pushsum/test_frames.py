@@ -15,12 +15,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 from torch import Tensor
 
 from flower_privdec.pushsum.exactly_once import LAST, FrozenShare, RefusedError
 from flower_privdec.pushsum.frames import (
     HEADER,
-    BufferList,
     FrameCodec,
     FrameHeader,
     Message,
@@ -36,7 +36,7 @@ RUN = bytes(range(32))
 
 def encode(message: Message) -> bytes:
     """Return a frame in one piece."""
-    return bytes(FrameCodec(RUN).encode(message))
+    return b"".join(FrameCodec(RUN).encode(message))
 
 
 def decode(data: Any, formats: Any, cap: int | None = None) -> Any:
@@ -139,55 +139,57 @@ def test_the_largest_numbers_travel() -> None:
 
 
 WRONG = {
-    "nothing": (b"", "a frame of 0 bytes must have a header of 88"),
-    "magic": (changed(magic=b"PK\3\4"), r"a frame that begins with b'PK\\x03\\x04' must begin with b'prvd'"),
-    "version": (changed(version=5), "a frame of peer 1 has version 5 of the protocol, not 4"),
+    "nothing": (b"", "frame.length", "88"),
+    "magic": (changed(magic=b"PK\3\4"), "frame.magic", "prvd"),
+    "version": (changed(version=5), "frame.version", "peer 1 .* 5 .* 4"),
     "another run": (
         changed(run=b"x" * 16),
-        "a frame of peer 1 is of run 7878.*, not 630d.*; give all peers one scenario and one model",
+        "frame.run",
+        "7878.*630d",
     ),
-    "sealed": (changed(flags=2), "a frame of peer 1 is sealed; seal at all peers, or at none"),
-    "kind": (changed(kind=9), "a frame of peer 1 is of kind 9, which must be one of 1 to 6"),
-    "kind 0": (changed(kind=0), "a frame of peer 1 is of kind 0"),
-    "another kind": (changed(kind=1), "a frame of peer 1 of kind 1 has 208 bytes, which must be 160"),
-    "flags": (changed(flags=1), "a frame of peer 1 of kind 3 must have zeros where it has no field"),
-    "place": (changed(at=1), "must have zeros where it has no field"),
-    "round": (changed(round_index=2**63), r"of round 9223372036854775808, which must be < 2\^63"),
-    "length": (changed(length=2**62), "claims 4611686018427387904 bytes, which must be 88 to 256"),
-    "short length": (changed(length=207), "a frame of peer 1 has 208 bytes and claims 207"),
-    "rows": (changed(rows=2**32 - 1), "a frame of peer 1 has 4294967295 rows, not 2; all peers must run one scenario"),
-    "trailing": (encode(SHARE) + b"\0", "a frame of peer 1 has 209 bytes and claims 208"),
-    "cut": (encode(SHARE)[:-1], "a frame of peer 1 has 207 bytes and claims 208"),
+    "sealed": (changed(flags=2), "frame.sealed", ""),
+    "kind": (changed(kind=9), "frame.kind", "9.*1 to 6"),
+    "kind 0": (changed(kind=0), "frame.kind", "0"),
+    "another kind": (changed(kind=1), "frame.length", "208.*160"),
+    "flags": (changed(flags=1), "frame.zeros", "kind 3"),
+    "place": (changed(at=1), "frame.zeros", ""),
+    "round": (changed(round_index=2**63), "frame.round", "9223372036854775808"),
+    "length": (changed(length=2**62), "frame.length", "4611686018427387904 .* 88 to 256"),
+    "short length": (changed(length=207), "frame.length", "208 .* 207"),
+    "rows": (changed(rows=2**32 - 1), "frame.rows", "4294967295 .* 2"),
+    "trailing": (encode(SHARE) + b"\0", "frame.length", "209 .* 208"),
+    "cut": (encode(SHARE)[:-1], "frame.length", "207 .* 208"),
     "dtype": (
         patched(88, b"\3"),
-        r"'x' is described as 1 axes of \[2, 0, 0, 0\] float64, which must be 1 of \[2\] float32",
+        "frame.row-format",
+        r"'x' .* 1 axes of \[2, 0, 0, 0\] float64.* 1 of \[2\] float32",
     ),
-    "unknown dtype": (patched(88, b"\x80"), r"'x' is described as 1 axes of \[2, 0, 0, 0\] type 128, which must be"),
-    "axes": (patched(89, b"\xff"), r"'x' is described as 255 axes of \[2, 0, 0, 0\] float32, which must be"),
-    "shape": (patched(96, struct.pack("<Q", 2**63)), r"'x' is described as 1 axes of \[9223372036854775808, 0, 0, 0\]"),
-    "hidden axis": (patched(104, b"\1"), r"'x' is described as 1 axes of \[2, 1, 0, 0\]"),
-    "filler": (patched(91, b"\1"), "'x' is described as"),
-    "gap": (patched(176, b"\1"), "a frame of peer 1 must have zeros between its rows"),
-    "gap at the end": (patched(207, b"\1"), "a frame of peer 1 must have zeros between its rows"),
-    "NaN": (patched(X_AT + 4, struct.pack("<f", math.nan)), r"'x'\[1\] is nan, which must be finite"),
-    "infinity": (patched(X_AT, struct.pack("<f", -math.inf)), r"'x'\[0\] is -inf, which must be finite"),
-    "a weight that is NaN": (patched(W_AT, struct.pack("<f", math.nan)), r"'w'\[0\] is nan, which must be finite"),
-    "negative weight": (patched(W_AT, struct.pack("<f", -0.5)), r"'w'\[0\] is -0.5, which must be >= 0"),
+    "unknown dtype": (patched(88, b"\x80"), "frame.row-format", "'x' .* type 128"),
+    "axes": (patched(89, b"\xff"), "frame.row-format", "'x' .* 255 axes"),
+    "shape": (patched(96, struct.pack("<Q", 2**63)), "frame.row-format", r"\[9223372036854775808,"),
+    "hidden axis": (patched(104, b"\1"), "frame.row-format", r"\[2, 1, 0, 0\]"),
+    "filler": (patched(91, b"\1"), "frame.row-format", "'x'"),
+    "gap": (patched(176, b"\1"), "frame.zeros", "peer 1"),
+    "gap at the end": (patched(207, b"\1"), "frame.zeros", "peer 1"),
+    "NaN": (patched(X_AT + 4, struct.pack("<f", math.nan)), "frame.number", r"'x'\[1\] is nan"),
+    "infinity": (patched(X_AT, struct.pack("<f", -math.inf)), "frame.number", r"'x'\[0\] is -inf"),
+    "a weight that is NaN": (patched(W_AT, struct.pack("<f", math.nan)), "frame.number", r"'w'\[0\] is nan"),
+    "negative weight": (patched(W_AT, struct.pack("<f", -0.5)), "frame.number", r"'w'\[0\] is -0.5"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refused_in_one_line(name: str) -> None:
-    data, says = WRONG[name]
+    data, code, names = WRONG[name]
     before = bytes(data)
-    with pytest.raises(RefusedError, match=says) as caught:
+    with raises(RefusedError, code, names=names) as caught:
         decode(data, FORMATS)
     assert len(str(caught.value).splitlines()) == 1
     assert data == before
 
 
 def test_a_cap_holds_below_what_the_layout_takes() -> None:
-    with pytest.raises(RefusedError, match="which must be 88 to 100"):
+    with raises(RefusedError, "frame.length", names="88 to 100"):
         decode(encode(SHARE), FORMATS, cap=100)
 
 
@@ -254,18 +256,8 @@ def test_a_layout_of_no_rows_is_a_header() -> None:
 def test_what_is_sent_is_the_rows_themselves_and_no_copy() -> None:
     rows = {"x": torch.arange(1000.0), "w": torch.tensor(0.5)}
     parts = FrameCodec(RUN).encode(replace(SHARE, values=rows))
-    before = bytes(parts)
-    assert len(parts) == len(before) == frame_size(formats_of(rows))
+    before = b"".join(parts)
+    assert sum(map(len, parts)) == len(before) == frame_size(formats_of(rows))
     rows["x"][999] = -1
-    after = bytes(parts)
+    after = b"".join(parts)
     assert before != after == encode(replace(SHARE, values=rows))
-
-
-@pytest.mark.parametrize("size", [1, 7, 100, 10**6])
-def test_parts_are_cut_into_pieces_of_one_size(size: int) -> None:
-    for held in ((), (b"",), (b"abc", b"", bytearray(range(200)), memoryview(b"xyz" * 99)), (bytes(14),)):
-        pieces = list(BufferList(held).pieces(size))
-        assert b"".join(pieces) == b"".join(held) == bytes(BufferList(held))
-        assert all(len(piece) == size for piece in pieces[:-1])
-        assert len(pieces[-1]) <= size
-        assert len(pieces) == max(1, -(-len(BufferList(held)) // size))

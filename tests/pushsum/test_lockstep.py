@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import pytest
+from raising import raises
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.pushsum.lockstep import Lockstep
@@ -167,13 +168,13 @@ def test_what_nobody_sends_is_refused() -> None:
     machine.take(1, 0, 7)
     machine.take(1, 0, 8)
     assert machine.received() == {1: 7}
-    with pytest.raises(RunError, match="awaits nothing of peer 2 at place 0"):
+    with raises(RunError, "lockstep.sender", names="peer 2 at place 0"):
         machine.take(2, 0, 7)
     machine.take(1, 5, 7)
-    with pytest.raises(RunError, match=r"peer 1 sends for place 7 before \[0, 5\] were used"):
+    with raises(RunError, "lockstep.too-many", names=r"place 7 before \[0, 5\]"):
         machine.take(1, 7, 7)
     for place in (9, -1, 1 << 63):
-        with pytest.raises(RunError, match=f"peer 1 reports place {place}, and the last is"):
+        with raises(RunError, "lockstep.place", names=f"place {place},"):
             machine.take(1, place, 7) if place >= 0 else machine.learn(1, place)
 
 
@@ -181,5 +182,5 @@ def test_a_peer_that_went_back_is_found_out() -> None:
     machine: Lockstep[int, int] = Lockstep(0, lambda place: {1} if place % 2 else {2}, 100)
     machine.arrive(4, {2: 1}, {1})
     machine.learn(1, 5)
-    with pytest.raises(RunError, match="the checkpoint of peer 0 is an old copy"):
+    with raises(RunError, "lockstep.stale", names="peer 0"):
         machine.learn(1, 6)

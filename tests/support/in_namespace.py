@@ -24,7 +24,7 @@ def watch(address: str, certificates: str, peer: str, path: str) -> None:
     link = GrpcConnection(address, name, Credentials.read(*paths, name), 1 << 20)
     while True:
         with suppress(RunError):
-            write_atomically(Path(path), bytes(link.call(STATUS_REQUEST, 5.0)))
+            write_atomically(Path(path), bytes(link.call([STATUS_REQUEST], 5.0)))
         time.sleep(0.1)
 
 

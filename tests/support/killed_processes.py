@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.network.peer.checkpoint_log import CheckpointLog
+from flower_privdec.experiment.checkpoint import CheckpointLog
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice
 from flower_privdec.privacy.ledger.ledger import Ledger

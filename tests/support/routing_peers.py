@@ -61,7 +61,7 @@ def frozen_share(sender: PeerState, receiver: PeerState, frames: FrameCodec) -> 
     sender.shares.introduce(receiver.peer, receiver.shares.incarnation)
     assert sender.shares.split(1, {receiver.peer: 0.5}) == [receiver.peer]
     sender.shares.committed(sender.shares.snapshot(1))
-    return bytes(frames.encode(sender.shares.shares_to_send()[-1]))
+    return b"".join(frames.encode(sender.shares.shares_to_send()[-1]))
 
 
 def receive(state: PeerState, frames: FrameCodec, frame: bytes) -> bool:

@@ -152,7 +152,7 @@ def _receivers(scenario: Scenario) -> list[list[list[int]]]:
     """Return the receivers of every peer at every place of the timetable."""
     agreement = Agreement.of(scenario)
     table = Timetable(agreement.algorithm, network_mixing(agreement), scenario.rounds)
-    return [[sorted(table.receivers(peer, at)) for peer in range(scenario.n_peers)] for at in range(table.places)]
+    return [[sorted(table.turn(peer, at).receivers) for peer in range(scenario.n_peers)] for at in range(table.places)]
 
 
 def _peers(scenario: Scenario, where: Path) -> NetworkPace:

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from flower_privdec.common.files import CHECKPOINTS
-from flower_privdec.experiment.checkpoint import Checkpoint
-from flower_privdec.network.peer.checkpoint_log import read_checkpoints
+from flower_privdec.experiment.checkpoint import Checkpoint, read_checkpoints
 from flower_privdec.network.peer.peer import APART, final_path
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST

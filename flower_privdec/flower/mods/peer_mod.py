@@ -500,7 +500,7 @@ class RequestHandler:
             due = [share for share in shares.shares_to_send() if (share.receiver, share.number) not in held]
             self.records[OUTBOX] = self._packed(frames, due)
             self._counts.sync()
-        acknowledgements = [bytes(frames.encode(ack)) for ack in shares.acknowledgements()]
+        acknowledgements = [b"".join(frames.encode(ack)) for ack in shares.acknowledgements()]
         return {SAYS: self._report(state, acknowledgements).record(), **self.records}
 
     def _packed(self, frames: FrameCodec, shares: Iterable[FrozenShare[Tensor]]) -> ArrayRecord:
@@ -508,14 +508,14 @@ class RequestHandler:
         packed = {}
         for share in shares:
             with self._refusing(f"to {share.receiver}"):
-                packed[f"{share.receiver}.{share.number}"] = bytes(frames.encode(share))
+                packed[f"{share.receiver}.{share.number}"] = b"".join(frames.encode(share))
         witness = self._witness
         if witness is None:
             return pack_bytes(packed)
         for neighbor in sorted(witness.neighbors & set(self.request.neighbors)):
             if self.privacy is not None or neighbor in self._reporters:
                 with self._refusing(f"to {neighbor}"):
-                    packed[f"{LEDGER}{neighbor}"] = bytes(frames.encode(witness.report(neighbor)))
+                    packed[f"{LEDGER}{neighbor}"] = b"".join(frames.encode(witness.report(neighbor)))
         return pack_bytes(packed)
 
     def _report(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:

@@ -6,19 +6,13 @@ It needs no privileges, listens on this machine alone, and sees bytes that it ca
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import time
 from collections.abc import Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
 from threading import Thread
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from flower_privdec.network.transport.transport import Answer, Connection, Content, Transport, UnreachableError
-
-T = TypeVar("T")
 PIECE = 1 << 16  # bytes that are read at a time, and the room for those that wait to be read
 PAUSE = 0.02  # seconds after which what comes is another message
 WAITING = 64  # pieces that are on their way at a time
@@ -62,107 +56,34 @@ class Faults:
             raise ValueError(f"rate={self.rate!r} must be bytes a second, > 0, or None for no limit")
 
 
-class FaultyTransport:
-    """Another transport whose calls get lost and late, for peers of one process; see Transport.
-
-    Args:
-        transport: which carries the calls that arrive.
-        seed: of all that is drawn.
-        faults: of each call to others: `lose`, of the call or of its answer, `delay` with `jitter`, and `black_hole`.
-    """
-
-    def __init__(self, transport: Transport, seed: int = 0, faults: Faults | None = None) -> None:
-        self._transport, self._seed, self._first = transport, seed, faults or Faults()
-        self._faults: dict[int, Faults] = {}
-
-    def set(self, peer: int, faults: Faults) -> None:
-        """Change what happens to the calls to a peer from now on; `Faults()` heals them."""
-        self._faults[peer] = faults
-
-    def faults(self, peer: int) -> Faults:
-        """Return what happens to the calls to a peer."""
-        return self._faults.get(peer, self._first)
-
-    def serve(self, answer: Answer, cap: int, callers: int) -> int:
-        """See Transport."""
-        return self._transport.serve(answer, cap, callers)
-
-    def connect(self, peer: int, cap: int) -> FaultyConnection:
-        """See Transport."""
-        return FaultyConnection(self._transport.connect(peer, cap), self, peer, Random(f"{self._seed} {peer}"))
-
-    def close(self) -> None:
-        """See Transport."""
-        self._transport.close()
-
-
-class FaultyConnection:
-    """Calls to one peer that get lost and late; see Connection."""
-
-    def __init__(self, connection: Connection, transport: FaultyTransport, peer: int, draw: Random) -> None:
-        self._connection, self._transport, self._peer, self._draw = connection, transport, peer, draw
-        self.sending = 0.0
-
-    def call(self, content: Content, seconds: float) -> memoryview:
-        """See Connection."""
-        self._lose()
-        answer = self._connection.call(content, seconds)
-        self._lose()
-        return answer
-
-    def _lose(self) -> None:
-        faults = self._transport.faults(self._peer)
-        time.sleep(faults.delay + self._draw.random() * faults.jitter)
-        if faults.black_hole or self._draw.random() < faults.lose:
-            raise UnreachableError(f"a call to peer {self._peer}, or its answer, was lost")
-
-    def diagnosis(self) -> str:
-        """See Connection."""
-        return self._connection.diagnosis()
-
-    def close(self) -> None:
-        """See Connection."""
-        self._connection.close()
-
-
 class FaultyLink:
     """One listener, from which everything goes to one address; used by the thread of its proxy.
 
     What happens to a piece is drawn from the link's seed and the numbers of its connection and its own in it; how a
     stream falls into pieces is the kernel's to say.
 
+    Args:
+        target: HOST:PORT.
+        seed: of all that is drawn.
+        faults: what happens to the bytes at first.
+
     Attributes:
+        server, address: that it listens on.
         faults: what happens to the bytes from now on.
         bytes: that came through, in both directions.
         connections, cuts: how many there were.
     """
 
     def __init__(self, target: str, seed: str, faults: Faults) -> None:
-        """Say where to; nothing is taken yet.
-
-        Args:
-            target: HOST:PORT.
-            seed: of all that is drawn.
-            faults: what happens to the bytes at first.
-        """
-        self._target, self._seed, self.faults = target, seed, faults
+        self._target, self._seed, self.address, self.faults = target, seed, "", faults
         self.bytes = self.connections = self.cuts = 0
-        self._listener = socket.create_server((HERE, 0))
-        self._listener.setblocking(False)
-        self.address = f"{HERE}:{self._listener.getsockname()[1]}"
-        self._through, self._tasks = asyncio.Event(), set[asyncio.Task[None]]()
-        self._open = set[asyncio.StreamWriter]()
+        self._through, self._open = asyncio.Event(), set[asyncio.StreamWriter]()
 
     async def listen(self) -> None:
         """Begin to take connections."""
         await self.set(self.faults)
-        self._start(self._accept())
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        self.server = await asyncio.start_server(self._connect, HERE, 0, limit=PIECE)
+        self.address = f"{HERE}:{self.server.sockets[0].getsockname()[1]}"
 
     async def set(self, faults: Faults) -> None:
         """Do something else to the bytes from now on."""
@@ -178,49 +99,25 @@ class FaultyLink:
         for writer in self._open:
             writer.transport.abort()
 
-    async def close(self) -> None:
-        """Listen no more, and cut what is open."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._listener.close()
-
-    async def _accept(self) -> None:
-        while True:
-            self._take((await asyncio.get_running_loop().sock_accept(self._listener))[0])
-
-    def _take(self, taken: socket.socket) -> None:
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Copy what comes over a connection both ways, until one side closes it or it is cut."""
         self.connections += 1
-        self._start(self._connect(taken, self.connections)).add_done_callback(lambda _: taken.close())
-
-    async def _connect(self, taken: socket.socket, number: int) -> None:
-        with contextlib.suppress(OSError):
+        seed, writers = f"{self._seed} {self.connections}", {writer}
+        try:
             await self._through.wait()
             host, _, port = self._target.rpartition(":")
-            far = await asyncio.open_connection(host.strip("[]"), int(port), limit=PIECE)
-            near = await asyncio.open_connection(sock=taken, limit=PIECE)
-            await self._both_ways(number, near, far)
-
-    async def _both_ways(
-        self,
-        number: int,
-        near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    ) -> None:
-        writers = {near[1], far[1]}
-        self._open |= writers
-        ways = [(near[0], far[1], "there"), (far[0], near[1], "back")]
-        tasks = [asyncio.ensure_future(self._way(a, b, Random(f"{self._seed} {number} {name}"))) for a, b, name in ways]
-        try:
-            await asyncio.gather(*tasks)
+            far_reader, far_writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=PIECE)
+            writers.add(far_writer)
+            self._open |= writers
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._way(reader, far_writer, Random(f"{seed} there")))
+                both.create_task(self._way(far_reader, writer, Random(f"{seed} back")))
+        except* OSError:  # nothing listens, one side hung up, or it was cut
+            pass
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             self._open -= writers
-            for writer in writers:
-                writer.transport.abort()
+            for end in writers:
+                end.transport.abort()
 
     async def _way(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, draw: Random) -> None:
         """Copy one side's bytes to the other until it closes."""
@@ -230,22 +127,18 @@ class FaultyLink:
         try:
             while not carrying.done():
                 piece = await reader.read(PIECE)
-                now = asyncio.get_running_loop().time()
-                if piece and draw.random() < self._chance(now - last > PAUSE):
+                now, faults = asyncio.get_running_loop().time(), self.faults
+                lose = faults.lose if now - last > PAUSE else 0.0  # the piece begins a message
+                if piece and draw.random() < 1 - (1 - faults.cut) * (1 - lose):
                     self.cuts += 1
                     raise ConnectionResetError
                 last = now
-                await under_way.put((now + self.faults.delay + draw.random() * self.faults.jitter, piece))
+                await under_way.put((now + faults.delay + draw.random() * faults.jitter, piece))
                 if not piece:
                     break
             await carrying
         finally:
             carrying.cancel()
-
-    def _chance(self, begins: bool) -> float:
-        """Return the chance that a piece is lost, which may begin a message."""
-        passes = (1 - self.faults.cut) * (1 - self.faults.lose * begins)
-        return 1 - passes
 
     async def _carry(self, under_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
         while True:
@@ -338,14 +231,22 @@ class FaultProxy:
         """Cut everything and stop; a second time does nothing."""
         if self._loop.is_closed():
             return
-        for link in self._links.values():
-            self._done(link.close())
+        self._done(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE)
         self._loop.close()
 
-    def _done(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE)
+    async def _end(self) -> None:
+        """Listen no more, and cut what is open."""
+        for link in self._links.values():
+            link.server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _done(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE)
 
     def __enter__(self) -> Self:
         return self

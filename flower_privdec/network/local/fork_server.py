@@ -132,7 +132,7 @@ class ForkServer:
                 socket.send_fds(self._line, [b"fork"], files)
         answer = report.read(NUMBER.size)
         if not answer:
-            raise RunError("the process that peers are forked from ended; its error is above")
+            raise RunError("the process that peers are forked from ended; its error is above", code="local.fork-server")
         pid = int(NUMBER.unpack(answer)[0])
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))

@@ -41,11 +41,15 @@ def on_this_machine(scenario: Scenario) -> Scenario:
         ScenarioError: it has an address elsewhere, or what other processes cannot be given.
     """
     if scenario.given:
-        raise ScenarioError("parts that are given as Python objects cannot be handed to other processes: use a file")
+        raise ScenarioError(
+            "parts that are given as Python objects cannot be handed to other processes: use a file",
+            code="local.objects",
+        )
     if scenario.private is not None and scenario.private.ledger is not None:
         raise ScenarioError(
             f"privacy.ledger={scenario.private.ledger!r} is one process's at a time, and here each peer keeps a "
-            "ledger of its own: leave it out, or start each peer on its device by `privdec peer`"
+            "ledger of its own: leave it out, or start each peer on its device by `privdec peer`",
+            code="local.one-ledger",
         )
     network = scenario.network
     peers = network.peers or [NetworkPeer(address=address) for address in free_addresses(scenario.n_peers)]
@@ -53,7 +57,8 @@ def on_this_machine(scenario: Scenario) -> Scenario:
     if away:
         raise ScenarioError(
             f"network.peers: {away[0]} is not on this machine; start each peer on its own by `privdec peer`, or leave "
-            "network.peers out"
+            "network.peers out",
+            code="local.elsewhere",
         )
     here = network.model_copy(update={"peers": peers, "hand_in": network.hands_in})
     return scenario.model_copy(update={"network": here})

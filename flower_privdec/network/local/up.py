@@ -47,7 +47,7 @@ def losing(share: float) -> Iterator[FaultProxy | None]:
         ScenarioError: the share is none.
     """
     if not 0 <= share <= 1:
-        raise ScenarioError(f"--loss {share:g} must be a share, from 0 to 1")
+        raise ScenarioError(f"--loss {share:g} must be a share, from 0 to 1", code="up.loss")
     if not share:
         yield None
         return
@@ -91,13 +91,15 @@ class Up:
         if scenario.network.mode == "synchronous" and not all(kill.comes_back for kill in kills):
             raise ScenarioError(
                 "network.mode=synchronous ends with a peer that is gone, for the others wait for it: use asynchronous, "
-                "or --restart"
+                "or --restart",
+                code="up.kill",
             )
         self._insecure = insecure_seeds
         if not scenario.network.hands_in:
             raise ScenarioError(
                 "network.hand_in=false: the peers hand in no models, which this command compares; set it to true, or "
-                "start each peer by `privdec peer`, whose own loss `privdec status` shows"
+                "start each peer by `privdec peer`, whose own loss `privdec status` shows",
+                code="up.hand-in",
             )
         self.agreement = Agreement.of(self.scenario)
         network_mixing(self.agreement)
@@ -168,7 +170,7 @@ class Up:
                 continue
             if status > 0 or self.scenario.network.mode == "synchronous" or len(self._alive()) == 1:
                 last, log = self._processes.last_line(peer), self._processes.log(peer)
-                raise RunError(f"peer {peer} ended ({last}); its log is {log}")
+                raise RunError(f"peer {peer} ended ({last}); its log is {log}", code="up.peer-ended")
             self._gone.add(peer)
             _log.warning("peer %s was killed (signal %s); the others go on", peer, -status)
 
@@ -223,7 +225,8 @@ class Up:
         present = [round_index for round_index in every if self._path(peer, round_index).exists()]
         if not present:
             raise RunError(
-                f"peer {peer} was killed before it handed in a model; its log is {self._processes.log(peer)}"
+                f"peer {peer} was killed before it handed in a model; its log is {self._processes.log(peer)}",
+                code="up.peer-ended",
             )
         return max(present)
 
@@ -298,17 +301,19 @@ def injected_kills(kill: Iterable[str], restart: Iterable[str], n_peers: int, ro
     final = [_injected_kill("--kill", text, n_peers, rounds, False) for text in kill]
     gone = {one.peer for one in final}
     if len(gone) >= n_peers:
-        raise ScenarioError(f"--kill ends all {n_peers} peers: leave one, or more that can still train together")
+        raise ScenarioError(
+            f"--kill ends all {n_peers} peers: leave one, or more that can still train together", code="up.kill"
+        )
     return (*final, *(_injected_kill("--restart", text, n_peers, rounds, True) for text in restart))
 
 
 def _injected_kill(option: str, text: str, n_peers: int, rounds: int, comes_back: bool) -> InjectedKill:
     form = FORM.fullmatch(text)
     if form is None:
-        raise ScenarioError(f"{option} {text!r} must be PEER@ROUND, as 3@100")
+        raise ScenarioError(f"{option} {text!r} must be PEER@ROUND, as 3@100", code="up.kill")
     peer, round_index = int(form["peer"]), int(form["round"])
     if peer >= n_peers:
-        raise ScenarioError(f"{option} {text}: there are the peers 0 to {n_peers - 1}")
+        raise ScenarioError(f"{option} {text}: there are the peers 0 to {n_peers - 1}", code="up.kill")
     if not round_index < rounds:
-        raise ScenarioError(f"{option} {text}: the round must be before the last, {rounds}")
+        raise ScenarioError(f"{option} {text}: the round must be before the last, {rounds}", code="up.kill")
     return InjectedKill(peer, round_index, comes_back)

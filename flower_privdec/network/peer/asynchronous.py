@@ -49,6 +49,7 @@ from flower_privdec.pushsum.exactly_once import (
     StaleStateError,
 )
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMass, RowMessage, frame_size, pack, unpack
+from flower_privdec.pushsum.lockstep import Turn
 from flower_privdec.pushsum.witness import LedgerWitness
 
 _log = logging.getLogger(__name__)
@@ -81,23 +82,6 @@ class NeighborRecord:
     on_time: bool = False
     strikes: int = 0
     rounds: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SEEN + 1))
-
-    def see(self, exchange: int, round_index: int) -> None:
-        """Record the round that a neighbour is in, as far as is known by an exchange, and whether it keeps up."""
-        if self.rounds and round_index < self.rounds[-1][1]:
-            self.rounds.clear()  # it was put back
-        if not self.rounds or round_index > self.rounds[-1][1]:
-            self.rounds.append((exchange, round_index))
-        if len(self.rounds) > SEEN:
-            (began, first), (_, last) = self.rounds[0], self.rounds[-1]
-            self.on_time = exchange - began <= SLOWEST * (last - first)
-
-    def missed(self) -> None:
-        """Record that nothing had come."""
-        self.strikes += self.on_time
-        if self.strikes >= STRIKES:
-            self.on_time, self.strikes = False, 0
-            self.rounds.clear()
 
 
 class StragglerPolicy:
@@ -142,14 +126,21 @@ class StragglerPolicy:
         return PATIENCE * median(self._periods) if self._periods else self._first
 
     def begin(self, rounds: Mapping[int, int]) -> None:
-        """Record the beginning of an exchange.
+        """Record the beginning of an exchange, and which neighbours keep up.
 
         Args:
             rounds: in which round each neighbour is, as far as is known.
         """
         self._exchanges += 1
         for neighbor, round_index in rounds.items():
-            self._records[neighbor].see(self._exchanges, round_index)
+            record = self._records[neighbor]
+            if record.rounds and round_index < record.rounds[-1][1]:
+                record.rounds.clear()  # it was put back
+            if not record.rounds or round_index > record.rounds[-1][1]:
+                record.rounds.append((self._exchanges, round_index))
+            if len(record.rounds) > SEEN:
+                (began, first), (_, last) = record.rounds[0], record.rounds[-1]
+                record.on_time = self._exchanges - began <= SLOWEST * (last - first)
 
     def end(self, now: float, there: Collection[int], missing: Collection[int], waited: float, message: float) -> None:
         """Record the end of an exchange.
@@ -168,8 +159,11 @@ class StragglerPolicy:
 
     def note(self, there: Collection[int], missing: Collection[int]) -> None:
         """Record which neighbours had come, and which had not."""
-        for neighbor in missing:
-            self._records[neighbor].missed()
+        for record in map(self._records.__getitem__, missing):
+            record.strikes += record.on_time
+            if record.strikes >= STRIKES:
+                record.on_time, record.strikes = False, 0
+                record.rounds.clear()
         for neighbor in there:
             self._records[neighbor].strikes = 0
 
@@ -212,7 +206,9 @@ class AsynchronousSession(Session):
         rounds: of the run.
 
     Attributes:
-        rounds: the round of each neighbour as far as is known: that of the shares or rows that it sends next.
+        rounds: the round of each neighbour as far as is known: that of the shares or rows that it sends next. A message
+            that was under way for a while does not set it back, only a boot does: a hello of the last round may come
+            before a share of an earlier one, and is the last message there is.
         is_new: whether this peer has nothing of the run yet; then it joins late where a neighbour is under way.
         joins: whether it does.
         places: round and exchange of the last rows of each neighbour, but for replies.
@@ -224,6 +220,7 @@ class AsynchronousSession(Session):
         met_at: when that was, by the clock of `time.monotonic`.
         heard_at: when each neighbour last sent anything.
         quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
+        informed: the last round of this peer that each neighbour has heard of; -1 for none.
     """
 
     def __init__(
@@ -253,7 +250,7 @@ class AsynchronousSession(Session):
         self._checked: set[int] = set()  # neighbours whose first hello to this process was compared with its rows
         self._queues = {neighbor: SendQueue() for neighbor in witness.neighbors}
         self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is held back
-        self._informed: dict[int, int] = {}  # the round at which each neighbour knows this peer to be
+        self.informed = dict.fromkeys(witness.neighbors, -1)
         self._rows: dict[int, dict[int, RowMessage]] = {at: {} for at in frames.exchanges}
 
     # --- for the peer ---
@@ -282,14 +279,10 @@ class AsynchronousSession(Session):
         """Return the newest rows of an exchange from each of some neighbours, and forget them."""
         return {neighbor: self._rows[at].pop(neighbor) for neighbor in sorted(senders) if neighbor in self._rows[at]}
 
-    def informed(self, neighbor: int) -> int:
-        """Return the last round of this peer that a neighbour has heard of; -1 for none."""
-        return self._informed.get(neighbor, -1)
-
     def is_informed(self, neighbor: int, round_index: int) -> bool:
         """Return whether nothing is left to send to a neighbour, which knows of a round."""
         queue = self._queues[neighbor]
-        return not (queue.hellos or queue.acknowledgements) and self._informed.get(neighbor, -1) >= round_index
+        return not (queue.hellos or queue.acknowledgements) and self.informed[neighbor] >= round_index
 
     def is_lost(self, neighbor: int) -> bool:
         """Return whether a neighbour has not been reached for some calls; one that refuses them is there."""
@@ -323,7 +316,8 @@ class AsynchronousSession(Session):
         replies: list[Hello] = []
         if caller in self.quarantined:
             raise RefusedError(
-                f"peer {self.peer} takes nothing from peer {caller} any more: {self.quarantined[caller]}"
+                f"peer {self.peer} takes nothing from peer {caller} any more: {self.quarantined[caller]}",
+                code="peer.quarantined",
             )
         self.heard_at[caller] = time.monotonic()
         for message in messages:
@@ -337,14 +331,16 @@ class AsynchronousSession(Session):
                 self._check_weight(message)
                 if self.protocol.receive(message):
                     self._meet(caller)
-                    self._is_at(caller, message.round_index + 1)
+                    self.rounds[caller] = max(message.round_index + 1, self.rounds.get(caller, 0))
             elif not isinstance(message, RowMessage) or not self.protocol.is_open(caller):
-                raise RefusedError(f"peer {caller} must greet peer {self.peer} first, which has started since")
+                raise RefusedError(
+                    f"peer {caller} must greet peer {self.peer} first, which has started since", code="edge.closed"
+                )
             else:
                 self._rows[message.at][caller] = message
                 self._meet(caller)
                 if message.at not in self._replies:
-                    self._is_at(caller, message.round_index)
+                    self.rounds[caller] = max(message.round_index, self.rounds.get(caller, 0))
                     self.places[caller] = message.round_index, message.at
         return replies
 
@@ -370,7 +366,7 @@ class AsynchronousSession(Session):
         self.quarantined[share.sender] = why
         self.protocol.close(share.sender)
         _log.warning("peer %s is quarantined: %s; restart this peer to take it back", share.sender, why)
-        raise RefusedError(f"peer {share.sender} is quarantined by peer {self.peer}: {why}")
+        raise RefusedError(f"peer {share.sender} is quarantined by peer {self.peer}: {why}", code="peer.quarantined")
 
     def _receive_hello(self, hello: Hello) -> Hello | None:
         if self.stale is not None:
@@ -379,7 +375,8 @@ class AsynchronousSession(Session):
         if not has_shares and seen > self.last_round + 1:
             raise RefusedError(
                 f"peer {hello.sender} reports rows of round {seen - 1} of peer {self.peer}, and the run has "
-                f"{self.last_round}"
+                f"{self.last_round}",
+                code="peer.round",
             )
         hello = hello if has_shares else replace(hello, seen=0)
         self.protocol.check_hello(hello)
@@ -398,7 +395,7 @@ class AsynchronousSession(Session):
             self._boots[neighbor] = hello.boot
             self.rounds[neighbor] = hello.round_index
             queue.failures = 0  # to reach the process before
-        self._is_at(neighbor, hello.round_index)
+        self.rounds[neighbor] = max(hello.round_index, self.rounds[neighbor])
         if queue.share is not None and queue.share.number > hello.seen:
             queue.share = None  # it did not come
         if not has_shares and self.protocol.is_open(neighbor) and neighbor not in self._checked:
@@ -415,13 +412,6 @@ class AsynchronousSession(Session):
         has_shares = self.frames.shares is not None
         return hello if has_shares else replace(hello, seen=self.places.get(hello.receiver, (-1, 0))[0] + 1)
 
-    def _is_at(self, neighbor: int, round_index: int) -> None:
-        """Record a neighbour's round; a message that was under way for a while does not set it back, only a boot does.
-
-        A hello of the last round may come before a share of an earlier one, and is the last message there is.
-        """
-        self.rounds[neighbor] = max(round_index, self.rounds.get(neighbor, 0))
-
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Session."""
         queue = self._queues[neighbor]
@@ -429,19 +419,16 @@ class AsynchronousSession(Session):
             return False
         if now >= queue.hello_at or queue.hellos:
             return True
-        return self.protocol.is_open(neighbor) and bool(
-            self._acknowledgements(neighbor) or queue.rows or self._shares(neighbor)
-        )
+        return bool(self._due(neighbor))
 
-    def _acknowledgements(self, neighbor: int) -> list[Acknowledgement]:
-        """Return what a call has to acknowledge, where no answer will."""
-        return [] if self._answering[neighbor] else self._queues[neighbor].acknowledgements
-
-    def _shares(self, neighbor: int) -> list[FrozenShare[Tensor]]:
-        """Return the share that is to be brought to a neighbour, if there is one."""
-        brought = self._queues[neighbor].share
-        shares = self.protocol.shares_to_send()
-        return [share for share in shares if share.receiver == neighbor and share is not brought]
+    def _due(self, neighbor: int) -> list[Message]:
+        """Return what a call has to bring: acknowledgements where no answer will, a share, and rows."""
+        if not self.protocol.is_open(neighbor):
+            return []
+        queue, shares = self._queues[neighbor], self.protocol.shares_to_send()
+        acknowledgements = [] if self._answering[neighbor] else queue.acknowledgements
+        due = [share for share in shares if share.receiver == neighbor and share is not queue.share]
+        return [*acknowledgements, *due, *queue.rows.values()]
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         """See Session: one call with everything, hellos first, for without them the rest may be refused."""
@@ -449,8 +436,7 @@ class AsynchronousSession(Session):
         messages: list[Message] = [*queue.hellos]
         if now >= queue.hello_at:
             messages.append(self._with_rows(self.protocol.hello(neighbor)))
-        if self.protocol.is_open(neighbor):
-            messages += [*self._acknowledgements(neighbor), *self._shares(neighbor), *queue.rows.values()]
+        messages += self._due(neighbor)
         if not all(isinstance(message, Acknowledgement) for message in messages):  # all others report this peer's round
             queue.hello_at = now + self._retry
         return [messages] if messages else []
@@ -461,9 +447,9 @@ class AsynchronousSession(Session):
         queue.failures = 0
         for message in sent:
             if isinstance(message, Hello):
-                self._informed[neighbor] = message.round_index
+                self.informed[neighbor] = message.round_index
             elif isinstance(message, FrozenShare | RowMessage):
-                self._informed[neighbor] = max(message.round_index, self.informed(neighbor))
+                self.informed[neighbor] = max(message.round_index, self.informed[neighbor])
             if isinstance(message, FrozenShare):
                 queue.share = message
             elif isinstance(message, RowMessage):
@@ -552,7 +538,8 @@ class AsynchronousPeer(RunningPeer):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScenarioError(
                 f"{self.device.folder}/{CHECKPOINTS} cannot be read as a checkpoint ({one_line(error)}); restore it "
-                "from a copy, or start again with another --out: the peer then joins the others as they are"
+                "from a copy, or start again with another --out: the peer then joins the others as they are",
+                code="checkpoints.damaged",
             ) from error
         self.protocol.restore(durable)
         self._commits, self._replied = facts["place"], replied
@@ -669,40 +656,36 @@ class AsynchronousPeer(RunningPeer):
         if self._held(round_index):
             self._tend(lambda: not self._held(round_index), round_index, every=self.network.retry)
         self.waits_for = ""
-        if self._links(round_index):
+        turns = [self._turn(round_index, at) for at in self.timetable.exchanges]
+        is_exchanged = self._is_due(round_index) or not self.mixing.sends_shares
+        if is_exchanged and any(turn.senders | turn.receivers for turn in turns):
             with self.connections.changed:
                 self.session.steps += 1
 
     def _held(self, round_index: int) -> bool:
         """Return whether a round's steps have to wait, and note for what."""
-        with self.connections.changed:
-            self.waits_for = self._reason(round_index)
-        return bool(self.waits_for)
-
-    def _reason(self, round_index: int) -> str:
-        """Return what a round's steps have to wait for; empty for nothing. To be called with the lock held."""
         session, network, weight, floor = self.session, self.network, self._weight(), self._floor()
-        if self._joining or weight <= 0:
-            return "a model of a neighbour"
-        is_active = self.trainer.is_active(round_index)
-        if is_active and network.alone == "wait":
-            needed = min(network.quorum, len(self._neighbors))
+        is_active, now = self.trainer.is_active(round_index), time.monotonic()
+        with self.connections.changed:
+            needed = min(network.quorum, len(self._neighbors)) if is_active and network.alone == "wait" else 0
             exchanging = [step for step in session.met.values() if step > session.steps - self._span]
-            if len(exchanging) < needed or max(exchanging) < session.steps:
-                return f"{needed} of its neighbours to exchange with it"
-        places, up = session.places, [*filter(self._is_up, self._neighbors)]  # who sent rows of a round is done with it
-        rounds = {j: max(session.rounds.get(j, 0), places.get(j, (-1, 0))[0] + 1) for j in up}
-        slowest = min(rounds, key=lambda j: rounds[j], default=None)
-        if slowest is not None and network.lead is not None and round_index - rounds[slowest] >= network.lead:
-            return f"peer {slowest}, which is in round {rounds[slowest]}"
-        now = time.monotonic()
-        if weight >= floor:
+            up = filter(self._is_up, self._neighbors)  # who sent rows of a round is done with it
+            rounds = {j: max(session.rounds.get(j, 0), session.places.get(j, (-1, 0))[0] + 1) for j in up}
+        slowest = min(rounds, key=rounds.__getitem__, default=None)
+        self.waits_for = ""
+        if self._joining or weight <= 0:
+            self.waits_for = "a model of a neighbour"
+        elif needed and (len(exchanging) < needed or max(exchanging) < session.steps):
+            self.waits_for = f"{needed} of its neighbours to exchange with it"
+        elif slowest is not None and network.lead is not None and round_index - rounds[slowest] >= network.lead:
+            self.waits_for = f"peer {slowest}, which is in round {rounds[slowest]}"
+        elif weight >= floor:
             self._relief, self._above = 1.0, now
         elif is_active:
             if now - self._above > network.deadline:  # no share comes: the others may have lost theirs too
                 self._relief, self._above = self._relief / 2, now
-            return f"shares of its neighbours, for its push-sum weight {weight:.2g} is below {floor:.2g}"
-        return ""
+            self.waits_for = f"shares of its neighbours, for its push-sum weight {weight:.2g} is below {floor:.2g}"
+        return bool(self.waits_for)
 
     def _is_up(self, neighbor: int, at_the_end: bool = False) -> bool:
         """Return whether a neighbour exchanges with this peer; to be called with the lock held.
@@ -718,13 +701,9 @@ class AsynchronousPeer(RunningPeer):
         is_open = at_the_end or self.protocol.is_open(neighbor)
         return is_open and time.monotonic() - last < window
 
-    def _links(self, round_index: int) -> bool:
-        """Return whether a round has an exchange in which this peer has a neighbour."""
-        if self.mixing.sends_shares and not self._is_due(round_index):
-            return False
-        places = [self.timetable.place(round_index, at) for at in self.timetable.exchanges]
-        peer = self.device.peer
-        return any(self.timetable.senders(peer, place) | self.timetable.receivers(peer, place) for place in places)
+    def _turn(self, round_index: int, at: int) -> Turn:
+        """Return this peer's part in an exchange."""
+        return self.timetable.turn(self.device.peer, self.timetable.place(round_index, at))
 
     def _tend(
         self, ready: Callable[[], bool], round_index: int, every: float | None = None, saved: int | None = None
@@ -846,11 +825,6 @@ class AsynchronousPeer(RunningPeer):
         self._wait(lambda: not any(is_open(j) and is_awaited(j) and not has_come(j) for j in wanted), until - began)
         self._waited += time.monotonic() - began
 
-    def _begin_exchange(self) -> None:
-        self._waited = 0.0
-        with self.connections.changed:
-            self.policy.begin(self.session.rounds)
-
     def _await_senders(
         self, wanted: Collection[int], has_come: Callable[[int], bool], is_past: Callable[[int], bool] | None = None
     ) -> None:
@@ -869,15 +843,25 @@ class AsynchronousPeer(RunningPeer):
         self.policy.end(time.monotonic(), there, set(wanted) - there, self._waited, message)
 
     def _exchange(self, exchange: Exchange) -> None:
-        if self.state.round_index >= self.rounds:
+        k, shares = self.state.round_index, self.mixing.sends_shares
+        if k >= self.rounds:
             self._exchange_finally(exchange)
-        elif self.mixing.sends_shares:
-            sent, self._sent = self._sent, False
-            self._push(self.state.round_index, sent)
-            self.state.at, self.state.waiting = self.state.at + 1, False
-            self._settle()
-        else:
+            return
+        is_due = self._is_due(k) or not shares
+        if is_due:
+            self._waited = 0.0
+            with self.connections.changed:
+                self.policy.begin(self.session.rounds)
+        if not shares:
             self._gossip(exchange, self.state)
+            return
+        sent, self._sent = self._sent, False
+        if is_due:
+            self._push(k, sent)
+        else:
+            self._absorb()
+        self.state.at, self.state.waiting = self.state.at + 1, False
+        self._settle()
 
     def _push(self, round_index: int, sent: bool) -> None:
         """Send shares, commit, and add those that come.
@@ -885,12 +869,8 @@ class AsynchronousPeer(RunningPeer):
         Args:
             sent: whether this was done before a crash, up to the commit.
         """
-        if not self._is_due(round_index):
-            self._absorb()
-            return
-        self._begin_exchange()
-        outgoing = self.timetable.column(self.device.peer, round_index)
-        incoming = self.timetable.senders(self.device.peer, self.timetable.place(round_index, self.state.at))
+        turn = self._turn(round_index, self.state.at)
+        outgoing, incoming = turn.weights, turn.senders
         self._late = set[int]()
         if not sent:
             self._late = self._make_ready(outgoing, set(outgoing) - incoming)
@@ -927,7 +907,7 @@ class AsynchronousPeer(RunningPeer):
         lead = self.network.lead
         if lead is None:
             return set()
-        return {j for j in self._neighbors if round_index - self.session.informed(j) >= max(1, lead // 2)}
+        return {j for j in self._neighbors if round_index - self.session.informed[j] >= max(1, lead // 2)}
 
     def _split(self, round_index: int, weights: Mapping[int, float], floor: float | None = None) -> None:
         """Freeze shares, of which this peer keeps at least its floor.
@@ -946,20 +926,18 @@ class AsynchronousPeer(RunningPeer):
     def _settle(self) -> None:
         """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
         following = self.state.round_index + 1
-        if following < self.rounds and self._is_due(following):
-            senders = self.timetable.senders(self.device.peer, self.timetable.place(following, self.state.at - 1))
-            if self.protocol.uncommitted() & senders:
-                self._commit(following)
+        is_due = following < self.rounds and self._is_due(following)
+        if is_due and self.protocol.uncommitted() & self._turn(following, self.state.at - 1).senders:
+            self._commit(following)
 
     def _gossip(self, exchange: Exchange, state: State) -> None:
         """Send rows, and continue with those that have come."""
         k, at = state.round_index, state.at
-        self._begin_exchange()
         sent = exchange.outgoing(state, self.mixing)
         if self._is_due(k):
             self._commit(k, self._uninformed(k))
         self._post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
-        wanted, self._late = self.timetable.senders(self.device.peer, self.timetable.place(k, at)), set()
+        wanted, self._late = self._turn(k, at).senders, set()
 
         def is_past(j: int) -> bool:
             at_its_end = self.session.rounds.get(j, 0) >= self.rounds  # where it mixes, and no more
@@ -1025,17 +1003,17 @@ class AsynchronousPeer(RunningPeer):
 
     def _exchange_finally(self, exchange: Exchange) -> None:
         """Exchange in a round of final mixing, and wait for all neighbours that are up."""
-        k, peer, at = self.state.round_index, self.device.peer, self.state.at
+        k, at = self.state.round_index, self.state.at
         self.waits_for = f"its neighbours in round {k - self.rounds + 1} of final mixing"
-        place = self.timetable.place(k, at)
-        senders, receivers = self.timetable.senders(peer, place), self.timetable.receivers(peer, place)
+        turn = self._turn(k, at)
+        senders = turn.senders
         if self.mixing.sends_shares:
             sent, self._sent = self._sent, False
             if not sent:
                 if self.protocol.uncommitted():
                     self._commit(k)
-                self._await_finally(receivers, self.protocol.is_ready, k)
-                self._split(k, self.timetable.column(peer, k), floor=0.0)
+                self._await_finally(turn.receivers, self.protocol.is_ready, k)
+                self._split(k, turn.weights, floor=0.0)
                 self._commit(k + 1, self._neighbors)
             self._await_finally(senders, lambda j: self._came.get(j, -1) >= k or self.protocol.has_passed(j, k), k + 1)
             self._absorb()
@@ -1111,7 +1089,15 @@ class AsynchronousPeer(RunningPeer):
         if self.session.stale is not None:
             self._reset()
         if self.mixing.sends_shares:
-            return self._relay_shares(round_index, round_index if saved is None else saved)
+            if not (waiting := self._waiting()):
+                return False
+            self._absorb()
+            if behind := self._behind(waiting, round_index):
+                (at,) = self.timetable.exchanges
+                column = self._turn(min(waiting[j] for j in behind), at).weights
+                self._split(max(0, round_index - 1), {j: column[j] for j in self._behind(column, round_index)})
+            self._commit(round_index if saved is None else saved, self._neighbors)
+            return True
         done, exchanges = False, dict(self.timetable.exchanges)
         if round_index >= self.end:
             exchanges[self.timetable.final_at] = self.timetable.final_exchange
@@ -1120,7 +1106,8 @@ class AsynchronousPeer(RunningPeer):
             behind = self._behind(self.session.senders(at), limit)
             if behind and isinstance(exchange, Mix):
                 state = replace(self.state, round_index=min(self.session.rounds[j] for j in behind), at=at)
-                sent = exchange.outgoing(state, self.timetable.mixing(state.round_index))
+                mixing = self.mixing if state.round_index < self.rounds else self.timetable.final_mixing
+                sent = exchange.outgoing(state, mixing)
                 self._post(at, max(0, round_index - 1), {j: rows for (_, j), rows in sent.items() if j in behind})
                 self._mix(exchange, state, self.session.senders(at))
                 self.state.rows = state.rows
@@ -1130,15 +1117,3 @@ class AsynchronousPeer(RunningPeer):
     def _behind(self, neighbors: Iterable[int], round_index: int) -> list[int]:
         """Return which of some neighbours are in earlier rounds."""
         return [j for j in neighbors if self.session.rounds.get(j, 0) < round_index]
-
-    def _relay_shares(self, round_index: int, saved: int) -> bool:
-        waiting = self._waiting()
-        if not waiting:
-            return False
-        behind = self._behind(waiting, round_index)
-        self._absorb()
-        if behind:
-            column = self.timetable.column(self.device.peer, min(waiting[j] for j in behind))
-            self._split(max(0, round_index - 1), {j: column[j] for j in self._behind(column, round_index)})
-        self._commit(saved, self._neighbors)
-        return True

@@ -14,10 +14,9 @@ from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.network.peer.status import STATUS_REQUEST
 from flower_privdec.network.transport.transport import Connection, Content, Transport, UnreachableError
-from flower_privdec.pushsum.buffers import BufferList
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import REPORT, FrameCodec, Message
-from flower_privdec.pushsum.witness import TWICE, LedgerReport, LedgerWitness
+from flower_privdec.pushsum.witness import RUNS_TWICE, LedgerReport, LedgerWitness
 
 SOON = 0.05  # seconds until a call that failed is made again, doubled each time
 Messages = list[Message]
@@ -57,21 +56,23 @@ class Session(ABC):
             if (message.sender, message.receiver) != (caller, self.peer):
                 raise RefusedError(
                     f"peer {caller} brought a frame from peer {message.sender} to {message.receiver}, and this is peer "
-                    f"{self.peer}; a peer may send its own frames alone"
+                    f"{self.peer}; a peer may send its own frames alone",
+                    code="call.not-its-own",
                 )
             if (round_index := getattr(message, "round_index", 0)) > self.last_round:
                 raise RefusedError(
-                    f"a frame of peer {caller} is of round {round_index}, and the run has {self.last_round}"
+                    f"a frame of peer {caller} is of round {round_index}, and the run has {self.last_round}",
+                    code="peer.round",
                 )
         if not messages or not isinstance(messages[0], LedgerReport):
-            raise RefusedError(f"peer {caller} reports no ledger; update one of the two")
+            raise RefusedError(f"peer {caller} reports no ledger; update one of the two", code="call.no-report")
         self.witness.receive(messages[0])
         return messages[1:]
 
-    def write(self, receiver: int, messages: Messages) -> BufferList:
+    def write(self, receiver: int, messages: Messages) -> Content:
         """Encode a call or an answer, with the report on ledgers first."""
         everything = [self.witness.report(receiver), *messages]
-        return BufferList(tuple(part for message in everything for part in self.frames.encode(message).buffers))
+        return [part for message in everything for part in self.frames.encode(message)]
 
     @abstractmethod
     def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
@@ -244,7 +245,7 @@ class Connections:
     def _answer(self, caller: int, content: memoryview) -> Content:
         if content == STATUS_REQUEST:
             with self.changed:
-                return json.dumps(self._status()).encode()
+                return [json.dumps(self._status()).encode()]
         try:
             messages = self.session.read(caller, content)
             with self.changed:
@@ -260,7 +261,7 @@ class Connections:
         except RunError as error:
             with self.changed:
                 self.refused[caller] = str(error)
-            raise RefusedError(str(error)) from error
+            raise RefusedError(str(error), code=error.code) from error
 
     # --- calls to others ---
 
@@ -280,7 +281,9 @@ class Connections:
                         break
         except Exception as error:
             with self.changed:
-                self.session.fatal = RunError(f"nothing can be sent to peer {peer} any more ({one_line(error)})")
+                self.session.fatal = RunError(
+                    f"nothing can be sent to peer {peer} any more ({one_line(error)})", code="network.failed"
+                )
                 self.session.fatal.__cause__ = error
                 self.notify()
 
@@ -292,7 +295,7 @@ class Connections:
             took = time.monotonic() - began
             answer = self.session.read(peer, content)
             with self.changed:
-                self.bytes_sent += len(call)
+                self.bytes_sent += sum(map(len, call))
                 self._quickest[peer] = min(took, self._quickest.get(peer, took))
                 self.trouble.pop(peer, None)
                 self._failures.pop(peer, None)
@@ -306,9 +309,9 @@ class Connections:
                 self._failures[peer] += 1
                 self._quickest.pop(peer, None)
                 self.session.failed(peer, error, time.monotonic() + pause)
-                self._twice |= {peer} if str(error).startswith(f"{TWICE} {self.session.peer},") else set()
+                self._twice |= {peer} if error.code == RUNS_TWICE else set()
                 if 2 * len(self._twice) > len(self._wake):  # a lie of a few does not end this peer
-                    self.session.fatal = RunError(str(error), code="network.runs-twice")
+                    self.session.fatal = RunError(str(error), code=RUNS_TWICE)
                 self.notify()
                 self._wake[peer].wait_for(lambda: self._stopping, pause)
             return False

@@ -115,7 +115,9 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
 
 def _credentials(scenario: Scenario | AppScenario, peer: int, certificates: Path) -> Credentials:
     if peer >= scenario.n_peers:
-        raise ScenarioError(f"--id {peer} must be 0 to {scenario.n_peers - 1}: n_peers={scenario.n_peers}")
+        raise ScenarioError(
+            f"--id {peer} must be 0 to {scenario.n_peers - 1}: n_peers={scenario.n_peers}", code="peer.id"
+        )
     return credentials_of(scenario, certificates, peer)
 
 
@@ -123,7 +125,8 @@ def _addresses(scenario: Scenario | AppScenario) -> tuple[str, ...]:
     if scenario.network.peers is None:
         raise ScenarioError(
             "network.peers is missing: list the address of every peer, as {address: 10.0.0.7:7100}; `privdec up` runs "
-            "all peers on this machine without"
+            "all peers on this machine without",
+            code="peer.addresses",
         )
     return tuple(peer.address for peer in scenario.network.peers)
 

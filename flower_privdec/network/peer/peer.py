@@ -28,7 +28,7 @@ from flower_privdec.common.files import CHECKPOINTS, MODEL, FolderLock, naming, 
 from flower_privdec.core import Algorithm, Exchange, Mix, State, advance
 from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
+from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.experiment.recorder import evaluation_rounds, state_dict_of
 from flower_privdec.experiment.spent import (
@@ -41,7 +41,6 @@ from flower_privdec.experiment.spent import (
 )
 from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Link, Mixing
-from flower_privdec.network.peer.checkpoint_log import CheckpointLog
 from flower_privdec.network.peer.connections import Connections, ReportSession, Session
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
@@ -199,11 +198,9 @@ class RunningPeer(ABC):
             transport, carried: see Checkpoint; what is carried never changes.
         """
         trainer = self.trainer
-        facts = {**transport, "place": place, "paid": trainer.paid, "witnessed": self._counts.unsynced()}
-        checkpoint = Checkpoint(
-            state, self._digest, trainer.run, head=trainer.head, transport=facts, carried=carried or {}
-        )
-        trainer.reserve()
+        paid, head = trainer.reserve()
+        facts = {**transport, "place": place, "paid": paid, "witnessed": self._counts.unsynced()}
+        checkpoint = Checkpoint(state, self._digest, trainer.run, head=head, transport=facts, carried=carried or {})
         self._log.write(checkpoint)
 
     # --- a run ---
@@ -383,7 +380,7 @@ class RunningPeer(ABC):
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
-            raise StoppedError(f"the same command continues from {self.device.folder}")
+            raise StoppedError(f"the same command continues from {self.device.folder}", code="peer.stopped")
 
     def stop(self) -> None:
         """End the run at the next wait, with its state on disk."""
@@ -508,13 +505,9 @@ class WitnessFile:
                     seen[neighbor][boot] = lines
                     self.write(neighbor, boot, lines)
         if content:
-            self._open()
+            self._file = open_file(self._path, os.O_WRONLY)
             os.fdatasync(self._file)  # a process that was killed may have left what it did not sync
         return seen
-
-    def _open(self) -> None:
-        if self._file < 0:
-            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def write(self, neighbor: int, boot: int, lines: int) -> None:
         """Put down how many lines a neighbour's boot has.
@@ -522,7 +515,8 @@ class WitnessFile:
         Raises:
             OSError: the disk is full.
         """
-        self._open()
+        if self._file < 0:
+            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
         slot = self._slots.setdefault((neighbor, boot), len(self._slots))
         record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
         record += crc32(record).to_bytes(4, "little")
@@ -562,7 +556,7 @@ class Trainer(Protocol):
     """What a running peer needs of what it trains.
 
     The peer calls `open` once, then for each round `advance` until that returns None, performing the exchanges between,
-    and `close` at the end. It writes the state, `paid`, `head` and `run` into its checkpoints.
+    and `close` at the end. It writes the state, `run` and what `reserve` returns into its checkpoints.
 
     Attributes:
         scenario: name, number of peers, rounds, network, evaluation and threads, on which all peers agree.
@@ -570,12 +564,8 @@ class Trainer(Protocol):
         mixing: the graph and its weights.
         run: names the run in checkpoints.
         device: where the rows are.
-        ledger_folder: where the ledger lies.
-        paid: for how many steps the ledger has paid.
-        head: of the ledger; None where there is none.
         witnessed_ledger: that neighbours see; None where there is none, or noise follows from a seed.
         pair_secrets: with neighbours, whose reports carry the keys; None where noise does not cancel between peers.
-        steps_per_round: private steps.
     """
 
     @property
@@ -594,25 +584,16 @@ class Trainer(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def ledger_folder(self) -> Path: ...
-
-    @property
-    def paid(self) -> int: ...
-
-    @property
-    def head(self) -> Head | None: ...
-
-    @property
     def witnessed_ledger(self) -> Ledger | None: ...
 
-    def reserve(self) -> None:
-        """Begin to put the next private step's charge on disk; the step waits for it. It may do nothing."""
+    def reserve(self) -> tuple[int, Head | None]:
+        """Return for how many steps the ledger has paid, and its head; 0 and None where there is none.
+
+        It may then begin to put the next private step's charge on disk; the step waits for it.
+        """
 
     @property
     def pair_secrets(self) -> AgreedSecrets | None: ...
-
-    @property
-    def steps_per_round(self) -> int: ...
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """Charge the lines that the ledger lacks, see `Ledger.lacks`, and return how many there are."""
@@ -693,7 +674,7 @@ class ScenarioTrainer:
         own = OwnParts.of(agreement, np.array([peer]), secret, data, "network", whole=data is not None)
         self.experiment = Experiment.joined(agreement, own)
         self.run, self.device = self.experiment.own.run, self.experiment.device
-        self.ledger_folder, self.pair_secrets = ledger_folder(scenario, folder), None
+        self._ledger_folder, self.pair_secrets = ledger_folder(scenario, folder), None
         if len(secret_pairs(scenario)):
             self.pair_secrets = AgreedSecrets(peer, numbers_hash(scenario).encode(), identities(scenario))
         root, self._held = scenario.data.root if data is None else data, -1
@@ -702,31 +683,19 @@ class ScenarioTrainer:
         self._loss: float | None = None
 
     @property
-    def paid(self) -> int:
-        """See Trainer."""
-        return 0 if self.cohort.ledger is None else self.cohort.ledger.charged
-
-    @property
-    def head(self) -> Head | None:
-        """See Trainer."""
-        return None if self.cohort.ledger is None else self.cohort.ledger.head
-
-    @property
-    def steps_per_round(self) -> int:
-        """See Trainer."""
-        return self.cohort.steps_per_round
-
-    @property
     def witnessed_ledger(self) -> CohortLedger | None:
         """See Trainer."""
         return None if self._insecure else self.cohort.ledger
 
-    def reserve(self) -> None:
+    def reserve(self) -> tuple[int, Head | None]:
         """See Trainer; a round is taken with all its steps, or not at all."""
-        if (ledger := self.cohort.ledger) is not None:
-            following = ledger.charged // self.cohort.steps_per_round
-            if following < self.scenario.rounds and self.is_active(following):
-                ledger.reserve()
+        if (ledger := self.cohort.ledger) is None:
+            return 0, None
+        paid, head = ledger.charged, ledger.head
+        following = paid // self.cohort.steps_per_round
+        if following < self.scenario.rounds and self.is_active(following):
+            ledger.reserve()
+        return paid, head
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""
@@ -735,13 +704,13 @@ class ScenarioTrainer:
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer; locks the peer's data file, whose examples another peer's ledger would count alone."""
-        self.cohort = self.experiment.cohort(self.ledger_folder, start=paid)
+        self.cohort = self.experiment.cohort(self._ledger_folder, start=paid)
         if self.pair_secrets is not None:
             self.cohort.secrets = self.pair_secrets
         try:
             self._held = -1 if self._data is None else _hold(self._data)
             if state is None:
-                check_budget(self.cohort, self.ledger_folder)
+                check_budget(self.cohort, self._ledger_folder)
                 return self.experiment.initial_state(self.cohort)
             if self.cohort.ledger is not None:
                 self.cohort.ledger.check_head(head)
@@ -823,12 +792,14 @@ def network_mixing(agreement: Agreement) -> Mixing:
     mixing = agreement.mixing
     if mixing is None:
         raise ScenarioError(
-            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`"
+            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`",
+            code="network.no-exchange",
         )
     if agreement.scenario.topology.name == "server":
         raise ScenarioError(
             "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
-            "graph in which all peers are neighbours"
+            "graph in which all peers are neighbours",
+            code="network.server",
         )
     exchanges = sum(isinstance(item, Exchange) for item in agreement.algorithm.program)
     if agreement.scenario.network.mode == "asynchronous" and mixing.sends_shares and exchanges > 1:
@@ -836,7 +807,7 @@ def network_mixing(agreement: Agreement) -> Mixing:
             f"algorithm.name={agreement.algorithm.name} sends push-sum shares {exchanges} times a round "
             f"(topology.mixing_steps={agreement.algorithm.mixing_steps}), and network.mode=asynchronous counts them "
             "once a round: use network.mode synchronous, or one mixing step",
-            code="network.shares-twice",
+            code="network.shares-a-round",
         )
     _check_pairs(agreement.scenario, mixing)
     return mixing

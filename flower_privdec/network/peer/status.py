@@ -28,13 +28,16 @@ def request_status(connection: Connection, seconds: float) -> dict[str, Any]:
     Raises:
         RunError: it does not answer, or with something else.
     """
-    answer = bytes(connection.call(STATUS_REQUEST, seconds))
+    answer = bytes(connection.call([STATUS_REQUEST], seconds))
     try:
         status = json.loads(answer)
     except (ValueError, RecursionError):
         status = None
     if not isinstance(status, dict):
-        raise RunError(f"the peer answers {shown(answer, 60)}, which is no status; is it another version?")
+        raise RunError(
+            f"the peer answers {shown(answer, 60)}, which is no status; is it another version?",
+            code="status.unreadable",
+        )
     return status
 
 
@@ -93,7 +96,10 @@ def status_of(address: str, certificates: Path, peer: int, as_json: bool) -> str
         status = request_status(connection, REQUEST_SECONDS)
         return json.dumps(status, indent=2) if as_json else _status_text(status)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunError(f"{address} answers {shown(status, 60)}, which is no status; is it another version?") from error
+        raise RunError(
+            f"{address} answers {shown(status, 60)}, which is no status; is it another version?",
+            code="status.unreadable",
+        ) from error
     finally:
         connection.close()
 

@@ -58,7 +58,10 @@ class SynchronousSession(Session):
         for message in messages:
             if isinstance(message, RowMessage):
                 if (message.round_index >= self._timetable.rounds) != (message.at == self._timetable.final_at):
-                    raise RefusedError(f"round {message.round_index} has no exchange {message.at}; another version?")
+                    raise RefusedError(
+                        f"round {message.round_index} has no exchange {message.at}; another version?",
+                        code="lockstep.exchange",
+                    )
                 place = self._timetable.place(message.round_index, message.at)
                 self.machine.take(caller, place, message.values)
         self._learn(caller, messages)
@@ -124,7 +127,7 @@ class SynchronousSession(Session):
         """See Session: peers that wait for each other cannot continue with one that refuses their calls."""
         self._failures[neighbor] += 1
         if not isinstance(error, UnreachableError):
-            self.fatal = self.fatal or RunError(f"peer {neighbor} refuses a call: {error}")
+            self.fatal = self.fatal or RunError(f"peer {neighbor} refuses a call: {error}", code="network.refused")
 
 
 class SynchronousPeer(RunningPeer):
@@ -137,7 +140,7 @@ class SynchronousPeer(RunningPeer):
 
     def _make_session(self, checkpoints: list[Checkpoint]) -> SynchronousSession:
         timetable, peer = self.timetable, self.device.peer
-        self.machine = Machine(peer, lambda place: timetable.receivers(peer, place), timetable.places)
+        self.machine = Machine(peer, lambda place: timetable.turn(peer, place).receivers, timetable.places)
         exchanges = timetable.exchanges | ({timetable.final_at: timetable.final_exchange} if self.final else {})
         formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
         self._restored, self._met = [checkpoint.state for checkpoint in checkpoints], False
@@ -148,40 +151,37 @@ class SynchronousPeer(RunningPeer):
 
     def _begin(self) -> None:
         for state in self._restored:
-            self._arrive(state, self._place_of(state))
-
-    def _place_of(self, state: State) -> int:
-        return self.timetable.place(state.round_index, state.at)
+            self._arrive(state, self.timetable.place(state.round_index, state.at))
 
     def _exchange(self, exchange: Exchange) -> None:
-        place, machine = self._place_of(self.state), self.machine
+        place, machine = self.timetable.place(self.state.round_index, self.state.at), self.machine
         self._save(place, self.state, {})
         self._arrive(self.state, place)
         self._await(lambda: not machine.missing() and not machine.behind(place - 1))
         received = {(j, self.device.peer): self._decoded(rows) for j, rows in machine.received().items()}
         if self.state.round_index >= self.rounds:
             self._measure({sender: rows for (sender, _), rows in received.items()})
-        mixing = self.timetable.mixing(self.state.round_index)
-        exchange.incoming(self.state, mixing, self._clipped(received)).apply_(self.state)
+        turn = self.timetable.turn(self.device.peer, place)
+        exchange.incoming(self.state, turn.mixing, self._clipped(received)).apply_(self.state)
         for name, lost in self._rounding.items():
             self.state.rows[name][0] += lost
 
     def _arrive(self, state: State, place: int) -> None:
         """Tell the protocol that a state is on disk, and what is to be sent from it."""
-        peer, outgoing = self.device.peer, dict[int, RowMessage]()
+        peer, outgoing, awaited = self.device.peer, dict[int, RowMessage](), set[int]()
         self._rounding = {}
         if place < self.timetable.places:
-            exchange = self.timetable.exchange(place)
-            round_index, at = self.timetable.round_and_exchange(place)
-            for (_, receiver), payload in exchange.outgoing(state, self.timetable.mixing(round_index)).items():
+            turn = self.timetable.turn(peer, place)
+            awaited = turn.senders
+            for (_, receiver), payload in turn.exchange.outgoing(state, turn.mixing).items():
                 values = {name: self.arithmetic.encode(row) for name, row in payload.items()}
-                outgoing[receiver] = RowMessage(peer, receiver, round_index, at, values)
+                outgoing[receiver] = RowMessage(peer, receiver, turn.round_index, turn.at, values)
                 if self.mixing.sends_shares and not self.arithmetic.is_exact:
                     for name, row in payload.items():
                         lost = row - self.arithmetic.decode(values[name], row)
                         self._rounding[name] = self._rounding.get(name, 0) + lost
         with self.connections.changed:
-            self.machine.arrive(place, outgoing, self.timetable.senders(peer, place))
+            self.machine.arrive(place, outgoing, awaited)
             self.connections.notify()
 
     def _await(self, ready: Callable[[], bool]) -> None:
@@ -195,7 +195,7 @@ class SynchronousPeer(RunningPeer):
         self.waits_for = "" if self._met else "its neighbours"
         while not self._stopped.is_set() and not self.connections.wait(ready, POLL):
             if time.monotonic() > until:
-                raise RunError(self._silence(patience))
+                raise RunError(self._silence(patience), code="network.silent")
         self._check_stopped()
         self.waits_for, self._met = "", True
 

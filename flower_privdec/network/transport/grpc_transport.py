@@ -3,33 +3,41 @@
 Nothing is ever sent in plain text, and each side authenticates the other: the caller demands the identity that the
 scenario gives to the address it calls, and the server looks the caller's certificate up among the scenario's, at every
 call. What a call carries is for the layer above to check.
+
+gRPC accepts connections itself, and holds no more of them than it is given (`most_connections`). `Admission` watches
+them from outside: it reads the process's table of descriptors, and shuts down those connections that have no right to
+stay. gRPC sees that the other side hung up. Nothing is added to the path of a message.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import socket
 import ssl
+import stat
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import count
+from functools import partial
+from ipaddress import IPv6Address, IPv6Network, ip_address
 from threading import Event, Lock, Thread
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import numpy as np
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
-from flower_privdec.network.transport.admission import HANDSHAKE_SECONDS, Admission, most_connections
 from flower_privdec.network.transport.failures import address_of, calling_error, listening_error
 from flower_privdec.network.transport.tls import Credentials, context_of, identities_of, time_problem, validity_of
 from flower_privdec.network.transport.transport import Answer, Content, UnreachableError
-from flower_privdec.pushsum.buffers import BufferList
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 PIECE = 1 << 20
@@ -38,10 +46,20 @@ _log = logging.getLogger(__name__)
 
 SPARE_THREADS, MOST_THREADS = 4, 1024  # of the server, created as calls come
 METHOD = "/flower_privdec.Peer/Call"
+CODE = "privdec-code"  # the metadata that carries the code of a refusal
 CALLS_EACH = 4  # of one caller at a time; an honest peer has one, and one that it gave up
 STREAMS_EACH = 8  # of one connection; the others wait at the caller
 CALL_SECONDS = 120.0  # until all of a call must have come
-LOOKS = 8  # checks of the clock while a limit lasts
+HANDSHAKE_SECONDS = 5.0  # until a connection has made a member's call
+CONNECTIONS_EACH = 8  # of one member; an honest one has one, one that it lost, and those of `privdec status`
+PENDING_EACH = 32  # of one address that have made no member's call yet
+MOST_CONNECTIONS, LEAST_CONNECTIONS = 512, 16
+MOST_DESCRIPTORS = 4096  # to which a lower soft limit is raised where the hard limit allows it
+RESERVED = 96  # descriptors for ledger, checkpoints, data and one's own calls
+LOOK_SECONDS = 0.1
+REPORT_SECONDS = 60.0  # between two lines on strangers
+DESCRIPTORS = "/dev/fd"
+UTC_NOW = partial(datetime.now, UTC)
 REFUSALS = 100  # different ones that are logged
 CONNECTION_SECONDS = 600  # after which a connection, with its handshake, is made again
 ALIVE = [
@@ -76,7 +94,17 @@ CALLING = [
 
 def pieces(content: Content) -> Iterator[bytes]:
     """Yield what is sent, a MiB at a time; a piece at least."""
-    yield from (content if isinstance(content, BufferList) else BufferList((content,))).pieces(PIECE)
+    piece, room, is_empty = list[memoryview](), PIECE, True
+    for buffer in content:
+        left = memoryview(buffer).cast("B")
+        while left:
+            piece.append(left[:room])
+            left, room, is_empty = left[room:], room - len(piece[-1]), False
+            if not room:
+                yield b"".join(piece)
+                piece, room = [], PIECE
+    if piece or is_empty:
+        yield b"".join(piece)
 
 
 def assembled(parts: Iterable[bytes], cap: int, who: str) -> memoryview:
@@ -93,7 +121,9 @@ def assembled(parts: Iterable[bytes], cap: int, who: str) -> memoryview:
     buffer, size = memoryview(bytearray()), 0
     for part in parts:
         if size + len(part) > cap:
-            raise RefusedError(f"{who} sent more than {cap:,} bytes, which no message of this run has")
+            raise RefusedError(
+                f"{who} sent more than {cap:,} bytes, which no message of this run has", code="call.too-long"
+            )
         if size + len(part) > len(buffer):  # room for one piece, or for all that may come: pages are taken as they fill
             room = np.empty(cap if size else len(part), np.uint8).data
             room[:size] = buffer[:size]
@@ -164,15 +194,13 @@ class GrpcServer:
         members: Mapping[str, int],
         answer: Answer,
         cap: int,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], datetime] = UTC_NOW,
         patience: float = CALL_SECONDS,
         connections: int | None = None,
         handshake: float = HANDSHAKE_SECONDS,
     ) -> None:
         self._members, self._answer, self._cap, self._clock = members, answer, cap, clock
-        self._limit, self._guard = TimeLimit(patience), Lock()
-        self._under_way: Counter[int] = Counter()
-        self._refusals: set[str] = set()
+        self._guard, self._refusals = Lock(), set[str]()
         most = most_connections(len(members)) if connections is None else connections
         options = [*SERVING, ("grpc.max_allowed_incoming_connections", most)]
         # a thread for each call that may be under way: what one member takes of them is lost to no other
@@ -186,44 +214,23 @@ class GrpcServer:
         try:
             self.port = int(self._server.add_secure_port(address, shown))
         except RuntimeError as error:
-            self._limit.close()
             raise listening_error(address) from error
-        self._admission = Admission(self.port, most, handshake)
+        self._admission = Admission(self.port, most, handshake, patience)
         self._server.start()
 
     def _call(self, parts: Iterator[bytes], context: Any) -> Iterator[bytes]:
         try:
             caller = self._caller(context)
-            self._admission.admit(context.peer(), caller)
-            with self._counted(caller):
-                reply = self._answer(caller, self._received(parts, caller, context))
+            with self._admission.call(context.peer(), caller, context.cancel) as call:
+                content = assembled(parts, self._cap, f"peer {caller}")
+                call.has_arrived = True
+                reply = self._answer(caller, content)
         except RefusedError as error:
             reason = " ".join(str(error).split())
             self._note(reason)
+            context.set_trailing_metadata(((CODE, error.code),))
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         yield from pieces(reply)
-
-    def _received(self, parts: Iterator[bytes], caller: int, context: Any) -> memoryview:
-        """Return a call's content, once all of it has arrived."""
-        with self._limit.ending(context.cancel):
-            return assembled(parts, self._cap, f"peer {caller}")
-
-    @contextmanager
-    def _counted(self, caller: int) -> Iterator[None]:
-        """Count a call while it is under way.
-
-        Raises:
-            RefusedError: the caller has as many as it may.
-        """
-        with self._guard:
-            if self._under_way[caller] >= CALLS_EACH:
-                raise RefusedError(f"peer {caller} has {CALLS_EACH} calls under way, which is the most; end one")
-            self._under_way[caller] += 1
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._under_way[caller] -= 1
 
     def _note(self, refusal: str) -> None:
         """Log a refusal once, and REFUSALS of them at most: a stranger decides how often it calls."""
@@ -244,18 +251,20 @@ class GrpcServer:
         peers = [self._members[name] for name in names if name in self._members]
         if len(peers) != 1:
             raise RefusedError(
-                f"the certificate is for {', '.join(names) or 'no DNS name'}, which is no peer of this scenario"
+                f"the certificate is for {', '.join(names) or 'no DNS name'}, which is no peer of this scenario",
+                code="call.stranger",
             )
         (begin, end, problem), now = validity_of(certificate), self._clock()
         if problem is not None or not begin <= now <= end:  # a connection outlives what was shown when it was made
-            raise RefusedError(f"peer {peers[0]}: {time_problem(certificate, now) or problem}")
+            problem = time_problem(certificate, now) or problem
+            assert problem is not None
+            raise RefusedError(f"peer {peers[0]}: {problem}", code=problem.code)
         return peers[0]
 
     def close(self, grace: float = 0.2) -> None:
         """Accept no more calls; cancel those under way after `grace` seconds."""
         self._server.stop(grace).wait()
         self._admission.close()
-        self._limit.close()
 
 
 class GrpcConnection:
@@ -291,22 +300,23 @@ class GrpcConnection:
             UnreachableError: it did not answer, or not in time.
         """
         try:
-            return assembled(self._begin(content, seconds), self._cap, self.identity)
+            if sum(map(len, content)) <= PIECE:  # takes no thread that sends it
+                answer = self._short(b"".join(content), timeout=seconds)
+            else:
+                answer = self._long(self._timed(pieces(content)), timeout=seconds)
+            return assembled(answer, self._cap, self.identity)
         except ValueError as error:  # gRPC's for a closed channel
-            raise UnreachableError(f"{self.identity} at {self.address}: the connection was closed here") from error
+            raise UnreachableError(
+                f"{self.identity} at {self.address}: the connection was closed here", code="call.closed"
+            ) from error
         except grpc.RpcError as error:
             code, reason = error.code(), " ".join((error.details() or "").split())
             if code == grpc.StatusCode.FAILED_PRECONDITION:
-                raise RefusedError(reason) from error
+                named = dict(error.trailing_metadata() or ()).get(CODE, "")
+                raise RefusedError(reason, code=str(named)) from error
             raise UnreachableError(
-                f"{self.identity} at {self.address}: {code.name.lower().replace('_', ' ')}"
+                f"{self.identity} at {self.address}: {code.name.lower().replace('_', ' ')}", code="call.unanswered"
             ) from error
-
-    def _begin(self, content: Content, seconds: float) -> Any:
-        """Begin a call; what is one piece takes no thread that sends it."""
-        if len(content) <= PIECE:
-            return self._short(next(pieces(content)), timeout=seconds)
-        return self._long(self._timed(pieces(content)), timeout=seconds)
 
     def _timed(self, parts: Iterator[bytes]) -> Iterator[bytes]:
         began = time.monotonic()
@@ -323,47 +333,194 @@ class GrpcConnection:
         self._channel.close()
 
 
-class TimeLimit:
-    """Limits how long something may take.
+Address = tuple[str, int]  # of the other side of a connection
+
+
+def most_connections(members: int) -> int:
+    """Return how many connections a server may hold, so that files can still be opened.
+
+    A soft limit on descriptors is raised as far as the hard limit allows.
 
     Args:
-        seconds: that it may; it is ended up to an eighth later.
+        members: of the network.
+
+    Raises:
+        RunError: too few are left.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    used, least = len(os.listdir(DESCRIPTORS)), max(LEAST_CONNECTIONS, 2 * members)
+    free = MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft - used - RESERVED
+    if free < least:
+        raise RunError(
+            f"a limit of {soft} open files (ulimit -n) leaves {max(0, free)} for connections, beside {used} that are "
+            f"open and {RESERVED} for files, and {least} are needed: raise it to {used + RESERVED + least} or more",
+            code="network.few-descriptors",
+        )
+    return min(MOST_CONNECTIONS, free)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a member, until when it must have arrived, and how to end it."""
+
+    member: int
+    until: float
+    end: Callable[[], object]
+    has_arrived: bool = False
+
+
+class Admission:
+    """Limits the calls of a server's members, and shuts down connections to its port that have no right to stay.
+
+    A member has CALLS_EACH calls under way, and one that has not come whole after `patience` is cancelled.
+
+    A connection is *pending* until a member's call has come over it. One is shut down that is pending for `seconds`, or
+    is one too many: the oldest pending ones of an address (of a network of 64 bits, where it has IPv6) beyond
+    PENDING_EACH, the oldest pending ones of all beyond half of what the server may hold, and the oldest ones of a
+    member beyond CONNECTIONS_EACH. So a newcomer has the time of a handshake, whatever others do.
+
+    Args:
+        port: that is listened on.
+        most: connections that the server holds at most.
+        seconds, patience: see above.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(
+        self, port: int, most: int, seconds: float = HANDSHAKE_SECONDS, patience: float = CALL_SECONDS
+    ) -> None:
         """Start the watching thread."""
-        self._seconds, self._guard, self._closed = seconds, Lock(), Event()
-        self._numbers = count()
-        self._under_way: dict[int, tuple[float, Callable[[], object]]] = {}
-        Thread(target=self._watch, name="time-limit", daemon=True).start()
+        self._port, self._most, self._seconds, self._patience = port, most, seconds, patience
+        self._guard, self._closed, self._calls = Lock(), Event(), list[_Call]()
+        self._members: dict[Address, int] = {}
+        self._since: dict[Address, float] = {}  # when each connection was first seen
+        self._strangers: Counter[str] = Counter()  # connections without a member's call, by host, since the last line
+        self._reported = float("-inf")
+        Thread(target=self._watch, name="admission", daemon=True).start()
 
     @contextmanager
-    def ending(self, end: Callable[[], object]) -> Iterator[None]:
-        """Call `end` once if the block takes too long."""
+    def call(self, address: str, member: int, end: Callable[[], object]) -> Iterator[_Call]:
+        """Count a member's call while it is under way.
+
+        Args:
+            address: the connection's other side, as gRPC names it: `ipv4:10.0.0.7:50123`.
+            end: called once if the call does not arrive in time.
+
+        Raises:
+            RefusedError: the member has as many as it may.
+        """
+        host, _, port = unquote(address).partition(":")[2].rpartition(":")
+        call = _Call(member, time.monotonic() + self._patience, end)
         with self._guard:
-            number = next(self._numbers)
-            self._under_way[number] = time.monotonic() + self._seconds, end
+            with suppress(ValueError):
+                self._members[_plain(host.strip("[]")), int(port)] = member
+            if sum(other.member == member for other in self._calls) >= CALLS_EACH:
+                raise RefusedError(
+                    f"peer {member} has {CALLS_EACH} calls under way, which is the most; end one",
+                    code="call.too-many",
+                )
+            self._calls.append(call)
         try:
-            yield
+            yield call
         finally:
             with self._guard:
-                self._under_way.pop(number, None)
+                self._calls.remove(call)
 
     def _watch(self) -> None:
-        while not self._closed.wait(self._seconds / LOOKS):
-            self.look(time.monotonic())
+        while not self._closed.wait(LOOK_SECONDS):
+            with suppress(OSError):  # no descriptor is left to list them with: gRPC's own limits hold
+                self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """End what takes too long at time `now`."""
+        """End what takes too long, and shut down what must not stay, at a time."""
         with self._guard:
-            late = [number for number, (until, _) in self._under_way.items() if now >= until]
-            ends = [self._under_way.pop(number)[1] for number in late]
-        for end in ends:
-            end()
+            late = [call for call in self._calls if now >= call.until and not call.has_arrived]
+            for call in late:
+                call.until = float("inf")
+        for call in late:
+            call.end()
+        handles = self._handles()
+        with self._guard:
+            gone = self._since.keys() - handles.keys()
+            self._strangers.update(host for host, port in gone if (host, port) not in self._members)
+            for address in gone:
+                del self._since[address]
+                self._members.pop(address, None)
+            for address in handles:
+                self._since.setdefault(address, now)
+            excess = self._excess(now)
+        for address in excess:
+            self._shut_down(address, handles[address])
+        if self._strangers and now - self._reported >= REPORT_SECONDS:
+            hosts = ", ".join(f"{host} ({times})" for host, times in self._strangers.most_common(3))
+            _log.warning(
+                "%d connections were closed that made no call of a peer of this scenario, of %d addresses: %s",
+                self._strangers.total(),
+                len(self._strangers),
+                hosts,
+            )
+            self._strangers.clear()
+            self._reported = now
+
+    def _excess(self, now: float) -> set[Address]:
+        """Return which connections to shut down."""
+        groups: defaultdict[int | str, list[Address]] = defaultdict(list)
+        pending = []
+        for address in sorted(self._since, key=self._since.__getitem__):
+            member = self._members.get(address)
+            groups[_network(address[0]) if member is None else member].append(address)
+            pending += [address] if member is None else []
+        excess = {address for address in pending if now - self._since[address] >= self._seconds}
+        excess.update(pending[: max(0, len(pending) - self._most // 2)])
+        for group, addresses in groups.items():
+            excess.update(
+                addresses[: max(0, len(addresses) - (PENDING_EACH if isinstance(group, str) else CONNECTIONS_EACH))]
+            )
+        return excess
+
+    def _handles(self) -> dict[Address, int]:
+        """Return the descriptor of every connection to the port."""
+        handles = {}
+        for name in os.listdir(DESCRIPTORS):
+            with suppress(OSError, ValueError):  # it was closed meanwhile, or is another kind of socket
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if (address := self._address(connection)) is not None:
+                        handles[address] = int(name)
+        return handles
+
+    def _address(self, connection: socket.socket) -> Address | None:
+        """Return the other side of a socket, if it is a connection to the port."""
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.getsockname()[1] != self._port:
+            return None
+        host, port = connection.getpeername()[:2]
+        return _plain(host), port
+
+    def _shut_down(self, address: Address, handle: int) -> None:
+        """Shut a connection down; a descriptor that means another file by now is left alone."""
+        with suppress(OSError), socket.socket(fileno=os.dup(handle)) as connection:
+            if self._address(connection) == address:
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Stop the watching thread."""
         self._closed.set()
+
+
+def _plain(host: str) -> str:
+    """Return an address in one form: without its zone, and IPv4 where it is IPv4 within IPv6."""
+    ip = ip_address(host.partition("%")[0])
+    mapped = ip.ipv4_mapped if isinstance(ip, IPv6Address) else None
+    return str(mapped or ip)
+
+
+def _network(host: str) -> str:
+    """Return what one stranger has: an IPv4 address, or a network of IPv6 addresses."""
+    return str(IPv6Network((host, 64), strict=False)) if ":" in host else host
 
 
 def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) -> str:
@@ -388,5 +545,5 @@ def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) ->
         ) from error
     names = identities_of(shown.encode())
     if not names:
-        raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer")
+        raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer", code="certificate.no-name")
     return names[0]

@@ -75,7 +75,9 @@ class Credentials:
         if problem is not None:
             raise ScenarioError(f"{certificate}: {problem}", code=problem.code) from problem
         if _private(credentials.key, key).public_key() != _certificates(credentials.certificate)[0].public_key():
-            raise ScenarioError(f"{key}: is not the key of {certificate}; give the two that were made together")
+            raise ScenarioError(
+                f"{key}: is not the key of {certificate}; give the two that were made together", code="certificate.key"
+            )
         return credentials
 
 
@@ -116,7 +118,9 @@ class Authority:
         own = _certificates(_content(certificate), str(certificate))[0]
         private = _private(_content(key), key)
         if private.public_key() != own.public_key():
-            raise ScenarioError(f"{key}: is not the key of {certificate}; give the two that were made together")
+            raise ScenarioError(
+                f"{key}: is not the key of {certificate}; give the two that were made together", code="certificate.key"
+            )
         return cls(own, private)
 
     @property
@@ -331,10 +335,12 @@ def _private(pem: bytes, path: Path) -> CertificateIssuerPrivateKeyTypes:
         key = serialization.load_pem_private_key(pem, password=None)
     except (ValueError, TypeError) as error:
         raise ScenarioError(
-            f"{path}: cannot be read as a private key without a password ({one_line(error)})"
+            f"{path}: cannot be read as a private key without a password ({one_line(error)})", code="certificate.key"
         ) from error
     if not hasattr(key, "sign"):
-        raise ScenarioError(f"{path}: is a key that cannot sign; give one of an elliptic curve, or RSA")
+        raise ScenarioError(
+            f"{path}: is a key that cannot sign; give one of an elliptic curve, or RSA", code="certificate.key"
+        )
     return key  # type: ignore[return-value]
 
 
@@ -400,7 +406,10 @@ def _good(files: tuple[Path, Path, Path], identity: str) -> bool:
 
 def _authority(scenario: Scenario | AppScenario, folder: Path, certificate: Path | None, key: Path | None) -> Authority:
     if (certificate is None) != (key is None):
-        raise ScenarioError("an authority has a certificate and a key: give both --authority and --authority-key")
+        raise ScenarioError(
+            "an authority has a certificate and a key: give both --authority and --authority-key",
+            code="certificate.two-files",
+        )
     own, own_key = certificate or folder / AUTHORITY, key or folder / AUTHORITY_KEY
     if certificate is None and not own.exists() and not own_key.exists():
         made = Authority.create(scenario.name)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Condition
 from typing import Protocol
 
 from flower_privdec.common.errors import RunError
-from flower_privdec.pushsum.buffers import Buffer, BufferList
 from flower_privdec.pushsum.exactly_once import RefusedError
 
-Content = Buffer | BufferList
+Content = Sequence[bytes | bytearray | memoryview]  # to be sent one after the other
 Answer = Callable[[int, memoryview], Content]  # called with the caller's number and what it sent
 
 
@@ -126,7 +125,7 @@ class MemoryConnection:
         with network.changed:
             answer, cap = network.answers.get(self._peer, (None, 0))
             if answer is None:
-                raise UnreachableError(self.diagnosis())
+                raise UnreachableError(self.diagnosis(), code="call.unanswered")
             network.running[self._peer] += 1
         try:
             return _checked_copy(answer(caller, _checked_copy(content, cap, caller)), self._cap, self._peer)
@@ -145,6 +144,9 @@ class MemoryConnection:
 
 def _checked_copy(content: Content, cap: int, peer: int) -> memoryview:
     """Return a copy of what a peer sent; raises RefusedError where it is larger than `cap` bytes."""
-    if len(content) > cap:
-        raise RefusedError(f"peer {peer} sent more than {cap:,} bytes, which no message of this run has")
-    return memoryview(bytearray(bytes(content)))
+    whole = bytearray().join(content)
+    if len(whole) > cap:
+        raise RefusedError(
+            f"peer {peer} sent more than {cap:,} bytes, which no message of this run has", code="call.too-long"
+        )
+    return memoryview(whole)
