@@ -702,7 +702,9 @@ def network_mixing(agreement: Agreement) -> Mixing:
     """Return the mixing of an agreement, for a network of peers.
 
     Raises:
-        ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have.
+        ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have;
+            its shares or its pairs' noise need peers that wait for each other; or peers that are no neighbours would
+            share a secret.
     """
     mixing = agreement.mixing
     if mixing is None:
@@ -715,6 +717,14 @@ def network_mixing(agreement: Agreement) -> Mixing:
             "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
             "graph in which all peers are neighbours",
             code="network.server",
+        )
+    exchanges = sum(isinstance(item, Exchange) for item in agreement.algorithm.program)
+    if agreement.scenario.network.mode == "asynchronous" and mixing.sends_shares and exchanges > 1:
+        raise ScenarioError(
+            f"algorithm.name={agreement.algorithm.name} sends push-sum shares {exchanges} times a round "
+            f"(topology.mixing_steps={agreement.algorithm.mixing_steps}), and network.mode=asynchronous counts them "
+            "once a round: use network.mode synchronous, or one mixing step",
+            code="network.shares-a-round",
         )
     _check_pairs(agreement.scenario, mixing)
     return mixing
