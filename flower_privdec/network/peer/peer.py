@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
-from flower_privdec.common.files import CHECKPOINTS, MODEL, FolderLock, naming, open_file, write_atomically
+from flower_privdec.common.files import CHECKPOINTS, MODEL, FolderLock, named, naming, open_file, write_atomically
 from flower_privdec.core import Algorithm, Exchange, Mix, State, advance
 from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
@@ -520,8 +520,10 @@ class WitnessFile:
         slot = self._slots.setdefault((neighbor, boot), len(self._slots))
         record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
         record += crc32(record).to_bytes(4, "little")
-        with naming(self._path):
+        try:
             written = os.pwrite(self._file, record, slot * SLOT.size)
+        except OSError as error:
+            raise named(error, self._path) from error.__cause__
         if written < SLOT.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         self._unsynced[neighbor, boot] = lines
