@@ -293,7 +293,8 @@ def pair_plan(agreement: Agreement, sampler: Sampler, needed: np.ndarray) -> Pai
     if section.strength == "auto":
         assert agreement.mixing is not None
         first = needed[int(needed.any(axis=1).argmax())]
-        choices = trades(first, edges, section.colluding, disagreement_left(agreement.mixing))
+        left = steps * disagreement_left(agreement.mixing) + (steps - 1) / 2  # local steps see those before them
+        choices = trades(first, edges, section.colluding, left)
     return PairPlan(
         edges=edges,
         colluding=section.colluding,

@@ -1,17 +1,56 @@
 """All that a Flower app imports to become private and serverless.
 
 `PushSum`, `Gossip` and `Mesh` take a strategy's place in the ServerApp; `PeerMod` makes the ClientApp a peer and
-protects it as a whole; `private` protects each example of a torch training loop.
+protects it as a whole; `private` protects each example of a torch training loop. Each name is imported when it is first
+asked for: a ClientApp with `PeerMod` needs no torch.
 """
 
-from flower_privdec.flower.launch.local_grid import LocalGrid, run_in_process
-from flower_privdec.flower.mods.peer_mod import PeerMod
-from flower_privdec.flower.mods.peer_state import peer_folder, public_key
-from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy as FedDeper
-from flower_privdec.flower.strategies.feddeper_strategy import personalized, train_two_models
-from flower_privdec.flower.strategies.mesh_strategy import Mesh
-from flower_privdec.flower.strategies.push_sum import Gossip, PushSum
-from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flower_privdec.flower.launch.local_grid import LocalGrid, run_in_process
+    from flower_privdec.flower.mods.peer_mod import PeerMod
+    from flower_privdec.flower.mods.peer_state import peer_folder, public_key
+    from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy as FedDeper
+    from flower_privdec.flower.strategies.feddeper_strategy import personalized, train_two_models
+    from flower_privdec.flower.strategies.mesh_strategy import Mesh
+    from flower_privdec.flower.strategies.push_sum import Gossip, PushSum
+    from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
+
+if find_spec("flwr") is None:
+    from flower_privdec.common.errors import ScenarioError
+
+    raise ScenarioError(
+        "flower_privdec.flower needs flwr, which is not installed: pip install 'flower-privdec[flower]'",
+        code="flower.not-installed",
+    )
+
+_MODULES = {
+    "ExamplePrivacy": "training_loop",
+    "FedDeper": "flower.strategies.feddeper_strategy",
+    "Gossip": "flower.strategies.push_sum",
+    "LocalGrid": "flower.launch.local_grid",
+    "Mesh": "flower.strategies.mesh_strategy",
+    "PeerMod": "flower.mods.peer_mod",
+    "PushSum": "flower.strategies.push_sum",
+    "group_norm": "training_loop",
+    "peer_folder": "flower.mods.peer_state",
+    "personalized": "flower.strategies.feddeper_strategy",
+    "private": "training_loop",
+    "public_key": "flower.mods.peer_state",
+    "run_in_process": "flower.launch.local_grid",
+    "train_two_models": "flower.strategies.feddeper_strategy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"flower_privdec.{_MODULES[name]}")
+    return getattr(module, "FedDeperStrategy" if name == "FedDeper" else name)
+
 
 __all__ = [
     "ExamplePrivacy",

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import Context
@@ -22,13 +22,13 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.common.user_code import only_from
-from flower_privdec.engine.shards.communication_plan import Shards
-from flower_privdec.engine.shards.rendezvous import GIVE as SHARD
-from flower_privdec.engine.shards.rendezvous import MeetingPlace
-from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.flower.apps.records import WorkRequest
 from flower_privdec.scenario import Scenario, parse_scenario
 from flower_privdec.scenario.sections import PEER, TopologySection
+
+if TYPE_CHECKING:  # over torch, which a node that is one peer of an app does not need
+    from flower_privdec.engine.shards.rendezvous import MeetingPlace
+    from flower_privdec.experiment import Agreement, Experiment, OwnParts
+    from flower_privdec.flower.apps.records import WorkRequest
 
 log = logging.getLogger("flwr.privdec")
 
@@ -176,6 +176,8 @@ class HostSettings:
         Raises:
             RunError: when a deployed node's configuration lacks a key.
         """
+        from flower_privdec.engine.shards.rendezvous import MeetingPlace
+
         config = context.node_config
         if in_simulation(config):
             return cls(True, Path(str(config.get("folder") or Path(run) / "nodes")))
@@ -201,6 +203,9 @@ class HostSettings:
         Raises:
             RunError: a deployed node's configuration has none.
         """
+        from flower_privdec.engine.shards.rendezvous import GIVE as SHARD
+        from flower_privdec.engine.shards.rendezvous import MeetingPlace
+
         if self.simulated:
             return MeetingPlace(path=self.folder / f"rendezvous-{request.token}")
         if self.place is None:
@@ -229,6 +234,8 @@ class HostSettings:
         data, private, topology = scenario.data, scenario.private, scenario.topology
         own_peers, role = [self.partition], f"peer {self.partition}"
         if request.shards:
+            from flower_privdec.engine.shards.communication_plan import Shards
+
             shards, shard = Shards.deal(scenario.n_peers, self.partitions or 1), self.partition or 0
             own_peers, role = [], f"shard {self.partition} of {self.partitions}"
             if len(shards) == request.shards and 0 <= shard < len(shards):
@@ -273,6 +280,8 @@ class HostSettings:
 
     def parts(self, agreement: Agreement, request: WorkRequest) -> OwnParts:
         """Read the private parts of a request's peers, with this node's keys and data; see `OwnParts.of`."""
+        from flower_privdec.experiment import OwnParts
+
         secret, path = None, self.folder / "secret"
         if not self.simulated:  # the secret key of this node's run names, which never leaves
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -30,18 +30,20 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.user_code import load_own
-from flower_privdec.core import State
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.witness import MANY, LedgerReport
-from flower_privdec.rows.tensors import all_finite
+
+if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumPy's
+    import torch
+    from torch import Tensor
+
+    from flower_privdec.core import State
 
 Buffer = bytes | bytearray | memoryview
 MAGIC, VERSION = b"prvd", 4
@@ -57,8 +59,8 @@ DATA_AT, ROW_AT = 64, 8  # the rows begin at a multiple of the first, each at on
 CHUNK = 2**18  # numbers checked at a time
 LAYOUTS = 64  # of frames with rows that are remembered
 OPENED, SEALED = 1, 2  # flags
-WIRE_TYPES = {1: torch.float16, 2: torch.float32, 3: torch.float64, 4: torch.bfloat16, 5: torch.uint8}
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes as a number
+WIRE_TYPES = {1: "float16", 2: "float32", 3: "float64", 4: "bfloat16", 5: "uint8"}
+INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # of as many bytes as a number
 CODES = {dtype: code for code, dtype in WIRE_TYPES.items()}
 
 
@@ -93,7 +95,7 @@ class Progress:
     exchanges: int
 
 
-Message = FrozenShare[Tensor] | Acknowledgement | Hello | RowMessage | Progress | LedgerReport
+Message = FrozenShare[Any] | Acknowledgement | Hello | RowMessage | Progress | LedgerReport
 
 
 class FrameKind(IntEnum):
@@ -146,16 +148,21 @@ class RowFormat:
 
     Attributes:
         shape: of up to four axes.
-        dtype: of WIRE_TYPES.
+        dtype: of WIRE_TYPES; rows are decoded as torch's or NumPy's, as it is.
         nonnegative: whether each of its numbers is at least 0, as a push-sum weight is.
     """
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | np.dtype[Any]
     nonnegative: bool = False
 
 
 RowFormats = Mapping[str, RowFormat]  # in the order in which they are sent
+
+
+def type_name(dtype: torch.dtype | np.dtype[Any] | str) -> str:
+    """Return the name of a type of numbers, of torch or of NumPy."""
+    return str(dtype).removeprefix("torch.")
 
 
 def formats_of(values: Mapping[str, Tensor]) -> RowFormats:
@@ -181,7 +188,9 @@ class _Layout(NamedTuple):
 def _layout(rows: tuple[RowFormat, ...]) -> _Layout:
     lines, spans, end = list[bytes](), list[tuple[int, int]](), HEADER.size + len(rows) * LINE.size
     for number, row in enumerate(rows):
-        lines.append(LINE.pack(CODES[row.dtype], len(row.shape), *row.shape, *(0,) * (AXES - len(row.shape))))
+        lines.append(
+            LINE.pack(CODES[type_name(row.dtype)], len(row.shape), *row.shape, *(0,) * (AXES - len(row.shape)))
+        )
         unit = ROW_AT if number else DATA_AT
         begin = -(-end // unit) * unit
         end = begin + math.prod(row.shape) * row.dtype.itemsize
@@ -248,7 +257,7 @@ class FrameCodec:
             layout = _layout(tuple(formats_of(message.values).values()))
             body, at = [*layout.lines], len(layout.lines) * LINE.size
             for (begin, end), value in zip(layout.spans, message.values.values(), strict=True):
-                whole = value.detach().cpu().contiguous().reshape(-1).view(INTEGERS[value.element_size()]).numpy()
+                whole = _integers_of(value)
                 little = whole.astype(whole.dtype.newbyteorder("<"), copy=False)
                 body += [bytes(begin - at), little.view(np.uint8).data]
                 at = end
@@ -423,21 +432,46 @@ class FrameCodec:
             data, most = data[header.length :], most - 1
 
 
+def _integers_of(value: Tensor | np.ndarray) -> np.ndarray:
+    """Return a row's bits as whole numbers of as many bytes, [n]."""
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value).reshape(-1).view(INTEGERS[value.itemsize])
+    import torch
+
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return np.asarray(flat.view(getattr(torch, INTEGERS[value.element_size()])).numpy())
+
+
+def _row_of(integers: np.ndarray, dtype: torch.dtype | np.dtype[Any]) -> Any:
+    """Return the row of some bits, [n], of a type of torch or of NumPy."""
+    if isinstance(dtype, np.dtype):
+        return integers.view(dtype)
+    import torch
+
+    return torch.from_numpy(integers).view(dtype)
+
+
+def _has_finite_sum(part: Any) -> bool:
+    """Return whether numbers have a finite sum, as no infinite one and no NaN among them leaves."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.isfinite(float(part.sum()))
+
+
 def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, Tensor]:
     """Return the rows of a frame as views of what follows its header, once each of their numbers may be one.
 
     Raises:
         RefusedError: naming the frame, the row, what is wrong and what would be right.
     """
-    layout, end, rows = _layout(tuple(formats.values())), 0, dict[str, Tensor]()
+    layout, end, rows = _layout(tuple(formats.values())), 0, dict[str, Any]()
     for (name, row), expected in zip(formats.items(), layout.lines, strict=True):
         line, end = body[end : end + LINE.size], end + LINE.size
         if line != expected:
             code, axes, *lengths = LINE.unpack(line)
-            dtype = str(WIRE_TYPES[code]).removeprefix("torch.") if code in WIRE_TYPES else f"type {code}"
+            dtype = WIRE_TYPES.get(code, f"type {code}")
             raise RefusedError(
                 f"{frame}: {name!r} is described as {axes} axes of {lengths} {dtype}, which must be {len(row.shape)} "
-                f"of {list(row.shape)} {str(row.dtype).removeprefix('torch.')}; all peers must run one scenario",
+                f"of {list(row.shape)} {type_name(row.dtype)}; all peers must run one scenario",
                 code="frame.row-format",
             )
     for begin, following in [*layout.spans, (layout.size, 0)]:
@@ -445,18 +479,18 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
             raise RefusedError(f"{frame} must have zeros between its rows", code="frame.zeros")
         end = following
     for (name, row), (begin, _) in zip(formats.items(), layout.spans, strict=True):
-        little = np.dtype(str(INTEGERS[row.dtype.itemsize]).removeprefix("torch.")).newbyteorder("<")
+        little = np.dtype(INTEGERS[row.dtype.itemsize]).newbyteorder("<")
         whole = np.frombuffer(body, little, math.prod(row.shape), begin)
         native = whole.astype(little.newbyteorder("="), copy=False)
-        flat = torch.from_numpy(native if native.flags.writeable else native.copy()).view(row.dtype)
-        for start in range(0, len(flat) if row.dtype.is_floating_point else 0, CHUNK):
+        flat = _row_of(native if native.flags.writeable else native.copy(), row.dtype)
+        for start in range(0, len(flat) if "float" in type_name(row.dtype) else 0, CHUNK):
             part = flat[start : start + CHUNK]
-            if all_finite(part) and not row.nonnegative:
+            if not row.nonnegative and _has_finite_sum(part):
                 continue
-            rules = {"finite": torch.isfinite(part)} | ({">= 0": part >= 0} if row.nonnegative else {})
+            rules = {"finite": abs(part) < math.inf} | ({">= 0": part >= 0} if row.nonnegative else {})
             for rule, holds in rules.items():
                 if not bool(holds.all()):
-                    at = start + int(torch.argmin(holds.to(torch.uint8)))
+                    at = start + holds.tolist().index(False)
                     raise RefusedError(
                         f"{frame}: {name!r}[{at}] is {float(flat[at])}, which must be {rule}", code="frame.number"
                     )
@@ -492,19 +526,23 @@ class WireCodec(Protocol):
 class Cast:
     """Sends rows as numbers of one type, what the type cannot hold rounded; with None as they are."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
+    def __init__(self, dtype: torch.dtype | str | None) -> None:
         self._dtype = dtype
 
     def encode(self, row: Tensor) -> Tensor:
         """See WireCodec."""
-        return row if self._dtype is None else row.to(self._dtype)
+        if self._dtype is None:
+            return row
+        import torch
+
+        return row.to(getattr(torch, type_name(self._dtype)))
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
         """See WireCodec."""
         return sent.to(like)
 
 
-CODECS: dict[str, WireCodec] = {"exact": Cast(None), "float32": Cast(torch.float32), "bfloat16": Cast(torch.bfloat16)}
+CODECS: dict[str, WireCodec] = {"exact": Cast(None), "float32": Cast("float32"), "bfloat16": Cast("bfloat16")}
 
 
 def wire_codec(name: str) -> WireCodec:
@@ -531,7 +569,7 @@ def wire_codec(name: str) -> WireCodec:
     return codec
 
 
-class RowMass(MutableMapping[str, Tensor]):
+class RowMass(MutableMapping[str, Any]):
     """Some named rows of a state of one peer: `mass["x"]` is [d], `mass["w"]` has no axis.
 
     What is set is written into the row, which stays where it lies; steps may put other rows in their place.
@@ -596,7 +634,7 @@ class TensorArithmetic:
 
     def nothing(self, value: Tensor) -> Tensor:
         """See Arithmetic."""
-        return torch.zeros_like(value)
+        return value.new_zeros(value.shape)
 
     def copy(self, value: Tensor) -> Tensor:
         """See Arithmetic."""
@@ -604,12 +642,16 @@ class TensorArithmetic:
 
     def same(self, value: Tensor, part: Tensor) -> bool:
         """See Arithmetic; -0 is not 0 here."""
-        bits = INTEGERS[value.element_size()]
+        import torch
+
+        bits = getattr(torch, INTEGERS[value.element_size()])
         same = value.dtype == part.dtype and value.shape == part.shape
         return same and torch.equal(value.reshape(-1).view(bits), part.reshape(-1).view(bits))
 
     def fits(self, value: Tensor, part: Tensor) -> bool:
         """See Arithmetic."""
+        from flower_privdec.rows.tensors import all_finite
+
         pairs = zip(value.reshape(-1).split(AT_ONCE), self.decode(part, value).reshape(-1).split(AT_ONCE), strict=True)
         return all(all_finite(ours + theirs) for ours, theirs in pairs)
 
@@ -617,9 +659,9 @@ class TensorArithmetic:
 # --- what has to be on disk beside a peer's own rows, for a checkpoint ---
 
 
-def pack(durable: Durable[Tensor]) -> tuple[Facts, dict[str, Tensor]]:
+def pack(durable: Durable[Any]) -> tuple[Facts, dict[str, Any]]:
     """Return all but the mass: what JSON can hold, and tensors; values that several shares have in common come once."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     numbers: dict[int, int] = {}
     edges = {}
     for neighbor, edge in durable.edges.items():
@@ -632,7 +674,7 @@ def pack(durable: Durable[Tensor]) -> tuple[Facts, dict[str, Tensor]]:
     return {"incarnation": durable.incarnation, "round_index": durable.round_index, "edges": edges}, tensors
 
 
-def unpack(peer: int, facts: Facts, tensors: Mapping[str, Tensor], mass: Mapping[str, Tensor]) -> Durable[Tensor]:
+def unpack(peer: int, facts: Facts, tensors: Mapping[str, Any], mass: Mapping[str, Any]) -> Durable[Any]:
     """Return what was packed, bit for bit.
 
     Args:
@@ -641,8 +683,8 @@ def unpack(peer: int, facts: Facts, tensors: Mapping[str, Tensor], mass: Mapping
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is not what `pack` returns, with the reason.
     """
-    edges: dict[int, Edge[Tensor]] = {}
-    shared: dict[int, dict[str, Tensor]] = {}
+    edges: dict[int, Edge[Any]] = {}
+    shared: dict[int, dict[str, Any]] = {}
     for neighbor, packed in facts["edges"].items():
         counters = {name: _count(name, packed[name]) for name in COUNTERS}
         frozen = []

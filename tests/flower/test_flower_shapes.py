@@ -6,12 +6,15 @@ by ours is compared with what it is used to.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
 import json
 import logging
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -761,3 +764,50 @@ def test_each_argument_and_hook_of_fedavg_has_one_row_which_a_test_holds():
     arguments = set(inspect.signature(FedAvg.__init__).parameters) - {"self"}
     hooks = {name for name in vars(Strategy) if not name.startswith("_")}
     assert arguments | hooks | {"evaluate_fn"} <= set(named)
+
+
+IN_A_PROCESS = """
+import sys
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flower_privdec.flower import LocalGrid, PeerMod
+from flower_privdec.flower.mods.peer_mod import PeerRequest
+
+app = ClientApp(mods=[PeerMod(clip_norm=1.0, epsilon=8.0, delta=1e-3, seal=True)])
+
+@app.train()
+def train(message, context):
+    arrays = ArrayRecord([value + 1 for value in message.content["arrays"].to_numpy_ndarrays()])
+    return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+
+def ask(kind, **fields):
+    content = RecordDict({"privdec.says": PeerRequest(kind, run="r", folder=sys.argv[1], **fields).record()})
+    content["privdec.initial"] = ArrayRecord([np.zeros(3)])
+    [reply] = grid.send_and_receive([Message(content, 100, "train")])
+    assert reply.has_content(), reply.error
+    return reply.content
+
+grid = LocalGrid(app, 1)
+for kind, fields in (("introduce", {}), ("join", {"founding": True}), ("greet", {}), ("round", {"round_index": 1})):
+    answer = ask(kind, peer=0, rounds=3, **fields)
+assert "1 Gaussian update" in answer["privdec.says"]["spent"], answer["privdec.says"]["stopped"]
+heavy = {"torch", "numba", "ray", "sklearn", "pandas"} & sys.modules.keys()
+print(sorted(heavy))
+"""
+
+
+def test_a_client_process_of_an_app_without_torch_imports_none(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS, tmp_path], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_flower_the_import_names_the_extra(monkeypatch):
+    import flower_privdec.flower
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with raises(ScenarioError, "flower.not-installed", names=r"flower-privdec\[flower\]"):
+        importlib.reload(flower_privdec.flower)

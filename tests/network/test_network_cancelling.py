@@ -116,6 +116,7 @@ def test_peers_that_nobody_waits_for_share_it_too(tiny: Tiny, tmp_path: Path, sh
     [
         (["privacy.noise={kind: cancelling, colluding: 1}", "topology.name=ring"], "noise.cancelling-neighbours"),
         ([*COMPLETE, "algorithm.name=d-psgd", GOES_ON], "noise.cancelling-late"),
+        ([*DIRECTED, GOES_ON], "network.shares-a-round"),
     ],
 )
 def test_a_network_that_cannot_cancel_it_is_refused(settings, code: str, tiny: Tiny, tmp_path: Path) -> None:

@@ -290,6 +290,18 @@ def test_unequal_peers_have_what_each_needs(build: Build) -> None:
                 assert multiplier >= charged * (1 - 1e-7)
 
 
+def test_local_steps_take_weaker_noise_for_they_see_it_before_it_is_mixed(build: Build) -> None:
+    chosen = []
+    for steps in (1, 4):
+        lines = [f"algorithm={{name: fedavg, learning_rate: 0.5, local_steps: {steps}}}", "n_peers=8"]
+        noise = "privacy.noise={kind: cancelling, colluding: 1}"
+        plan = build(*lines, noise, "topology={name: directed-exponential, mixing_steps: 3}").own.protection.pairs
+        chosen.append((plan.strength, plan.trades[-1].models))
+    (once, exact), (often, left) = chosen
+    assert often < once
+    assert exact < 1e-9 < left
+
+
 def test_the_laws_hold_for_it(build: Build) -> None:
     experiment = build(PAIRS)
     assert_noise(experiment, 2)

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
-from torch import Tensor
 
 from flower_privdec.common.arguments import check_kinds, check_numbers, check_paths
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError
@@ -50,8 +49,7 @@ from flower_privdec.flower.mods.peer_state import (
     working_in,
 )
 from flower_privdec.flower.node_settings import PeerSettings
-from flower_privdec.flower.serverless import InitialArrays, run_mesh
-from flower_privdec.network.peer.peer import WitnessFile
+from flower_privdec.network.peer.witness_file import WitnessFile
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.ledger import noting_budgets, read_entries, runs_in
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
@@ -503,7 +501,7 @@ class RequestHandler:
         acknowledgements = [b"".join(frames.encode(ack)) for ack in shares.acknowledgements()]
         return {SAYS: self._report(state, acknowledgements).record(), **self.records}
 
-    def _packed(self, frames: FrameCodec, shares: Iterable[FrozenShare[Tensor]]) -> ArrayRecord:
+    def _packed(self, frames: FrameCodec, shares: Iterable[FrozenShare[np.ndarray]]) -> ArrayRecord:
         """Return the frames of shares and ledger reports, but of those whose receiver's key cannot be trusted."""
         packed = {}
         for share in shares:
@@ -735,6 +733,8 @@ class PeerMod:
         Raises:
             RunError: the message has no initial arrays, or the rounds cannot be run.
         """
+        from flower_privdec.flower.serverless import InitialArrays, run_mesh  # over torch, which only a mesh needs
+
         content, request = message.content, peer.request
         if peer.state is not None:
             if peer.state.round_index != request.rounds:

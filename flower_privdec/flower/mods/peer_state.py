@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -47,11 +46,11 @@ from flower_privdec.flower.mods.masking import Handed
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
+from flower_privdec.privacy.exact_noise import exactly_noised
 from flower_privdec.privacy.ledger.ledger import Charge, Ledger, RunName, read_entries, releases_in
 from flower_privdec.privacy.mechanism.events import Release
-from flower_privdec.privacy.noise.deployed import ExactNoise
 from flower_privdec.pushsum.exactly_once import LAST, PushSumProtocol, RefusedError
-from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, TensorArithmetic, pack, unpack
+from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, pack, unpack
 from flower_privdec.pushsum.witness import draw_boot
 from flower_privdec.scenario.loading import validated
 from flower_privdec.scenario.sections import AppPrivacySection
@@ -152,9 +151,47 @@ def numpy_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
     return {name: array.numpy() for name, array in record.items()}
 
 
-def mass_of(x: np.ndarray, w: float) -> dict[str, torch.Tensor]:
+def mass_of(x: np.ndarray, w: float) -> dict[str, np.ndarray]:
     """Return (x, w) as the protocol holds them; x [d] stays where it lies."""
-    return {"x": torch.from_numpy(np.ascontiguousarray(x)), "w": torch.tensor(w, dtype=torch.float64)}
+    return {"x": np.ascontiguousarray(x), "w": np.array(w, np.float64)}
+
+
+class ArrayArithmetic:
+    """NumPy's rows, which leave as they are; see `pushsum.exactly_once.Arithmetic`."""
+
+    def part(self, value: np.ndarray, weight: float) -> np.ndarray:
+        """See Arithmetic."""
+        return np.asarray(value * weight)
+
+    def subtract(self, value: np.ndarray, part: np.ndarray) -> np.ndarray:
+        """See Arithmetic; in place."""
+        np.subtract(value, part, out=value)
+        return value
+
+    def add(self, value: np.ndarray, part: np.ndarray) -> np.ndarray:
+        """See Arithmetic; in place."""
+        np.add(value, part, out=value)
+        return value
+
+    def nothing(self, value: np.ndarray) -> np.ndarray:
+        """See Arithmetic."""
+        return np.zeros_like(value)
+
+    def copy(self, value: np.ndarray) -> np.ndarray:
+        """See Arithmetic."""
+        return value.copy()
+
+    def same(self, value: np.ndarray, part: np.ndarray) -> bool:
+        """See Arithmetic; -0 is not 0 here."""
+        if (value.dtype, value.shape) != (part.dtype, part.shape):
+            return False
+        ours, theirs = (np.ascontiguousarray(row).reshape(-1).view(np.uint8) for row in (value, part))
+        return np.array_equal(ours, theirs)
+
+    def fits(self, value: np.ndarray, part: np.ndarray) -> bool:
+        """See Arithmetic."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return bool(np.isfinite(value + part).all())
 
 
 def new_incarnation() -> int:
@@ -163,17 +200,19 @@ def new_incarnation() -> int:
 
 
 def protocol(
-    peer: int, mass: dict[str, torch.Tensor], incarnation: int, neighbors: Iterable[int] = ()
-) -> PushSumProtocol[torch.Tensor]:
+    peer: int, mass: dict[str, np.ndarray], incarnation: int, neighbors: Iterable[int] = ()
+) -> PushSumProtocol[np.ndarray]:
     """Return a peer's side of its edges, which a relay introduces: any number of shares may be on their way."""
     boot = secrets.randbits(63) + 1
-    return PushSumProtocol(peer, neighbors, boot, mass, TensorArithmetic(), window=LAST, incarnation=incarnation)
+    return PushSumProtocol(peer, neighbors, boot, mass, ArrayArithmetic(), window=LAST, incarnation=incarnation)
 
 
 def run_frames(run: str, layout: Layout, seal: Seal | None = None) -> FrameCodec:
     """Return the codec of the shares of one run, of models of one layout."""
-    size, dtype = layout.size, torch.from_numpy(np.empty(0, layout.dtype)).dtype
-    rows = {"x": RowFormat((size,), dtype), "w": RowFormat((), torch.float64, nonnegative=True)}
+    rows = {
+        "x": RowFormat((layout.size,), layout.dtype),
+        "w": RowFormat((), np.dtype(np.float64), nonnegative=True),
+    }
     return FrameCodec(json.dumps([run, layout.parts]).encode(), rows, seal=seal)
 
 
@@ -201,7 +240,7 @@ class PeerState:
 
     run: str
     layout: Layout
-    shares: PushSumProtocol[torch.Tensor]
+    shares: PushSumProtocol[np.ndarray]
     unmixed: dict[str, np.ndarray]
     round_index: int = 0
     orphaned: int = 0
@@ -239,7 +278,7 @@ class PeerState:
     @property
     def x(self) -> np.ndarray:
         """Return x [d], where it lies."""
-        return np.asarray(self.shares.mass["x"].numpy())
+        return self.shares.mass["x"]
 
     @x.setter
     def x(self, value: np.ndarray) -> None:
@@ -360,7 +399,7 @@ def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
     """
     snapshot = state.shares.snapshot(state.round_index)
     exchange, tensors = pack(replace(snapshot, edges={j: e for j, e in snapshot.edges.items() if e.sent or e.received}))
-    arrays = {name: tensor.numpy() for name, tensor in {**snapshot.mass, **tensors}.items()}
+    arrays = {**snapshot.mass, **tensors}
     arrays |= {f"unmixed/{name}": np.array(value, order="C") for name, value in state.unmixed.items()}
     arrays |= {f"local/{name}": np.array(value, order="C") for name, value in state.local_arrays.items()}
     arrays |= {f"adopted/{name}": np.array(value, order="C") for name, value in state.adopted.items()}
@@ -409,7 +448,7 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
         if group in apart:
             apart[group][rest] = value
         else:
-            tensors[name] = torch.from_numpy(value)
+            tensors[name] = value
     mass = {name: tensors[name] for name in ("x", "w")}
     durable = unpack(peer, facts["exchange"], tensors, mass)
     shares = protocol(peer, dict(mass), durable.incarnation, durable.edges)
@@ -670,11 +709,9 @@ def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
 def noised(update: np.ndarray, std: float) -> np.ndarray:
     """Return an update with N(0, std² I) added from the operating system's entropy and rounded exactly, float64 [d].
 
-    Exact rounding costs little beside an app's training; see `ExactNoise`.
+    Exact rounding costs little beside an app's training; see `privacy.exact_noise`.
     """
-    row = torch.from_numpy(update.astype(np.float64, copy=True))[None]
-    ExactNoise().add_(row, torch.tensor([std], dtype=torch.float64), 0, np.zeros(1, dtype=np.int64))
-    return np.asarray(row[0].numpy())
+    return exactly_noised(update, std)
 
 
 def unsound(update: np.ndarray) -> str:

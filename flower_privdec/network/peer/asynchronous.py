@@ -497,12 +497,6 @@ class AsynchronousPeer(RunningPeer):
         self._replies = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Reply)]
         shares = None
         if self.mixing.sends_shares:
-            if len(exchanges) > 1:
-                raise ScenarioError(
-                    f"algorithm.name={self.trainer.algorithm.name} sends push-sum shares {len(exchanges)} times a "
-                    "round, and network.mode=asynchronous counts them once a round: use network.mode synchronous",
-                    code="network.shares-a-round",
-                )
             (shares,), exchanges = exchanges.values(), {}
         else:
             exchanges[timetable.final_at] = self._formats(timetable.final_exchange)

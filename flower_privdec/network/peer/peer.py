@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import secrets
-import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar, Protocol
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -24,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
-from flower_privdec.common.files import CHECKPOINTS, MODEL, FolderLock, named, naming, open_file, write_atomically
+from flower_privdec.common.files import CHECKPOINTS, MODEL, FolderLock, write_atomically
 from flower_privdec.core import Algorithm, Exchange, Mix, State, advance
 from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
@@ -42,6 +39,7 @@ from flower_privdec.experiment.spent import (
 from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.network.peer.connections import Connections, ReportSession, Session
+from flower_privdec.network.peer.witness_file import WitnessFile
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
@@ -56,7 +54,6 @@ from flower_privdec.scenario.sections import PEER, AppScenario
 POLL = 0.2  # seconds between two looks at whether to stop
 AGREE, APART = 0.005, 0.03  # of the norm: models as near need no more mixing; as far apart at the end, do not agree
 REPORT_SECONDS = 2.0  # for all neighbours to report, where one has
-SLOT = struct.Struct("<QQQI")  # neighbour, boot, lines, CRC-32
 OnRound = Callable[["RunningPeer"], None]
 
 
@@ -468,88 +465,6 @@ class RunningPeer(ABC):
         }
 
 
-class WitnessFile:
-    """How many ledger lines a peer has counted of its neighbours' boots, as `LedgerWitness` keeps them, on its disk.
-
-    A number is written over the one before it, whole, before anything follows from it: it survives the process at once,
-    and the machine from the next checkpoint on, which holds what was not synced here.
-
-    Args:
-        path: of the file, made when something is counted.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, -1
-        self._slots: dict[tuple[int, int], int] = {}
-        self._unsynced: dict[tuple[int, int], int] = {}
-
-    def read(self, more: Mapping[str, Mapping[str, int]] | None = None) -> dict[int, dict[int, int]]:
-        """Return the lines of each neighbour's boots; a slot that was torn as the machine stopped has none.
-
-        Args:
-            more: what the last checkpoint holds, see `unsynced`.
-        """
-        seen: dict[int, dict[int, int]] = {}
-        content = self._path.read_bytes() if self._path.exists() else b""
-        for slot in range(-(-len(content) // SLOT.size)):
-            record = content[slot * SLOT.size : (slot + 1) * SLOT.size]
-            neighbor, boot, lines, check = SLOT.unpack(record.ljust(SLOT.size, b"\0"))
-            is_whole = check == crc32(record[: SLOT.size - 4])
-            self._slots[(neighbor, boot) if is_whole else (-1, slot)] = slot
-            if is_whole:
-                seen.setdefault(neighbor, {})[boot] = lines
-        for name, boots in (more or {}).items():
-            for boot_name, lines in boots.items():
-                neighbor, boot = int(name), int(boot_name)
-                if lines > seen.setdefault(neighbor, {}).get(boot, 0):
-                    seen[neighbor][boot] = lines
-                    self.write(neighbor, boot, lines)
-        if content:
-            self._file = open_file(self._path, os.O_WRONLY)
-            os.fdatasync(self._file)  # a process that was killed may have left what it did not sync
-        return seen
-
-    def write(self, neighbor: int, boot: int, lines: int) -> None:
-        """Put down how many lines a neighbour's boot has.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        if self._file < 0:
-            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
-        slot = self._slots.setdefault((neighbor, boot), len(self._slots))
-        record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
-        record += crc32(record).to_bytes(4, "little")
-        try:
-            written = os.pwrite(self._file, record, slot * SLOT.size)
-        except OSError as error:
-            raise named(error, self._path) from error.__cause__
-        if written < SLOT.size:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        self._unsynced[neighbor, boot] = lines
-
-    def unsynced(self) -> dict[str, dict[str, int]]:
-        """Return what was written and may not be on disk yet, for a checkpoint to hold."""
-        unsynced: dict[str, dict[str, int]] = {}
-        for (neighbor, boot), lines in list(self._unsynced.items()):
-            unsynced.setdefault(str(neighbor), {})[str(boot)] = lines
-        return unsynced
-
-    def sync(self) -> None:
-        """Flush it to disk."""
-        if self._unsynced:
-            with naming(self._path):
-                os.fdatasync(self._file)
-            self._unsynced.clear()
-
-    def close(self) -> None:
-        """Close it."""
-        if self._file >= 0:
-            self.sync()
-            os.close(self._file)
-            self._file = -1
-
-
 SECRET_BYTES = 32
 INSECURE = "INSECURE: noise and batches follow from the scenario's seed; for tests alone"
 
@@ -787,7 +702,9 @@ def network_mixing(agreement: Agreement) -> Mixing:
     """Return the mixing of an agreement, for a network of peers.
 
     Raises:
-        ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have.
+        ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have;
+            its shares or its pairs' noise need peers that wait for each other; or peers that are no neighbours would
+            share a secret.
     """
     mixing = agreement.mixing
     if mixing is None:
@@ -800,6 +717,14 @@ def network_mixing(agreement: Agreement) -> Mixing:
             "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
             "graph in which all peers are neighbours",
             code="network.server",
+        )
+    exchanges = sum(isinstance(item, Exchange) for item in agreement.algorithm.program)
+    if agreement.scenario.network.mode == "asynchronous" and mixing.sends_shares and exchanges > 1:
+        raise ScenarioError(
+            f"algorithm.name={agreement.algorithm.name} sends push-sum shares {exchanges} times a round "
+            f"(topology.mixing_steps={agreement.algorithm.mixing_steps}), and network.mode=asynchronous counts them "
+            "once a round: use network.mode synchronous, or one mixing step",
+            code="network.shares-a-round",
         )
     _check_pairs(agreement.scenario, mixing)
     return mixing
