@@ -66,9 +66,13 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
+        raise named(error, path) from error.__cause__
+
+
+def named(error: OSError, path: Path) -> OSError:
+    """Return an error that names a file, where it does not."""
+    error.filename = str(path) if error.filename is None else error.filename
+    return error
 
 
 @contextmanager

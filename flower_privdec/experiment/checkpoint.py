@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.common.files import naming, open_file, replacing
+from flower_privdec.common.files import named, open_file, replacing
 from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import Edges, State
 from flower_privdec.privacy.ledger.ledger import RunName
@@ -306,11 +306,13 @@ class CheckpointLog:
         Raises:
             OSError: the disk fails; the checkpoints before are whole.
         """
-        with ExitStack() as stack:
-            stack.enter_context(naming(self._path))
-            if self._file < 0:
-                self._open(stack.enter_context(replacing(self._path)))
-            self._write(checkpoint)
+        try:
+            with ExitStack() as stack:
+                if self._file < 0:
+                    self._open(stack.enter_context(replacing(self._path)))
+                self._write(checkpoint)
+        except OSError as error:
+            raise named(error, self._path) from error.__cause__
 
     def _write(self, checkpoint: Checkpoint) -> None:
         facts, tensors = described(checkpoint)

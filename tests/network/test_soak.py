@@ -283,7 +283,7 @@ def test_what_does_not_hold_ends_the_run_with_its_reason(soaked: Callable[..., S
         run._patience = 600.0
         follow(run, lambda: counted_in(run.out / counts) > 0)
         for peer in run.processes.peers:
-            run.processes.pause(peer)  # so that nothing changes under the checks
+            run.processes.signal(peer, signal.SIGSTOP)  # so that nothing changes under the checks
         (run.out / counts).write_bytes(bytes(1 << 20))
         with raises(RunError, "soak.ledger", names="peer 1: .* 1048576 were taken"):
             run._look()

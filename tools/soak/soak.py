@@ -279,7 +279,7 @@ class SoakedRun:
             self._gone.add(fault.peer)
             self.tally.crashes += 1
         elif fault.kind == "pause":
-            self.processes.pause(fault.peer)
+            self.processes.signal(fault.peer, signal.SIGSTOP)
         elif fault.kind in ("copy", "restore"):
             copy_folder(self.processes.folder(fault.peer), self._copy)
             self._torn.add(fault.peer)
@@ -401,7 +401,7 @@ class SoakedRun:
         if fault.kind == "kill":
             self._start(fault.peer)
         elif fault.kind == "pause":
-            self.processes.unpause(fault.peer)
+            self.processes.signal(fault.peer, signal.SIGCONT)
         else:
             for pair in where:
                 self._proxy.set(pair, Faults())

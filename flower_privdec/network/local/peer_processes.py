@@ -181,18 +181,11 @@ class PeerProcesses:
 
     def kill(self, peer: int) -> None:
         """Kill a peer by SIGKILL."""
-        self._signal(peer, signal.SIGKILL)
+        self.signal(peer, signal.SIGKILL)
         self._processes[peer].wait()
 
-    def pause(self, peer: int) -> None:
-        """Pause a peer by SIGSTOP."""
-        self._signal(peer, signal.SIGSTOP)
-
-    def unpause(self, peer: int) -> None:
-        """Continue a peer by SIGCONT."""
-        self._signal(peer, signal.SIGCONT)
-
-    def _signal(self, peer: int, number: signal.Signals) -> None:
+    def signal(self, peer: int, number: signal.Signals) -> None:
+        """Send a signal to a peer that runs."""
         if self.status(peer) is None:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self.pid(peer), number)
@@ -200,8 +193,8 @@ class PeerProcesses:
     def end(self) -> None:
         """Terminate all peers; kill those that still run after STOP_SECONDS."""
         for peer in self._processes:
-            self._signal(peer, signal.SIGCONT)
-            self._signal(peer, signal.SIGTERM)
+            self.signal(peer, signal.SIGCONT)
+            self.signal(peer, signal.SIGTERM)
         until = time.monotonic() + STOP_SECONDS
         for peer, process in self._processes.items():
             try:

@@ -231,18 +231,14 @@ class Up:
         return max(present)
 
     def _rows(self, round_index: int) -> dict[str, torch.Tensor]:
-        models = [load_file(self._handed_in(peer, round_index)) for peer in range(self.scenario.n_peers)]
-        return {name: torch.cat([rows[name] for rows in models]) for name in models[0]}
+        return _stacked([self._handed_in(peer, round_index) for peer in range(self.scenario.n_peers)])
 
     def _last_rows(self) -> dict[str, torch.Tensor]:
         """Return the rows of the devices' last models; for a peer that is gone, those that it handed in last."""
-        paths = [final_path(self._processes.folder(peer)) for peer in range(self.scenario.n_peers)]
-        last = [
-            self._handed_in(peer, self.scenario.rounds) if peer in self._gone else path
-            for peer, path in enumerate(paths)
-        ]
-        models = [load_file(path) for path in last]
-        return {name: torch.cat([rows[name] for rows in models]) for name in models[0]}
+        last = [final_path(self._processes.folder(peer)) for peer in range(self.scenario.n_peers)]
+        return _stacked(
+            [self._handed_in(i, self.scenario.rounds) if i in self._gone else path for i, path in enumerate(last)]
+        )
 
     def _measured(self) -> dict[str, Any]:
         """Try the devices' last models, but for peers that are gone."""
@@ -268,6 +264,11 @@ class Up:
             f"peer {peer} was killed, and took no step after round {self._last_round(peer)}" for peer in self._gone
         ]
         return Spent(**columns, note="; ".join(dict.fromkeys(notes)) or None, colluding=colluding)
+
+
+def _stacked(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
+    models = [load_file(path) for path in paths]
+    return {name: torch.cat([rows[name] for rows in models]) for name in models[0]}
 
 
 FORM = re.compile(r"(?P<peer>[0-9]{1,9})@(?P<round>[0-9]{1,9})")

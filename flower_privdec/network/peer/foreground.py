@@ -17,7 +17,7 @@ from flower_privdec.network.peer.asynchronous import AsynchronousPeer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, ScenarioTrainer, Trainer
 from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.peer.synchronous import SynchronousPeer
-from flower_privdec.network.transport.tls import Credentials, credentials_of
+from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario
 
@@ -80,8 +80,19 @@ def device_of(
     insecure_seeds: bool = False,
 ) -> PeerDevice:
     """Return the device of a peer; see `run_peer`."""
-    credentials = _credentials(scenario, peer, certificates)
-    return PeerDevice(peer, folder, credentials, _addresses(scenario), data, insecure_seeds)
+    if peer >= scenario.n_peers:
+        raise ScenarioError(
+            f"--id {peer} must be 0 to {scenario.n_peers - 1}: n_peers={scenario.n_peers}", code="peer.id"
+        )
+    credentials = credentials_of(scenario, certificates, peer)
+    if scenario.network.peers is None:
+        raise ScenarioError(
+            "network.peers is missing: list the address of every peer, as {address: 10.0.0.7:7100}; `privdec up` runs "
+            "all peers on this machine without",
+            code="peer.addresses",
+        )
+    addresses = tuple(other.address for other in scenario.network.peers)
+    return PeerDevice(peer, folder, credentials, addresses, data, insecure_seeds)
 
 
 def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charge_witnessed: bool = False) -> None:
@@ -111,24 +122,6 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
     finally:
         line.end()
         running.close()
-
-
-def _credentials(scenario: Scenario | AppScenario, peer: int, certificates: Path) -> Credentials:
-    if peer >= scenario.n_peers:
-        raise ScenarioError(
-            f"--id {peer} must be 0 to {scenario.n_peers - 1}: n_peers={scenario.n_peers}", code="peer.id"
-        )
-    return credentials_of(scenario, certificates, peer)
-
-
-def _addresses(scenario: Scenario | AppScenario) -> tuple[str, ...]:
-    if scenario.network.peers is None:
-        raise ScenarioError(
-            "network.peers is missing: list the address of every peer, as {address: 10.0.0.7:7100}; `privdec up` runs "
-            "all peers on this machine without",
-            code="peer.addresses",
-        )
-    return tuple(peer.address for peer in scenario.network.peers)
 
 
 def _wake_at_parents_end() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from zlib import crc32
 
-from flower_privdec.common.files import naming, open_file
+from flower_privdec.common.files import named, naming, open_file
 
 SLOT = struct.Struct("<QQQI")  # neighbour, boot, lines, CRC-32
 
@@ -66,8 +66,10 @@ class WitnessFile:
         slot = self._slots.setdefault((neighbor, boot), len(self._slots))
         record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
         record += crc32(record).to_bytes(4, "little")
-        with naming(self._path):
+        try:
             written = os.pwrite(self._file, record, slot * SLOT.size)
+        except OSError as error:
+            raise named(error, self._path) from error.__cause__
         if written < SLOT.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         self._unsynced[neighbor, boot] = lines

@@ -104,15 +104,31 @@ def calling_error(
 
 def _problem_of(address: str, identity: str | None, credentials: Credentials, seconds: float) -> PrivdecError | None:
     """Return what is wrong with the certificate that a peer shows."""
-    context = context_of(credentials)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with (
-            socket.create_connection(address_of(address), timeout=seconds) as plain,
-            context.wrap_socket(plain, server_hostname=identity) as secured,
-        ):
-            shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
+        shown = shown_certificate(address, credentials, seconds, identity=identity, verify=ssl.CERT_NONE)
     except OSError:
         return None
-    names = identities_of(shown.encode())
-    return certificate_problem(shown.encode(), credentials.authority, identity or next(iter(names), ""))
+    return certificate_problem(shown, credentials.authority, identity or next(iter(identities_of(shown)), ""))
+
+
+def shown_certificate(
+    address: str,
+    credentials: Credentials,
+    seconds: float,
+    *,
+    identity: str | None = None,
+    verify: ssl.VerifyMode = ssl.CERT_REQUIRED,
+) -> bytes:
+    """Return the certificate (PEM) that a peer shows, of any identity.
+
+    Raises:
+        OSError: nothing listens there, or something that is no peer.
+        ValueError: the address is none.
+    """
+    context = context_of(credentials)
+    context.check_hostname, context.verify_mode = False, verify
+    with (
+        socket.create_connection(address_of(address), timeout=seconds) as plain,
+        context.wrap_socket(plain, server_hostname=identity) as secured,
+    ):
+        return ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"").encode()

@@ -15,7 +15,6 @@ import logging
 import os
 import resource
 import socket
-import ssl
 import stat
 import time
 from collections import Counter, defaultdict
@@ -35,8 +34,8 @@ import numpy as np
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
-from flower_privdec.network.transport.failures import address_of, calling_error, listening_error
-from flower_privdec.network.transport.tls import Credentials, context_of, identities_of, time_problem, validity_of
+from flower_privdec.network.transport.failures import calling_error, listening_error, shown_certificate
+from flower_privdec.network.transport.tls import Credentials, identities_of, time_problem, validity_of
 from flower_privdec.network.transport.transport import Answer, Content, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
 
@@ -529,21 +528,14 @@ def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) ->
     Raises:
         RunError: no peer listens there, or one of another authority.
     """
-    context = context_of(credentials)
-    context.check_hostname = False
     try:
-        with (
-            socket.create_connection(address_of(address), timeout=seconds) as plain,
-            context.wrap_socket(plain) as secured,
-        ):
-            shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
+        names = identities_of(shown_certificate(address, credentials, seconds))
     except ValueError as error:
         raise RunError(f"{address}: must be HOST:PORT ({one_line(error)})", code="call.address") from error
     except OSError as error:
         raise calling_error(address, None, credentials, seconds) or RunError(
             f"{address}: {one_line(error)}; is a peer running there?", code="call.failed"
         ) from error
-    names = identities_of(shown.encode())
     if not names:
         raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer", code="certificate.no-name")
     return names[0]
