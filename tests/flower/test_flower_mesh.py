@@ -31,8 +31,12 @@ class TogetherGrid(LocalGrid):
             return list(pool.map(lambda message: super(TogetherGrid, self).push_messages([message])[0], list(messages)))
 
 
-def grid_of(folder: Path, n_peers: int, *, without: tuple[int, ...] = (), **options) -> TogetherGrid:
-    """Return nodes with an address and certificates each, but for some."""
+def grid_of(folder: Path, n_peers: int, *, without: tuple[int, ...] = (), **options) -> LocalGrid:
+    """Return nodes with an address and certificates each, but for some; where rounds are relayed they take turns.
+
+    Python 3.11 may refuse to parse in two threads at once (an error of its own, "AST constructor recursion depth
+    mismatch"), which NumPy does for each array that Flower carries.
+    """
     scenario = parse_app_scenario(f"{{name: mesh, n_peers: {n_peers}, rounds: 1, privacy: none}}")
     make_certificates(scenario, folder / "certs")
     config = {
@@ -40,7 +44,8 @@ def grid_of(folder: Path, n_peers: int, *, without: tuple[int, ...] = (), **opti
         for peer, address in enumerate(own_addresses(n_peers))
         if peer not in without
     }
-    return TogetherGrid(client(sets_its_values_once, **options), n_peers, folder=folder, config=config)
+    kind = LocalGrid if without else TogetherGrid
+    return kind(client(sets_its_values_once, **options), n_peers, folder=folder, config=config)
 
 
 def mean_of(n_peers: int) -> np.ndarray:
