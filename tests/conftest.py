@@ -1,5 +1,6 @@
 """Small scenarios that several tests share, and how all tests are run."""
 
+import ast
 import gc
 import os
 import resource
@@ -15,6 +16,7 @@ from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -30,6 +32,17 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The core runs without Flower; so do all tests of the core.
 collect_ignore_glob = [] if find_spec("flwr") else ["flower/*"]
+
+# Python 3.11 fails where two threads parse at once ("AST constructor recursion depth mismatch"), as numpy.load does in
+# the Flower apps of peers that are threads of a test.
+if sys.version_info < (3, 12):
+    _parse, _parsing = ast.parse, Lock()
+
+    def _parse_alone(*arguments: Any, **options: Any) -> Any:
+        with _parsing:
+            return _parse(*arguments, **options)
+
+    ast.parse = _parse_alone
 
 # Examples that are the same in each run, however long they take: no run fails by luck. `pytest
 # --hypothesis-profile=explore` looks at others.
