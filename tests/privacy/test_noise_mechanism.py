@@ -117,7 +117,7 @@ def test_a_changed_mechanism_inherits_no_declaration(build: Build) -> None:
     ("settings", "code", "names"),
     [
         (own("Broken"), "noise.build", "own_noises:Broken"),
-        (own("build_noise"), "", "own_noises:build_noise"),
+        (own("build_noise"), "code.kind", "own_noises:build_noise"),
         (own("Same", "epsilon: 3.0, calibration: paper"), "scenario.value_error", "calibration"),
         (own("Same", "epsilon: 3.0, hardened: true"), "scenario.value_error", "hardened"),
     ],
