@@ -5,7 +5,7 @@ is whole and too short, and its ε too small. So each call and each answer betwe
 Each process of a peer draws a random number, its *boot*, which every line that it writes into the ledger names. A
 report counts the sender's lines of each boot, as far as the receiver has not; a neighbour keeps the counts of all boots
 on its disk, and reports them back. So what one neighbour alone had counted is known to the others once it is charged.
-From it follow three rules, without clock or socket:
+From it follow three rules, without clock or socket (`WitnessFile` keeps the counts):
 
 1. A peer whose ledger lacks lines that a neighbour has counted, of whichever boot, stops before another step. So the
    lines of an old copy, of a lost ledger, and of a copy that ran beside it are each missed, and can be charged, once.
@@ -20,17 +20,24 @@ about more lines can stop a peer, which then names it.
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Protocol
+from zlib import crc32
 
 from flower_privdec.common.errors import BudgetError
+from flower_privdec.common.files import named, naming, open_file
 from flower_privdec.pushsum.exactly_once import LAST, RefusedError
 
 MANY = 4096  # boots of one peer at most
 NO_KEY = bytes(32)
+SLOT = struct.Struct("<QQQI")  # neighbour, boot, lines, CRC-32
 RUNS_TWICE = "network.runs-twice"  # the code of a refusal
 
 
@@ -208,3 +215,85 @@ class LedgerWitness:
 def draw_boot() -> int:
     """Return a random number from 1 to 2^64 - 1."""
     return 1 + secrets.randbelow(LAST)
+
+
+class WitnessFile:
+    """How many ledger lines a peer has counted of its neighbours' boots, as `LedgerWitness` keeps them, on its disk.
+
+    A number is written over the one before it, whole, before anything follows from it: it survives the process at once,
+    and the machine from the next checkpoint on, which holds what was not synced here.
+
+    Args:
+        path: of the file, made when something is counted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, -1
+        self._slots: dict[tuple[int, int], int] = {}
+        self._unsynced: dict[tuple[int, int], int] = {}
+
+    def read(self, more: Mapping[str, Mapping[str, int]] | None = None) -> dict[int, dict[int, int]]:
+        """Return the lines of each neighbour's boots; a slot that was torn as the machine stopped has none.
+
+        Args:
+            more: what the last checkpoint holds, see `unsynced`.
+        """
+        seen: dict[int, dict[int, int]] = {}
+        content = self._path.read_bytes() if self._path.exists() else b""
+        for slot in range(-(-len(content) // SLOT.size)):
+            record = content[slot * SLOT.size : (slot + 1) * SLOT.size]
+            neighbor, boot, lines, check = SLOT.unpack(record.ljust(SLOT.size, b"\0"))
+            is_whole = check == crc32(record[: SLOT.size - 4])
+            self._slots[(neighbor, boot) if is_whole else (-1, slot)] = slot
+            if is_whole:
+                seen.setdefault(neighbor, {})[boot] = lines
+        for name, boots in (more or {}).items():
+            for boot_name, lines in boots.items():
+                neighbor, boot = int(name), int(boot_name)
+                if lines > seen.setdefault(neighbor, {}).get(boot, 0):
+                    seen[neighbor][boot] = lines
+                    self.write(neighbor, boot, lines)
+        if content:
+            self._file = open_file(self._path, os.O_WRONLY)
+            os.fdatasync(self._file)  # a process that was killed may have left what it did not sync
+        return seen
+
+    def write(self, neighbor: int, boot: int, lines: int) -> None:
+        """Put down how many lines a neighbour's boot has.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if self._file < 0:
+            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        slot = self._slots.setdefault((neighbor, boot), len(self._slots))
+        record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
+        record += crc32(record).to_bytes(4, "little")
+        try:
+            written = os.pwrite(self._file, record, slot * SLOT.size)
+        except OSError as error:
+            raise named(error, self._path) from error.__cause__
+        if written < SLOT.size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._unsynced[neighbor, boot] = lines
+
+    def unsynced(self) -> dict[str, dict[str, int]]:
+        """Return what was written and may not be on disk yet, for a checkpoint to hold."""
+        unsynced: dict[str, dict[str, int]] = {}
+        for (neighbor, boot), lines in list(self._unsynced.items()):
+            unsynced.setdefault(str(neighbor), {})[str(boot)] = lines
+        return unsynced
+
+    def sync(self) -> None:
+        """Flush it to disk."""
+        if self._unsynced:
+            with naming(self._path):
+                os.fdatasync(self._file)
+            self._unsynced.clear()
+
+    def close(self) -> None:
+        """Close it."""
+        if self._file >= 0:
+            self.sync()
+            os.close(self._file)
+            self._file = -1

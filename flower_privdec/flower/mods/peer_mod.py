@@ -49,12 +49,11 @@ from flower_privdec.flower.mods.peer_state import (
     working_in,
 )
 from flower_privdec.flower.node_settings import PeerSettings
-from flower_privdec.network.peer.witness_file import WitnessFile
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.ledger import noting_budgets, read_entries, runs_in
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
-from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
+from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness, WitnessFile
 from flower_privdec.scenario.sections import AppPrivacySection
 
 log = logging.getLogger("flwr.privdec")

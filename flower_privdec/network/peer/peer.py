@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import secrets
 import time
@@ -39,7 +40,6 @@ from flower_privdec.experiment.spent import (
 from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.network.peer.connections import Connections, ReportSession, Session
-from flower_privdec.network.peer.witness_file import WitnessFile
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
@@ -47,7 +47,7 @@ from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, Run
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds
-from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
+from flower_privdec.pushsum.witness import LedgerWitness, WitnessFile, draw_boot
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
 from flower_privdec.scenario.sections import PEER, AppScenario
 
@@ -280,7 +280,8 @@ class RunningPeer(ABC):
         for neighbor, values in received.items():
             theirs = self._model(values)
             largest = max(float(own.norm()), float(theirs.norm()))
-            self.distances[neighbor] = float((own - theirs).norm()) / largest if largest > 0 else 0.0
+            distance = float((own - theirs).norm()) / largest if largest > 0 else 0.0
+            self.distances[neighbor] = distance if math.isfinite(distance) else 2.0  # the most, of numbers too large to add
 
     def _model(self, values: Mapping[str, Tensor]) -> Tensor:
         model = values[self.timetable.final_exchange.names[0]]
