@@ -281,7 +281,7 @@ class RunningPeer(ABC):
             theirs = self._model(values)
             largest = max(float(own.norm()), float(theirs.norm()))
             distance = float((own - theirs).norm()) / largest if largest > 0 else 0.0
-            self.distances[neighbor] = distance if math.isfinite(distance) else 2.0  # the most, of numbers too large to add
+            self.distances[neighbor] = distance if math.isfinite(distance) else 2.0  # at most; too large to add
 
     def _model(self, values: Mapping[str, Tensor]) -> Tensor:
         model = values[self.timetable.final_exchange.names[0]]
