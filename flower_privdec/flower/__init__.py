@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
 
 if find_spec("flwr") is None:
-    from flower_privdec.common.errors import ScenarioError
-
-    raise ScenarioError(
-        "flower_privdec.flower needs flwr, which is not installed: pip install 'flower-privdec[flower]'",
-        code="flower.not-installed",
+    raise ModuleNotFoundError(
+        "flower_privdec.flower needs flwr, which is not installed: pip install 'flower-privdec[flower]'", name="flwr"
     )
 
 _MODULES = {

@@ -809,5 +809,5 @@ def test_without_flower_the_import_names_the_extra(monkeypatch):
     import flower_privdec.flower
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with raises(ScenarioError, "flower.not-installed", names=r"flower-privdec\[flower\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"flower-privdec\[flower\]"):
         importlib.reload(flower_privdec.flower)
