@@ -2,8 +2,8 @@
 
 Four private peers run on this machine. Each flood goes to peer 0 from a process of its own, for some seconds between
 two calm spells of the same length; printed is the rate of the other honest peers over the mean of both spells, and that
-of peer 0. Peer 3 is the member whose certificate a flood uses: it goes on, and what the flood takes of its four calls at
-a time its own edge lacks. The flood's own process takes time of the same processors.
+of peer 0. Peer 3 is the member whose certificate a flood uses: it goes on, and its own edge lacks what the flood takes
+of its four calls at a time. The flood's own process takes time of the same processors.
 """
 
 from __future__ import annotations
