@@ -234,7 +234,10 @@ def ledger(
     epsilon: Annotated[float | None, typer.Option(help="A budget of which to print what is left.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Verify a ledger, and print what each run spent, the ε of all together, and what is left."""
+    """Verify a ledger, and print what each run spent, the ε of all together, and what is left.
+
+    Where noise cancels between peers, ε is against as many colluding peers as the run named.
+    """
     with starting():
         from flower_privdec.reporting import ledgers
 

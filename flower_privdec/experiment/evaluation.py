@@ -48,8 +48,8 @@ def evaluate(
     Returns:
         round; for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None where one is no finite
         number), loss (mean_model, in nats), consensus_distance; for methods of several local steps that learn classes
-        personalized, see `try_on_shards`, where there is no privacy to lose by it; and what the algorithm tells of the
-        rounds since the evaluation before.
+        personalized, see `try_on_shards`, where there is no privacy to lose by it; and what the algorithm reports
+        of the rounds since the evaluation before.
 
     Raises:
         RunError: when the run has diverged.

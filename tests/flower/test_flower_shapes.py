@@ -620,7 +620,7 @@ def test_a_server_fn_is_told_how_to_port():
         ServerApp(server_fn=server_fn)(grid, Context(1, 0, {}, RecordDict(), {}))
 
 
-# --- what the log and the result tell ---
+# --- what the log and the result report ---
 
 
 def test_shared_metrics_are_in_the_log_and_in_flowers_final_table(caplog):

@@ -623,8 +623,8 @@ class PushSum(Strategy):
         if silent := [peer for peer, report in reports.items() if report.keeps_metrics]:
             log.info(
                 "The metrics of %s stay in metrics.jsonl of each peer's folder: train_metrics_aggr_fn and "
-                "evaluate_metrics_aggr_fn are not given them. Without their %s they count alike: weighting by it would "
-                "tell every receiver of a share how many examples a peer has; PeerMod(examples=...) states a number",
+                "evaluate_metrics_aggr_fn are not given them. Without their %s they count alike: weighting by it "
+                "would disclose that number to every receiver of a share; PeerMod(examples=...) states a number",
                 peer_ranges(silent),
                 self.weighted_by_key or "number of examples",
             )
