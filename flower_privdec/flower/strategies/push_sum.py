@@ -624,7 +624,7 @@ class PushSum(Strategy):
             log.info(
                 "The metrics of %s stay in metrics.jsonl of each peer's folder: train_metrics_aggr_fn and "
                 "evaluate_metrics_aggr_fn are not given them. Without their %s they count alike: weighting by it "
-                "would disclose how many examples a peer has to all who get its shares; PeerMod(examples=...) states it",
+                "would disclose how many examples a peer has to all who get shares; PeerMod(examples=...) states it",
                 peer_ranges(silent),
                 self.weighted_by_key or "number of examples",
             )
