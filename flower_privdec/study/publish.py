@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,10 +118,15 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
             return False
         all_axes[0].set_ylabel(reading.title + (" (%)" if reading.share else ""))
         if figure.by:
-            all_axes[-1].legend(frameon=False, fontsize=8.5, title=result.title(figure.by))
+            style = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.9}  # no grid through its text
+            all_axes[-1].legend(**style, fontsize=8.5, title=result.title(figure.by))
         canvas.suptitle(title_of(figure, result), x=0.01, ha="left", fontsize=10.5)
         canvas.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
     return True
+
+
+MARKERS = "os^Dv"  # lines that meet differ by these too
+APART = 0.08  # of an axis, at least, between two of its labels
 
 
 def title_of(figure: Figure, result: PartResult) -> str:
@@ -157,6 +163,8 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
         if not numeric:
             axes.set_xticks(range(len(points)), [point.label for point in points])
             axes.set_xlim(-0.5, len(points) - 0.5)
+        elif _far_apart([point.value or 0.0 for point in points]):
+            axes.set_xticks([point.value or 0.0 for point in points], [point.label for point in points])
         beside = (i - (len(lines) - 1) / 2) * min(0.1, 0.6 / len(lines))
         positions = [(point.value or 0.0) if numeric else k + beside for k, point in enumerate(points)]
         present = [(x, estimate) for x, estimate in zip(positions, finals, strict=True) if estimate is not None]
@@ -165,13 +173,20 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
             deviations = [scale * (estimate.std or 0) for _, estimate in present]
             style: dict[str, Any] = {
                 "linestyle": dash if numeric else "none",
-                "marker": "o",
-                "markersize": 4,
+                "marker": MARKERS[series % len(MARKERS)],
+                "markersize": 4.5,
                 "capsize": 2.5,
             }
             axes.errorbar([x for x, _ in present], means, deviations, color=SERIES[series], label=label, **style)
             has_data = True
     return has_data
+
+
+def _far_apart(values: Sequence[float]) -> bool:
+    """Return whether labels at some numbers do not overlap on an axis."""
+    ascending = sorted(values)
+    gaps = [second - first for first, second in pairwise(ascending)]
+    return bool(gaps) and min(gaps) >= APART * (ascending[-1] - ascending[0]) > 0
 
 
 ONE_DATA_SET = "All runs of this study, over cells and seeds, use the same data set."

@@ -53,7 +53,7 @@ LARGEST_WORK = 2e8  # of the eigenvalues of all honest sets of a step, in m³: b
 AT_ONCE = 2**22  # numbers of the matrices that are decomposed at once
 MARGIN = 1e-9  # of squares, above the rounding of eigenvalues: no peer has less noise than it needs
 HALVINGS = 60
-STRENGTHS = tuple(float(2 ** (number / 2)) for number in range(-4, 7))  # 1/4 to 8
+STRENGTHS = tuple(float(2 ** (number / 2)) for number in range(-4, 9))  # 1/4 to 16
 HORIZON = 64  # rounds: 16 peers on directed-exponential then take strength 1 at one mixing step and 1.4 at two;
 # an MLP on MNIST did best at 1 (of 0.5 to 4), and at 1 to 2 (of 0.5 to 2)
 DIGITS = 12  # to which the noise of two steps is compared
