@@ -29,7 +29,7 @@ from flower_privdec.gradients.protocol import inputs_like
 from flower_privdec.graph.mixing import disagreement_left
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.ledger.ledger import CohortLedger, RunName
-from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, trades
+from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, best_strength, trades
 from flower_privdec.privacy.mechanism.declared import MOST_INFLATION, OTHER, Declares, Drawing, rounding_error
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
@@ -135,7 +135,9 @@ class OwnParts:
                 everyone,
                 factor,
                 noise_mechanism(scenario.private.noise).released,
-                partial(pair_plan, agreement, everybody) if isinstance(section, CancellingSection) else None,
+                partial(pair_plan, agreement, everybody, runtime == NETWORK)
+                if isinstance(section, CancellingSection)
+                else None,
             )
             if len(everyone) > len(peers):
                 protection = protection.part(int(peers[0]), int(peers[-1]) + 1)
@@ -256,11 +258,12 @@ def sampler_of_all(agreement: Agreement, runtime: str, root: str | None, whole: 
     return Sampler(batch.sampling, batch.size, sizes, keys, peers, rate=batch.rate, small_peers=batch.small_peers)
 
 
-def pair_plan(agreement: Agreement, sampler: Sampler, needed: np.ndarray) -> PairPlan:
+def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np.ndarray) -> PairPlan:
     """Return the noise that pairs of peers share.
 
     Args:
         sampler: of all peers.
+        deployed: whether each is a process of its own.
         needed: the noise that each peer needs by itself in every step, over the factor of its sums, [steps, n_peers].
 
     Raises:
@@ -298,7 +301,7 @@ def pair_plan(agreement: Agreement, sampler: Sampler, needed: np.ndarray) -> Pai
     return PairPlan(
         edges=edges,
         colluding=section.colluding,
-        strength=min(choices, key=lambda trade: trade.error).strength if choices else float(section.strength),
+        strength=best_strength(choices, deployed=deployed) if choices else float(section.strength),
         needed=needed,
         weights=weights,
         same_rates=bool(np.ptp(agreement.learning_rate.base) == 0),

@@ -40,6 +40,7 @@ from flower_privdec.gradients.protocol import inputs_like
 from flower_privdec.graph.mixing import MOST_MEASURED
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import spending_of
+from flower_privdec.privacy.mechanism.cancelling import best_strength
 from flower_privdec.privacy.mechanism.paper import optimal_rounds
 from flower_privdec.privacy.mechanism.protection import breaches, build_schedule
 from flower_privdec.pushsum.lockstep import final_rounds
@@ -551,6 +552,7 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
         "colluding": pairs.colluding,
         "secrets_of_a_peer": [int(degrees.min()), int(degrees.max())],
         "strength": pairs.strength,
+        "network_strength": best_strength(pairs.trades, deployed=True) if pairs.trades else pairs.strength,
         "mean_noise": float(np.linalg.norm(own * needed)) / alone,
         "trusted_server": float(1 / np.sqrt(active)),
         "trades": [
@@ -571,7 +573,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         what the attributes of `flower_privdec.api.running.Plan` describe; of each peer also active_rounds and
             expected_rounds (None where all peers are active in all rounds) and claimed_after_quarters;
         the other values of `optimum`;
-        pairs: of noise that cancels between peers its strength, the number of secrets of a peer (least and most), the
+        pairs: of noise that cancels between peers its strength, and that which it has on a network, the number of secrets of a peer (least and most), the
             noise of the mean over that of independent noise, what a trusted server's would be, and the trades of other
             strengths: that noise, and how much the pairs' noise is in the peers' models at their steps, over the noise
             that each would need by itself; None without;

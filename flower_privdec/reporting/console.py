@@ -438,11 +438,13 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
         return
     least, most = pairs["secrets_of_a_peer"]
     others = f"{least}" if least == most else f"{least} to {most}"
+    strength, deployed = pairs["strength"], pairs["network_strength"]
+    network = "" if deployed == strength else f"; on a network strength {number(deployed)}, for peers may restart"
     yield (
         "pairs",
-        f"strength {number(pairs['strength'])}, secrets with {others} peers each, of which {pairs['colluding']} may "
+        f"strength {number(strength)}, secrets with {others} peers each, of which {pairs['colluding']} may "
         f"collude: {percent(pairs['mean_noise'])} of independent noise is left in the mean "
-        f"(a trusted server: {percent(pairs['trusted_server'])})",
+        f"(a trusted server: {percent(pairs['trusted_server'])}){network}",
     )
     if pairs["trades"]:
         rows = {

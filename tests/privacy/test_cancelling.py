@@ -23,7 +23,9 @@ from worker_runs import whole
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.core import Exchange, Mix
 from flower_privdec.engine.engine import Engine
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment
+from flower_privdec.experiment.view import pair_plan
+from flower_privdec.planner.plan import pair_facts
 from flower_privdec.privacy.mechanism import cancelling
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, solve_pairs
 from flower_privdec.privacy.noise import NoiseSource
@@ -364,3 +366,16 @@ def test_noise_of_the_operating_system_cancels_too(build: Build, tmp_path: Path,
 def test_a_process_that_hosts_some_peers_is_refused(build: Build) -> None:
     with raises(ScenarioError, "noise.cancelling-part", "some of 4"):
         Experiment.build(build(PAIRS).scenario, np.array([0, 1]))
+
+
+def test_a_network_takes_weaker_noise_for_what_a_restart_leaves_of_it(build: Build) -> None:
+    """One restart leaves 3 strength² V² / n² in the mean: drawn apart by both ends in a step, by one in the last."""
+    noise = "privacy.noise={kind: cancelling, colluding: 1}"
+    experiment = build(noise, "n_peers=8", "topology={name: directed-exponential, mixing_steps: 3}")
+    agreement = Agreement.of(experiment.scenario)
+    alone, deployed = (pair_plan(agreement, experiment.own.sampler, one, np.ones((6, 8))) for one in (False, True))
+    assert deployed.strength < alone.strength
+    assert deployed.trades == alone.trades
+    assert deployed.trades[-1].restart == pytest.approx(3 * deployed.trades[-1].strength ** 2 / 64)
+    facts = pair_facts(experiment)
+    assert (facts["strength"], facts["network_strength"]) == (alone.strength, deployed.strength)

@@ -40,7 +40,7 @@ Source: Allouah et al. 2024 (Decor, arXiv:2405.01031) for the mechanism; the cov
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, islice
@@ -56,6 +56,7 @@ HALVINGS = 60
 STRENGTHS = tuple(float(2 ** (number / 2)) for number in range(-4, 9))  # 1/4 to 16
 HORIZON = 64  # rounds: 16 peers on directed-exponential then take strength 1 at one mixing step and 1.4 at two;
 # an MLP on MNIST did best at 1 (of 0.5 to 4), and at 1 to 2 (of 0.5 to 2)
+LEFT_BY_RESTART = 3.0  # times all that a peer draws with others in a step
 DIGITS = 12  # to which the noise of two steps is compared
 SAME_SCALE = 1e-4  # relative: float32's roundings are far below it
 
@@ -171,16 +172,22 @@ class Trade:
         strength: see `solve_pairs`.
         mean: of the noise in the mean model, where independent noise has 1 / n.
         models: of the noise of pairs in the peers' models at their steps.
+        restart: of what a peer that restarts leaves in the mean, once: it and its neighbours draw apart in the step
+            that it takes again, and they alone in the last one, for which its budget is spent.
     """
 
     strength: float
     mean: float
     models: float
+    restart: float
 
-    @property
-    def error(self) -> float:
-        """Return what is least at the best strength: noise in the mean stays for about HORIZON rounds."""
-        return HORIZON * self.mean + self.models
+    def error(self, *, deployed: bool) -> float:
+        """Return what is least at the best strength: noise in the mean stays for about HORIZON rounds.
+
+        Args:
+            deployed: whether peers are processes of their own, of which one may restart in that time.
+        """
+        return HORIZON * self.mean + self.models + deployed * self.restart
 
 
 def trades(needed: np.ndarray, edges: np.ndarray, colluding: int, left: float) -> list[Trade]:
@@ -195,9 +202,15 @@ def trades(needed: np.ndarray, edges: np.ndarray, colluding: int, left: float) -
     results = []
     for strength in STRENGTHS:
         own = solve_pairs(needed, edges, colluding, strength).own
-        mean = float(np.square(own * needed).sum() / unit / max(1, active.sum()) ** 2)
-        results.append(Trade(strength, mean, strength**2 * left))
+        peers = max(1, int(active.sum()))
+        mean = float(np.square(own * needed).sum() / unit / peers**2)
+        results.append(Trade(strength, mean, strength**2 * left, LEFT_BY_RESTART * strength**2 / peers**2))
     return results
+
+
+def best_strength(choices: Sequence[Trade], *, deployed: bool) -> float:
+    """Return the strength of the least error, see `Trade.error`."""
+    return min(choices, key=lambda trade: trade.error(deployed=deployed)).strength
 
 
 @dataclass(frozen=True)
