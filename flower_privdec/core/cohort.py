@@ -167,6 +167,10 @@ def stochastic_gradient(cohort: Cohort, step: PrivateStep) -> None:
         cohort.kernel.add_clipped_(step.out[part], step.params[part], batch, clip, step.scale[part], share)
 
 
+def no_examples(cohort: Cohort, step: PrivateStep) -> None:
+    """Add nothing: the step of a peer whose budget is spent, which shares its noise alone and costs nothing."""
+
+
 @dataclass
 class Cohort:
     """The peers of one process.
@@ -253,9 +257,16 @@ class Cohort:
             local_step: which step of the round, for algorithms that take several.
             factor: what g̃ is multiplied by, in place of -γ: 1.0 adds the noised mean gradient itself.
 
-        Privacy: what the algorithm declares for the step, see `release_rows_`.
+        Privacy: what the algorithm declares for the step, see `release_rows_`. Where noise cancels between peers, one
+            whose budget is spent adds its noise alone, which depends on no example: else the others' would not cancel.
         """
         active = self.active(round_index)
+        if self.protection is not None and self.protection.pairs is not None:
+            over = np.flatnonzero(self.participation.active(round_index)[self.peers] & ~active)
+            if len(over):
+                part = out[torch.as_tensor(over, device=self.device)]
+                self.release_rows_(part, part, None, round_index, over, no_examples, local_step, factor=factor)
+                out[torch.as_tensor(over, device=self.device)] = part
         if active.all():
             self.release_rows_(out, params, divisor, round_index, self.rows, estimate, local_step, factor=factor)
         elif active.any():
@@ -299,7 +310,7 @@ class Cohort:
             each row's ledger before an example is read.
         """
         peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
-        if self.ledger is not None:
+        if self.ledger is not None and estimate is not no_examples:
             self.ledger.charge(index, rows if receivers is None else np.unique(rows))
         times = -self.learning_rate.at(round_index)[peers] if factor is None else np.full(len(rows), factor)
         rate = times / self.data.sampler.normalizer[rows]

@@ -106,6 +106,7 @@ class OwnParts:
         if scenario.features is not None:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
+        _check_least(examples, scenario.data.at_least, peers)
         from_system = secret is not None or scenario.compute.generator == "system"
         keys, run = _name_run(agreement, examples, peers, secret, from_system, runtime)
         batch, seeds = scenario.data.batch, dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
@@ -122,8 +123,9 @@ class OwnParts:
         if scenario.private is not None:
             drawings = drawings_of(agreement, peers, sampler)
             section, everyone, everybody = scenario.private.noise, peers, sampler
-            if isinstance(section, CancellingSection) and len(peers) < scenario.n_peers:
-                everyone, everybody = np.arange(scenario.n_peers), sampler_of_all(agreement, runtime, root, whole)
+            if isinstance(section, CancellingSection) and (len(peers) < scenario.n_peers or scenario.data.at_least):
+                everyone = np.arange(scenario.n_peers)
+                everybody = sampler_of_all(agreement, peers, runtime, root, whole)
             algorithm, mixing = agreement.algorithm, agreement.mixing
             factor = 1.0 if mixing is None else algorithm.weight_factor(mixing, scenario.rounds)
             protection = build_protection(
@@ -228,34 +230,64 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
     ]
 
 
-def sampler_of_all(agreement: Agreement, runtime: str, root: str | None, whole: bool) -> Sampler:
-    """Return how all peers draw, for a process of a network that hosts one: the plan of pairs follows from it.
+def sampler_of_all(agreement: Agreement, peers: np.ndarray, runtime: str, root: str | None, whole: bool) -> Sampler:
+    """Return how all peers draw, as far as all of them know: the plan of pairs follows from it.
 
     Args:
+        peers: those of this process.
         runtime, root, whole: see `OwnParts.of`.
 
     Raises:
-        ScenarioError: there are secrets of pairs in a network alone; or each peer has a file of its own, whose size
-            the others do not know.
+        ScenarioError: a process with some of the peers has secrets of pairs in a network alone; or each peer has a file
+            of its own, whose size the others do not know.
+
+    Privacy: with `data.at_least` peers are planned for, and charged, as if each had no more examples than that.
     """
     scenario, where = agreement.scenario, "privacy.noise.kind=cancelling"
-    if runtime != NETWORK:
+    if runtime != NETWORK and len(peers) < scenario.n_peers:
         raise ScenarioError(
             f"{where}: this process hosts some of {scenario.n_peers} peers and has no secrets with the others: use "
             "the engine, Flower's mode cohort, or a network of peers (`privdec up`, `privdec peer`)",
             code="noise.cancelling-part",
         )
-    if scenario.data.each_its_own or whole:
+    batch, targets, least = scenario.data.batch, agreement.loss.targets, scenario.data.at_least
+    if least is None and (scenario.data.each_its_own or whole):
         raise ScenarioError(
-            f"{where} needs the number of every peer's examples, which is private where each has data of its own: deal "
-            "out one dataset (data.partition), or leave privacy.noise out",
+            f"{where} needs the number of every peer's examples, which is private where each has data of its own: give "
+            "data.at_least, a number that each of them has, or deal out one dataset (data.partition)",
             code="noise.cancelling-sizes",
         )
-    batch, targets = scenario.data.batch, agreement.loss.targets
-    sizes = sizes_of_parts(scenario.data, scenario.seed_of("data"), scenario.n_peers, root, targets)
-    peers = np.arange(scenario.n_peers)
-    keys = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
-    return Sampler(batch.sampling, batch.size, sizes, keys, peers, rate=batch.rate, small_peers=batch.small_peers)
+    everyone = np.arange(scenario.n_peers)
+    if least is None:
+        sizes = sizes_of_parts(scenario.data, scenario.seed_of("data"), scenario.n_peers, root, targets)
+    else:
+        sizes = np.full(scenario.n_peers, least)
+        if batch.sampling != "poisson" or batch.size is None or batch.small_peers == "full":
+            raise ScenarioError(
+                f"{where} with data.at_least={least} needs batches of one expected size at all peers: set "
+                "data.batch.sampling=poisson and data.batch.size, and leave data.batch.small_peers out",
+                code="noise.cancelling-batches",
+            )
+        if np.ptp(agreement.algorithm.conserved_weights(everyone + 1)) > 0:
+            raise ScenarioError(
+                f"{where} with data.at_least={least} needs peers of equal weight, and algorithm.name="
+                f"{agreement.algorithm.name} weighs them by their examples, whose number is private: set its weighting "
+                "to uniform",
+                code="noise.cancelling-weights",
+            )
+    keys = dict.fromkeys(everyone.tolist(), scenario.seed_of("run"))
+    return Sampler(batch.sampling, batch.size, sizes, keys, everyone, rate=batch.rate, small_peers=batch.small_peers)
+
+
+def _check_least(examples: Examples, least: int | None, peers: np.ndarray) -> None:
+    """Refuse peers with fewer examples than the scenario promises to all others."""
+    smallest = int(np.argmin(examples.sizes))
+    if least is not None and examples.sizes[smallest] < least:
+        raise ScenarioError(
+            f"data.at_least={least} must be <= {examples.sizes[smallest]}, what peer {peers[smallest]} holds: lower it "
+            "in the scenario of all peers, or leave this peer out",
+            code="data.at-least",
+        )
 
 
 def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np.ndarray) -> PairPlan:

@@ -246,6 +246,9 @@ class DataSection(Section):
         classes: how many there are; left out, they are counted.
         vocabulary: how many tokens there are, where examples of your own are whole numbers 0..vocabulary-1; left out,
             they are real numbers.
+        at_least: a number of examples that every peer has at least, which all peers may know; one that has fewer is
+            refused. Noise that cancels between peers is calibrated to it, and needs it where each peer has data of its
+            own, the number of which is private.
         samples: how many training examples to take, at random; left out, all.
         test_samples: how many of the public test set to take; left out, all.
         validation: how many more of the public test set to keep out of every test figure, for an algorithm that weighs
@@ -262,6 +265,7 @@ class DataSection(Section):
     n_features: Count | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
     vocabulary: Annotated[int, Field(ge=2)] | None = None
+    at_least: Count | None = None
     samples: Count | None = None
     test_samples: Count | None = None
     validation: Annotated[Count | None, BeforeValidator(_public)] = None

@@ -126,14 +126,54 @@ def test_a_network_that_cannot_cancel_it_is_refused(settings, code: str, tiny: T
     assert not (tmp_path / "peer-0").exists()
 
 
+def files(folder: Path, sizes: list[int]) -> str:
+    """Write a file for each peer, and return the scenario's line about data."""
+    rng = np.random.default_rng(0)
+    for name, size in {"test": 40, **{str(peer): size for peer, size in enumerate(sizes)}}.items():
+        x, y = rng.random((size, 8), dtype=np.float32), np.arange(size) % 4
+        np.savez(folder / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    return f"data={{dataset: npz, root: '{folder}/{{peer}}.npz', test: {folder}/test.npz, batch: {{size: 4}}}}"
+
+
 def test_data_whose_size_the_others_do_not_know_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    x, y = np.random.default_rng(0).random((40, 8), dtype=np.float32), np.arange(40) % 4
-    for name in ("test", *range(4)):
-        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    data = f"data={{dataset: npz, root: '{tmp_path}/{{peer}}.npz', test: {tmp_path}/test.npz, batch: {{size: 4}}}}"
-    scenario = tiny(*COMPLETE, data)
+    scenario = tiny(*COMPLETE, files(tmp_path, [40, 40, 40, 40]))
     with raises(ScenarioError, "noise.cancelling-sizes"):
         running_peer(scenario, devices(scenario, tmp_path, insecure_seeds=False, memory=True)[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        (["data.at_least=21"], "data.at-least"),
+        (["data.at_least=20", "data.batch={sampling: uniform, size: 4}"], "noise.cancelling-batches"),
+        (["data.at_least=20", "data.batch={rate: 0.1}"], "noise.cancelling-batches"),
+        (["data.at_least=20", "algorithm={name: fedavg, learning_rate: 0.5}"], "noise.cancelling-weights"),
+    ],
+)
+def test_what_a_least_number_of_examples_is_not_proved_for_is_refused(settings, code, tiny: Tiny, tmp_path) -> None:
+    """A peer with fewer is refused before it has a folder, let alone a release."""
+    scenario = tiny(*COMPLETE, files(tmp_path, [20, 30, 40, 60]), *settings)
+    with raises(ScenarioError, code):
+        running_peer(scenario, devices(scenario, tmp_path / "out", insecure_seeds=False, memory=True)[0])
+    assert not (tmp_path / "out" / "peer-0" / "ledger").exists()
+
+
+def test_peers_with_data_of_their_own_cancel_noise_by_a_least_number_of_examples(tiny, tmp_path, shared) -> None:
+    """All plan by it, so that noise cancels; each is charged by it, and draws by its own number, which is smaller."""
+    scenario = tiny(*COMPLETE, files(tmp_path, [20, 30, 40, 60]), "data.at_least=20", WAITS)
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, insecure_seeds=False)]
+    with running(peers) as futures:
+        for future in futures:
+            future.result(LONG)
+    assert set(Counter(key for key, *_ in shared).values()) == {2}
+    plans = [trainer_of(peer).experiment.own.protection for peer in peers]
+    assert all(np.array_equal(plan.pairs.needed, plans[0].pairs.needed) for plan in plans)
+    assert len({plan.epsilons(4)[0] for plan in plans}) == 1
+    for peer, size in zip(peers, [20, 30, 40, 60], strict=True):
+        own = trainer_of(peer).experiment.own
+        assert own.protection.accounts[0].spends[0].release.sampling_rate == 4 / 20
+        assert own.sampler.sampling_rate[0] == 4 / size
+        assert own.sampler.normalizer[0] == 4
 
 
 # --- secrets ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -26,8 +27,10 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.view import pair_plan
 from flower_privdec.planner.plan import pair_facts
+from flower_privdec.privacy.accountant import accounting
 from flower_privdec.privacy.mechanism import cancelling
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, solve_pairs
+from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.noise import NoiseSource
 from flower_privdec.testing import assert_noise, assert_nothing_else_leaves, assert_sensitivity, recording
 
@@ -379,3 +382,49 @@ def test_a_network_takes_weaker_noise_for_what_a_restart_leaves_of_it(build: Bui
     assert deployed.trades[-1].restart == pytest.approx(3 * deployed.trades[-1].strength ** 2 / 64)
     facts = pair_facts(experiment)
     assert (facts["strength"], facts["network_strength"]) == (alone.strength, deployed.strength)
+
+
+def test_a_peer_whose_budget_is_spent_adds_its_noise_and_no_example(build: Build) -> None:
+    """So that its neighbours' noise cancels; of the others, of which it is no part, examples are read and charged."""
+    experiment = build(PAIRS.replace("2.0", "100.0"), "topology={name: directed-exponential, mixing_steps: 2}")
+    cohort, charged = experiment.cohort(), list[list[int]]()
+    cohort.ledger, cohort.kernel = Limited([True, True, False, True], charged), Unmoved(cohort.kernel)
+    x = torch.zeros(4, len(cohort.initial), dtype=torch.float64)
+    cohort.add_step_(x, x, 0)
+    assert charged == [[0, 1, 3]]
+    assert cohort.kernel.rows == [3]
+    assert float(x[2].std()) > 1
+    assert float(x.sum(0).std()) < 0.1 * float(x[2].std())  # nothing but own noise is left in the sum
+
+
+class Limited:
+    """A ledger in which some peers' budgets are spent."""
+
+    def __init__(self, allowed: list[bool], charged: list[list[int]]) -> None:
+        self._allowed, self._charged = np.array(allowed), charged
+
+    def allowed(self, step: int) -> np.ndarray:
+        return self._allowed
+
+    def charge(self, step: int, rows: np.ndarray) -> None:
+        self._charged.append(rows.tolist())
+
+
+class Unmoved:
+    """A kernel that reads examples and adds nothing; it counts the rows."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self.rows = kernel, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def add_clipped_(self, out: Tensor, *arguments: Any) -> None:
+        self.rows.append(len(out))
+
+
+@pytest.mark.parametrize("size", [21, 60, 400])
+def test_a_peer_with_more_examples_than_planned_for_spends_less(size: int) -> None:
+    """Batches of 4, as `data.at_least: 20` plans them: a step's noise is the same, and an example's chance smaller."""
+    planned, actual = (Release("poisson", 4 / examples, examples, 4, 1.0, steps=50) for examples in (20, size))
+    assert 0 < accounting.epsilon([actual], 1e-3) < accounting.epsilon([planned], 1e-3)
