@@ -225,8 +225,7 @@ class PeerReport(_Record):
 
 
 _KINDS: dict[type, dict[str, str]] = {  # of each record: its fields' types, as they are written here
-    record: {part.name: str(part.type) for part in fields(record)}
-    for record in (PeerRequest, PeerReport)
+    record: {part.name: str(part.type) for part in fields(record)} for record in (PeerRequest, PeerReport)
 }
 _DEFAULTS: dict[type, dict[str, Any]] = {
     record: {
