@@ -187,7 +187,9 @@ class LedgerWitness:
                 try:
                     self._pairs.learn(j, report.public_key)
                 except ValueError as error:
-                    raise RefusedError(f"peer {j} sent a key of which no secret can be made ({error})") from error
+                    raise RefusedError(
+                        f"peer {j} sent a key of which no secret can be made ({error})", code="witness.key"
+                    ) from error
             reported = dict(report.seen)
             is_new, self._reported[j] = reported != self._reported.get(j), reported
         if is_new and self._ledger is not None and self.problem is None:
