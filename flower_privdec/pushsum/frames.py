@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumP
     from flower_privdec.core import State
 
 Buffer = bytes | bytearray | memoryview
-MAGIC, VERSION = b"prvd", 4
+MAGIC, VERSION = b"prvd", 5
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
@@ -410,7 +410,7 @@ class FrameCodec:
                 f"a report of peer {header.sender} has boots that are not in ascending order", code="frame.boots"
             )
         challenge, answers, public_key = LEDGER_REPORT.unpack_from(body)
-        return LedgerReport(*ends, header.boot, challenge, answers, own, seen, public_key)
+        return LedgerReport(*ends, header.boot, challenge, answers, own, seen, public_key, header.round_index)
 
     def decode_all(self, data: memoryview, most: int) -> Iterator[Message]:
         """Yield the messages of several frames, one after the other.
