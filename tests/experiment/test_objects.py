@@ -199,7 +199,7 @@ def test_each_peer_has_its_own_where_a_list_is_given() -> None:
     for n_peers in (3, 5):
         with raises(fp.ScenarioError, "api.data-per-peer", f"n_peers={n_peers}"):
             fp.make_scenario(scenario, n_peers=n_peers)
-    with raises(fp.ScenarioError, "scenario.value_error", "partition"):
+    with raises(fp.ScenarioError, "data.own-files", "partition"):
         fp.make_scenario(scenario, {"data.partition": {"kind": "sizes", "sizes": [1.0] * 4}})
 
 
@@ -253,7 +253,7 @@ def test_what_is_no_data_is_refused_in_one_line(data: dict[str, Any], refusal: t
 
 def test_a_ledger_counts_given_data_under_the_name_of_their_source(tmp_path: Path) -> None:
     privacy = {"epsilon": 3.0, "delta": 1e-3, "ledger": str(tmp_path / "ledger")}
-    with raises(fp.ScenarioError, "scenario.value_error", r"data\.source"):
+    with raises(fp.ScenarioError, "data.source", r"data\.source"):
         given(privacy=privacy)
     data = {"train": (X[:200], Y[:200]), "test": TEST, "batch": BATCH, "source": "visits"}
     fp.run(given(privacy=privacy | {"epsilon": 1.0}, data=data, rounds=2))
@@ -264,7 +264,7 @@ def test_a_ledger_counts_given_data_under_the_name_of_their_source(tmp_path: Pat
     for source in ("../visits", "", "a b"):
         with raises(fp.ScenarioError, "scenario.string_pattern_mismatch", r"data\.source="):
             given(data=data | {"source": source})
-    with raises(fp.ScenarioError, "scenario.value_error", "source"):
+    with raises(fp.ScenarioError, "data.source", "source"):
         fp.make_scenario(SECTIONS, {"data.source": "mine"})
 
 
