@@ -361,7 +361,7 @@ STRANGE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tied weights": (with_tied_weights, "'1.weight' and '2.weight' are the same parameter"),
     "a layer twice": (with_one_layer_twice, "are the same parameter"),
     "groups": (lambda: nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten(), nn.Linear(32, 4)), "neither Linear"),
-    "a norm of layers": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Flatten(), nn.Linear(72, 4)), "LayerNorm '0' has"),
+    "a slope": (lambda: nn.Sequential(nn.PReLU(), nn.Flatten(), nn.Linear(72, 4)), "PReLU '0' has parameters"),
 }
 
 
