@@ -538,8 +538,8 @@ def _zeroed(delta: Tensor, padding: Tensor) -> Tensor:
 def _sum_positions(layer: nn.Module, delta: Tensor) -> Tensor:
     """Sum [b, ...] over all axes but those of the layer's bias: the last ones, or of images the channels."""
     if isinstance(layer, (nn.Linear, *NORMS)):
-        kept = 1 if isinstance(layer, nn.Linear) else len(layer.normalized_shape)
-        return delta if delta.ndim == kept + 1 else delta.flatten(1, -kept - 1).sum(1)
+        axes = 1 if isinstance(layer, nn.Linear) else len(layer.normalized_shape)
+        return delta if delta.ndim == axes + 1 else delta.flatten(1, -axes - 1).sum(1)
     return delta if delta.ndim == 2 else delta.sum(tuple(range(2, delta.ndim)))
 
 

@@ -66,6 +66,7 @@ class LedgerReport:
         own: boots of the sender in ascending order, each with its lines, as far as the receiver has not counted them.
         seen: boots of the receiver in ascending order, each with the most lines that the sender has counted.
         public_key: of the sender's process, for secrets of pairs; 32 zeros where it has none.
+        round_index: the sender's round on disk, where it says it.
     """
 
     sender: int
@@ -76,6 +77,7 @@ class LedgerReport:
     own: tuple[tuple[int, int], ...]
     seen: tuple[tuple[int, int], ...]
     public_key: bytes = NO_KEY
+    round_index: int = 0
 
 
 class PairKeys(Protocol):
@@ -135,8 +137,12 @@ class LedgerWitness:
         self._twice: set[int] = set()
         self._lock = Lock()
 
-    def report(self, neighbor: int) -> LedgerReport:
-        """Return the report that the next call or answer to a neighbour carries."""
+    def report(self, neighbor: int, round_index: int = 0) -> LedgerReport:
+        """Return the report that the next call or answer to a neighbour carries.
+
+        Args:
+            round_index: this peer's on disk; 0 says nothing.
+        """
         with self._lock:
             answers = 0 if self.problem else self._received.get(neighbor, 0)  # who is to stop has nothing to add
             challenge, seen = self._challenges[neighbor], tuple(sorted(self.seen[neighbor].items()))
@@ -144,7 +150,7 @@ class LedgerWitness:
         lines = {} if self._ledger is None else dict(self._ledger.lines)
         own = tuple(sorted(item for item in lines.items() if item[1] > counted.get(item[0], 0)))
         public = NO_KEY if self._pairs is None else self._pairs.public
-        return LedgerReport(self.peer, neighbor, self.boot, challenge, answers, own[:MANY], seen, public)
+        return LedgerReport(self.peer, neighbor, self.boot, challenge, answers, own[:MANY], seen, public, round_index)
 
     def receive(self, report: LedgerReport) -> None:
         """Record a neighbour's report.
@@ -187,7 +193,9 @@ class LedgerWitness:
                 try:
                     self._pairs.learn(j, report.public_key)
                 except ValueError as error:
-                    raise RefusedError(f"peer {j} sent a key of which no secret can be made ({error})") from error
+                    raise RefusedError(
+                        f"peer {j} sent a key of which no secret can be made ({error})", code="witness.key"
+                    ) from error
             reported = dict(report.seen)
             is_new, self._reported[j] = reported != self._reported.get(j), reported
         if is_new and self._ledger is not None and self.problem is None:

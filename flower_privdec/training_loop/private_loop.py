@@ -805,7 +805,8 @@ class PrivacyBudget:
         if self.budget is None or self.steps is None:
             raise ScenarioError(
                 "give epsilon and rounds (with local_epochs) or steps, so that the noise can be solved for, or give "
-                "noise_multiplier"
+                "noise_multiplier",
+                code="training-loop.noise",
             )
         for charged in releases_in(self.entries()):
             same = replace(charged, noise_multiplier=1.0, steps=1) == replace(self.release, noise_multiplier=1.0)
