@@ -142,7 +142,7 @@ def test_an_answer_holds_what_other_peers_may_see_and_no_more(tiny: Tiny, tmp_pa
     names = {key for content in kept for record in content.array_records.values() for key in record}
     assert names == {"x", "w"}
     told = {key for content in kept for record in content.config_records.values() for key in record}
-    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", *spent}
+    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", "constants", *spent}
     assert not [record for content in kept for record in content.metric_records.values()]
 
 
