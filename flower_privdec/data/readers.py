@@ -202,13 +202,17 @@ def read_images(kind: str, root: str | None, wanted: Wanted) -> Source:
 
     def half(train: bool) -> Split:
         if root is None:
-            raise ScenarioError(f"{key} is missing: {kind} is read from ROOT/{folder}; give that root, or use digits")
+            raise ScenarioError(
+                f"{key} is missing: {kind} is read from ROOT/{folder}; give that root, or use digits",
+                code="data.no-file",
+            )
         path = Path(root) / folder
         for file in files:
             if not (path / file).is_file():
                 raise ScenarioError(
                     f"{key}={root} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
-                    f"{kind}; point it there (from where the command runs), or use digits, which needs no file"
+                    f"{kind}; point it there (from where the command runs), or use digits, which needs no file",
+                    code="data.no-file",
                 )
         where = f"{key}={path.parent} holds a damaged {kind}"
         try:
