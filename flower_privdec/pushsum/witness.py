@@ -193,7 +193,9 @@ class LedgerWitness:
                 try:
                     self._pairs.learn(j, report.public_key)
                 except ValueError as error:
-                    raise RefusedError(f"peer {j} sent a key of which no secret can be made ({error})") from error
+                    raise RefusedError(
+                        f"peer {j} sent a key of which no secret can be made ({error})", code="witness.key"
+                    ) from error
             reported = dict(report.seen)
             is_new, self._reported[j] = reported != self._reported.get(j), reported
         if is_new and self._ledger is not None and self.problem is None:
@@ -231,10 +233,15 @@ class WitnessFile:
 
     Args:
         path: of the file, made when something is counted.
+        durable: whether it is to survive the machine.
+
+    Attributes:
+        seen: the lines of each neighbour's boots, once it was read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, -1
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
+        self._path, self._file, self._durable = path, -1, durable
+        self.seen: dict[int, dict[int, int]] = {}
         self._slots: dict[tuple[int, int], int] = {}
         self._unsynced: dict[tuple[int, int], int] = {}
 
@@ -244,7 +251,7 @@ class WitnessFile:
         Args:
             more: what the last checkpoint holds, see `unsynced`.
         """
-        seen: dict[int, dict[int, int]] = {}
+        self.seen = seen = dict[int, dict[int, int]]()
         content = self._path.read_bytes() if self._path.exists() else b""
         for slot in range(-(-len(content) // SLOT.size)):
             record = content[slot * SLOT.size : (slot + 1) * SLOT.size]
@@ -259,7 +266,7 @@ class WitnessFile:
                 if lines > seen.setdefault(neighbor, {}).get(boot, 0):
                     seen[neighbor][boot] = lines
                     self.write(neighbor, boot, lines)
-        if content:
+        if content and self._durable:
             self._file = open_file(self._path, os.O_WRONLY)
             os.fdatasync(self._file)  # a process that was killed may have left what it did not sync
         return seen
@@ -281,6 +288,7 @@ class WitnessFile:
             raise named(error, self._path) from error.__cause__
         if written < SLOT.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self.seen.setdefault(neighbor, {})[boot] = lines
         self._unsynced[neighbor, boot] = lines
 
     def unsynced(self) -> dict[str, dict[str, int]]:
@@ -292,10 +300,10 @@ class WitnessFile:
 
     def sync(self) -> None:
         """Flush it to disk."""
-        if self._unsynced:
+        if self._unsynced and self._durable:
             with naming(self._path):
                 os.fdatasync(self._file)
-            self._unsynced.clear()
+        self._unsynced.clear()
 
     def close(self) -> None:
         """Close it."""
