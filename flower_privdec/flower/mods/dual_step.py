@@ -37,7 +37,7 @@ class DualStep:
 
     @classmethod
     def from_json(cls, text: str) -> DualStep | None:
-        """Return what a strategy says, whom nobody has to trust; None for an empty text.
+        """Return the step that an untrusted message names; None for an empty text.
 
         Raises:
             RunError: it is no such step.
