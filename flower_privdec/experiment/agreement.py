@@ -15,6 +15,7 @@ from flower_privdec.core import Algorithm
 from flower_privdec.core.cohort import LearningRate
 from flower_privdec.data import PublicSet, read_public
 from flower_privdec.data.features import apply_features
+from flower_privdec.experiment.run_key import constants_hash
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import (
@@ -41,7 +42,8 @@ class Agreement:
         public: the test set, its features where the scenario has some.
         mixing: the graph's weights; None for an algorithm that exchanges nothing.
         loss, metrics: what models are trained by, and tried by.
-        module, initial: the model and the parameters [d] that every peer starts from.
+        module, initial: the model and the trained parameters [d] that every peer starts from.
+        constants: a hash of the model's other parameters and buffers; "" where it has none.
     """
 
     scenario: Scenario
@@ -56,6 +58,7 @@ class Agreement:
     initial: Tensor
     device: torch.device
     learning_rate: LearningRate
+    constants: str
 
     @staticmethod
     @placed
@@ -98,6 +101,7 @@ class Agreement:
             initial=initial,
             device=device,
             learning_rate=algorithm.step_sizes(scenario.n_peers, scenario.rounds),
+            constants=constants_hash(module),
         )
 
 
@@ -116,7 +120,10 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ScenarioError("compute.device='cuda' needs a GPU that torch can use and none is here; use cpu or auto")
+        raise ScenarioError(
+            "compute.device='cuda' needs a GPU that torch can use and none is here; use cpu or auto",
+            code="compute.no-gpu",
+        )
     return torch.device(name)
 
 
@@ -126,7 +133,10 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
     seed, who, section = scenario.seed_of("run"), scenario.participation, scenario.topology
     if algorithm.weights is None:
         if who.kind == "edges":
-            raise ScenarioError(f"participation.kind=edges needs a graph, and {algorithm.name} has none; take another")
+            raise ScenarioError(
+                f"participation.kind=edges needs a graph, and {algorithm.name} has none; take another",
+                code="participation.no-graph",
+            )
         return None, build_participation(who.kind, scenario.n_peers, seed, who.fraction)
     algorithm.repeat_mixing(section.mixing_steps, section.name)
     topology = build_topology(section.name, scenario.n_peers, seed=seed, **section.options())
@@ -145,7 +155,8 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
     elif weights == "column-stochastic" and algorithm.weights == "doubly-stochastic":
         raise ScenarioError(
             f"topology.weights='column-stochastic' does not keep the mean of {algorithm.name}: "
-            "use auto, metropolis, max-degree or doubly-stochastic, or a push-sum algorithm such as privsgp"
+            "use auto, metropolis, max-degree or doubly-stochastic, or a push-sum algorithm such as privsgp",
+            code="mixing.mean-not-kept",
         )
     mixing, participation = algorithm.exchange(topology, weights, participation, seed)
     if mixing.steps != section.mixing_steps:

@@ -1,8 +1,8 @@
 """All that a Flower app imports to become private and serverless.
 
 `PushSum`, `Gossip` and `Mesh` take a strategy's place in the ServerApp; `PeerMod` makes the ClientApp a peer and
-protects it as a whole; `private` protects each example of a torch training loop. Each name is imported when it is first
-asked for: a ClientApp with `PeerMod` needs no torch.
+protects it as a whole; `private` protects each example of a torch training loop, and `fit_privately` of a linear model
+of scikit-learn. Each name is imported when it is first asked for: a ClientApp with `PeerMod` needs no torch.
 """
 
 from importlib import import_module
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from flower_privdec.flower.launch.local_grid import LocalGrid, run_in_process
     from flower_privdec.flower.mods.peer_mod import PeerMod
     from flower_privdec.flower.mods.peer_state import peer_folder, public_key
+    from flower_privdec.flower.strategies.dual_averaging_strategy import DualAveragingStrategy as DualAveraging
     from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy as FedDeper
     from flower_privdec.flower.strategies.feddeper_strategy import personalized, train_two_models
     from flower_privdec.flower.strategies.mesh_strategy import Mesh
     from flower_privdec.flower.strategies.push_sum import Gossip, PushSum
-    from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
+    from flower_privdec.training_loop import ExamplePrivacy, fit_privately, group_norm, private
 
 if find_spec("flwr") is None:
     raise ModuleNotFoundError(
@@ -25,6 +26,7 @@ if find_spec("flwr") is None:
     )
 
 _MODULES = {
+    "DualAveraging": "flower.strategies.dual_averaging_strategy",
     "ExamplePrivacy": "training_loop",
     "FedDeper": "flower.strategies.feddeper_strategy",
     "Gossip": "flower.strategies.push_sum",
@@ -32,6 +34,7 @@ _MODULES = {
     "Mesh": "flower.strategies.mesh_strategy",
     "PeerMod": "flower.mods.peer_mod",
     "PushSum": "flower.strategies.push_sum",
+    "fit_privately": "training_loop",
     "group_norm": "training_loop",
     "peer_folder": "flower.mods.peer_state",
     "personalized": "flower.strategies.feddeper_strategy",
@@ -46,10 +49,11 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"flower_privdec.{_MODULES[name]}")
-    return getattr(module, "FedDeperStrategy" if name == "FedDeper" else name)
+    return getattr(module, f"{name}Strategy" if name in ("DualAveraging", "FedDeper") else name)
 
 
 __all__ = [
+    "DualAveraging",
     "ExamplePrivacy",
     "FedDeper",
     "Gossip",
@@ -57,6 +61,7 @@ __all__ = [
     "Mesh",
     "PeerMod",
     "PushSum",
+    "fit_privately",
     "group_norm",
     "peer_folder",
     "personalized",

@@ -28,20 +28,22 @@ from torch import Tensor, fx, nn
 from torch.fx.node import Node
 from torch.nn import functional
 
-from flower_privdec.common.errors import RAISED_BY_USERS
+from flower_privdec.common.errors import RAISED_BY_USERS, CodedError
 from flower_privdec.gradients.factored import is_supported
 from flower_privdec.gradients.protocol import is_plain, reason
+from flower_privdec.models import fix_norms, trained
 
 BATCHES = (1, 2, 3)
 _TRIED, _NOISE, _TOLERANCE = 4, 0.05, 1e-3  # examples, change of the parameters, relative difference of outputs
 
 
-def prove(module: nn.Module, input_shape: Sequence[int]) -> fx.GraphModule:
+def prove(module: nn.Module, input_shape: Sequence[int], n_tokens: int | None = None) -> fx.GraphModule:
     """Return the graph of a module that keeps examples apart, with parameters of the same names.
 
     Args:
         module: any module; it is not changed.
         input_shape: of one example.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are real numbers.
 
     Raises:
         Unproved: the first thing that could not be proved.
@@ -49,32 +51,37 @@ def prove(module: nn.Module, input_shape: Sequence[int]) -> fx.GraphModule:
     _check_parameters(module)
     for path, part in module.named_modules():
         if not is_plain(part):
-            raise Unproved(f"{_named(path, part)} has hooks, or a method of its own in place of its class's")
+            raise Unproved(
+                f"{_named(path, part)} has hooks, or a method of its own in place of its class's", code="proof.hooks"
+            )
+        if isinstance(part, nn.Embedding) and n_tokens is None:
+            raise Unproved(f"{_named(path, part)} looks up numbers that are no tokens", code="proof.no-tokens")
     with torch.random.fork_rng(devices=[]):
         graph = _trace(module)
         checkers = [_Checker(graph, batch) for batch in BATCHES]
         for batch, checker in zip(BATCHES, checkers, strict=True):
-            checker.run(_random(module, (batch, *input_shape)))
+            checker.run(_random(module, (batch, *input_shape), n_tokens))
         for name, fact in checkers[0].facts.items():
             if any(checker.facts[name] != fact for checker in checkers):
-                raise Unproved(f"the shape of {name!r} depends on how many examples there are")
-        _check_outputs(module, graph, input_shape)
+                raise Unproved(f"the shape of {name!r} depends on how many examples there are", code="proof.shape")
+        _check_outputs(module, graph, input_shape, n_tokens)
     return graph
 
 
 def _check_parameters(module: nn.Module) -> None:
     """Refuse parameters outside the layers whose gradients can be factored, and parameters that layers share."""
     for path, part in module.named_modules():
-        own = [name for name, _ in part.named_parameters(recurse=False)]
+        own = [name for name, parameter in part.named_parameters(recurse=False) if parameter.requires_grad]
         if own and not is_supported(part):
             raise Unproved(
                 f"{_named(path, part)} has parameters ({', '.join(own)}) and is neither Linear nor Conv2d (groups=1, "
-                "padded with zeros) nor GroupNorm"
+                "padded with zeros) nor Embedding nor GroupNorm, LayerNorm or RMSNorm",
+                code="proof.parameters",
             )
     seen: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
-            raise Unproved(f"{seen[id(parameter)]!r} and {name!r} are the same parameter")
+        if parameter.requires_grad and id(parameter) in seen:
+            raise Unproved(f"{seen[id(parameter)]!r} and {name!r} are the same parameter", code="proof.tied")
         seen[id(parameter)] = name
 
 
@@ -93,17 +100,17 @@ class _Tracer(fx.Tracer):
 
 def _trace(module: nn.Module) -> fx.GraphModule:
     try:
-        root = copy.deepcopy(module)
+        root = fix_norms(copy.deepcopy(module))
         for part in root.modules():
             if getattr(part, "inplace", False):
                 vars(part).update(inplace=False)
         graph = fx.GraphModule(root, _Tracer().trace(root))
     except RAISED_BY_USERS as error:  # the user's forward runs here, on proxies: it may raise anything
-        raise Unproved(f"its forward cannot be traced ({reason(error)})") from None
+        raise Unproved(f"its forward cannot be traced ({reason(error)})", code="proof.trace") from None
     if sum(node.op == "placeholder" for node in graph.graph.nodes) != 1:
-        raise Unproved("its forward must take one argument")
-    if not list(graph.parameters()):
-        raise Unproved("its forward calls no layer that has parameters")
+        raise Unproved("its forward must take one argument", code="proof.arguments")
+    if not trained(graph):
+        raise Unproved("its forward calls no layer that has trained parameters", code="proof.no-layer")
     return graph
 
 
@@ -120,7 +127,7 @@ class _Checker(fx.Interpreter):
         self.facts: dict[str, Any] = {}
         self._batch = batch
         self._kinds: dict[Node, Kind] = {}
-        self._buffers = dict(graph.named_buffers())
+        self._trained = trained(graph)
         self._layers = dict(graph.named_modules())
 
     def run_node(self, n: Node) -> Any:
@@ -130,7 +137,7 @@ class _Checker(fx.Interpreter):
         except Unproved:
             raise
         except RAISED_BY_USERS as error:
-            raise Unproved(f"{self._name(n)} fails on random examples ({reason(error)})") from None
+            raise Unproved(f"{self._name(n)} fails on random examples ({reason(error)})", code="proof.fails") from None
 
     def _judged(self, n: Node) -> Any:
         rule = self._rule(n) if n.op.startswith("call_") else None
@@ -138,7 +145,7 @@ class _Checker(fx.Interpreter):
         versions = [tensor._version for tensor in tensors]
         result = super().run_node(n)
         if versions != [tensor._version for tensor in tensors]:
-            raise Unproved(f"{self._name(n)} changes its input in place")
+            raise Unproved(f"{self._name(n)} changes its input in place", code="proof.in-place")
         self._kinds[n] = kind = self._kind(n, rule, result)
         self.facts[n.name] = _fact(kind, result)
         return result
@@ -152,7 +159,7 @@ class _Checker(fx.Interpreter):
         else:
             rule = LAYERS.get(type(self._layers[str(n.target)]))
         if rule is None:
-            raise Unproved(f"{self._name(n)} is not known to keep examples apart")
+            raise Unproved(f"{self._name(n)} is not known to keep examples apart", code="proof.unknown")
         return rule
 
     def _kind(self, n: Node, rule: Rule | None, result: Any) -> Kind:
@@ -160,12 +167,12 @@ class _Checker(fx.Interpreter):
             args, kwargs = self._valued(n.args), {name: self._valued(part) for name, part in n.kwargs.items()}
             layer = self._layers[str(n.target)] if n.op == "call_module" else None
             return judge(rule, Call(self._name(n), args, kwargs, result, layer), self._batch)
-        if n.op == "get_attr" and n.target not in self._buffers:
-            raise Unproved(f"its forward uses the parameter {n.target!r} outside its layer")
+        if n.op == "get_attr" and n.target in self._trained:
+            raise Unproved(f"its forward uses the parameter {n.target!r} outside its layer", code="proof.parameter")
         if n.op == "output":
             last = n.args[0]
             if not isinstance(last, Node) or self._kinds[last] is not Kind.EXAMPLES or result.ndim != 2:
-                raise Unproved("its forward must return a tensor [batch, outputs]")
+                raise Unproved("its forward must return a tensor [batch, outputs]", code="proof.output")
         return Kind.SHARED if n.op == "get_attr" else Kind.EXAMPLES
 
     def _valued(self, part: Any) -> Any:
@@ -190,29 +197,34 @@ def _fact(kind: Kind, result: Any) -> Any:
     return result if kind is Kind.NUMBER else kind
 
 
-def _random(module: nn.Module, shape: Sequence[int]) -> Tensor:
-    like = next(module.parameters())
-    values = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
-    return values.to(like)
+def _random(module: nn.Module, shape: Sequence[int], n_tokens: int | None = None) -> Tensor:
+    """Return random numbers of the parameters' type, or tokens 0..n_tokens-1."""
+    like, generator = next(module.parameters()), torch.Generator().manual_seed(len(shape))
+    if n_tokens is not None:
+        return torch.randint(n_tokens, tuple(shape), generator=generator).to(like.device)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(like)
 
 
-def _check_outputs(module: nn.Module, graph: fx.GraphModule, input_shape: Sequence[int]) -> None:
-    """Compare the graph with the forward, near the module's parameters; the graph's parameters are changed."""
-    twin, x = copy.deepcopy(module), _random(module, (_TRIED, *input_shape))
-    moved = dict(twin.named_parameters())
+def _check_outputs(module: nn.Module, graph: fx.GraphModule, input_shape: Sequence[int], n_tokens: int | None) -> None:
+    """Compare the graph with the forward, near the module's trained parameters; the graph's are changed."""
+    twin, x = fix_norms(copy.deepcopy(module)), _random(module, (_TRIED, *input_shape), n_tokens)
+    moved: dict[str, Tensor] = {**trained(twin)}
     with torch.no_grad():
         for parameter in moved.values():
             parameter.add_(_random(module, parameter.shape), alpha=_NOISE)
-        for name, parameter in graph.named_parameters():
+        for name, parameter in trained(graph).items():
             parameter.copy_(moved[name])
     try:
         expected = [_results(twin, x, moved) for _ in range(2)]
     except RAISED_BY_USERS as error:  # the user's forward again
-        raise Unproved(f"its forward fails on random examples ({reason(error)})") from None
-    computed = _results(graph, x, moved | dict(graph.named_parameters()))
+        raise Unproved(f"its forward fails on random examples ({reason(error)})", code="proof.fails") from None
+    computed = _results(graph, x, moved | dict(trained(graph)))
     pairs = [pair for results in expected for pair in zip(computed, results, strict=True)]
     if not all(bool((value - other).norm() <= _TOLERANCE * other.norm()) for value, other in pairs):
-        raise Unproved("its forward and its trace compute different outputs, or it is not deterministic")
+        raise Unproved(
+            "its forward and its trace compute different outputs, or it is not deterministic",
+            code="proof.outputs-differ",
+        )
 
 
 def _results(module: nn.Module, x: Tensor, parameters: Mapping[str, Tensor]) -> list[Tensor]:
@@ -224,7 +236,7 @@ def _results(module: nn.Module, x: Tensor, parameters: Mapping[str, Tensor]) -> 
     return [outputs.detach(), *gradients]
 
 
-class Unproved(Exception):  # noqa: N818 - it names what a proof lacks; nothing went wrong
+class Unproved(CodedError):  # noqa: N818 - it names what a proof lacks; nothing went wrong
     """Why a module could not be proved to keep examples apart, in words that follow "because"."""
 
 
@@ -270,9 +282,9 @@ class Call:
         """Yield all arguments, those in lists, tuples and slices too."""
         yield from _leaves((self.args, tuple(self.kwargs.values())))
 
-    def refuse(self, what: str) -> Unproved:
+    def refuse(self, what: str, code: str) -> Unproved:
         """Return the reason why this call is not proved."""
-        return Unproved(f"{self.name} {what}")
+        return Unproved(f"{self.name} {what}", code=code)
 
     def option(self, position: int, *names: str) -> Any:
         """Return the argument at a position or under one of some names; None where there is none."""
@@ -284,16 +296,16 @@ class Call:
         """Return the first argument, a tensor of examples, if all others are constants."""
         value, *others = self.leaves()
         if not isinstance(value, Value) or value.kind is not Kind.EXAMPLES or value.ndim < least_axes:
-            raise self.refuse(f"needs examples of {least_axes - 1} axes or more as its first argument")
+            raise self.refuse(f"needs examples of {least_axes - 1} axes or more as its first argument", "proof.first")
         if any(isinstance(other, Value) and other.kind is not Kind.NUMBER for other in others):
-            raise self.refuse("takes more than one tensor, or the size of the batch")
+            raise self.refuse("takes more than one tensor, or the size of the batch", "proof.more-tensors")
         return value
 
     def axes(self, option: Any, count: int) -> tuple[int, ...]:
         """Return the axes of an option, a number or several, counted from 0."""
         several = option if isinstance(option, tuple | list) else (option,)
         if not several or not all(type(axis) is int for axis in several):
-            raise self.refuse("names no axes, so it works over the batch too")
+            raise self.refuse("names no axes, so it works over the batch too", "proof.no-axes")
         return tuple(axis % count for axis in several)
 
 
@@ -321,14 +333,14 @@ def judge(rule: Rule, call: Call, batch: int) -> Kind:
         return Kind.SHARED if isinstance(call.result, Tensor) else Kind.NUMBER
     kind = rule(call)
     if kind is Kind.EXAMPLES and not (isinstance(call.result, Tensor) and call.result.shape[:1] == (batch,)):
-        raise call.refuse("moves the axis of the batch")
+        raise call.refuse("moves the axis of the batch", "proof.batch-moved")
     return kind
 
 
 def _elementwise(call: Call) -> Kind:
     """Elementwise: the shape stays."""
     if call.first().content.shape != call.result.shape:
-        raise call.refuse("changes the shape")
+        raise call.refuse("changes the shape", "proof.shape")
     return Kind.EXAMPLES
 
 
@@ -338,12 +350,12 @@ def _combine(call: Call) -> Kind:
         if not isinstance(value, Value) or value.kind is Kind.NUMBER:
             continue
         if value.kind not in (Kind.EXAMPLES, Kind.SHARED):
-            raise call.refuse("computes with the size of the batch")
+            raise call.refuse("computes with the size of the batch", "proof.batch-size")
         aligned = value.ndim == call.result.ndim
         if value.kind is Kind.EXAMPLES and not aligned:
-            raise call.refuse("lines the batch up with another axis")
+            raise call.refuse("lines the batch up with another axis", "proof.aligned")
         if value.kind is Kind.SHARED and aligned and value.content.shape[0] != 1:
-            raise call.refuse("treats examples by their place in the batch")
+            raise call.refuse("treats examples by their place in the batch", "proof.place")
     return Kind.EXAMPLES
 
 
@@ -351,7 +363,7 @@ def _over_axes(call: Call) -> Kind:
     """Over some axes, none of which is the batch's."""
     value = call.first()
     if 0 in call.axes(call.option(1, "dim", "axis"), value.ndim):
-        raise call.refuse("works over the axis of the batch")
+        raise call.refuse("works over the axis of the batch", "proof.over-batch")
     return Kind.EXAMPLES
 
 
@@ -359,10 +371,10 @@ def _reshape(call: Call) -> Kind:
     """The same numbers in the same order: where the first axis stays the batch, no number leaves its example."""
     value, *sizes = call.leaves()
     if not isinstance(value, Value) or value.kind is not Kind.EXAMPLES:
-        raise call.refuse("needs examples as its first argument")
+        raise call.refuse("needs examples as its first argument", "proof.first")
     for size in sizes:
         if type(size) is not int and getattr(size, "kind", None) not in (Kind.NUMBER, Kind.BATCH_SIZE):
-            raise call.refuse("needs sizes as its other arguments")
+            raise call.refuse("needs sizes as its other arguments", "proof.sizes")
     return Kind.EXAMPLES
 
 
@@ -376,29 +388,29 @@ def _join(call: Call) -> Kind:
     """Along an axis that is not the batch's."""
     parts = call.args[0] if call.args else None
     if not isinstance(parts, tuple | list) or not all(getattr(part, "kind", None) is Kind.EXAMPLES for part in parts):
-        raise call.refuse("joins tensors that are not examples")
+        raise call.refuse("joins tensors that are not examples", "proof.joined")
     if 0 in call.axes(call.option(1, "dim", "axis"), call.result.ndim):
-        raise call.refuse("works over the axis of the batch")
+        raise call.refuse("works over the axis of the batch", "proof.over-batch")
     return Kind.EXAMPLES
 
 
 def _product(call: Call) -> Kind:
     """A product of matrices of each example with each other, or with a shared matrix from the right."""
     if len(call.args) != 2 or call.kwargs or not all(isinstance(value, Value) for value in call.args):
-        raise call.refuse("is not a product of two tensors")
+        raise call.refuse("is not a product of two tensors", "proof.product")
     left, right = call.args
     if left.kind is not Kind.EXAMPLES or right.kind not in (Kind.EXAMPLES, Kind.SHARED):
-        raise call.refuse("is not a product of examples from the left")
+        raise call.refuse("is not a product of examples from the left", "proof.product")
     apart = left.ndim == right.ndim > 2 if right.kind is Kind.EXAMPLES else left.ndim >= 2 >= right.ndim
     if not apart:
-        raise call.refuse("multiplies along the axis of the batch")
+        raise call.refuse("multiplies along the axis of the batch", "proof.product")
     return Kind.EXAMPLES
 
 
 def _image(call: Call) -> Kind:
     """Operations on images [b, C, H, W]; with three axes they would take the batch for the channels."""
     if call.first().ndim != 4:
-        raise call.refuse("needs images [batch, channels, height, width]")
+        raise call.refuse("needs images [batch, channels, height, width]", "proof.images")
     return Kind.EXAMPLES
 
 
@@ -406,22 +418,22 @@ def _item(call: Call) -> Kind:
     """Parts of every example, or one of a tensor's sizes."""
     value, index = call.args
     if not isinstance(value, Value):
-        raise call.refuse("is indexed by a computed number")
+        raise call.refuse("is indexed by a computed number", "proof.index")
     if value.kind is Kind.SIZES:
         return _one_size(call, value.content, index)
     first, *rest = index if isinstance(index, tuple) else (index,)
     call.first()
     used = [part for part in rest if part is not None and part is not Ellipsis]
     if not all(type(part) in (int, slice) for part in used):
-        raise call.refuse("is indexed by more than numbers and slices")
+        raise call.refuse("is indexed by more than numbers and slices", "proof.index")
     if first != slice(None) and not (first is Ellipsis and len(used) < value.ndim):
-        raise call.refuse("selects examples of the batch")
+        raise call.refuse("selects examples of the batch", "proof.index")
     return Kind.EXAMPLES
 
 
 def _attribute(call: Call) -> Kind:
     if call.args[1:] != ("shape",):
-        raise call.refuse(f"{call.args[1]!r} is not known to keep examples apart")
+        raise call.refuse(f"{call.args[1]!r} is not known to keep examples apart", "proof.unknown")
     return Kind.SIZES
 
 
@@ -432,8 +444,16 @@ def _size(call: Call) -> Kind:
 
 def _one_size(call: Call, sizes: torch.Size, axis: Any) -> Kind:
     if type(axis) is not int:
-        raise call.refuse("reads several sizes at once")
+        raise call.refuse("reads several sizes at once", "proof.sizes")
     return Kind.BATCH_SIZE if axis % len(sizes) == 0 else Kind.NUMBER
+
+
+def _cast(call: Call) -> Kind:
+    """The same numbers as another type; of a second tensor the type alone is taken."""
+    value = call.args[0]
+    if not isinstance(value, Value) or value.kind not in (Kind.EXAMPLES, Kind.SHARED):
+        raise call.refuse("needs examples as its first argument", "proof.first")
+    return Kind(value.kind)
 
 
 _NAMES: dict[Rule, str] = {
@@ -448,6 +468,7 @@ _NAMES: dict[Rule, str] = {
     _product: "matmul bmm",
     _image: "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d",
     _size: "size",
+    _cast: "to type_as float double long",
 }
 _OPERATORS = "add sub mul truediv floordiv gt lt ge le eq ne"
 METHODS: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
@@ -472,15 +493,40 @@ def _vectors(call: Call) -> Kind:
     return Kind.EXAMPLES
 
 
+def _over_last_axes(call: Call) -> Kind:
+    """A norm over the last axes, none of which is the batch's."""
+    layer: Any = call.layer
+    if call.first().ndim <= len(layer.normalized_shape):
+        raise call.refuse("works over the axis of the batch", "proof.over-batch")
+    return _elementwise(call)
+
+
+def _constant_norm(call: Call) -> Kind:
+    """A BatchNorm by constants."""
+    layer: Any = call.layer
+    if layer.training or layer.running_mean is None or call.first().ndim < 2:
+        raise call.refuse("works over the axis of the batch", "proof.over-batch")
+    return _elementwise(call)
+
+
+def _look_up(call: Call) -> Kind:
+    """A row of a table for each token."""
+    layer: Any = call.layer
+    if layer.max_norm is not None:
+        raise call.refuse("changes its table", "proof.table")
+    call.first()
+    return Kind.EXAMPLES
+
+
 def _over_own_axis(call: Call) -> Kind:
     if call.layer is None or 0 in call.axes(call.layer.dim, call.first().ndim):
-        raise call.refuse("works over the axis of the batch")
+        raise call.refuse("works over the axis of the batch", "proof.over-batch")
     return Kind.EXAMPLES
 
 
 def _not_dropped(call: Call) -> Kind:
     if call.layer is None or call.layer.p:
-        raise call.refuse("draws random numbers")
+        raise call.refuse("draws random numbers", "proof.random")
     return _elementwise(call)
 
 
@@ -492,6 +538,10 @@ LAYERS: dict[type[nn.Module], Rule] = {
     nn.GroupNorm: _vectors,
     nn.Conv2d: _image,
     nn.Flatten: _reshape,
+    nn.Embedding: _look_up,
+    nn.LayerNorm: _over_last_axes,
+    nn.RMSNorm: _over_last_axes,
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _constant_norm),
     nn.Softmax: _over_own_axis,
     nn.LogSoftmax: _over_own_axis,
     nn.Dropout: _not_dropped,
