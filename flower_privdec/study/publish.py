@@ -103,7 +103,7 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
     """Draw one figure of a part to an SVG file; return whether there was anything to draw."""
     panels, reading = result.axes[figure.panels].labels() if figure.panels else [None], result.metric(figure.metric)
     with drawing(salt=path.stem):
-        canvas = new_figure(max(5.2, 3.5 * len(panels)), 3.4)
+        canvas = new_figure(max(5.2, 3.5 * len(panels)) + (1.4 if figure.by else 0.0), 3.4)
         all_axes = canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         has_data = False
         for axes, panel in zip(all_axes, panels, strict=True):
@@ -118,8 +118,8 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
             return False
         all_axes[0].set_ylabel(reading.title + (" (%)" if reading.share else ""))
         if figure.by:
-            style = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.9}  # no grid through its text
-            all_axes[-1].legend(**style, fontsize=8.5, title=result.title(figure.by))
+            style = {"loc": "outside right center", "frameon": False, "fontsize": 8.5}  # where it hides no line
+            canvas.legend(*all_axes[-1].get_legend_handles_labels(), **style, title=result.title(figure.by))
         canvas.suptitle(title_of(figure, result), x=0.01, ha="left", fontsize=10.5)
         canvas.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
     return True

@@ -16,13 +16,13 @@ and nothing else: later exchanges are functions of these. Zeroing out one exampl
 vector alone, by v with |v| <= |s_i| C_i where the example is drawn, whatever the other peers drew. Whitened by
 Σ_H^{-1/2}, the shift has the length |v| sqrt([Σ_H^{-1}]_ii). So the step is the same sampled Gaussian as without pairs
 (see `events`), with noise V_i = [Σ_H^{-1}]_ii^{-1/2} in place of D_i. Steps draw independent numbers, so they compose
-as before. Fewer than q colluders know less, so the sets of exactly q are the worst. A peer whose budget is spent releases
-its noise without an example, which changes no covariance. Where peers of a step release nothing, what is seen has a
-submatrix of Σ_H, the inverse of which is smaller on the rest. If all others collude, D_i is left. ∎
+as before. Fewer than q colluders know less, so the sets of exactly q are the worst. A peer whose budget is spent
+releases its noise without an example, which changes no covariance. Where peers of a step release nothing, what is seen
+has a submatrix of Σ_H, the inverse of which is smaller on the rest. If all others collude, D_i is left. ∎
 
-Sizes that are private. V_i then is that of a peer with `data.at_least` examples. One with J_i more has the same s_i C_i,
-for Poisson batches are divided by their expected size, and draws an example with a smaller chance: a mixture of the
-larger chance's output and that without the example, the divergences of which are smaller, for they are convex. ∎
+Sizes that are private. V_i then is that of a peer with `data.at_least` examples. One with more has the same s_i C_i,
+for Poisson batches are divided by their expected size, and draws an example with a smaller chance. Its step is a
+mixture of the step at the larger chance and of that without the example, and divergences are convex. ∎
 
 Peers that restart. On a network a peer may take a step again, by another process, or lack a pair's draw. Let a *node*
 be one release of a step by one process. Two rules are enforced (`noise.pair_noise`): (a) each draw is added by one node
