@@ -396,9 +396,11 @@ class FrameCodec:
             return Progress(*ends, header.number)
         if header.kind == FrameKind.HELLO:
             challenge, answers, *counters = HELLO.unpack(body)
-            opened, want = bool(header.flags & OPENED), header.flags // WANT % WANT
-            facts = header.incarnation, header.boot, challenge, answers, opened, header.round_index
-            return Hello(*ends, *facts, *counters, want=want)
+            opened = bool(header.flags & OPENED)
+            counters.append(header.flags // WANT % WANT)
+            return Hello(
+                *ends, header.incarnation, header.boot, challenge, answers, opened, header.round_index, *counters
+            )
         if len(body) < LEDGER_REPORT.size or (len(body) - LEDGER_REPORT.size) % LINES.size:
             raise RefusedError(
                 f"a report of peer {header.sender} has {header.length} bytes, which none has", code="frame.length"
