@@ -52,7 +52,7 @@ def build_model(
     INITS.check(init, "model.init")
     shape = tuple(int(size) for size in input_shape)
     if not shape or min(shape) < 1 or n_classes < 1:
-        raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive")
+        raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive", code="model.shape")
     where = f"model.{'module' if ':' in name else 'name'}={name!r}"
     factory = _own(name, arguments or {}) if ":" in name else _named(name, shape, n_classes, n_tokens, options)
     if ":" not in name:  # it is counted without its parameters
@@ -84,7 +84,7 @@ def check_model(module: nn.Module, where: str = "model") -> None:
         ScenarioError: batch normalisation, running statistics, dropout, frozen parameters or none at all.
     """
     if not isinstance(module, nn.Module):
-        raise ScenarioError(f"{where} must be a torch.nn.Module, not {type(module).__name__}")
+        raise ScenarioError(f"{where} must be a torch.nn.Module, not {type(module).__name__}", code="model.no-module")
     for path, part in module.named_modules():
         kind = type(part).__name__
         if isinstance(part, _BatchNorm) and not isinstance(part, _InstanceNorm):
@@ -94,20 +94,25 @@ def check_model(module: nn.Module, where: str = "model") -> None:
                 code="model.batch-norm",
             )
         if isinstance(part, _InstanceNorm) and part.track_running_stats:
-            raise ScenarioError(f"{where} uses {kind} ({path}) with running statistics: use GroupNorm")
+            raise ScenarioError(
+                f"{where} uses {kind} ({path}) with running statistics: use GroupNorm", code="model.running-statistics"
+            )
         if isinstance(part, _DropoutNd) and part.p > 0:
             raise ScenarioError(
-                f"{where} uses {kind} ({path}), whose random numbers are not keyed by peer and round: leave it out"
+                f"{where} uses {kind} ({path}), whose random numbers are not keyed by peer and round: leave it out",
+                code="model.random",
             )
     if not list(module.parameters()):
-        raise ScenarioError(f"{where} has no parameters to train")
+        raise ScenarioError(f"{where} has no parameters to train", code="model.no-parameters")
     for path, parameter in module.named_parameters():
         if not parameter.is_floating_point():
             raise ScenarioError(
                 f"{where} has a parameter of {parameter.dtype} ({path}): it must be of floating numbers"
             )
         if not parameter.requires_grad:
-            raise ScenarioError(f"{where} has a frozen parameter ({path}): register it as a buffer")
+            raise ScenarioError(
+                f"{where} has a frozen parameter ({path}): register it as a buffer", code="model.frozen"
+            )
 
 
 def parameter_count(module: nn.Module) -> int:
@@ -137,7 +142,9 @@ def unflatten(module: nn.Module, row: Tensor) -> nn.Module:
     """
     d = parameter_count(module)
     if row.shape != (d,):
-        raise ScenarioError(f"a row of shape {list(row.shape)} must be [{d}], the number of parameters")
+        raise ScenarioError(
+            f"a row of shape {list(row.shape)} must be [{d}], the number of parameters", code="model.row"
+        )
     with torch.no_grad():
         parts = torch.split(row, [parameter.numel() for parameter in module.parameters()])
         for parameter, part in zip(module.parameters(), parts, strict=True):
@@ -172,7 +179,8 @@ def _cnn(
     if min(height, width) < 1:
         raise ScenarioError(
             f"model.channels={list(channels)} has {len(channels)} poolings of 2 x 2, too many for images of "
-            f"{shape[1]} x {shape[2]} pixels: give fewer, or set model.pool to false"
+            f"{shape[1]} x {shape[2]} pixels: give fewer, or set model.pool to false",
+            code="model.pooling",
         )
     return nn.Sequential(*layers, nn.Flatten(), *_dense(size * height * width, hidden, n_classes, activation))
 
@@ -180,7 +188,9 @@ def _cnn(
 def _resnet18_gn(shape: Shape, n_classes: int, *, groups: int, width: int) -> nn.Module:
     channels = _image(shape)[0]
     if width % groups:
-        raise ScenarioError(f"model.width={width} must be a multiple of model.groups={groups}: change one of them")
+        raise ScenarioError(
+            f"model.width={width} must be a multiple of model.groups={groups}: change one of them", code="model.groups"
+        )
     layers: list[nn.Module] = [_conv_norm(channels, width, 3, 1, groups), nn.ReLU()]
     size = width
     for stage in range(4):
@@ -231,7 +241,7 @@ def _dense(size: int, hidden: Sequence[int], n_classes: int, activation: str) ->
     layers: list[nn.Module] = []
     for width in hidden:
         if width < 1:
-            raise ScenarioError(f"model.hidden={list(hidden)} must be positive widths")
+            raise ScenarioError(f"model.hidden={list(hidden)} must be positive widths", code="model.widths")
         layers += [nn.Linear(size, width), _activation(activation)]
         size = width
     return [*layers, nn.Linear(size, n_classes)]
@@ -246,7 +256,8 @@ def _image(shape: Shape) -> Shape:
     if len(shape) != 3:
         raise ScenarioError(
             f"model.name: a convolutional model takes images [channels, height, width], and examples here are "
-            f"{list(shape)}: use linear or mlp"
+            f"{list(shape)}: use linear or mlp",
+            code="model.no-images",
         )
     return shape
 
@@ -272,13 +283,21 @@ def _named(
 ) -> Callable[[], nn.Module]:
     MODELS.check(name, "model.name")
     if n_tokens is None and name == "text":
-        raise ScenarioError("model.name='text' is for tokens: use linear or mlp for numbers, or give data.vocabulary")
+        raise ScenarioError(
+            "model.name='text' is for tokens: use linear or mlp for numbers, or give data.vocabulary",
+            code="model.tokens",
+        )
     if n_tokens is not None and name != "text":
-        raise ScenarioError(f"model.name={name!r} is for numbers and the data are tokens: use text, or your own module")
+        raise ScenarioError(
+            f"model.name={name!r} is for numbers and the data are tokens: use text, or your own module",
+            code="model.tokens",
+        )
     valid = MODEL_OPTIONS[name]
     for option in options:
         if option not in valid:
-            raise ScenarioError(f"model.{option} is no option of {name}: its options are {', '.join(valid)}")
+            raise ScenarioError(
+                f"model.{option} is no option of {name}: its options are {', '.join(valid)}", code="model.option"
+            )
     tokens = () if n_tokens is None else (n_tokens,)
     return partial(_BUILDERS[name], shape, n_classes, *tokens, **{**valid, **options})
 
@@ -287,7 +306,7 @@ def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
     function = load_own(target, "model.module", must_be="a function that returns a torch.nn.Module")
 
     def build() -> nn.Module:
-        with users_code(f"model.module={target!r} could not be built with {dict(arguments)}"):
+        with users_code(f"model.module={target!r} could not be built with {dict(arguments)}", code="code.fails"):
             model: nn.Module = function(**arguments)
         return model
 
@@ -295,15 +314,18 @@ def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
 
 
 def _check_output(module: nn.Module, where: str, shape: Shape, n_classes: int, n_tokens: int | None) -> None:
-    with users_code(f"{where} cannot take inputs of shape {list(shape)}"), torch.enable_grad():
+    with users_code(f"{where} cannot take inputs of shape {list(shape)}", code="model.input"), torch.enable_grad():
         output = module(torch.zeros(2, *shape, dtype=torch.float32 if n_tokens is None else torch.int64))
     if not isinstance(output, Tensor):
         raise ScenarioError(
-            f"{where} returns {type(output).__name__} for 2 examples: it must be one tensor [2, {n_classes}]"
+            f"{where} returns {type(output).__name__} for 2 examples: it must be one tensor [2, {n_classes}]",
+            code="model.output",
         )
     if not output.is_floating_point():
         raise ScenarioError(f"{where} returns {output.dtype}: it must be floating numbers, through which gradients go")
     if output.shape != (2, n_classes):
-        raise ScenarioError(f"{where} turns 2 examples into {list(output.shape)}: it must be [2, {n_classes}]")
+        raise ScenarioError(
+            f"{where} turns 2 examples into {list(output.shape)}: it must be [2, {n_classes}]", code="model.output"
+        )
     if not output.requires_grad:
         raise ScenarioError(f"{where} returns what depends on no parameter: is there a detach() or no_grad() in it?")

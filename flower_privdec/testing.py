@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import CodedError
 from flower_privdec.core import Exchange
 from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, LocalBatch, PeerData
@@ -156,6 +157,15 @@ def run_rounds(experiment: Experiment, rounds: int) -> Engine:
     return engine
 
 
+class BrokenLaw(CodedError, AssertionError):  # noqa: N818 (a law of an experiment; the code may be right)
+    """A law of privacy does not hold for an experiment."""
+
+
+def _hold(condition: bool, message: str, code: str) -> None:
+    if not condition:
+        raise BrokenLaw(message, code=code)
+
+
 # --- one example moves a release by no more than declared ---
 
 
@@ -173,7 +183,7 @@ def assert_sensitivity(
         The most that a release moved, over what is declared.
 
     Raises:
-        AssertionError: naming the step, the sum, and how far it moved.
+        BrokenLaw: naming the step, the sum, and how far it moved.
     """
     with recording() as tape:
         run_rounds(experiment, rounds)
@@ -188,9 +198,8 @@ def assert_sensitivity(
                 moved = float((one.raw[name][row] - other.raw[name][row]).norm() / one.unit[row])
                 allowed = release.drawn if release.over == "all" or example in one.positions[row] else release.idle
                 where = f"step {one.step}: sum {name!r} of peer {peer}"
-                assert moved <= allowed * (1 + slack) + slack, (
-                    f"{where} moves by {moved:.6g} clip norms, declared {allowed:.6g}"
-                )
+                message = f"{where} moves by {moved:.6g} clip norms, declared {allowed:.6g}"
+                _hold(moved <= allowed * (1 + slack) + slack, message, "law.sensitivity")
                 most = max(most, moved / allowed if allowed else 0.0)
     return most
 
@@ -221,7 +230,8 @@ class _Watched:
         to = [None] * len(peers) if receivers is None else receivers.tolist()
         for peer, receiver, scale in zip(peers.tolist(), to, std.tolist(), strict=True):
             draw = peer, step, purpose, receiver
-            assert draw not in self.drawn, f"a draw of noise is used twice: peer {peer}, step {step}, {purpose!r}"
+            message = f"a draw of noise is used twice: peer {peer}, step {step}, {purpose!r}"
+            _hold(draw not in self.drawn, message, "law.noise-twice")
             self.drawn[draw] = scale
         self._source.add_(out, std, step, peers, purpose, receivers)
 
@@ -230,7 +240,7 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
     """Check that each published sum has the noise of the plan, and that no draw is used twice.
 
     Raises:
-        AssertionError: naming the step and the sum.
+        BrokenLaw: naming the step and the sum.
     """
     plan, cohort = experiment.own.protection, experiment.cohort()
     assert plan is not None
@@ -252,10 +262,12 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
 def _check_noise(step: Released, row: int, name: str, multiplier: float, std: float | None) -> None:
     where = f"step {step.step}: sum {name!r} of peer {step.peers[row]}"
     expected = multiplier * float(step.unit[row])
-    assert abs((std or 0.0) - expected) <= 1e-9 * expected, f"{where} has noise {std}, and must have {expected}"
+    message = f"{where} has noise {std}, and must have {expected}"
+    _hold(abs((std or 0.0) - expected) <= 1e-9 * expected, message, "law.noise")
     noise = step.after[name][row] - step.before[name][row] - step.raw[name][row]
     size = float(noise.norm()) / math.sqrt(len(noise))
-    assert (size > 0.1 * expected) if expected else size < 1e-9, f"{where}: its noise of {expected} was not added"
+    message = f"{where}: its noise of {expected} was not added"
+    _hold(size > 0.1 * expected if expected else size < 1e-9, message, "law.noise")
 
 
 # --- nothing else leaves ---
@@ -332,7 +344,7 @@ def assert_nothing_else_leaves(
         peer: whose examples are all replaced.
 
     Raises:
-        AssertionError: naming where something differs.
+        BrokenLaw: naming where something differs.
     """
     with recording() as tape:
         expected = watch(experiment)
@@ -343,7 +355,9 @@ def assert_nothing_else_leaves(
         for one, other in zip(tape.steps, again.steps, strict=True)
         for name in one.raw
     )
-    assert moved or not tape.steps, "the other data change nothing: the law says nothing about this experiment"
+    message = "the other data change nothing: the law says nothing about this experiment"
+    _hold(moved or not tape.steps, message, "law.same-data")
     assert observed.keys() == expected.keys()
     for place, value in expected.items():
-        assert observed[place] == value, f"{place}: what leaves peer {peer} depends on examples beside what is declared"
+        message = f"{place}: what leaves peer {peer} depends on examples beside what is declared"
+        _hold(observed[place] == value, message, "law.leak")

@@ -75,3 +75,14 @@ def test_a_docstring_names_what_is_there(path: Path) -> None:
     """A module, function or key that prose puts in backticks occurs in the code."""
     quoted = [(line, name) for text, line in prose(path) for name in re.findall(r"`([A-Za-z_][\w.]*)`", text)]
     assert [f"line {line}: {name}" for line, name in quoted if not set(name.split(".")) <= NAMES] == []
+
+
+TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path.parent.name != "flower"]
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
+def test_a_test_matches_the_code_of_an_error_and_not_its_wording(path: Path) -> None:
+    """`raises` of tests/support takes the code; the wording of the system's own errors alone may be matched."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    matching = [call for call in calls if any(keyword.arg == "match" for keyword in call.keywords)]
+    assert [f"line {call.lineno}" for call in matching if ast.unparse(call.args[0]) != "OSError"] == []

@@ -63,7 +63,7 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
         must_be="a subclass of flower_privdec.core.Algorithm",
     )
     where = f"algorithm.module={section.module!r}"
-    with users_code(f"{where} could not be built"):
+    with users_code(f"{where} could not be built", code="code.fails"):
         algorithm: Algorithm = own(section)
     check_algorithm(algorithm, where)
     return algorithm

@@ -138,7 +138,8 @@ class ADP2SGD(Algorithm):
         if topology.directed or topology.name == "server" or participation.kind != "all":
             raise ScenarioError(
                 f"algorithm.name=adp2-sgd on topology {topology.name} with participation {participation.kind} must "
-                "have an undirected graph and participation all: one peer wakes at a time and averages with a neighbour"
+                "have an undirected graph and participation all: one peer wakes and averages with a neighbour",
+                code="mixing.directed",
             )
         waking = Waking(topology.n_peers, seed)
         return Mixing(WakingEdges(topology, waking), "metropolis"), waking

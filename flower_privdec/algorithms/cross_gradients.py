@@ -97,7 +97,8 @@ def check_symmetric(name: str, mixing: Mixing) -> None:
     topology = mixing.topology
     if topology.name == "server":
         raise ScenarioError(
-            f"algorithm.name={name} on topology server must be on a graph of peers, who answer each other: use complete"
+            f"algorithm.name={name} on topology server must be on a graph of peers who answer each other: use complete",
+            code="mixing.server",
         )
     for k in range(topology.period or 1):
         senders, receivers, weights = mixing.matrix(k).links()
@@ -106,5 +107,6 @@ def check_symmetric(name: str, mixing: Mixing) -> None:
         if not alike or not np.allclose(weights[there], weights[back], rtol=1e-12):
             raise ScenarioError(
                 f"algorithm.name={name} on topology {topology.name} must have symmetric weights, ω_ij = ω_ji, for "
-                "peers reply to their in-neighbors; use an undirected graph, such as ring, bipartite or complete"
+                "peers reply to their in-neighbors; use an undirected graph, such as ring, bipartite or complete",
+                code="mixing.not-symmetric",
             )

@@ -96,7 +96,8 @@ class DPDDA(Algorithm):
         if not isinstance(kernel, StackedKernel | SparseLinearKernel) or len(kernel.layers) != 1:
             raise ScenarioError(
                 f"algorithm.name={self.name} must have a model that is one linear layer: dual averaging is of convex "
-                "losses and starts at 0; use model linear (or softmax), or another algorithm"
+                "losses and starts at 0; use model linear (or softmax), or another algorithm",
+                code="model.not-linear",
             )
 
     def buffers(self, participation: Participation) -> int:
@@ -154,7 +155,8 @@ class DDA(DPDDA):
         """Return the mixing and that everybody is active."""
         if participation.kind != "all":
             raise ScenarioError(
-                f"participation.kind={participation.kind} must be all for dda; use dp-dda, of which it is the baseline"
+                f"participation.kind={participation.kind} must be all for dda; use dp-dda, of which it is the baseline",
+                code="participation.kind",
             )
         return super().exchange(topology, weights, participation, seed)
 

@@ -159,7 +159,8 @@ class Scaffold(FedAvg):
         """Refuse any graph but the server's: c is one vector that all peers agree on."""
         if topology.name != "server":
             raise ScenarioError(
-                f"algorithm.name=scaffold on topology {topology.name} must be on topology server: c is common to all"
+                f"algorithm.name=scaffold on topology {topology.name} must be on topology server: c is common to all",
+                code="mixing.no-server",
             )
         return super().exchange(topology, weights, participation, seed)
 

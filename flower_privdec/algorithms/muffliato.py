@@ -105,10 +105,12 @@ class Muffliato(Algorithm):
         if topology.directed or topology.period != 1 or participation.kind != "all":
             raise ScenarioError(
                 f"{where} must have an undirected graph that stays the same, and participation all, for it is tuned to "
-                "one matrix; use acceleration: none"
+                "one matrix; use acceleration: none",
+                code="muffliato.chebyshev",
             )
         if topology.n_peers > MOST_MEASURED:
             raise ScenarioError(
                 f"{where} must have n_peers <= {MOST_MEASURED}, not {topology.n_peers}: it needs the eigenvalues of W; "
-                "use acceleration: none"
+                "use acceleration: none",
+                code="muffliato.many-peers",
             )

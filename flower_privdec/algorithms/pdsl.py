@@ -86,7 +86,8 @@ class PDSL(CrossGradients):
         if self.options.shapley == "exact" and largest > LARGEST_EXACT:
             raise ScenarioError(
                 f"algorithm.shapley=exact tries all coalitions of {LARGEST_EXACT} peers at most, and a peer has "
-                f"{largest} in its neighbourhood, itself among them: use monte-carlo, or a graph with fewer neighbours"
+                f"{largest} in its neighbourhood, itself among them: use monte-carlo, or a graph with fewer neighbours",
+                code="pdsl.neighbourhood",
             )
         return mixing, participation
 
@@ -105,13 +106,15 @@ class PDSL(CrossGradients):
         count = self.options.validation_subsample
         if public.validation is None:
             raise ScenarioError(
-                "data.validation must say how many public test examples pdsl weighs gradients by: add it"
+                "data.validation must say how many public test examples pdsl weighs gradients by: add it",
+                code="pdsl.validation",
             )
         if loss.targets != "classes":
             raise ScenarioError(f"algorithm.name=pdsl weighs by accuracy, and the task's loss takes {loss.targets}")
         if count is not None and count > len(public.validation.y):
             raise ScenarioError(
-                f"algorithm.validation_subsample={count} must be at most data.validation={len(public.validation.y)}"
+                f"algorithm.validation_subsample={count} must be at most data.validation={len(public.validation.y)}",
+                code="pdsl.subsample",
             )
 
     def trials(self, members: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.scenario.sections import RegularizerSection
 
 ROUNDING = 1e-6
@@ -38,7 +38,9 @@ class Regularizer:
     def __post_init__(self) -> None:
         alone = (self.l2, self.l1, self.lower, self.upper) == (0.0, 0.0, -math.inf, math.inf)
         if math.isfinite(self.radius) and not alone:
-            raise ValueError("a ball has its step in closed form only by itself, without l1, l2 and a box")
+            raise ArgumentError(
+                "a ball has its step in closed form only by itself, without l1, l2 and a box", code="regularizer.ball"
+            )
 
     def minimizer(self, z: Tensor, scale: float, gamma: float) -> Tensor:
         """Return argmin_x <z, x> + scale h(x) + gamma ‖x‖² / 2 for each row z, in closed form.
@@ -69,7 +71,8 @@ class Regularizer:
         if not strength > 0:
             raise ScenarioError(
                 f"gamma={gamma:g} must be > 0 where the regularizer is not strongly convex: the step has no single "
-                "least value; raise algorithm.gamma, or use an l2 or elastic-net regularizer"
+                "least value; raise algorithm.gamma, or use an l2 or elastic-net regularizer",
+                code="regularizer.not-strongly-convex",
             )
         x = functional.softshrink(-z, scale * self.l1) if scale * self.l1 > 0 else -z
         x.div_(strength)

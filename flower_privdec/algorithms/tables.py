@@ -195,7 +195,8 @@ def stacked(kernel: GradientKernel) -> StackedKernel:
     if not isinstance(kernel, StackedKernel):
         raise ScenarioError(
             "algorithm.table='factored' needs a stack of linear layers (linear or mlp); "
-            "use snapshot, blocks or dense for this model"
+            "use snapshot, blocks or dense for this model",
+            code="tables.not-stacked",
         )
     return kernel
 

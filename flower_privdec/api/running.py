@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario
-from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.errors import ArgumentError, RunError, ScenarioError
 from flower_privdec.common.formatting import NOTHING, epsilon_text, one_line, setting, shown
 from flower_privdec.common.user_code import Given, require
 from flower_privdec.core import Algorithm
@@ -123,7 +123,10 @@ def _watching(callback: OnEvaluation | None, rounds: int) -> Callable[[dict[str,
         answer: object = None if callback is None else callback(metrics)
         if answer is not None and not isinstance(answer, bool | np.bool):
             kind = type(answer).__name__
-            raise TypeError(f"on_metrics returned a {kind}: it must return True to stop the run, or None to go on")
+            raise ArgumentError(
+                f"on_metrics returned a {kind}: it must return True to stop the run, or None to go on",
+                code="api.on-metrics",
+            )
         if answer and metrics["round"] < rounds:
             raise _Stopped
 

@@ -14,7 +14,7 @@ def check_kinds(arguments: Mapping[str, Any], kinds: tuple[Any, ...], words: str
     """Raise unless all are of some types, which `words` describe, or None; a bool is no number."""
     for name, value in arguments.items():
         if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
-            raise ScenarioError(f"{name}={value!r} must be {words}")
+            raise ScenarioError(f"{name}={value!r} must be {words}", code="argument.kind")
 
 
 def check_numbers(arguments: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.errors import ArgumentError, ScenarioError, did_you_mean
 
 T = TypeVar("T")
 
@@ -52,7 +52,9 @@ class Choice:
             ValueError: when it is not for exactly these names.
         """
         if set(built) != set(self):
-            raise ValueError(f"the catalogue and what is built differ in {sorted(set(built) ^ set(self))}")
+            raise ArgumentError(
+                f"the catalogue and what is built differ in {sorted(set(built) ^ set(self))}", code="catalogue.differs"
+            )
         return {name: built[name] for name in self}
 
     def some(self, *names: str) -> Choice:

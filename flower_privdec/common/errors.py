@@ -7,20 +7,31 @@ import re
 from collections.abc import Iterable, Sequence
 
 
-class PrivdecError(Exception):
-    """Something the user can mend; the command line prints it as one line and exits with status 2.
+class CodedError(Exception):
+    """An error that names the rule that was broken.
 
     Attributes:
-        code: a stable name of the rule that was broken, such as `privacy.budget-spent`; messages may be reworded, codes
-            stay. Empty where a rule has no name yet.
-        exit_status: of the command.
+        code: a stable name of the rule, such as `privacy.budget-spent`; messages may be reworded, codes stay. Empty
+            where a rule has no name yet.
     """
-
-    exit_status = 2
 
     def __init__(self, message: str = "", *, code: str = "") -> None:
         super().__init__(message)
         self.code = code
+
+
+class ArgumentError(CodedError, ValueError):
+    """An argument breaks a rule, which is the caller's mistake; or, in a validator of pydantic, a key of a scenario."""
+
+
+class PrivdecError(CodedError):
+    """Something the user can mend; the command line prints it as one line and exits with status 2.
+
+    Attributes:
+        exit_status: of the command.
+    """
+
+    exit_status = 2
 
 
 class ScenarioError(PrivdecError):

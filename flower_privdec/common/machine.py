@@ -71,4 +71,6 @@ def check_room(needed: int, what: str, remedy: str) -> None:
     """
     free = available_bytes(torch.device("cpu"))
     if needed > HEADROOM * free:
-        raise ScenarioError(f"{what} needs about {memory(needed)}, and {memory(free)} are free; {remedy}")
+        raise ScenarioError(
+            f"{what} needs about {memory(needed)}, and {memory(free)} are free; {remedy}", code="memory.short"
+        )

@@ -258,12 +258,14 @@ def check_algorithm(algorithm: Algorithm, where: str) -> None:
     """
     program, none = getattr(algorithm, "program", None), object()
     if not isinstance(program, tuple) or not program or not all(map(callable, _steps(program))):
-        raise ScenarioError(f"{where}: program must be a tuple of steps and exchanges")
+        raise ScenarioError(f"{where}: program must be a tuple of steps and exchanges", code="algorithm.program")
     weights = getattr(algorithm, "weights", none)
     if weights not in ("column-stochastic", "doubly-stochastic", None):
         raise ScenarioError(f"{where}: weights must be 'column-stochastic', 'doubly-stochastic' or None")
     if weights is None and len(_steps(program)) < len(program):
-        raise ScenarioError(f"{where}: weights must not be None, for the program has exchanges")
+        raise ScenarioError(
+            f"{where}: weights must not be None, for the program has exchanges", code="algorithm.weights"
+        )
 
 
 def _steps(program: tuple[Step | Exchange, ...]) -> list[Step]:

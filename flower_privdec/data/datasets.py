@@ -69,7 +69,8 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
             raise ScenarioError(f"data.partition.{key} is missing: kind {kind} needs it")
     if kind not in ("iid", "sizes") and (labels.ndim != 1 or labels.dtype.kind not in "ui"):
         raise ScenarioError(
-            f"data.partition.kind={kind} deals out classes, and the task's targets are none: use iid or sizes"
+            f"data.partition.kind={kind} deals out classes, and the task's targets are none: use iid or sizes",
+            code="data.no-classes",
         )
     _check_count("n_peers", n_peers, len(labels), "the number of training examples: lower it")
     parts = _KINDS[kind](labels, n_peers, seed, **options)
@@ -279,10 +280,13 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
     if source.targets != targets:
         raise ScenarioError(
             f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "
-            f"set task.loss to one of {fitting(source.targets)}"
+            f"set task.loss to one of {fitting(source.targets)}",
+            code="data.targets",
         )
     if section.vocabulary not in (None, source.n_tokens):
-        raise ScenarioError(f"data.vocabulary is for tokens of your own, and {name} is known: remove it")
+        raise ScenarioError(
+            f"data.vocabulary is for tokens of your own, and {name} is known: remove it", code="data.vocabulary"
+        )
     return source
 
 
@@ -313,7 +317,7 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
         n_classes = split.labels.shape[1]
         if section.classes is not None:
             message = f"data.classes={section.classes} counts classes, and the task takes {targets}: remove it"
-            raise ScenarioError(message)
+            raise ScenarioError(message, code="data.classes")
     elif not (n_classes := section.classes or source.n_classes or 0):
         classes = np.unique(split.labels)
         n_classes = max(2, len(classes))
@@ -333,7 +337,8 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
             most = f"must be at most {room}" if room else "leaves no room"
             raise ScenarioError(
                 f"data.validation={count} {most}: {name} has {total} public test examples, of which {tested} for "
-                "testing; take fewer of either"
+                "testing; take fewer of either",
+                code="data.validation",
             )
         held = np.asarray(np.arange(total)[_chosen(total, count, seed, "validation", name)])
         rest = np.setdiff1d(np.arange(total), held)
@@ -419,7 +424,8 @@ def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
         if own.shape[1:] != test.shape[1:]:
             raise ScenarioError(
                 f"data.root={root} has training {what} of shape {list(own.shape[1:])} and test {what} of shape "
-                f"{list(test.shape[1:])}: they must be equal; mend the file"
+                f"{list(test.shape[1:])}: they must be equal; mend the file",
+                code="data.shapes",
             )
     _check_labels(examples.y.numpy(), public.n_classes, f"data.root={root}: the training set")
 
@@ -433,7 +439,8 @@ def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarra
         shapes = sorted({tuple(part.shape[1:]) for part in arrays})
         if len(shapes) > 1:
             raise ScenarioError(
-                f"data.root={root} has {kind} of shapes {shapes}: all peers' must be alike; mend the files"
+                f"data.root={root} has {kind} of shapes {shapes}: all peers' must be alike; mend the files",
+                code="data.shapes",
             )
     parts = tuple(np.arange(a, b) for a, b in pairwise(ends))
     return Examples(joined(features), torch.from_numpy(np.concatenate([split.labels for split in splits])), parts)
@@ -444,7 +451,9 @@ def _chosen(total: int, count: int | None, seed: int, key: str, name: str) -> Ro
     if count is None or count == total:
         return slice(None)
     if not 1 <= count <= total:
-        raise ScenarioError(f"data.{key}={count} must be 1 to {total}, what {name} has: change it or leave it out")
+        raise ScenarioError(
+            f"data.{key}={count} must be 1 to {total}, what {name} has: change it or leave it out", code="data.count"
+        )
     return np.sort(keyed_generator(seed, f"data.{key}").choice(total, count, replace=False, shuffle=False))
 
 

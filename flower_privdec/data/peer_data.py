@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.catalogue import SAMPLINGS
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.data.datasets import Examples
 from flower_privdec.rows.keys import Secret, keyed_generator
 from flower_privdec.rows.sparse_rows import SparseRows
@@ -166,7 +166,7 @@ class Sampler:
         """
         rows = np.asarray(rows, dtype=np.int64)
         if step < 0 or (len(rows) and int(rows.min()) < 0):
-            raise ValueError(f"step {step} and rows {rows} must be >= 0")
+            raise ArgumentError(f"step {step} and rows {rows} must be >= 0", code="batch.negative")
         if self.kind == "full":
             sizes = self.partition_sizes[rows]
             return _padded(np.arange(int(sizes.max(initial=1))), sizes)
@@ -200,7 +200,7 @@ class Sampler:
     def _generator(self, purpose: str, number: int, row: int) -> np.random.Generator:
         peer = int(self.peers[row])
         if peer not in self.keys:
-            raise ValueError(f"peer {peer} has no key here: request only peers hosted here")
+            raise ArgumentError(f"peer {peer} has no key here: request only peers hosted here", code="keys.missing")
         return keyed_generator(self.keys[peer], purpose, number, peer)
 
     def _draw(self, number: int, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -336,7 +336,9 @@ class PeerData:
         """Move the training examples of the peers hosted here to the device, once."""
         sizes = examples.sizes
         if not np.array_equal(sizes, sampler.partition_sizes):
-            raise ValueError(f"the sampler is for peers of {sampler.partition_sizes} examples, not {sizes}")
+            raise ArgumentError(
+                f"the sampler is for peers of {sampler.partition_sizes} examples, not {sizes}", code="batch.sampler"
+            )
         self.sampler = sampler
         self.device, self.dtype, self.input_shape = torch.device(device), dtype, tuple(examples.x.shape[1:])
         self._start, self._row = np.cumsum([0, *sizes])[:-1], np.concatenate(examples.parts)

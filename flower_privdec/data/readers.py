@@ -202,7 +202,10 @@ def read_images(kind: str, root: str | None, wanted: Wanted) -> Source:
 
     def half(train: bool) -> Split:
         if root is None:
-            raise ScenarioError(f"{key} is missing: {kind} is read from ROOT/{folder}; give that root, or use digits")
+            raise ScenarioError(
+                f"{key} is missing: {kind} is read from ROOT/{folder}; give that root, or use digits",
+                code="data.no-root",
+            )
         path = Path(root) / folder
         for file in files:
             if not (path / file).is_file():
@@ -368,14 +371,20 @@ def read_targets(y: np.ndarray, targets: Targets, name: str) -> np.ndarray:
     wide = y[:, None] if y.ndim == 1 and targets == "numbers" else y
     if wide.ndim != 2 or 0 in wide.shape or y.dtype.kind not in "buif":
         raise ScenarioError(
-            f"{name} is {y.dtype} {list(y.shape)} and the task's loss takes {targets}: {TARGETS[targets]}"
+            f"{name} is {y.dtype} {list(y.shape)} and the task's loss takes {targets}: {TARGETS[targets]}",
+            code="data.targets",
         )
     with np.errstate(over="ignore"):
         values = np.ascontiguousarray(wide, dtype=np.float32)
     if targets == "labels" and not bool(np.isin(wide, (0, 1)).all()):
-        raise ScenarioError(f"{name} holds other numbers than 0 and 1: {TARGETS['labels']}; mend the file")
+        raise ScenarioError(
+            f"{name} holds other numbers than 0 and 1: {TARGETS['labels']}; mend the file", code="data.labels"
+        )
     if not bool(np.isfinite(values).all()):
-        raise ScenarioError(f"{name} holds NaN or infinity in float32: every target must be finite; mend the file")
+        raise ScenarioError(
+            f"{name} holds NaN or infinity in float32: every target must be finite; mend the file",
+            code="data.not-finite",
+        )
     return values
 
 
@@ -427,17 +436,22 @@ def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wan
     if x.dtype.kind not in "buif" or x.ndim < 2 or 0 in x.shape[1:]:
         raise ScenarioError(f"{name} is {x.dtype} {list(x.shape)}: it must be numbers, [examples, features...]")
     if len(x) != len(labels):
-        raise ScenarioError(f"{name} has {len(x)} rows for {len(labels)} labels: there must be one for each")
+        raise ScenarioError(
+            f"{name} has {len(x)} rows for {len(labels)} labels: there must be one for each", code="data.lengths"
+        )
     if wanted.targets == "classes":
         labels = binary_labels(labels, where)
     if wanted.n_tokens is not None:
         most = wanted.n_tokens - 1
         if x.dtype.kind not in "ui":
-            raise ScenarioError(f"{name} is {x.dtype}: with data.vocabulary it must be whole numbers 0..{most}")
+            raise ScenarioError(
+                f"{name} is {x.dtype}: with data.vocabulary it must be whole numbers 0..{most}", code="data.tokens"
+            )
         if len(x) and (int(x.min()) < 0 or int(x.max()) > most):
             raise ScenarioError(
                 f"{name} holds tokens from {x.min()} to {x.max()}: they must be 0..{most}; mend the file, or raise "
-                "data.vocabulary"
+                "data.vocabulary",
+                code="data.tokens",
             )
         tokens = torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64))
         return Split(labels, lambda rows: tokens[rows])
@@ -451,7 +465,9 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     with np.errstate(over="ignore"):
         tensor = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     if not bool(torch.isfinite(tensor).all()):
-        raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend it")
+        raise ScenarioError(
+            f"{name} holds NaN or infinity in float32: every feature must be finite; mend it", code="data.not-finite"
+        )
     return tensor
 
 
@@ -551,14 +567,16 @@ def read_own(target: str, root: str | None, arguments: Mapping[str, Any], wanted
 
 def _call_for_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, part: str) -> Split:
     where = f"data.dataset.module={target!r}"
-    with users_code(f"{where} fails on {part!r} with {dict(arguments)}"):
+    with users_code(f"{where} fails on {part!r} with {dict(arguments)}", code="code.fails"):
         arrays = load_own(target, "data.dataset.module")(part, **arguments)
     if not isinstance(arrays, tuple | list) or len(arrays) != 2:
-        raise ScenarioError(f"{where} must return x and y for {part!r}, a pair of arrays")
+        raise ScenarioError(f"{where} must return x and y for {part!r}, a pair of arrays", code="data.no-pair")
     try:
         x, y = (np.asarray(half) for half in arrays)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors elsewhere
-        raise ScenarioError(f"{where} returns for {part!r} what are no arrays: {one_line(error)}") from error
+        raise ScenarioError(
+            f"{where} returns for {part!r} what are no arrays: {one_line(error)}", code="data.no-arrays"
+        ) from error
     return from_arrays(x, y, part, where, wanted)
 
 
@@ -612,11 +630,11 @@ def read_svmlight(root: str | None, wanted: Wanted) -> Source:
             raise ScenarioError(message)
         if features > LARGEST_INDEX:
             message = f"data.n_features={features} must be <= {LARGEST_INDEX:,}; hash the features to fewer"
-            raise ScenarioError(message)
+            raise ScenarioError(message, code="data.n-features")
         matrix, labels = _parsed(root, where, features)
         if wanted.targets != "classes":
             message = f"{where}: svmlight files have one label each, and the task's loss takes {wanted.targets}"
-            raise ScenarioError(message)
+            raise ScenarioError(message, code="data.targets")
         y = binary_labels(class_labels(labels, f"{where}: the labels", minimum=-1), where)
         rows = SparseRows(matrix)
         return Split(y, lambda chosen: rows[chosen])

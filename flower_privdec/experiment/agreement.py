@@ -116,7 +116,10 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ScenarioError("compute.device='cuda' needs a GPU that torch can use and none is here; use cpu or auto")
+        raise ScenarioError(
+            "compute.device='cuda' needs a GPU that torch can use and none is here; use cpu or auto",
+            code="compute.no-gpu",
+        )
     return torch.device(name)
 
 
@@ -126,7 +129,10 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
     seed, who, section = scenario.seed_of("run"), scenario.participation, scenario.topology
     if algorithm.weights is None:
         if who.kind == "edges":
-            raise ScenarioError(f"participation.kind=edges needs a graph, and {algorithm.name} has none; take another")
+            raise ScenarioError(
+                f"participation.kind=edges needs a graph, and {algorithm.name} has none; take another",
+                code="participation.no-graph",
+            )
         return None, build_participation(who.kind, scenario.n_peers, seed, who.fraction)
     algorithm.repeat_mixing(section.mixing_steps, section.name)
     topology = build_topology(section.name, scenario.n_peers, seed=seed, **section.options())
@@ -145,7 +151,8 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
     elif weights == "column-stochastic" and algorithm.weights == "doubly-stochastic":
         raise ScenarioError(
             f"topology.weights='column-stochastic' does not keep the mean of {algorithm.name}: "
-            "use auto, metropolis, max-degree or doubly-stochastic, or a push-sum algorithm such as privsgp"
+            "use auto, metropolis, max-degree or doubly-stochastic, or a push-sum algorithm such as privsgp",
+            code="mixing.mean-not-kept",
         )
     mixing, participation = algorithm.exchange(topology, weights, participation, seed)
     if mixing.steps != section.mixing_steps:

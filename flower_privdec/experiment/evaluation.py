@@ -167,7 +167,9 @@ def _check_finite(agreement: Agreement, models: Tensor, round_index: int) -> Non
 
 def _diverged(agreement: Agreement, round_index: int, what: str) -> RunError:
     keys = [f"algorithm.{key}" for key in agreement.algorithm.steadied_by]
-    return RunError(f"round {round_index}: {what}: the run diverged; lower {', '.join(keys)} or the noise")
+    return RunError(
+        f"round {round_index}: {what}: the run diverged; lower {', '.join(keys)} or the noise", code="run.diverged"
+    )
 
 
 def _spaced(n: int, count: int | None) -> Tensor | slice:

@@ -337,4 +337,4 @@ def _stands_where_it_says(value: Any) -> bool:
 
 def _unhashable(value: object) -> ScenarioError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return ScenarioError(f"it holds an object of type {kind}, whose content cannot be hashed")
+    return ScenarioError(f"it holds an object of type {kind}, whose content cannot be hashed", code="api.not-hashable")

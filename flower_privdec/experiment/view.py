@@ -436,7 +436,7 @@ class Experiment(Agreement):
             BudgetError: when the ledger cannot be trusted or is in use.
         """
         if too_large := shortage(self):
-            raise ScenarioError(too_large)
+            raise ScenarioError(too_large, code="memory.short")
         own, held, private = self.own, self.public.validation, self.scenario.private
         hardened = own.noise_inflation is not None
         sampler = own.sampler.with_fresh_keys() if own.from_system else own.sampler

@@ -1,8 +1,8 @@
 """All that a Flower app imports to become private and serverless.
 
 `PushSum`, `Gossip` and `Mesh` take a strategy's place in the ServerApp; `PeerMod` makes the ClientApp a peer and
-protects it as a whole; `private` protects each example of a torch training loop. Each name is imported when it is first
-asked for: a ClientApp with `PeerMod` needs no torch.
+protects it as a whole; `private` protects each example of a torch training loop, and `fit_privately` of a linear model
+of scikit-learn. Each name is imported when it is first asked for: a ClientApp with `PeerMod` needs no torch.
 """
 
 from importlib import import_module
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flower_privdec.flower.strategies.feddeper_strategy import personalized, train_two_models
     from flower_privdec.flower.strategies.mesh_strategy import Mesh
     from flower_privdec.flower.strategies.push_sum import Gossip, PushSum
-    from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
+    from flower_privdec.training_loop import ExamplePrivacy, fit_privately, group_norm, private
 
 if find_spec("flwr") is None:
     raise ModuleNotFoundError(
@@ -32,6 +32,7 @@ _MODULES = {
     "Mesh": "flower.strategies.mesh_strategy",
     "PeerMod": "flower.mods.peer_mod",
     "PushSum": "flower.strategies.push_sum",
+    "fit_privately": "training_loop",
     "group_norm": "training_loop",
     "peer_folder": "flower.mods.peer_state",
     "personalized": "flower.strategies.feddeper_strategy",
@@ -57,6 +58,7 @@ __all__ = [
     "Mesh",
     "PeerMod",
     "PushSum",
+    "fit_privately",
     "group_norm",
     "peer_folder",
     "personalized",

@@ -7,10 +7,10 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class PeerSettings:
         certificates: the folder with its certificate, as `privdec certs` makes it; None where it has none.
         mean_peers: the fewest peers of a masked sum that this one enters; 0 in a simulation, for any two.
         charge_witnessed: whether to charge what the ledger lacks and neighbours have counted, and continue.
+        cache: of the process that runs all peers; a new one for each message where each has a process.
     """
 
     peer: int
@@ -66,6 +67,7 @@ class PeerSettings:
     certificates: Path | None = None
     mean_peers: int = 0
     charge_witnessed: bool = False
+    cache: PeerCache = field(default_factory=lambda: PeerCache(is_temporary=False), compare=False)
 
     @classmethod
     def of(cls, context: Context, addressed: int, run_folder: str, folder: Path | None) -> PeerSettings:
@@ -106,6 +108,7 @@ class PeerSettings:
             None if certificates is None else Path(str(certificates)).expanduser(),
             mean_peers,
             charge,
+            _in_process.get() or PeerCache(is_temporary=False),
         )
 
 
@@ -114,13 +117,48 @@ def safe_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:80].lstrip(".") or "run"
 
 
-_in_process: ContextVar[bool] = ContextVar("in_process", default=False)
+class PeerCache:
+    """What the files of peers hold, in the memory of the one process that runs them all.
+
+    An entry counts as long as its file is the one that was read or written: of the same inode, size and time.
+
+    Args:
+        is_temporary: whether the peers' folders are removed with their grid, so that no state has to be written and
+            nothing has to outlast the machine.
+    """
+
+    def __init__(self, is_temporary: bool) -> None:
+        self.is_temporary = is_temporary
+        self._entries: dict[Path, tuple[tuple[int, ...] | None, Any]] = {}
+
+    def get(self, path: Path, read: Callable[[], Any]) -> Any:
+        """Return what a file holds, as `read` returns it where the entry does not count."""
+        signature, value = self._entries.get(path, ((), None))
+        if signature != _signature(path):
+            value = read()
+            self.put(path, value)
+        return value
+
+    def put(self, path: Path, value: Any) -> None:
+        """Record what a file holds now; one that is not there holds it until it is."""
+        self._entries[path] = (_signature(path), value)
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+_in_process: ContextVar[PeerCache | None] = ContextVar("in_process", default=None)
 
 
 @contextmanager
-def simulating() -> Iterator[None]:
-    """Mark what runs inside as a simulation: one process runs the server and all nodes."""
-    token = _in_process.set(True)
+def simulating(cache: PeerCache | None = None) -> Iterator[None]:
+    """Mark what runs inside as a simulation: one process runs the server and all nodes, and has the cache."""
+    token = _in_process.set(cache or PeerCache(is_temporary=False))
     try:
         yield
     finally:
@@ -136,7 +174,7 @@ def in_simulation(node_config: Mapping[str, Any]) -> bool:
     """
     ray = sys.modules.get("ray")
     in_worker = ray is not None and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE
-    return _in_process.get() or (in_worker and node_config.keys() <= SIMULATED_KEYS)
+    return _in_process.get() is not None or (in_worker and node_config.keys() <= SIMULATED_KEYS)
 
 
 @dataclass(frozen=True)

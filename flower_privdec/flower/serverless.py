@@ -41,6 +41,7 @@ from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened
 from flower_privdec.flower.mods.peer_state import (
     UNPROTECTED,
     WITNESSED,
+    Arrays,
     Layout,
     PeerLedger,
     PeerState,
@@ -77,7 +78,7 @@ NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificat
 LEAST_RETRY = 0.05  # seconds: no message makes a node call others as fast as it can
 
 Config = dict[str, Any]
-TrainApp = Callable[[ArrayRecord, int], ArrayRecord]  # (arrays, round from 1) -> the arrays after training
+TrainApp = Callable[[ArrayRecord, int], Arrays]  # (arrays, round from 1) -> the arrays after training
 EvaluateApp = Callable[[ArrayRecord, int], Mapping[str, MetricRecord]]  # (arrays, round) -> metrics by record name
 
 
@@ -261,7 +262,7 @@ class ClientAppRunner:
         configs[self._first][ROUND] = server_round
         return RecordDict({self._key: arrays, **configs})
 
-    def train(self, arrays: ArrayRecord, server_round: int) -> ArrayRecord:
+    def train(self, arrays: ArrayRecord, server_round: int) -> Arrays:
         """Return the arrays after a round's training.
 
         Raises:

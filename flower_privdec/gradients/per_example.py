@@ -106,7 +106,8 @@ class VmapKernel(RowKernel):
         if failure is not None:  # raised here, an error that does not carry the other one along
             raise RunError(
                 f"the model's forward raised {failure} on private examples (its message is withheld, for it may reveal "
-                "them); try it on inputs of every size"
+                "them); try it on inputs of every size",
+                code="code.withheld",
             )
         if unknown is not None:
             gradients = {name: masked(gradient, unknown, math.nan) for name, gradient in gradients.items()}

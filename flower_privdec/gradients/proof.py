@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import Node
 from torch.nn import functional
 
-from flower_privdec.common.errors import RAISED_BY_USERS
+from flower_privdec.common.errors import RAISED_BY_USERS, CodedError
 from flower_privdec.gradients.factored import is_supported
 from flower_privdec.gradients.protocol import is_plain, reason
 
@@ -49,7 +49,9 @@ def prove(module: nn.Module, input_shape: Sequence[int]) -> fx.GraphModule:
     _check_parameters(module)
     for path, part in module.named_modules():
         if not is_plain(part):
-            raise Unproved(f"{_named(path, part)} has hooks, or a method of its own in place of its class's")
+            raise Unproved(
+                f"{_named(path, part)} has hooks, or a method of its own in place of its class's", code="proof.hooks"
+            )
     with torch.random.fork_rng(devices=[]):
         graph = _trace(module)
         checkers = [_Checker(graph, batch) for batch in BATCHES]
@@ -57,7 +59,7 @@ def prove(module: nn.Module, input_shape: Sequence[int]) -> fx.GraphModule:
             checker.run(_random(module, (batch, *input_shape)))
         for name, fact in checkers[0].facts.items():
             if any(checker.facts[name] != fact for checker in checkers):
-                raise Unproved(f"the shape of {name!r} depends on how many examples there are")
+                raise Unproved(f"the shape of {name!r} depends on how many examples there are", code="proof.shape")
         _check_outputs(module, graph, input_shape)
     return graph
 
@@ -69,12 +71,13 @@ def _check_parameters(module: nn.Module) -> None:
         if own and not is_supported(part):
             raise Unproved(
                 f"{_named(path, part)} has parameters ({', '.join(own)}) and is neither Linear nor Conv2d (groups=1, "
-                "padded with zeros) nor GroupNorm"
+                "padded with zeros) nor GroupNorm",
+                code="proof.parameters",
             )
     seen: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in seen:
-            raise Unproved(f"{seen[id(parameter)]!r} and {name!r} are the same parameter")
+            raise Unproved(f"{seen[id(parameter)]!r} and {name!r} are the same parameter", code="proof.tied")
         seen[id(parameter)] = name
 
 
@@ -99,11 +102,11 @@ def _trace(module: nn.Module) -> fx.GraphModule:
                 vars(part).update(inplace=False)
         graph = fx.GraphModule(root, _Tracer().trace(root))
     except RAISED_BY_USERS as error:  # the user's forward runs here, on proxies: it may raise anything
-        raise Unproved(f"its forward cannot be traced ({reason(error)})") from None
+        raise Unproved(f"its forward cannot be traced ({reason(error)})", code="proof.trace") from None
     if sum(node.op == "placeholder" for node in graph.graph.nodes) != 1:
-        raise Unproved("its forward must take one argument")
+        raise Unproved("its forward must take one argument", code="proof.arguments")
     if not list(graph.parameters()):
-        raise Unproved("its forward calls no layer that has parameters")
+        raise Unproved("its forward calls no layer that has parameters", code="proof.no-layer")
     return graph
 
 
@@ -130,7 +133,7 @@ class _Checker(fx.Interpreter):
         except Unproved:
             raise
         except RAISED_BY_USERS as error:
-            raise Unproved(f"{self._name(n)} fails on random examples ({reason(error)})") from None
+            raise Unproved(f"{self._name(n)} fails on random examples ({reason(error)})", code="proof.fails") from None
 
     def _judged(self, n: Node) -> Any:
         rule = self._rule(n) if n.op.startswith("call_") else None
@@ -138,7 +141,7 @@ class _Checker(fx.Interpreter):
         versions = [tensor._version for tensor in tensors]
         result = super().run_node(n)
         if versions != [tensor._version for tensor in tensors]:
-            raise Unproved(f"{self._name(n)} changes its input in place")
+            raise Unproved(f"{self._name(n)} changes its input in place", code="proof.in-place")
         self._kinds[n] = kind = self._kind(n, rule, result)
         self.facts[n.name] = _fact(kind, result)
         return result
@@ -152,7 +155,7 @@ class _Checker(fx.Interpreter):
         else:
             rule = LAYERS.get(type(self._layers[str(n.target)]))
         if rule is None:
-            raise Unproved(f"{self._name(n)} is not known to keep examples apart")
+            raise Unproved(f"{self._name(n)} is not known to keep examples apart", code="proof.unknown")
         return rule
 
     def _kind(self, n: Node, rule: Rule | None, result: Any) -> Kind:
@@ -161,11 +164,11 @@ class _Checker(fx.Interpreter):
             layer = self._layers[str(n.target)] if n.op == "call_module" else None
             return judge(rule, Call(self._name(n), args, kwargs, result, layer), self._batch)
         if n.op == "get_attr" and n.target not in self._buffers:
-            raise Unproved(f"its forward uses the parameter {n.target!r} outside its layer")
+            raise Unproved(f"its forward uses the parameter {n.target!r} outside its layer", code="proof.parameter")
         if n.op == "output":
             last = n.args[0]
             if not isinstance(last, Node) or self._kinds[last] is not Kind.EXAMPLES or result.ndim != 2:
-                raise Unproved("its forward must return a tensor [batch, outputs]")
+                raise Unproved("its forward must return a tensor [batch, outputs]", code="proof.output")
         return Kind.SHARED if n.op == "get_attr" else Kind.EXAMPLES
 
     def _valued(self, part: Any) -> Any:
@@ -208,11 +211,14 @@ def _check_outputs(module: nn.Module, graph: fx.GraphModule, input_shape: Sequen
     try:
         expected = [_results(twin, x, moved) for _ in range(2)]
     except RAISED_BY_USERS as error:  # the user's forward again
-        raise Unproved(f"its forward fails on random examples ({reason(error)})") from None
+        raise Unproved(f"its forward fails on random examples ({reason(error)})", code="proof.fails") from None
     computed = _results(graph, x, moved | dict(graph.named_parameters()))
     pairs = [pair for results in expected for pair in zip(computed, results, strict=True)]
     if not all(bool((value - other).norm() <= _TOLERANCE * other.norm()) for value, other in pairs):
-        raise Unproved("its forward and its trace compute different outputs, or it is not deterministic")
+        raise Unproved(
+            "its forward and its trace compute different outputs, or it is not deterministic",
+            code="proof.outputs-differ",
+        )
 
 
 def _results(module: nn.Module, x: Tensor, parameters: Mapping[str, Tensor]) -> list[Tensor]:
@@ -224,7 +230,7 @@ def _results(module: nn.Module, x: Tensor, parameters: Mapping[str, Tensor]) -> 
     return [outputs.detach(), *gradients]
 
 
-class Unproved(Exception):  # noqa: N818 - it names what a proof lacks; nothing went wrong
+class Unproved(CodedError):  # noqa: N818 - it names what a proof lacks; nothing went wrong
     """Why a module could not be proved to keep examples apart, in words that follow "because"."""
 
 
@@ -270,9 +276,9 @@ class Call:
         """Yield all arguments, those in lists, tuples and slices too."""
         yield from _leaves((self.args, tuple(self.kwargs.values())))
 
-    def refuse(self, what: str) -> Unproved:
+    def refuse(self, what: str, code: str) -> Unproved:
         """Return the reason why this call is not proved."""
-        return Unproved(f"{self.name} {what}")
+        return Unproved(f"{self.name} {what}", code=code)
 
     def option(self, position: int, *names: str) -> Any:
         """Return the argument at a position or under one of some names; None where there is none."""
@@ -284,16 +290,16 @@ class Call:
         """Return the first argument, a tensor of examples, if all others are constants."""
         value, *others = self.leaves()
         if not isinstance(value, Value) or value.kind is not Kind.EXAMPLES or value.ndim < least_axes:
-            raise self.refuse(f"needs examples of {least_axes - 1} axes or more as its first argument")
+            raise self.refuse(f"needs examples of {least_axes - 1} axes or more as its first argument", "proof.first")
         if any(isinstance(other, Value) and other.kind is not Kind.NUMBER for other in others):
-            raise self.refuse("takes more than one tensor, or the size of the batch")
+            raise self.refuse("takes more than one tensor, or the size of the batch", "proof.more-tensors")
         return value
 
     def axes(self, option: Any, count: int) -> tuple[int, ...]:
         """Return the axes of an option, a number or several, counted from 0."""
         several = option if isinstance(option, tuple | list) else (option,)
         if not several or not all(type(axis) is int for axis in several):
-            raise self.refuse("names no axes, so it works over the batch too")
+            raise self.refuse("names no axes, so it works over the batch too", "proof.no-axes")
         return tuple(axis % count for axis in several)
 
 
@@ -321,14 +327,14 @@ def judge(rule: Rule, call: Call, batch: int) -> Kind:
         return Kind.SHARED if isinstance(call.result, Tensor) else Kind.NUMBER
     kind = rule(call)
     if kind is Kind.EXAMPLES and not (isinstance(call.result, Tensor) and call.result.shape[:1] == (batch,)):
-        raise call.refuse("moves the axis of the batch")
+        raise call.refuse("moves the axis of the batch", "proof.batch-moved")
     return kind
 
 
 def _elementwise(call: Call) -> Kind:
     """Elementwise: the shape stays."""
     if call.first().content.shape != call.result.shape:
-        raise call.refuse("changes the shape")
+        raise call.refuse("changes the shape", "proof.shape")
     return Kind.EXAMPLES
 
 
@@ -338,12 +344,12 @@ def _combine(call: Call) -> Kind:
         if not isinstance(value, Value) or value.kind is Kind.NUMBER:
             continue
         if value.kind not in (Kind.EXAMPLES, Kind.SHARED):
-            raise call.refuse("computes with the size of the batch")
+            raise call.refuse("computes with the size of the batch", "proof.batch-size")
         aligned = value.ndim == call.result.ndim
         if value.kind is Kind.EXAMPLES and not aligned:
-            raise call.refuse("lines the batch up with another axis")
+            raise call.refuse("lines the batch up with another axis", "proof.aligned")
         if value.kind is Kind.SHARED and aligned and value.content.shape[0] != 1:
-            raise call.refuse("treats examples by their place in the batch")
+            raise call.refuse("treats examples by their place in the batch", "proof.place")
     return Kind.EXAMPLES
 
 
@@ -351,7 +357,7 @@ def _over_axes(call: Call) -> Kind:
     """Over some axes, none of which is the batch's."""
     value = call.first()
     if 0 in call.axes(call.option(1, "dim", "axis"), value.ndim):
-        raise call.refuse("works over the axis of the batch")
+        raise call.refuse("works over the axis of the batch", "proof.over-batch")
     return Kind.EXAMPLES
 
 
@@ -359,10 +365,10 @@ def _reshape(call: Call) -> Kind:
     """The same numbers in the same order: where the first axis stays the batch, no number leaves its example."""
     value, *sizes = call.leaves()
     if not isinstance(value, Value) or value.kind is not Kind.EXAMPLES:
-        raise call.refuse("needs examples as its first argument")
+        raise call.refuse("needs examples as its first argument", "proof.first")
     for size in sizes:
         if type(size) is not int and getattr(size, "kind", None) not in (Kind.NUMBER, Kind.BATCH_SIZE):
-            raise call.refuse("needs sizes as its other arguments")
+            raise call.refuse("needs sizes as its other arguments", "proof.sizes")
     return Kind.EXAMPLES
 
 
@@ -376,29 +382,29 @@ def _join(call: Call) -> Kind:
     """Along an axis that is not the batch's."""
     parts = call.args[0] if call.args else None
     if not isinstance(parts, tuple | list) or not all(getattr(part, "kind", None) is Kind.EXAMPLES for part in parts):
-        raise call.refuse("joins tensors that are not examples")
+        raise call.refuse("joins tensors that are not examples", "proof.joined")
     if 0 in call.axes(call.option(1, "dim", "axis"), call.result.ndim):
-        raise call.refuse("works over the axis of the batch")
+        raise call.refuse("works over the axis of the batch", "proof.over-batch")
     return Kind.EXAMPLES
 
 
 def _product(call: Call) -> Kind:
     """A product of matrices of each example with each other, or with a shared matrix from the right."""
     if len(call.args) != 2 or call.kwargs or not all(isinstance(value, Value) for value in call.args):
-        raise call.refuse("is not a product of two tensors")
+        raise call.refuse("is not a product of two tensors", "proof.product")
     left, right = call.args
     if left.kind is not Kind.EXAMPLES or right.kind not in (Kind.EXAMPLES, Kind.SHARED):
-        raise call.refuse("is not a product of examples from the left")
+        raise call.refuse("is not a product of examples from the left", "proof.product")
     apart = left.ndim == right.ndim > 2 if right.kind is Kind.EXAMPLES else left.ndim >= 2 >= right.ndim
     if not apart:
-        raise call.refuse("multiplies along the axis of the batch")
+        raise call.refuse("multiplies along the axis of the batch", "proof.product")
     return Kind.EXAMPLES
 
 
 def _image(call: Call) -> Kind:
     """Operations on images [b, C, H, W]; with three axes they would take the batch for the channels."""
     if call.first().ndim != 4:
-        raise call.refuse("needs images [batch, channels, height, width]")
+        raise call.refuse("needs images [batch, channels, height, width]", "proof.images")
     return Kind.EXAMPLES
 
 
@@ -406,22 +412,22 @@ def _item(call: Call) -> Kind:
     """Parts of every example, or one of a tensor's sizes."""
     value, index = call.args
     if not isinstance(value, Value):
-        raise call.refuse("is indexed by a computed number")
+        raise call.refuse("is indexed by a computed number", "proof.index")
     if value.kind is Kind.SIZES:
         return _one_size(call, value.content, index)
     first, *rest = index if isinstance(index, tuple) else (index,)
     call.first()
     used = [part for part in rest if part is not None and part is not Ellipsis]
     if not all(type(part) in (int, slice) for part in used):
-        raise call.refuse("is indexed by more than numbers and slices")
+        raise call.refuse("is indexed by more than numbers and slices", "proof.index")
     if first != slice(None) and not (first is Ellipsis and len(used) < value.ndim):
-        raise call.refuse("selects examples of the batch")
+        raise call.refuse("selects examples of the batch", "proof.index")
     return Kind.EXAMPLES
 
 
 def _attribute(call: Call) -> Kind:
     if call.args[1:] != ("shape",):
-        raise call.refuse(f"{call.args[1]!r} is not known to keep examples apart")
+        raise call.refuse(f"{call.args[1]!r} is not known to keep examples apart", "proof.unknown")
     return Kind.SIZES
 
 
@@ -432,7 +438,7 @@ def _size(call: Call) -> Kind:
 
 def _one_size(call: Call, sizes: torch.Size, axis: Any) -> Kind:
     if type(axis) is not int:
-        raise call.refuse("reads several sizes at once")
+        raise call.refuse("reads several sizes at once", "proof.sizes")
     return Kind.BATCH_SIZE if axis % len(sizes) == 0 else Kind.NUMBER
 
 
@@ -474,13 +480,13 @@ def _vectors(call: Call) -> Kind:
 
 def _over_own_axis(call: Call) -> Kind:
     if call.layer is None or 0 in call.axes(call.layer.dim, call.first().ndim):
-        raise call.refuse("works over the axis of the batch")
+        raise call.refuse("works over the axis of the batch", "proof.over-batch")
     return Kind.EXAMPLES
 
 
 def _not_dropped(call: Call) -> Kind:
     if call.layer is None or call.layer.p:
-        raise call.refuse("draws random numbers")
+        raise call.refuse("draws random numbers", "proof.random")
     return _elementwise(call)
 
 

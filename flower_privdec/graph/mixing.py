@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.catalogue import WEIGHTS
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import (
     CompleteTopology,
     EdgeArray,
@@ -237,11 +237,15 @@ class MixingMatrix(ABC):
         """
         shape = (len(self.receivers), *x.shape[1:])
         if x.shape[0] != self.n_columns or not x.is_floating_point():
-            raise ValueError(f"payload {list(x.shape)} {x.dtype} must be floating, {self.n_columns} rows")
+            raise ArgumentError(
+                f"payload {list(x.shape)} {x.dtype} must be floating, {self.n_columns} rows", code="mixing.payload"
+            )
         if out is None:
             out = empty_rows(x, *shape) if len(shape) == 2 else x.new_empty(shape)
         if out.shape != shape or out.dtype != x.dtype or out.data_ptr() == x.data_ptr() != 0:
-            raise ValueError(f"out {list(out.shape)} {out.dtype} must be {list(shape)} {x.dtype}, and not x")
+            raise ArgumentError(
+                f"out {list(out.shape)} {out.dtype} must be {list(shape)} {x.dtype}, and not x", code="mixing.out"
+            )
         if out.numel():
             self._combine(x.detach().reshape(len(x), -1), out.detach().view(len(out), -1))
         return out
@@ -287,7 +291,9 @@ class MixingMatrix(ABC):
         where = np.searchsorted(self.receivers, wanted, sorter=order)
         positions: Peers = order[np.minimum(where, len(order) - 1)]
         if not np.array_equal(self.receivers[positions], wanted):
-            raise ValueError(f"peers {wanted.tolist()} must all be among the {len(order)} receivers")
+            raise ArgumentError(
+                f"peers {wanted.tolist()} must all be among the {len(order)} receivers", code="mixing.peers"
+            )
         return positions
 
 

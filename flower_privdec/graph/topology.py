@@ -280,7 +280,8 @@ def check_edges(count: float, name: str, n_peers: int) -> None:
     if count > MOST_EDGES:
         raise ScenarioError(
             f"topology.name={name} has about {count:.2g} edges with n_peers={n_peers}, and at most {MOST_EDGES:,} "
-            "can be listed; take fewer peers, a sparser graph, or complete, which needs no list"
+            "can be listed; take fewer peers, a sparser graph, or complete, which needs no list",
+            code="topology.too-many-edges",
         )
 
 
@@ -311,15 +312,21 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
     """
     valid = [] if ":" in name else topology_options(name)
     if isinstance(n_peers, bool) or not isinstance(n_peers, int | np.integer) or n_peers < 1:
-        raise ScenarioError(f"n_peers={n_peers!r} must be a whole number >= 1")
+        raise ScenarioError(f"n_peers={n_peers!r} must be a whole number >= 1", code="topology.n-peers")
     if n_peers == 1:
-        raise ScenarioError(f"n_peers=1 on topology {name}: a graph needs at least 2 peers; use algorithm local")
+        raise ScenarioError(
+            f"n_peers=1 on topology {name}: a graph needs at least 2 peers; use algorithm local",
+            code="topology.one-peer",
+        )
     if ":" in name:
         return build_own_topology(name, int(n_peers), seed, **options)
     for key in options:
         if key not in valid and name != "random-edges":  # which hands the others on to its supergraph
             takes = f"it takes {', '.join(valid)}" if valid else "it takes none"
-            raise ScenarioError(f"topology.{key} is no option of {name}: {takes}{did_you_mean(key, valid)}")
+            raise ScenarioError(
+                f"topology.{key} is no option of {name}: {takes}{did_you_mean(key, valid)}",
+                code="topology.unknown-option",
+            )
     if name in _COUNTS:
         check_edges(_COUNTS[name](int(n_peers), options), name, int(n_peers))
     return _BUILDERS[name](name, int(n_peers), seed, **options)
@@ -337,17 +344,19 @@ def topology_options(name: str) -> dict[str, Any]:
 
 def _whole(key: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ScenarioError(f"topology.{key}={value!r} must be a whole number >= {least}")
+        raise ScenarioError(f"topology.{key}={value!r} must be a whole number >= {least}", code="topology.whole-number")
     if value < least:
-        raise ScenarioError(f"topology.{key}={value} must be >= {least}")
+        raise ScenarioError(f"topology.{key}={value} must be >= {least}", code="topology.too-small")
     return int(value)
 
 
 def _chance(key: str, value: object, *, zero: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ScenarioError(f"topology.{key}={value!r} must be in {'[' if zero else '('}0, 1]")
+        raise ScenarioError(f"topology.{key}={value!r} must be in {'[' if zero else '('}0, 1]", code="topology.chance")
     if value == 0 and not zero:
-        raise ScenarioError(f"topology.{key}={value} must be > 0: without edges the peers never agree")
+        raise ScenarioError(
+            f"topology.{key}={value} must be > 0: without edges the peers never agree", code="topology.chance"
+        )
     return float(value)
 
 
@@ -362,7 +371,9 @@ def _draw_connected(name: str, seed: int, draw: Callable[[int], Any], blamed: st
         graph = draw(int(keyed_generator(seed, f"topology-{name}", attempt).integers(2**31)))
         if networkx().is_connected(graph):
             return _static(name, graph)
-    raise ScenarioError(f"{blamed} on topology {name}: {DRAWS} draws and none was connected; {remedy}")
+    raise ScenarioError(
+        f"{blamed} on topology {name}: {DRAWS} draws and none was connected; {remedy}", code="topology.never-connected"
+    )
 
 
 def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols: int | None = None) -> Topology:
@@ -377,7 +388,8 @@ def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols:
         options = "".join(f" {k}={v}" for k, v in (("rows", rows), ("cols", cols)) if v is not None)
         raise ScenarioError(
             f"n_peers={n_peers} on topology torus{options and ' with'}{options} must be rows x cols, both >= 2; "
-            "take an n_peers that factors so, or topology ring"
+            "take an n_peers that factors so, or topology ring",
+            code="topology.torus",
         )
     return _static(name, networkx().grid_2d_graph(*sides, periodic=True))
 
@@ -385,9 +397,15 @@ def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols:
 def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = _DEGREE) -> Topology:
     degree = _whole("degree", degree, 1 if n_peers == 2 else 2)
     if degree >= n_peers:
-        raise ScenarioError(f"topology.degree={degree} must be < n_peers={n_peers}: a peer has only that many others")
+        raise ScenarioError(
+            f"topology.degree={degree} must be < n_peers={n_peers}: a peer has only that many others",
+            code="topology.regular",
+        )
     if degree * n_peers % 2:
-        raise ScenarioError(f"topology.degree={degree} times n_peers={n_peers} must be even; change one of them by 1")
+        raise ScenarioError(
+            f"topology.degree={degree} times n_peers={n_peers} must be even; change one of them by 1",
+            code="topology.regular",
+        )
     blamed = f"topology.degree={degree}"
     return _draw_connected(
         name, seed, lambda key: networkx().random_regular_graph(degree, n_peers, seed=key), blamed, "raise it"
@@ -402,7 +420,8 @@ def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = _PR
     if isolated > ALMOST_NEVER:  # about e to minus as many draws leave no peer without an edge
         raise ScenarioError(
             f"{blamed} leaves about {isolated:.3g} of n_peers={n_peers} without an edge, so that no draw is connected; "
-            f"{remedy}"
+            f"{remedy}",
+            code="topology.never-connected",
         )
     return _draw_connected(
         name, seed, lambda key: networkx().fast_gnp_random_graph(n_peers, p, seed=key), blamed, remedy
@@ -414,7 +433,8 @@ def _small_world(name: str, n_peers: int, seed: int, *, degree: int = _DEGREE, r
     if degree % 2 or degree >= n_peers:
         raise ScenarioError(
             f"topology.degree={degree} on topology small-world must be even and < n_peers={n_peers}: "
-            "half of it to each side of the ring"
+            "half of it to each side of the ring",
+            code="topology.small-world",
         )
     blamed = f"topology.rewire={rewire}"
     return _draw_connected(
@@ -485,14 +505,16 @@ def sample_edges(
     if graph.directed or graph.period != 1 or graph.name == "server":
         raise ScenarioError(
             f"{source} on topology {graph.name} must draw from a graph that is undirected and the same every round; "
-            "take topology complete or ring"
+            "take topology complete or ring",
+            code="topology.supergraph",
         )
     if isinstance(graph, CompleteTopology):
         check_edges(graph.n_peers * (graph.n_peers - 1.0), graph.name, graph.n_peers)
     topology = RandomEdges(graph, count, seed)
     if count > len(topology.candidates):
         raise ScenarioError(
-            f"{key}={count} must be <= {len(topology.candidates)}, the undirected edges of topology {graph.name}"
+            f"{key}={count} must be <= {len(topology.candidates)}, the undirected edges of topology {graph.name}",
+            code="topology.edge-count",
         )
     return topology
 
@@ -544,7 +566,9 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
     except PrivdecError:
         raise
     except RAISED_BY_USERS as error:  # a user's own function may raise anything
-        raise ScenarioError(f"{where} could not be built with {dict(arguments)}: {one_line(error)}") from error
+        raise ScenarioError(
+            f"{where} could not be built with {dict(arguments)}: {one_line(error)}", code="code.fails"
+        ) from error
     if isinstance(graph, Topology):
         if graph.n_peers != n_peers:
             message = f"{where} gives a graph of {graph.n_peers} peers: it must have n_peers={n_peers}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 
 PIECE = 2**15  # elements drawn at a time (a few hundred kB)
 GRID_BITS = 20  # the grid's step is 2^-20 to 2^-21 of the noise
@@ -83,7 +83,7 @@ def check_std(stds: np.ndarray) -> None:
     """Refuse standard deviations that are not 0, and too small for a grid or not finite; raises ValueError."""
     wrong = stds[~((stds == 0) | ((stds >= LEAST_STD) & np.isfinite(stds)))]
     if len(wrong):
-        raise ValueError(f"std={wrong[0]:g} must be 0, or finite and at least {LEAST_STD:g}")
+        raise ArgumentError(f"std={wrong[0]:g} must be 0, or finite and at least {LEAST_STD:g}", code="noise.std")
 
 
 class SystemNormals:

@@ -510,8 +510,10 @@ class PushSumProtocol(Generic[V]):
     def _forget(self, neighbor: int, number: int) -> bool:
         edge = self.edges[neighbor]
         frozen = tuple(share for share in edge.frozen if share.number > number)
-        self.edges[neighbor] = replace(edge, frozen=frozen)
-        return len(frozen) < len(edge.frozen)
+        is_fewer = len(frozen) < len(edge.frozen)
+        if is_fewer:
+            self.edges[neighbor] = replace(edge, frozen=frozen)
+        return is_fewer
 
     # --- edges ---
 

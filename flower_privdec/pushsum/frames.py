@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.user_code import load_own
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.witness import MANY, LedgerReport
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumP
     from flower_privdec.core import State
 
 Buffer = bytes | bytearray | memoryview
-MAGIC, VERSION = b"prvd", 5
+MAGIC, VERSION = b"prvd", 6
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
@@ -412,7 +412,7 @@ class FrameCodec:
                 f"a report of peer {header.sender} has boots that are not in ascending order", code="frame.boots"
             )
         challenge, answers, public_key = LEDGER_REPORT.unpack_from(body)
-        return LedgerReport(*ends, header.boot, challenge, answers, own, seen, public_key)
+        return LedgerReport(*ends, header.boot, challenge, answers, own, seen, public_key, header.round_index)
 
     def decode_all(self, data: memoryview, most: int) -> Iterator[Message]:
         """Yield the messages of several frames, one after the other.
@@ -696,7 +696,7 @@ def unpack(peer: int, facts: Facts, tensors: Mapping[str, Any], mass: Mapping[st
             numbers = {name: _count(name, share[name]) for name in OF_SHARE}
             frozen.append(FrozenShare(peer, int(neighbor), **numbers, values=values))
         if frozen and (frozen[-1].number, frozen[-1].boot) != (counters["sent"], counters["sent_boot"]):
-            raise ValueError(f"the last share for peer {neighbor} is not the last one sent")
+            raise ArgumentError(f"the last share for peer {neighbor} is not the last one sent", code="frame.last-share")
         edges[int(neighbor)] = Edge(**counters, frozen=tuple(frozen))
     return Durable(
         _count("incarnation", facts["incarnation"]), _count("round_index", facts["round_index"]), mass, edges
@@ -705,5 +705,5 @@ def unpack(peer: int, facts: Facts, tensors: Mapping[str, Any], mass: Mapping[st
 
 def _count(name: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= LAST:
-        raise ValueError(f"{name}={value!r} must be a number of at most 64 bits")
+        raise ArgumentError(f"{name}={value!r} must be a number of at most 64 bits", code="frame.count")
     return value

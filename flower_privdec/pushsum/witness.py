@@ -66,6 +66,7 @@ class LedgerReport:
         own: boots of the sender in ascending order, each with its lines, as far as the receiver has not counted them.
         seen: boots of the receiver in ascending order, each with the most lines that the sender has counted.
         public_key: of the sender's process, for secrets of pairs; 32 zeros where it has none.
+        round_index: the sender's round on disk, where it says it.
     """
 
     sender: int
@@ -76,6 +77,7 @@ class LedgerReport:
     own: tuple[tuple[int, int], ...]
     seen: tuple[tuple[int, int], ...]
     public_key: bytes = NO_KEY
+    round_index: int = 0
 
 
 class PairKeys(Protocol):
@@ -135,8 +137,12 @@ class LedgerWitness:
         self._twice: set[int] = set()
         self._lock = Lock()
 
-    def report(self, neighbor: int) -> LedgerReport:
-        """Return the report that the next call or answer to a neighbour carries."""
+    def report(self, neighbor: int, round_index: int = 0) -> LedgerReport:
+        """Return the report that the next call or answer to a neighbour carries.
+
+        Args:
+            round_index: this peer's on disk; 0 says nothing.
+        """
         with self._lock:
             answers = 0 if self.problem else self._received.get(neighbor, 0)  # who is to stop has nothing to add
             challenge, seen = self._challenges[neighbor], tuple(sorted(self.seen[neighbor].items()))
@@ -144,7 +150,7 @@ class LedgerWitness:
         lines = {} if self._ledger is None else dict(self._ledger.lines)
         own = tuple(sorted(item for item in lines.items() if item[1] > counted.get(item[0], 0)))
         public = NO_KEY if self._pairs is None else self._pairs.public
-        return LedgerReport(self.peer, neighbor, self.boot, challenge, answers, own[:MANY], seen, public)
+        return LedgerReport(self.peer, neighbor, self.boot, challenge, answers, own[:MANY], seen, public, round_index)
 
     def receive(self, report: LedgerReport) -> None:
         """Record a neighbour's report.
@@ -187,7 +193,9 @@ class LedgerWitness:
                 try:
                     self._pairs.learn(j, report.public_key)
                 except ValueError as error:
-                    raise RefusedError(f"peer {j} sent a key of which no secret can be made ({error})") from error
+                    raise RefusedError(
+                        f"peer {j} sent a key of which no secret can be made ({error})", code="witness.key"
+                    ) from error
             reported = dict(report.seen)
             is_new, self._reported[j] = reported != self._reported.get(j), reported
         if is_new and self._ledger is not None and self.problem is None:
@@ -225,10 +233,15 @@ class WitnessFile:
 
     Args:
         path: of the file, made when something is counted.
+        durable: whether it is to survive the machine.
+
+    Attributes:
+        seen: the lines of each neighbour's boots, once it was read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, -1
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
+        self._path, self._file, self._durable = path, -1, durable
+        self.seen: dict[int, dict[int, int]] = {}
         self._slots: dict[tuple[int, int], int] = {}
         self._unsynced: dict[tuple[int, int], int] = {}
 
@@ -238,7 +251,7 @@ class WitnessFile:
         Args:
             more: what the last checkpoint holds, see `unsynced`.
         """
-        seen: dict[int, dict[int, int]] = {}
+        self.seen = seen = dict[int, dict[int, int]]()
         content = self._path.read_bytes() if self._path.exists() else b""
         for slot in range(-(-len(content) // SLOT.size)):
             record = content[slot * SLOT.size : (slot + 1) * SLOT.size]
@@ -253,7 +266,7 @@ class WitnessFile:
                 if lines > seen.setdefault(neighbor, {}).get(boot, 0):
                     seen[neighbor][boot] = lines
                     self.write(neighbor, boot, lines)
-        if content:
+        if content and self._durable:
             self._file = open_file(self._path, os.O_WRONLY)
             os.fdatasync(self._file)  # a process that was killed may have left what it did not sync
         return seen
@@ -275,6 +288,7 @@ class WitnessFile:
             raise named(error, self._path) from error.__cause__
         if written < SLOT.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self.seen.setdefault(neighbor, {})[boot] = lines
         self._unsynced[neighbor, boot] = lines
 
     def unsynced(self) -> dict[str, dict[str, int]]:
@@ -286,10 +300,10 @@ class WitnessFile:
 
     def sync(self) -> None:
         """Flush it to disk."""
-        if self._unsynced:
+        if self._unsynced and self._durable:
             with naming(self._path):
                 os.fdatasync(self._file)
-            self._unsynced.clear()
+        self._unsynced.clear()
 
     def close(self) -> None:
         """Close it."""

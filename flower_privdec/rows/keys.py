@@ -15,6 +15,10 @@ Secret = int | bytes
 KEY_BYTES = 16  # the fewest
 
 
+class WeakKeyError(ValueError):
+    """A key is too short to be secret, or is not bytes."""
+
+
 def digest(size: int, *parts: object) -> bytes:
     """Return the BLAKE2b hash, of `size` bytes, of integers, strings, bytes and tuples of these."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=size).digest()
@@ -60,10 +64,10 @@ def checked_key(key: bytes) -> bytes:
     """Return the key itself if it is long enough to be one.
 
     Raises:
-        ValueError: it is not bytes, or shorter than 16.
+        WeakKeyError: it is not bytes, or shorter than 16.
     """
     if not isinstance(key, bytes):
-        raise ValueError(f"a key must be bytes, not {type(key).__name__}")
+        raise WeakKeyError(f"a key must be bytes, not {type(key).__name__}")
     if len(key) < KEY_BYTES:
-        raise ValueError(f"a key of {len(key)} bytes must have at least {KEY_BYTES}: take os.urandom(32) or a hash")
+        raise WeakKeyError(f"a key of {len(key)} bytes must have at least {KEY_BYTES}: take os.urandom(32) or a hash")
     return key

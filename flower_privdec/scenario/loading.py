@@ -103,7 +103,7 @@ def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, 
         ScenarioError: it is no YAML, too large or too deep, or holds something else than plain data; with the line.
     """
     if len(text) > LONGEST:
-        raise ScenarioError(f"{where}: has more than {LONGEST:,} characters; give a shorter one")
+        raise ScenarioError(f"{where}: has more than {LONGEST:,} characters; give a shorter one", code="yaml.long")
     try:
         loader = _Loader(text)
         node, lines = loader.get_single_node(), dict[Location, int]()
@@ -128,7 +128,8 @@ class _Reading:
         """Return what a node holds, and note the lines of its keys."""
         self._lines.setdefault(path, node.start_mark.line + 1)
         if node.tag not in [f"tag:yaml.org,2002:{kind}" for kind in _PLAIN]:
-            raise self._error(node, f"the tag {shown(node.tag)} is not taken: write text, numbers, lists and mappings")
+            problem = f"the tag {shown(node.tag)} is not taken: write text, numbers, lists and mappings"
+            raise self._error(node, problem, "yaml.tag")
         if isinstance(node, MappingNode):
             return {key: self.value(part, (*path, key)) for key, part in self._keys(node, path)}
         if isinstance(node, SequenceNode):
@@ -141,40 +142,47 @@ class _Reading:
                 description = (
                     f"the key {shown(key.value)}" if isinstance(key, ScalarNode) else "a list or mapping as key"
                 )
-                raise self._error(key, f"{description} must be a word; quote it")
+                raise self._error(key, f"{description} must be a word; quote it", "yaml.key")
             here = (*path, self._text(key))
             if here in self._lines:
-                raise self._error(key, f"key {shown(key.value)} stands twice; keep one")
+                raise self._error(key, f"key {shown(key.value)} stands twice; keep one", "yaml.repeated-key")
             self._lines[here] = key.start_mark.line + 1
             yield key.value, part
 
     def _scalar(self, node: Node) -> Any:
         if node.tag.endswith(":str") or (":" in node.value and node.tag.endswith((":int", ":float"))):
             return self._text(node)  # 1:30 too, which YAML 1.1 takes for 90
+        text = shown(node.value)
         if node.tag.endswith(":int") and _OCTAL.fullmatch(node.value):
-            raise self._error(node, f"{shown(node.value)} may be octal; write it without leading zeros, or quote it")
+            problem = f"{text} may be octal; write it without leading zeros, or quote it"
+            raise self._error(node, problem, "yaml.octal")
         try:
             value = self._loader.construct_object(node)
         except (ValueError, KeyError, IndexError, OverflowError) as error:  # as !!int of what is none
-            raise self._error(node, f"{shown(node.value)} cannot be read as what it looks like; quote it") from error
+            problem = f"{text} cannot be read as what it looks like; quote it"
+            raise self._error(node, problem, "yaml.scalar") from error
         if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
-            raise self._error(node, f"{shown(node.value)} must be less than 2^63; write a number so large as 1e30")
+            problem = f"{text} must be less than 2^63; write a number so large as 1e30"
+            raise self._error(node, problem, "yaml.number")
         if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
-            raise self._error(node, f"{shown(node.value)} is beyond the largest number there is, 1.8e308; lower it")
+            problem = f"{text} is beyond the largest number there is, 1.8e308; lower it"
+            raise self._error(node, problem, "yaml.number")
         if value == 0 and isinstance(value, float) and set(node.value.lower().partition("e")[0]) & set("123456789"):
-            raise self._error(node, f"{shown(node.value)} is below the smallest number there is, 5e-324; raise it")
+            problem = f"{text} is below the smallest number there is, 5e-324; raise it"
+            raise self._error(node, problem, "yaml.number")
         return value
 
     def _text(self, node: Node) -> str:
         text: str = node.value
         odd = next((sign for sign in text if category(sign) in _CONTROL and sign not in "\n\t"), None)
         if odd is not None:
-            raise self._error(node, f"{shown(text)} holds the control character {odd!r}; take it out")
+            problem = f"{shown(text)} holds the control character {odd!r}; take it out"
+            raise self._error(node, problem, "yaml.control")
         return text
 
-    def _error(self, node: Node, problem: str) -> ScenarioError:
+    def _error(self, node: Node, problem: str, code: str) -> ScenarioError:
         line = "" if self._one_value else f":{node.start_mark.line + 1}"
-        return ScenarioError(f"{self._where}{line}: {problem}")
+        return ScenarioError(f"{self._where}{line}: {problem}", code=code)
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -191,7 +199,7 @@ def read_yaml(text: str, where: str, form: str = SCENARIO) -> tuple[dict[str, An
     """
     data, lines = read_plain(text, where)
     if not isinstance(data, dict):
-        raise ScenarioError(f"{where}: {form}, not {shown(data)}")
+        raise ScenarioError(f"{where}: {form}, not {shown(data)}", code="scenario.no-mapping")
     return data, lines
 
 
@@ -293,7 +301,9 @@ def read_text(path: Path, what: str = "a scenario file") -> str:
         cut = isinstance(error, UnicodeDecodeError) and len(content) > 4 * LONGEST  # in the middle of a character
         reason = "too long" if cut else getattr(error, "strerror", None) or "not UTF-8 text"
         name = shown(str(path))[1:-1]
-        raise ScenarioError(f"{name}: cannot be read as {what} ({reason}); give the path of a YAML file") from error
+        raise ScenarioError(
+            f"{name}: cannot be read as {what} ({reason}); give the path of a YAML file", code="scenario.unreadable"
+        ) from error
 
 
 def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:

@@ -27,7 +27,7 @@ from pydantic import (
 
 from flower_privdec.common import catalogue
 from flower_privdec.common.catalogue import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, Choice, MetricKind, Targets, unfit
-from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
+from flower_privdec.common.errors import RAISED_BY_USERS, ArgumentError, PrivdecError, ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import Given, find_given, is_given, load_own, raised_at, without_tokens
 from flower_privdec.scenario.findings import Places, located
@@ -56,9 +56,12 @@ def check_keys(
         takers = [name for name, keys in keys_of.items() if key in keys]
         is_set = getattr(section, key) is not None
         if is_set and chosen not in takers:
-            raise ValueError(f"{key} belongs to {choice} {' or '.join(takers)}, not to {chosen}: remove it")
+            raise ArgumentError(
+                f"{key} belongs to {choice} {' or '.join(takers)}, not to {chosen}: remove it",
+                code="scenario.other-choice",
+            )
         if not is_set and chosen in takers and key not in optional:
-            raise ValueError(f"{choice} {chosen} needs {key}: add it")
+            raise ArgumentError(f"{choice} {chosen} needs {key}: add it", code="scenario.incomplete")
 
 
 def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
@@ -103,9 +106,9 @@ def _per_peer(value: Any) -> Any:
     """Accept one number for every peer or a list with one number a peer."""
     numbers = value if isinstance(value, list | tuple) else [value]
     if not numbers or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
-        raise ValueError("must be a number, or a list with one number for each peer")
+        raise ArgumentError("must be a number, or a list with one number for each peer", code="scenario.per-peer")
     if any(not 0 < x < float("inf") for x in numbers) or max(numbers) > LARGEST:
-        raise ValueError("must be > 0 and finite (for every peer)")
+        raise ArgumentError("must be > 0 and finite (for every peer)", code="scenario.not-positive")
     return tuple(float(x) for x in numbers) if isinstance(value, list | tuple) else float(value)
 
 
@@ -122,9 +125,10 @@ def _plain_name(value: str) -> str:
     """Raise unless a value can name a folder."""
     plain = value.isprintable() and not set(value) & set("/\\") and value == value.strip()
     if not plain or value[:1] in ("", ".", "-") or len(value.encode()) > LONGEST_NAME:
-        raise ValueError(
+        raise ArgumentError(
             f"must be a name, not a path: at most {LONGEST_NAME} bytes on one line, without / and \\, not beginning "
-            "with '.' or '-'; --out sets where results go"
+            "with '.' or '-'; --out sets where results go",
+            code="scenario.name",
         )
     return value
 
@@ -132,9 +136,11 @@ def _plain_name(value: str) -> str:
 def _one_line(value: str) -> str:
     """Raise unless a value can be a path."""
     if not value.isprintable():
-        raise ValueError("must be a path on one line, without control characters")
+        raise ArgumentError("must be a path on one line, without control characters", code="scenario.path")
     if len(value.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST_PART for part in value.split("/")):
-        raise ValueError(f"must be a path of at most {LONGEST_PATH} bytes, {LONGEST_PART} between two slashes")
+        raise ArgumentError(
+            f"must be a path of at most {LONGEST_PATH} bytes, {LONGEST_PART} between two slashes", code="scenario.path"
+        )
     return value
 
 
@@ -200,27 +206,32 @@ class BatchSection(Section):
 
     def _check(self) -> None:
         if self.rate is not None and self.sampling != "poisson":
-            raise ValueError(
+            raise ArgumentError(
                 f"rate belongs to sampling poisson, not to {self.sampling}: "
-                + ("remove it" if self.sampling == "full" else "give size, or use poisson")
+                + ("remove it" if self.sampling == "full" else "give size, or use poisson"),
+                code="batch.rate",
             )
         if self.sampling == "full" and self.size is not None:
-            raise ValueError("sampling full takes every local example: remove size")
+            raise ArgumentError("sampling full takes every local example: remove size", code="batch.size")
         if self.size is not None and self.rate is not None:
-            raise ValueError("size and rate both set how much is drawn: give one")
+            raise ArgumentError("size and rate both set how much is drawn: give one", code="batch.size")
         if self.sampling != "full" and self.size is None and self.rate is None:
             either = "size (examples a step) or rate" if self.sampling == "poisson" else "size (examples a step)"
-            raise ValueError(f"sampling {self.sampling} needs {either}: add it")
+            raise ArgumentError(f"sampling {self.sampling} needs {either}: add it", code="batch.size")
         if self.small_peers == "full" and self.size is None:
-            raise ValueError("small_peers is for peers that hold fewer than size, and there is no size: remove it")
+            raise ArgumentError(
+                "small_peers is for peers that hold fewer than size, and there is no size: remove it",
+                code="batch.small-peers",
+            )
 
 
 def _public(value: Any) -> Any:
     """Refuse a validation set of examples that are not the public test set's."""
     if isinstance(value, str | dict | list):
-        raise ValueError(
+        raise ArgumentError(
             "must be how many examples of the public test set to take: weights by private examples would reveal them, "
-            "and no ε here covers that"
+            "and no ε here covers that",
+            code="data.validation-is-private",
         )
     return value
 
@@ -276,18 +287,30 @@ class DataSection(Section):
     def _check(self) -> None:
         is_object = not isinstance(self.dataset, str) and is_given(self.dataset.module)
         if self.source is not None and not is_object:
-            raise ValueError("source is for data that are given in Python, and these have a name: remove it")
+            raise ArgumentError(
+                "source is for data that are given in Python, and these have a name: remove it", code="data.source"
+            )
         if (self.dataset == "svmlight") != (self.n_features is not None):
-            raise ValueError("n_features is of dataset svmlight, which needs it, and of no other")
+            raise ArgumentError(
+                "n_features is of dataset svmlight, which needs it, and of no other", code="data.n-features"
+            )
         if self.dataset == "svmlight" and self.test is None:
-            raise ValueError("test is missing: dataset svmlight needs the file of the public test set beside root")
+            raise ArgumentError(
+                "test is missing: dataset svmlight needs the file of the public test set beside root",
+                code="data.no-test",
+            )
         if not self.each_its_own:
             return
         if self.test is None:
-            raise ValueError(f"test is missing: where root has {PEER}, name the test set that all peers share")
+            raise ArgumentError(
+                f"test is missing: where root has {PEER}, name the test set that all peers share", code="data.no-test"
+            )
         for key in ("samples", "partition"):
             if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them")
+                raise ArgumentError(
+                    f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them",
+                    code="data.own-files",
+                )
 
 
 class FeaturesSection(Section):
@@ -351,15 +374,19 @@ class ModelSection(Section):
 
     def _check(self) -> None:
         if (self.name is None) == (self.module is None):
-            raise ValueError("give either a model's name, or module: package.module:factory")
+            raise ArgumentError("give either a model's name, or module: package.module:factory", code="model.one-of")
         if self.module is not None and ":" not in self.module:
-            raise ValueError(f"module={self.module!r} must be 'package.module:factory'")
+            raise ArgumentError(f"module={self.module!r} must be 'package.module:factory'", code="code.name")
         if self.module is None and self.arguments:
-            raise ValueError("arguments belong to a module of your own: remove them, or give module")
+            raise ArgumentError(
+                "arguments belong to a module of your own: remove them, or give module", code="model.arguments"
+            )
         keys, own = set(self._given()), catalogue.MODEL_OPTIONS.get(self.name or "", ())
         for key in sorted(keys - set(own)):
             takers = ", ".join(name for name, options in catalogue.MODEL_OPTIONS.items() if key in options)
-            raise ValueError(f"{key} belongs to {takers}, not to {self.name or self.module}: remove it")
+            raise ArgumentError(
+                f"{key} belongs to {takers}, not to {self.name or self.module}: remove it", code="scenario.other-choice"
+            )
 
     def _given(self) -> dict[str, Any]:
         every = {option for options in catalogue.MODEL_OPTIONS.values() for option in options}
@@ -456,15 +483,19 @@ class TaskSection(Section):
         for metric in self.metrics:
             if isinstance(metric, OwnMetricSection):
                 if metric.title in TAKEN:
-                    raise ValueError(f"metrics: the name {metric.title} is taken in a run's files: give another")
+                    raise ArgumentError(
+                        f"metrics: the name {metric.title} is taken in a run's files: give another",
+                        code="metrics.name-taken",
+                    )
             elif self.own_loss is not None and self.own_loss.outputs is not None:
-                raise ValueError(
-                    f"{metric} cannot be told of the outputs of loss {self.loss_name}: give metrics of your own"
+                raise ArgumentError(
+                    f"{metric} cannot be told of the outputs of loss {self.loss_name}: give metrics of your own",
+                    code="metrics.unfit",
                 )
             elif wrong := unfit(metric, self.loss_name, self.targets):
-                raise ValueError(f"{metric} {wrong}")
+                raise ArgumentError(f"{metric} {wrong}", code="metrics.unfit")
         if len(names) < len(self.metrics):
-            raise ValueError(f"metrics names one of {', '.join(names)} twice: keep one")
+            raise ArgumentError(f"metrics names one of {', '.join(names)} twice: keep one", code="metrics.repeated")
 
     def kinds(self) -> dict[str, MetricKind]:
         """Return what is known of each metric, by its name."""
@@ -546,7 +577,7 @@ class RegularizerSection(Section):
     def _check(self) -> None:
         check_keys(self, REGULARIZER_KEYS)
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
-            raise ValueError(f"lower={self.lower:g} must be <= upper={self.upper:g}")
+            raise ArgumentError(f"lower={self.lower:g} must be <= upper={self.upper:g}", code="regularizer.bounds")
 
     @property
     def strongly_convex(self) -> bool:
@@ -575,12 +606,16 @@ class DualAveragingSection(Section):
 
     def _check(self) -> None:
         if self.schedule == "strongly-convex" and not self.regularizer.strongly_convex:
-            raise ValueError(
+            raise ArgumentError(
                 f"schedule strongly-convex must have a strongly convex regularizer, and {self.regularizer.kind} is "
-                "none: use l2 or elastic-net, or schedule convex"
+                "none: use l2 or elastic-net, or schedule convex",
+                code="regularizer.not-strongly-convex",
             )
         if self.schedule == "convex" and not self.gamma > 0:
-            raise ValueError("gamma=0.0 must be > 0 for schedule convex, whose steps nothing else bounds")
+            raise ArgumentError(
+                "gamma=0.0 must be > 0 for schedule convex, whose steps nothing else bounds",
+                code="regularizer.not-strongly-convex",
+            )
 
 
 class DescentSection(Section):
@@ -628,7 +663,7 @@ def own_section(module: object) -> type[OwnAlgorithmSection]:
         ScenarioError: the class cannot be imported, or is no algorithm.
     """
     if not isinstance(module, str):
-        raise ScenarioError(f"algorithm.module={module!r} must be 'package.module:name'")
+        raise ScenarioError(f"algorithm.module={module!r} must be 'package.module:name'", code="code.name")
     if is_given(module) and find_given(module) is None:
         return AbsentAlgorithmSection
     own: Any = load_own(
@@ -640,7 +675,8 @@ def own_section(module: object) -> type[OwnAlgorithmSection]:
     section: Any = own.Section
     if not (isinstance(section, type) and issubclass(section, OwnAlgorithmSection)):
         raise ScenarioError(
-            f"algorithm.module={module!r}: Section must be a subclass of flower_privdec.scenario.OwnAlgorithmSection"
+            f"algorithm.module={module!r}: Section must be a subclass of flower_privdec.scenario.OwnAlgorithmSection",
+            code="code.kind",
         )
     return section
 
@@ -654,9 +690,11 @@ def by_its_own_form(value: Any, _: object) -> OwnAlgorithmSection:
     except ValueError:  # a ValidationError of pydantic is one
         raise
     except ScenarioError as error:
-        raise ValueError(str(error)) from error
+        raise ArgumentError(str(error), code=error.code) from error
     except RAISED_BY_USERS as error:  # a user's own validator may raise anything
-        raise ValueError(f"algorithm.module={value['module']!r}: its Section raised {one_line(error)}") from error
+        raise ArgumentError(
+            f"algorithm.module={value['module']!r}: its Section raised {one_line(error)}", code="code.fails"
+        ) from error
 
 
 class GradientSection(DescentSection):
@@ -822,9 +860,10 @@ class FedDeperSection(GradientSection):
 
     def _check(self) -> None:
         if self.mixing_rate < 0.5 and not self.any_mixing_rate:
-            raise ValueError(
+            raise ArgumentError(
                 f"mixing_rate={self.mixing_rate} must be in [1/2, 1], for which FedDeper is analysed; "
-                "set any_mixing_rate: true to try another"
+                "set any_mixing_rate: true to try another",
+                code="feddeper.mixing-rate",
             )
 
 
@@ -1001,7 +1040,9 @@ class ScheduleSection(Section):
     def _check(self) -> None:
         lists = self.clip_norms is not None or self.noise is not None
         if lists and (self.rho_c, self.rho_mu) != (1.0, 1.0):
-            raise ValueError("give rho_c and rho_mu, or the lists clip_norms and noise, not both")
+            raise ArgumentError(
+                "give rho_c and rho_mu, or the lists clip_norms and noise, not both", code="privacy.schedule"
+            )
 
 
 def _named(value: Any) -> Any:
@@ -1028,7 +1069,10 @@ class CancellingSection(Section):
 
     def _check(self) -> None:
         if self.secrets.name in ("server", "random-edges"):
-            raise ValueError(f"secrets={self.secrets.name} is no graph that stays the same: take complete, for example")
+            raise ArgumentError(
+                f"secrets={self.secrets.name} is no graph that stays the same: take complete, for example",
+                code="noise.secrets-graph",
+            )
 
 
 NoiseChoice = Annotated[Annotated[CancellingSection, Tag("named")] | Annotated[OwnSection, Tag("own")], OWN_OR_NAMED]
@@ -1073,13 +1117,19 @@ class PrivacySection(Section):
 
     def _check(self) -> None:
         if self.epsilon is None and self.noise_multiplier is None:
-            raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
+            raise ArgumentError(
+                "give epsilon (a budget the noise is solved for), noise_multiplier, or both", code="privacy.no-noise"
+            )
         if self.calibration == "paper" and (self.epsilon is None or self.noise_multiplier is not None):
-            raise ValueError("calibration paper computes the noise from epsilon: give epsilon, and no noise_multiplier")
+            raise ArgumentError(
+                "calibration paper computes the noise from epsilon: give epsilon, and no noise_multiplier",
+                code="privacy.calibration",
+            )
         if self.noise is not None and (self.calibration == "paper" or self.hardened):
-            raise ValueError(
+            raise ArgumentError(
                 "noise changes the noise that calibration paper and hardened are proved for: use calibration rigorous "
-                "without hardened, or leave noise out"
+                "without hardened, or leave noise out",
+                code="privacy.own-noise",
             )
 
 
@@ -1087,7 +1137,7 @@ def _below_one(value: Any) -> Any:
     """Refuse a delta of 1 or more, for one number or for a list."""
     numbers = value if isinstance(value, list | tuple) else [value]
     if any(isinstance(x, int | float) and x >= 1 for x in numbers):
-        raise ValueError("must be < 1 (well below one over the number of examples)")
+        raise ArgumentError("must be < 1 (well below one over the number of examples)", code="privacy.delta")
     return value
 
 
@@ -1104,19 +1154,22 @@ IDENTITY = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-
 def _address(value: str) -> str:
     match = ADDRESS.fullmatch(value)
     if match is None or not 0 < int(match["port"]) < 65536:
-        raise ValueError("must be HOST:PORT, as 10.0.0.7:7100 or [::1]:7100")
+        raise ArgumentError("must be HOST:PORT, as 10.0.0.7:7100 or [::1]:7100", code="network.address")
     return value
 
 
 def _identity(value: str) -> str:
     if not IDENTITY.fullmatch(value):
-        raise ValueError("must be a DNS name in lower case, as peer-3.hospitals")
+        raise ArgumentError("must be a DNS name in lower case, as peer-3.hospitals", code="network.identity")
     return value
 
 
 def _codec(value: str) -> str:
     if value not in CODEC_NAMES and ":" not in value:
-        raise ValueError(f"must be one of {', '.join(CODEC_NAMES)}, or a class of your own, as package.module:Name")
+        raise ArgumentError(
+            f"must be one of {', '.join(CODEC_NAMES)}, or a class of your own, as package.module:Name",
+            code="network.codec",
+        )
     return value
 
 
@@ -1227,7 +1280,9 @@ class NetworkSection(Section):
         }.items():
             twice = sorted({value for value in values if values.count(value) > 1})
             if twice:
-                raise ValueError(f"{what} {twice[0]!r} is that of two peers: give each its own")
+                raise ArgumentError(
+                    f"{what} {twice[0]!r} is that of two peers: give each its own", code="network.repeated-peer"
+                )
 
     def identities(self, name: str, n_peers: int) -> list[str]:
         """Return the identity of every peer of a scenario of this name."""
@@ -1301,8 +1356,9 @@ class ComputeSection(Section):
 
     def _check(self) -> None:
         if self.workers != "auto" and self.workers > 1 and self.threads > 1:
-            raise ValueError(
-                f"workers={self.workers} have one thread each, not threads={self.threads}: leave threads out"
+            raise ArgumentError(
+                f"workers={self.workers} have one thread each, not threads={self.threads}: leave threads out",
+                code="compute.threads",
             )
 
 
@@ -1358,8 +1414,9 @@ class LocatedFile(Section):
 def _check_addresses(scenario: Scenario | AppScenario) -> None:
     peers = scenario.network.peers
     if peers is not None and len(peers) != scenario.n_peers:
-        raise ValueError(
-            f"network.peers lists {len(peers)} peers for n_peers={scenario.n_peers}: give each its address"
+        raise ArgumentError(
+            f"network.peers lists {len(peers)} peers for n_peers={scenario.n_peers}: give each its address",
+            code="network.peer-count",
         )
 
 
@@ -1413,7 +1470,10 @@ class Scenario(LocatedFile):
             return data
         loss, task = algorithm["loss"], data.get("task") or {}
         if not isinstance(task, dict) or task.get("loss", loss) != loss:
-            raise ValueError(f"algorithm.loss={loss!r} is another way to write task.loss, which differs: give one")
+            raise ArgumentError(
+                f"algorithm.loss={loss!r} is another way to write task.loss, which differs: give one",
+                code="task.loss-twice",
+            )
         rest = {key: value for key, value in algorithm.items() if key != "loss"}
         return {**data, "algorithm": rest, "task": {**task, "loss": loss}}
 
@@ -1432,12 +1492,16 @@ class Scenario(LocatedFile):
         ledger = self.private is not None and self.private.ledger is not None
         dataset = self.data.dataset
         if ledger and self.data.source is None and not isinstance(dataset, str) and is_given(dataset.module):
-            raise ValueError(
+            raise ArgumentError(
                 "data.source is missing: name the source of the data that are given, the same name in every run over "
-                "them, under which privacy.ledger counts what is spent"
+                "them, under which privacy.ledger counts what is spent",
+                code="data.source",
             )
         if self.compute.generator == "system" and self.private is None:
-            raise ValueError("compute.generator=system is for noise, and privacy is none: leave generator out")
+            raise ArgumentError(
+                "compute.generator=system is for noise, and privacy is none: leave generator out",
+                code="compute.generator",
+            )
         clips = ("learning_rate", "initial_clip", "clip_norm")
         lists = {f"algorithm.{key}": getattr(self.algorithm, key, None) for key in clips}
         if isinstance(self.privacy, PrivacySection):
@@ -1445,36 +1509,52 @@ class Scenario(LocatedFile):
                 lists[f"privacy.{key}"] = getattr(self.privacy, key)
         for key, value in lists.items():
             if isinstance(value, tuple) and len(value) != self.n_peers:
-                raise ValueError(f"{key} lists {len(value)} numbers for n_peers={self.n_peers}: give one a peer")
+                raise ArgumentError(
+                    f"{key} lists {len(value)} numbers for n_peers={self.n_peers}: give one a peer",
+                    code="scenario.per-peer",
+                )
         workers = self.compute.workers
         if workers != "auto" and workers > self.n_peers:
-            raise ValueError(
-                f"compute.workers={workers} must be at most n_peers={self.n_peers}: a worker hosts peers; use auto"
+            raise ArgumentError(
+                f"compute.workers={workers} must be at most n_peers={self.n_peers}: a worker hosts peers; use auto",
+                code="compute.workers",
             )
         _check_addresses(self)
         private = self.private
         if private is not None and private.schedule is not None and isinstance(self.algorithm, DynSection):
-            raise ValueError(f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it")
+            raise ArgumentError(
+                f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it",
+                code="privacy.schedule",
+            )
         if private is not None:
             needed = isinstance(self.algorithm, PDSLSection) and private.calibration == "paper"
             if needed and private.phi_min is None:
-                raise ValueError(
+                raise ArgumentError(
                     "privacy.phi_min is missing: calibration paper of pdsl is eq. 27, which divides by φ̂_min, and eq. "
-                    "19 makes that 0; give the value to pretend, or use calibration rigorous"
+                    "19 makes that 0; give the value to pretend, or use calibration rigorous",
+                    code="privacy.phi-min",
                 )
             if private.phi_min is not None and not needed:
-                raise ValueError("privacy.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it")
+                raise ArgumentError(
+                    "privacy.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it",
+                    code="privacy.phi-min",
+                )
         blocks = isinstance(self.algorithm, VRSection) and self.algorithm.table == "blocks"
         if blocks != (self.data.batch.sampling == "blocks"):
-            raise ValueError("data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other")
+            raise ArgumentError(
+                "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other",
+                code="batch.blocks",
+            )
         if self.algorithm.name == "dp-sgd" and self.n_peers > 1:
-            raise ValueError(
-                f"n_peers={self.n_peers} must be 1 for dp-sgd, the centralized reference; use local for more"
+            raise ArgumentError(
+                f"n_peers={self.n_peers} must be 1 for dp-sgd, the centralized reference; use local for more",
+                code="scenario.n-peers",
             )
         if self.n_peers == 1 and self.algorithm.name not in catalogue.ALONE:
-            raise ValueError(
+            raise ArgumentError(
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
-                "one peer has no neighbor to exchange with; use algorithm local, or more peers"
+                "one peer has no neighbor to exchange with; use algorithm local, or more peers",
+                code="scenario.n-peers",
             )
 
     def seed_of(self, draws: Literal["data", "model", "run"]) -> int:
@@ -1511,7 +1591,9 @@ class AppPrivacySection(Section):
 
     def _check(self) -> None:
         if self.epsilon is None and self.noise_multiplier is None:
-            raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
+            raise ArgumentError(
+                "give epsilon (a budget the noise is solved for), noise_multiplier, or both", code="privacy.no-noise"
+            )
 
 
 AppPrivacyChoice = Annotated[
@@ -1616,6 +1698,8 @@ def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
                 own = [f"{key}={module!r}" for key, module in own_modules(scenario)]
                 if not own or isinstance(error, OSError):
                     raise
-                raise ScenarioError(f"{' or '.join(own)} raised {raised_at(error)}; mend the code") from error
+                raise ScenarioError(
+                    f"{' or '.join(own)} raised {raised_at(error)}; mend the code", code="code.fails"
+                ) from error
 
     return call

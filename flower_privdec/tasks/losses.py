@@ -195,7 +195,8 @@ def _of_each(target: str, function: OutputFunction) -> OutputFunction:
             failure = type(error).__name__
         if failure is not None:  # raised here, an error that does not carry the other one along
             raise RunError(
-                f"task.loss.module={target!r} raised {failure}: its message is withheld, for it may reveal data"
+                f"task.loss.module={target!r} raised {failure}: its message is withheld, for it may reveal data",
+                code="code.withheld",
             )
         return values.reshape(*lead, *values.shape[1:])
 
@@ -217,10 +218,14 @@ def try_loss(loss: Loss, outputs: int) -> None:
     except RAISED_BY_USERS as error:  # a user's own function may raise anything
         raise ScenarioError(
             f"task.loss.module={loss.name!r} cannot be differentiated example by example: {one_line(error)}; write it "
-            "with torch operations alone (torch.where for a choice, no .item()), from outputs and a target to a number"
+            "with torch operations alone (torch.where for a choice, no .item()), from outputs and a target to a number",
+            code="loss.not-per-example",
         ) from None
     if shape:
-        raise ScenarioError(f"task.loss.module={loss.name!r} returns {shape} for an example: it must be one number")
+        raise ScenarioError(
+            f"task.loss.module={loss.name!r} returns {shape} for an example: it must be one number",
+            code="loss.not-a-number",
+        )
 
 
 @contextmanager

@@ -151,4 +151,6 @@ def try_metric(metric: Metric, loss: Loss, outputs: int, targets: Tensor) -> Non
     try:
         metric.measure(loss, x, targets)
     except RunError as error:
-        raise ScenarioError(f"{error}; it must turn outputs [N, k] and targets into one number") from None
+        raise ScenarioError(
+            f"{error}; it must turn outputs [N, k] and targets into one number", code="metrics.fails"
+        ) from None

@@ -56,7 +56,7 @@ class ClippedSum:
             memory_bytes: about how much memory the gradients of single examples may take.
         """
         if way not in WAYS:
-            raise ScenarioError(f"way={way!r} must be one of {', '.join(WAYS)}")
+            raise ScenarioError(f"way={way!r} must be one of {', '.join(WAYS)}", code="training-loop.way")
         self._module, self._parameters, self._criterion = module, parameters, criterion
         self._clip_norm, self._memory = clip_norm, memory_bytes
         self._ways, self._way = WAYS[1:] if way == "auto" else (way,), ""

@@ -287,7 +287,7 @@ def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
         raise ScenarioError(f"model is a {type(model).__name__}: it must be a torch.nn.Module")
     check_whole({"groups": groups})
     if groups is None or groups < 1:
-        raise ScenarioError(f"groups={groups} must be >= 1")
+        raise ScenarioError(f"groups={groups} must be >= 1", code="training-loop.groups")
     return _replaced(model, groups, {})
 
 
@@ -304,7 +304,10 @@ def _replaced(part: nn.Module, groups: int, done: dict[int, nn.Module]) -> nn.Mo
 
 def _grouped(norm: nn.Module, groups: int) -> nn.Module:
     if isinstance(norm, LazyModuleMixin) or not isinstance(norm, _BatchNorm | _InstanceNorm):
-        raise ScenarioError(f"{type(norm).__name__} does not know its channels yet: call the model on one batch first")
+        raise ScenarioError(
+            f"{type(norm).__name__} does not know its channels yet: call the model on one batch first",
+            code="training-loop.lazy-norm",
+        )
     channels = int(norm.num_features)
     count = max(n for n in range(1, groups + 1) if channels % n == 0 and (n == 1 or channels // n > 1))
     replacement = nn.GroupNorm(count, channels, eps=norm.eps, affine=norm.affine).train(norm.training)

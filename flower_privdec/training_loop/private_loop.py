@@ -15,7 +15,8 @@ import hashlib
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -180,59 +181,26 @@ def private(
 
     Deviations: the divisor is the expected batch, not the drawn one.
     """
-    whole = {"steps": steps, "rounds": rounds, "local_epochs": local_epochs, "reserve": reserve}
-    numbers = {"delta": delta, "clip_norm": clip_norm, "epsilon": epsilon, "noise_multiplier": noise_multiplier}
-    check_whole({**whole, "insecure_seed": insecure_seed})
-    check_numbers(numbers)
-    check_paths({"ledger": ledger})
-    check_calls({"report": report})
-    optional = {"epsilon", "noise_multiplier", "steps", "rounds", "reserve"}
-    for name, value in {**numbers, **whole, "ledger": ledger, "report": report}.items():
-        if value is None and name not in optional:
-            raise ScenarioError(f"{name}=None must be given", code=ARGUMENT)
-        if name in whole and value is not None and value < 1:  # type: ignore[operator]
-            raise ScenarioError(f"{name}={value} must be >= 1", code=ARGUMENT)
+    options: dict[str, Any] = {"steps": steps, "rounds": rounds, "local_epochs": local_epochs, "reserve": reserve}
+    options |= {"delta": delta, "clip_norm": clip_norm, "epsilon": epsilon, "noise_multiplier": noise_multiplier}
+    check_options({**options, "insecure_seed": insecure_seed, "ledger": ledger, "report": report})
     _check_loader(data_loader)
     _check_modules(model)
     parameters = _trained(model, optimizer)
-    check_delta(delta)
-    for name in ("clip_norm", "noise_multiplier", "epsilon"):
-        value = numbers[name]
-        if value is not None and not (math.isfinite(value) and value > 0 and (value >= 1e-12 or name != "clip_norm")):
-            raise ScenarioError(f"{name}={value} must be finite and > 0 (clip_norm: 1e-12 at least)", code=ARGUMENT)
-    path = Path(ledger)
-    if path.is_dir():
-        problem = f"ledger={str(ledger)!r} is a folder: name a file in it, one for each peer and dataset"
-        raise ScenarioError(problem, code=ARGUMENT)
     if rounds is not None and steps is None:
         steps = rounds * local_epochs * len(data_loader)
     size = len(data_loader.dataset)  # type: ignore[arg-type]
-    batch = min(data_loader.batch_size or 1, size)
-    sampling, rate = ("poisson", batch / size) if batch < size else ("full", 1.0)
-    budget = PrivacyBudget(
-        path.parent,
-        path.name.removesuffix(".jsonl"),
-        Release(sampling, rate, size, batch, noise_multiplier or 1.0),
-        epsilon,
-        delta,
-        steps,
-        insecure=insecure_seed is not None,
-        loss_shown=show_loss,
+    budget = PrivacyBudget.of(
+        ledger, size, data_loader.batch_size or 1, epsilon, delta, steps, noise_multiplier, insecure_seed, show_loss
     )
-    if noise_multiplier is None:
-        budget = budget.with_noise_solved()
-    elif epsilon is not None and steps is None:
-        budget = replace(budget, limit=max_steps(budget.release, epsilon, delta))
     larger = _noise_inflation(budget.release, next(iter(parameters.values())).dtype) if hardened else 0.0
     if hardened and insecure_seed is not None:
         raise ScenarioError(
             "hardened=True is for noise of the operating system: leave out insecure_seed", code=ARGUMENT
         )
-    caveat = "; batches and noise from a seed, INSECURE" * (insecure_seed is not None)
-    note_budget(budget.path.absolute(), delta, caveat + "; the loop was shown private losses" * show_loss)
     spent = budget.remaining_steps(budget.entries()) < 1  # then no example is read
     collate = data_loader.collate_fn if spent else check_examples(data_loader)
-    seed = None if insecure_seed is None else hashlib.sha256(f"INSECURE {int(insecure_seed)}".encode()).digest()
+    seed = seed_of(insecure_seed)
     clipped_sum = ClippedSum(model, parameters, criterion, clip_norm, way=way)
     noised = NoisedSteps(
         optimizer,
@@ -247,6 +215,42 @@ def private(
     loader = PrivateLoader(data_loader, noised, budget, collate, reserve=reserve, seed=seed, report=report)
     loss = PrivateCriterion(criterion, clipped_sum, noised, show_loss)
     return ExamplePrivacy(PrivateModel(model, clipped_sum, noised), optimizer, loader, loss, noised, budget)
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Refuse options of the wrong kind or out of their range.
+
+    Args:
+        given: those of `private` with a number, `ledger` and `report`, by name.
+
+    Raises:
+        ScenarioError: naming the value and the rule.
+    """
+    wholes = ("steps", "rounds", "local_epochs", "reserve", "batch_size", "insecure_seed")
+    whole = {name: value for name, value in given.items() if name in wholes}
+    numbers = {name: value for name, value in given.items() if name not in (*wholes, "ledger", "report")}
+    check_whole(whole)
+    check_numbers(numbers)
+    check_paths({"ledger": given["ledger"]})
+    check_calls({"report": given["report"]})
+    for name, value in given.items():
+        if value is None and name not in ("epsilon", "noise_multiplier", "steps", "rounds", "reserve", "insecure_seed"):
+            raise ScenarioError(f"{name}=None must be given", code=ARGUMENT)
+        if name in whole and name != "insecure_seed" and value is not None and value < 1:
+            raise ScenarioError(f"{name}={value} must be >= 1", code=ARGUMENT)
+    check_delta(given["delta"])
+    for name, value in numbers.items():
+        too_small = name == "clip_norm" and value < 1e-12
+        if name != "delta" and value is not None and not (math.isfinite(value) and value > 0 and not too_small):
+            raise ScenarioError(f"{name}={value} must be finite and > 0 (clip_norm: 1e-12 at least)", code=ARGUMENT)
+    if Path(given["ledger"]).is_dir():
+        problem = f"ledger={str(given['ledger'])!r} is a folder: name a file in it, one for each peer and dataset"
+        raise ScenarioError(problem, code=ARGUMENT)
+
+
+def seed_of(insecure_seed: int | None) -> bytes | None:
+    """Return the key of batches and noise that are drawn from a seed; None for the operating system's entropy."""
+    return None if insecure_seed is None else hashlib.sha256(f"INSECURE {int(insecure_seed)}".encode()).digest()
 
 
 def _noise_inflation(release: Release, dtype: torch.dtype) -> float:
@@ -377,37 +381,18 @@ class PrivateLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        budget, done = self._budget, 0
-        with Ledger(budget.folder, budget.source) as ledger:
-            taken, remaining = budget.taken(ledger.entries), budget.remaining_steps(ledger.entries)
-            run = RunName(secrets.token_hex(16), "example-level", f"torch {torch.__version__}")
-            try:
-                while done < len(self):
-                    count = min(self._reserve, len(self) - done, remaining - done)
-                    if count < 1:
-                        raise BudgetError(
-                            f"{ledger.path}: the privacy budget is spent, and no batch was read: "
-                            f"{budget.statement(ledger.entries)}; check `allowed` before training",
-                            code="ledger.budget-spent",
-                        )
-                    spend = Spend(done, done + count, budget.release.times(count))
-                    ledger.append(run, done, done + count, [Charge.of([0], [spend])])
-                    yield from self._batches(count, taken + done)
-                    done += count
-            finally:
-                if done:
-                    self._report(budget.statement(ledger.entries))
+        with closing(self._budget.paid(len(self), self._reserve, self._report)) as blocks:
+            for count, first in blocks:
+                yield from self._batches(count, first)
 
     def _batches(self, count: int, first: int) -> Iterator[Any]:
         """Yield the batches of some steps that are paid."""
-        key = os.urandom(2 * KEY_BYTES) if self._seed is None else self._seed
-        generator, release = keyed_generator(key, "sampling", first), self._budget.release
-        sizes, examples = draw_poisson(generator, count, release.dataset_size, release.sampling_rate)
-        drawn = [batch.tolist() for batch in np.split(examples, np.cumsum(sizes)[:-1]) if len(batch)]
+        batches_drawn = self._budget.draw(count, first, self._seed)
+        drawn = [batch.tolist() for batch in batches_drawn if len(batch)]
         options: Mapping[str, Any] = {name: getattr(self._loader, name) for name in LOADER_OPTIONS}
         dataset = self._loader.dataset
         batches = iter(DataLoader(dataset, batch_sampler=drawn, collate_fn=self._collate, **options))
-        for number, size in enumerate(sizes.tolist(), start=first):
+        for number, size in enumerate(map(len, batches_drawn), start=first):
             if size == 0:
                 self._steps.step_on_noise(number)
                 continue
@@ -784,6 +769,86 @@ class PrivacyBudget:
     insecure: bool = False
     loss_shown: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        ledger: str | Path,
+        size: int,
+        batch_size: int,
+        epsilon: float | None,
+        delta: float,
+        steps: int | None,
+        noise_multiplier: float | None,
+        insecure_seed: int | None,
+        loss_shown: bool = False,
+    ) -> PrivacyBudget:
+        """Return the budget of Poisson batches, its noise given or solved, and note it for the peer around.
+
+        Args:
+            size: how many examples there are.
+            batch_size: the expected batch.
+            ledger, epsilon, delta, steps, noise_multiplier, insecure_seed, loss_shown: see `private`.
+
+        Raises:
+            ScenarioError: no noise can be solved for.
+        """
+        path, batch = Path(ledger), min(batch_size, size)
+        sampling, rate = ("poisson", batch / size) if batch < size else ("full", 1.0)
+        release = Release(sampling, rate, size, batch, noise_multiplier=noise_multiplier or 1.0)
+        insecure = insecure_seed is not None
+        place = (path.parent, path.name.removesuffix(".jsonl"))
+        budget = cls(*place, release, epsilon, delta, steps, insecure=insecure, loss_shown=loss_shown)
+        if noise_multiplier is None:
+            budget = budget.with_noise_solved()
+        elif epsilon is not None and steps is None:
+            budget = replace(budget, limit=max_steps(budget.release, epsilon, delta))
+        caveat = "; batches and noise from a seed, INSECURE" * insecure
+        note_budget(budget.path.absolute(), delta, caveat + "; the loop was shown private losses" * loss_shown)
+        return budget
+
+    def paid(self, steps: int, reserve: int, report: Callable[[str], None]) -> Generator[tuple[int, int], None, None]:
+        """Yield blocks of steps, once each is charged on disk: how many, and the number of the first of all runs.
+
+        Args:
+            steps: in all blocks.
+            reserve: the most in a block.
+            report: called with a line in the end.
+
+        Raises:
+            BudgetError: the budget allows no more.
+        """
+        done = 0
+        with Ledger(self.folder, self.source) as ledger:
+            taken, remaining = self.taken(ledger.entries), self.remaining_steps(ledger.entries)
+            run = RunName(secrets.token_hex(16), "example-level", f"torch {torch.__version__}")
+            try:
+                while done < steps:
+                    count = min(reserve, steps - done, remaining - done)
+                    if count < 1:
+                        raise BudgetError(
+                            f"{ledger.path}: the privacy budget is spent, and no batch was read: "
+                            f"{self.statement(ledger.entries)}; check `allowed` before training",
+                            code="ledger.budget-spent",
+                        )
+                    spend = Spend(done, done + count, self.release.times(count))
+                    ledger.append(run, done, done + count, [Charge.of([0], [spend])])
+                    yield count, taken + done
+                    done += count
+            finally:
+                if done:
+                    report(self.statement(ledger.entries))
+
+    def draw(self, steps: int, first: int, seed: bytes | None) -> list[np.ndarray]:
+        """Return the examples of each of some steps' Poisson batches, ascending.
+
+        Args:
+            first: the number of the first step.
+            seed: INSECURE: a key to draw by; None for the operating system's entropy.
+        """
+        generator = keyed_generator(os.urandom(2 * KEY_BYTES) if seed is None else seed, "sampling", first)
+        sizes, examples = draw_poisson(generator, steps, self.release.dataset_size, self.release.sampling_rate)
+        return np.split(examples, np.cumsum(sizes)[:-1])
+
     @property
     def path(self) -> Path:
         """Return the ledger's file."""
@@ -802,7 +867,8 @@ class PrivacyBudget:
         if self.budget is None or self.steps is None:
             raise ScenarioError(
                 "give epsilon and rounds (with local_epochs) or steps, so that the noise can be solved for, or give "
-                "noise_multiplier"
+                "noise_multiplier",
+                code="training-loop.noise",
             )
         for charged in releases_in(self.entries()):
             same = replace(charged, noise_multiplier=1.0, steps=1) == replace(self.release, noise_multiplier=1.0)

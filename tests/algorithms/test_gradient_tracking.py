@@ -20,6 +20,7 @@ from flower_privdec import testing
 from flower_privdec.core import State, advance
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
+from flower_privdec.testing import BrokenLaw
 
 NAME = "my_tracking.py"
 (SOURCE,) = (fence.text for fence in fences(ROOT / "docs" / "tutorial.md") if fence.title == NAME)
@@ -82,7 +83,7 @@ def test_a_step_that_shows_more_than_it_declares_is_found(module: ModuleType) ->
 
     module.Leaking = Leaking  # type: ignore[attr-defined]
     leaking = {"module": "my_tracking:Leaking", "learning_rate": 0.2}
-    with pytest.raises(AssertionError, match="what leaves peer 0 depends on examples beside what is declared"):
+    with raises(BrokenLaw, "law.leak", "peer 0"):
         testing.assert_nothing_else_leaves(built(algorithm=leaking))
 
 

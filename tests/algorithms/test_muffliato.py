@@ -10,6 +10,7 @@ import torch
 from algorithm_references import ROUNDS, NoiseTape, clipped_step, engine_with
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from raising import raises
 
 from flower_privdec.algorithms.muffliato import relaxation
 from flower_privdec.common.errors import ScenarioError
@@ -107,24 +108,24 @@ def test_the_recursion_contracts_at_its_rate_on_any_graph(name: str, n: int, uni
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "refusal"),
     [
         (
             ["topology.name=directed-ring"],
-            "topology directed-ring with participation all must have an undirected graph",
+            ("muffliato.chebyshev", "directed-ring"),
         ),
-        (["topology={name: random-edges, edges: 3}"], "topology random-edges .* that stays the same"),
-        (["participation={kind: uniform, fraction: 0.5}"], "with participation uniform must .* use acceleration: none"),
-        (["n_peers=1030", "data.samples=1100"], "must have n_peers <= 1024, not 1030: it needs"),
-        (["algorithm.gossip_steps=0"], "algorithm.gossip_steps=0 must be >= 1"),
-        (["algorithm.gossip_steps=100000000"], "algorithm.gossip_steps=100000000 must be <= 1000"),
-        (["algorithm.acceleration=fast"], "algorithm.acceleration='fast' must be one of 'none' or 'chebyshev'"),
-        (["topology.weights=column-stochastic"], "does not keep the mean of muffliato"),
-        (["privacy.calibration=paper"], "muffliato"),
+        (["topology={name: random-edges, edges: 3}"], ("muffliato.chebyshev", "random-edges")),
+        (["participation={kind: uniform, fraction: 0.5}"], ("muffliato.chebyshev",)),
+        (["n_peers=1030", "data.samples=1100"], ("muffliato.many-peers", "n_peers")),
+        (["algorithm.gossip_steps=0"], ("scenario.greater_than_equal", "algorithm.gossip_steps=0")),
+        (["algorithm.gossip_steps=100000000"], ("scenario.less_than_equal", "algorithm.gossip_steps=100000000")),
+        (["algorithm.acceleration=fast"], ("scenario.literal_error", "algorithm.acceleration='fast'")),
+        (["topology.weights=column-stochastic"], ("mixing.mean-not-kept",)),
+        (["privacy.calibration=paper"], ("privacy.no-formula",)),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(build: Any, more: list[str], message: str) -> None:
-    with pytest.raises(ScenarioError, match=message) as refused:
+def test_what_makes_no_sense_is_refused_in_one_line(build: Any, more: list[str], refusal: tuple[str, ...]) -> None:
+    with raises(ScenarioError, *refusal) as refused:
         build(*settings_of("ring", 5, "chebyshev"), *more)
     assert "\n" not in str(refused.value)
 

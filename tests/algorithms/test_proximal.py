@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 from scipy import optimize
 
 from flower_privdec.algorithms.proximal import Regularizer, build_regularizer
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
+from flower_privdec.scenario.loading import validated
 from flower_privdec.scenario.sections import RegularizerSection
 
 numbers = st.floats(-4, 4)
@@ -100,7 +102,7 @@ def test_rows_are_taken_apart(h: Regularizer, scale: float, gamma: float, seed: 
     ],
 )
 def test_a_step_without_a_single_least_value_is_refused(h: Regularizer, scale: float) -> None:
-    with pytest.raises(ScenarioError, match=r"gamma=0 must be > 0 .* raise algorithm\.gamma, or use an l2") as refused:
+    with raises(ScenarioError, "regularizer.not-strongly-convex", "gamma=0") as refused:
         h.minimizer(torch.ones(1, 2), scale, 0.0)
     assert "\n" not in str(refused.value)
 
@@ -123,7 +125,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def test_a_ball_stands_alone() -> None:
-    with pytest.raises(ValueError, match="only by itself"):
+    with raises(ArgumentError, "regularizer.ball"):
         Regularizer(radius=1.0, l1=0.1)
 
 
@@ -143,16 +145,16 @@ def test_every_kind_is_built(section: dict[str, object], built: Regularizer) -> 
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "code"),
     [
-        ({"kind": "l2"}, "kind l2 needs weight"),
-        ({"kind": "none", "weight": 1.0}, "weight belongs to kind l2 or l1 or elastic-net, not to none"),
-        ({"kind": "l1", "weight": 1.0, "radius": 1.0}, "radius belongs to kind ball, not to l1"),
-        ({"kind": "box", "lower": 1.0, "upper": 0.0}, "lower=1 must be <= upper=0"),
-        ({"kind": "box", "lower": 1.0}, "kind box needs upper"),
-        ({"kind": "ball", "radius": math.inf}, "finite"),
+        ({"kind": "l2"}, "scenario.incomplete"),
+        ({"kind": "none", "weight": 1.0}, "scenario.other-choice"),
+        ({"kind": "l1", "weight": 1.0, "radius": 1.0}, "scenario.other-choice"),
+        ({"kind": "box", "lower": 1.0, "upper": 0.0}, "regularizer.bounds"),
+        ({"kind": "box", "lower": 1.0}, "scenario.incomplete"),
+        ({"kind": "ball", "radius": math.inf}, "scenario.finite_number"),
     ],
 )
-def test_a_section_that_makes_no_sense_is_refused(section: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        RegularizerSection.model_validate(section)
+def test_a_section_that_makes_no_sense_is_refused(section: dict[str, object], code: str) -> None:
+    with raises(ScenarioError, code):
+        validated(RegularizerSection, section, "it")

@@ -20,6 +20,7 @@ from paths import ROOT
 from raising import raises
 
 import flower_privdec as fp
+from flower_privdec.common.errors import ArgumentError
 from flower_privdec.engine.run import run as run_in_process
 from flower_privdec.scenario import parse_scenario, to_yaml
 
@@ -36,7 +37,7 @@ def test_every_name_of_the_api_is_there_and_described() -> None:
     assert set(fp.__all__) <= set(dir(fp))
     for name in fp.__all__:
         assert getattr(fp, name).__doc__ or name == "OnEvaluation"
-    with pytest.raises(AttributeError, match="'flower_privdec' has no attribute 'rnu'"):
+    with pytest.raises(AttributeError):
         fp.rnu  # type: ignore[attr-defined]  # noqa: B018
 
 
@@ -92,21 +93,25 @@ def test_numbers_and_paths_of_python_are_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sections", "message"),
+    ("settings", "sections", "refusal"),
     [
-        ({}, {"rounds": 0}, r"^scenario: rounds=0 must be >= 1$"),
-        ({}, {"raunds": 1}, r"^scenario: unknown key 'raunds'; did you mean 'rounds'"),
-        ({"privacy.epsilom": 1}, {}, r"^settings: unknown key 'privacy\.epsilom'; did you mean 'epsilon'"),
-        ({"privacy.epsilon": float("nan")}, {}, r"^settings: privacy\.epsilon=nan must be > 0 and finite"),
-        ({"data.batch.size": 12.5}, {}, r"^settings: data\.batch\.size=12\.5 must be "),
-        ({}, {"algorithm": {"name": "privsgb", "learning_rate": 1}}, r"^scenario: algorithm\.name='privsgb' .*privsgp"),
-        ({}, {"model": {3: "softmax"}}, r"^model: key 3 must be text"),
-        ({}, {"data": {"batch": {"size": 3}}}, r"'data\.dataset' is missing; add it"),
-        ({}, {"name": None}, r"^scenario: name=None must be"),
+        ({}, {"rounds": 0}, ("scenario.greater_than_equal", "rounds=0")),
+        ({}, {"raunds": 1}, ("scenario.extra_forbidden", "'raunds'")),
+        ({"privacy.epsilom": 1}, {}, ("scenario.extra_forbidden", r"'privacy\.epsilom'")),
+        ({"privacy.epsilon": float("nan")}, {}, ("scenario.not-positive", r"privacy\.epsilon=nan")),
+        ({"data.batch.size": 12.5}, {}, ("scenario.int_type", r"data\.batch\.size=12\.5")),
+        (
+            {},
+            {"algorithm": {"name": "privsgb", "learning_rate": 1}},
+            ("scenario.union_tag_invalid", r"algorithm\.name='privsgb'"),
+        ),
+        ({}, {"model": {3: "softmax"}}, ("api.mapping",)),
+        ({}, {"data": {"batch": {"size": 3}}}, ("scenario.missing", r"'data\.dataset'")),
+        ({}, {"name": None}, ("scenario.string_type", "name=None")),
     ],
 )
-def test_a_mistake_is_one_line(settings: dict[str, Any], sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(fp.ScenarioError, match=message) as error:
+def test_a_mistake_is_one_line(settings: dict[str, Any], sections: dict[str, Any], refusal: tuple[str, ...]) -> None:
+    with raises(fp.ScenarioError, *refusal) as error:
         fp.make_scenario(SECTIONS, settings, **sections)
     assert "\n" not in str(error.value)
 
@@ -123,7 +128,7 @@ WRONG = [
     (lambda: fp.load_scenario("digits", {1: 2}), "api.mapping", r"settings=\{1: 2\}"),
     (lambda: fp.make_scenario("digits"), "api.mapping", "base='digits'"),
     (lambda: fp.make_scenario([("name", "x")]), "api.mapping", "base="),
-    (lambda: fp.make_scenario(SECTIONS, {"privacy.epsilon": 10**400}), "scenario.value_error", r"privacy\.epsilon="),
+    (lambda: fp.make_scenario(SECTIONS, {"privacy.epsilon": 10**400}), "scenario.not-positive", r"privacy\.epsilon="),
     (lambda: fp.make_scenario(SECTIONS, plan=_loop()), "api.mapping", r"plan\.loop\.loop"),
     (lambda: fp.load_run(""), "api.path", "folder=''"),
     (lambda: fp.load_run(None), "api.path", "folder=None"),
@@ -154,11 +159,11 @@ def test_an_argument_that_is_something_else_is_one_line(
 def test_a_mistake_in_a_file_has_its_line_and_one_laid_over_it_does_not(tiny_text: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(tiny_text.replace("rounds: 6", "rounds: 0"))
-    with pytest.raises(fp.ScenarioError, match=r"tiny\.yaml:4: rounds=0 must be >= 1"):
+    with raises(fp.ScenarioError, "scenario.greater_than_equal", r"tiny\.yaml:4: rounds=0"):
         fp.load_scenario(path)
-    with pytest.raises(fp.ScenarioError, match=r"tiny\.yaml: rounds=-1 must be >= 1"):
+    with raises(fp.ScenarioError, "scenario.greater_than_equal", r"tiny\.yaml: rounds=-1"):
         fp.load_scenario(path, rounds=-1)
-    with pytest.raises(fp.ScenarioError, match="cannot be read as a scenario file"):
+    with raises(fp.ScenarioError, "scenario.unreadable"):
         fp.load_scenario(tmp_path / "absent.yaml")
 
 
@@ -203,7 +208,7 @@ def test_a_run_without_a_folder_has_one_as_long_as_its_result() -> None:
 
 def test_a_run_that_fails_leaves_no_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(fp.RunError, match="diverged"):
+    with raises(fp.RunError, "run.diverged"):
         fp.run(fp.make_scenario(SECTIONS, {"algorithm.learning_rate": 1e30}, privacy="none", model={"name": "mlp"}))
     assert list(tmp_path.iterdir()) == []
 
@@ -215,7 +220,7 @@ def test_metrics_are_a_frame_where_pandas_is(monkeypatch: pytest.MonkeyPatch) ->
         assert frame["round"].tolist() == [2, 4, 6]
         assert frame["accuracy.peer_min"].tolist() == [record["accuracy"]["peer_min"] for record in result.metrics]
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(fp.ScenarioError, match="a frame needs pandas, which is not installed: pip install pandas"):
+    with raises(fp.ScenarioError, "code.not-installed"):
         result.frame()
 
 
@@ -250,13 +255,13 @@ def test_a_run_that_is_stopped_at_its_end_is_finished() -> None:
 
 
 def test_a_callback_that_returns_something_else_or_raises_is_heard(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="on_metrics returned a float: it must return True to stop"):
+    with raises(ArgumentError, "api.on-metrics", "on_metrics"):
         fp.run(fp.make_scenario(SECTIONS), on_metrics=lambda metrics: metrics["epsilon"])
 
     def angry(metrics: dict[str, Any]) -> None:
-        raise LookupError("enough")
+        raise LookupError
 
-    with pytest.raises(LookupError, match="enough"):
+    with pytest.raises(LookupError):
         fp.run(fp.make_scenario(SECTIONS), out=tmp_path / "run", on_metrics=angry)
     assert fp.run(fp.make_scenario(SECTIONS), out=tmp_path / "run", resume=True).finished  # its ledger is free again
 

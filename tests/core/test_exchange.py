@@ -17,7 +17,7 @@ from tiny_scenario import Build
 from torch import Tensor
 
 from flower_privdec import testing
-from flower_privdec.common.errors import RunError
+from flower_privdec.common.errors import ArgumentError, RunError
 from flower_privdec.core import Edges, Exchange, Gather, Mix, Reply, State
 from flower_privdec.core.exchange import Messages
 from flower_privdec.experiment import Experiment
@@ -318,7 +318,7 @@ def test_neighbours_are_counted_round_by_round(build: Build) -> None:
 
 def test_a_release_for_more_neighbours_than_declared_is_refused(monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
     monkeypatch.setattr(CrossGradient, "untold", 1)
-    with pytest.raises(TypeError, match="makes sum 'gradient' for 2 neighbours and declares 1"):
+    with raises(ArgumentError, "release.neighbours", "'gradient'"):
         testing.run_rounds(build(*STARS[1:], "topology.name=ring", CROSS), 1)
 
 

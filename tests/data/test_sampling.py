@@ -16,7 +16,7 @@ from raising import raises
 from scipy.stats import chi2
 
 from flower_privdec.common.catalogue import SAMPLINGS
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.data import Examples, LocalBatch, PeerData, Sampler
 from flower_privdec.data.peer_data import draw_distinct, draw_poisson
 from flower_privdec.rows.keys import keyed_generator, seed_keys
@@ -114,7 +114,7 @@ def test_keys_decide_and_differ(kind: str) -> None:
 def test_a_peer_without_a_key_is_refused(kind: str) -> None:
     sampler = Sampler(kind, 5, SIZES, {2: bytes(range(16)), 5: bytes(16)})
     first = used(sampler.batch(0, [5, 2]))
-    with pytest.raises(ValueError, match="peer 3 has no key here: request only peers hosted here"):
+    with raises(ArgumentError, "keys.missing", "peer 3"):
         sampler.batch(0, [2, 3])
     assert used(sampler.batch(0, [5, 2])) == first
 
@@ -328,14 +328,15 @@ def test_a_rate_is_for_poisson_alone(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "size"), [("poisson", 0), ("uniform", None), ("shuffle", 1.5), ("fuller", 3)])
 def test_wrong_kind_or_size_is_refused(kind: str, size: Any) -> None:
-    with pytest.raises(ScenarioError, match=r"data\.batch\.(size|sampling)="):
+    code, key = ("catalogue.unknown", "sampling") if kind == "fuller" else ("batch.size", "size")
+    with raises(ScenarioError, code, rf"data\.batch\.{key}="):
         seeded(kind, size, SIZES, 1)
 
 
 @pytest.mark.parametrize(("round_index", "peers"), [(-1, [0]), (0, [-1])])
 def test_negative_rounds_and_peers_are_refused(round_index: int, peers: list[int]) -> None:
     for kind in KINDS:
-        with pytest.raises(ValueError, match="must be >= 0"):
+        with raises(ArgumentError, "batch.negative"):
             seeded(kind, 2, SIZES, 1).batch(round_index, peers)
 
 
@@ -396,7 +397,7 @@ def test_full_batches_are_gathered_once() -> None:
 
 def test_the_sampler_must_fit_the_partition() -> None:
     examples = some_examples()
-    with pytest.raises(ValueError, match="sampler is for peers"):
+    with raises(ArgumentError, "batch.sampler"):
         PeerData(replace(examples, parts=examples.parts[:-1]), seeded("poisson", 5, SIZES, 1), "cpu", torch.float32)
 
 

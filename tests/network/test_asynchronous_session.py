@@ -36,7 +36,9 @@ def two() -> tuple[AsynchronousSession, AsynchronousSession]:
 
 def decoded(sender: AsynchronousSession, receiver: AsynchronousSession, messages: Messages) -> Messages:
     """Return messages as their receiver decodes them."""
-    return receiver.read(sender.peer, memoryview(bytearray().join(sender.write(receiver.peer, messages))))
+    return receiver.read(
+        sender.peer, memoryview(bytearray().join(sender.write(sender.reported(receiver.peer, messages))))
+    )
 
 
 def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:
@@ -79,6 +81,37 @@ def test_an_answer_that_cannot_wait_leaves_the_word_to_a_call(lost: bool) -> Non
         assert float(receiver.protocol.mass["w"]) == 1.5
     sender.receive(1, decoded(receiver, sender, [word]))()
     assert sender.protocol.is_ready(1)
+
+
+def advanced(session: AsynchronousSession, round_index: int) -> None:
+    """Put a later round on a peer's disk."""
+    session.protocol.committed(session.protocol.snapshot(round_index))
+
+
+def test_each_call_and_each_answer_reports_the_round_so_that_no_other_message_has_to() -> None:
+    sender, receiver = two()
+    sender.receive(1, [receiver.protocol.hello(0)])
+    receiver.receive(0, [sender.protocol.hello(1)])
+    advanced(sender, 4)
+    advanced(receiver, 6)
+    sent = sender.reported(1, [])
+    answer = receiver.receive(0, decoded(sender, receiver, []))()
+    sender.answered(1, sent, decoded(receiver, sender, answer))
+    assert (receiver.rounds[0], sender.rounds[1]) == (4, 6)
+    assert (sender.informed[1], sender.reported_to[1]) == (4, 4)
+    assert (receiver.informed[0], receiver.reported_to[0]) == (-1, 6), "an answer may be lost"
+
+
+def test_a_report_of_a_process_that_has_ended_does_not_change_a_neighbours_round() -> None:
+    sender, receiver = two()
+    advanced(sender, 7)
+    late = decoded(sender, receiver, [])
+    machine = sender.protocol
+    started = PushSumProtocol(0, [0, 1], machine.boot + 1, machine.mass, TensorArithmetic())
+    started.committed(started.snapshot(2))
+    receiver.receive(0, [started.hello(1)])
+    receiver.receive(0, late)
+    assert receiver.rounds[0] == 2
 
 
 def test_a_neighbour_that_cannot_be_reached_is_gone_until_it_is_called_again_or_started_again() -> None:

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises
 from variants import settings_for
+
+from flower_privdec.common.errors import ArgumentError
 
 pytest.importorskip("grpc")
 
@@ -207,13 +210,13 @@ WRONG = [{"cut": -0.1}, {"cut": float("nan")}, {"delay": float("inf")}, {"jitter
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_number_that_is_none_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}=.* must be "):
+    with raises(ArgumentError, "faults.setting", f"^{next(iter(wrong))}="):
         Faults(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_name_is_one_links(proxy: FaultProxy, echo: str) -> None:
     proxy.link(LINK, echo)
-    with pytest.raises(ValueError, match=r"link \(0, 1\) is there already"):
+    with raises(ArgumentError, "faults.link", r"\(0, 1\)"):
         proxy.link(LINK, echo)
 
 

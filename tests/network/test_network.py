@@ -424,6 +424,6 @@ def test_addresses_elsewhere_are_not_this_machines_to_start(tiny: Tiny, tmp_path
     with raises(ScenarioError, "local.elsewhere", names=r"10\.0\.0\.0:7100"):
         Up(tiny(away), tmp_path / "up")
     twice = "network={peers: [" + ", ".join(["{address: 'a:1'}"] * 4) + "]}"
-    with raises(ScenarioError, "scenario.value_error", names="'a:1'"):
+    with raises(ScenarioError, "network.repeated-peer", names="'a:1'"):
         tiny(twice)
     assert not (tmp_path / "up").exists()

@@ -13,6 +13,8 @@ from asynchronous_network import QUICK as GOES_ON
 from raising import raises
 from tiny_scenario import Tiny
 
+from flower_privdec.common.errors import ArgumentError
+
 pytest.importorskip("grpc")
 
 from networked import LONG, Killed, devices, go_on, mortal, run_network, running, trainer_of
@@ -176,7 +178,7 @@ def test_a_key_of_which_everyone_knows_the_secret_is_refused(key: bytes) -> None
     one = agreed(0)
     with pytest.raises(ValueError):  # noqa: PT011
         one.learn(1, key)
-    with pytest.raises(ValueError, match="of this process"):
+    with raises(ArgumentError, "noise.own-key"):
         one.learn(1, one.public)
     assert not one.knows(0, 1)
 

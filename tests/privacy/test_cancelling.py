@@ -328,9 +328,9 @@ def test_an_algorithm_that_leaves_unequal_rates_out_is_stopped(build: Build) -> 
     [
         (["privacy.noise={kind: cancelling}"], "scenario.missing"),
         ([PAIRS, "privacy.noise.colluding=-1"], "scenario.greater_than_equal"),
-        ([PAIRS, "privacy.calibration=paper"], "scenario.value_error"),
-        ([PAIRS, "privacy.hardened=true"], "scenario.value_error"),
-        ([PAIRS, "privacy.noise.secrets=server"], "scenario.value_error"),
+        ([PAIRS, "privacy.calibration=paper"], "privacy.own-noise"),
+        ([PAIRS, "privacy.hardened=true"], "privacy.own-noise"),
+        ([PAIRS, "privacy.noise.secrets=server"], "noise.secrets-graph"),
         ([PAIRS, "privacy.noise.colluding=4"], "noise.colluding"),
     ],
 )

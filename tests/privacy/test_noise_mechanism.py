@@ -118,8 +118,8 @@ def test_a_changed_mechanism_inherits_no_declaration(build: Build) -> None:
     [
         (own("Broken"), "noise.build", "own_noises:Broken"),
         (own("build_noise"), "code.kind", "own_noises:build_noise"),
-        (own("Same", "epsilon: 3.0, calibration: paper"), "scenario.value_error", "calibration"),
-        (own("Same", "epsilon: 3.0, hardened: true"), "scenario.value_error", "hardened"),
+        (own("Same", "epsilon: 3.0, calibration: paper"), "privacy.own-noise", "calibration"),
+        (own("Same", "epsilon: 3.0, hardened: true"), "privacy.own-noise", "hardened"),
     ],
 )
 def test_what_cannot_be_is_refused(build: Build, settings: str, code: str, names: str) -> None:

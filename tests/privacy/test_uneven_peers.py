@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from raising import raises
 from tiny_scenario import Build, Tiny
 
 from flower_privdec.common.errors import ScenarioError
@@ -138,5 +139,5 @@ def test_the_usual_heterogeneous_job_runs(tiny: Tiny, tmp_path: Path, least: int
 
 
 def test_a_least_size_belongs_to_dirichlet(tiny: Tiny) -> None:
-    with pytest.raises(ScenarioError, match="min_size belongs to kind dirichlet, not to iid: remove it"):
+    with raises(ScenarioError, "scenario.other-choice", "min_size"):
         tiny("data.partition.min_size=3")

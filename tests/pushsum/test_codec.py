@@ -120,7 +120,7 @@ def test_the_names_of_the_scenario_are_the_codecs_that_there_are() -> None:
 
 
 def test_an_unknown_codec_is_refused(tiny: Tiny) -> None:
-    with raises(ScenarioError, "scenario.value_error", names="network.codec.*'int4'"):
+    with raises(ScenarioError, "network.codec", names="network.codec.*'int4'"):
         tiny("network={codec: int4}")
     with raises(ScenarioError, "network.codec", names="int4"):
         wire_codec("int4")

@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from share_machines import commit, shake
 from share_schedules import Exact, run_schedule
 
-from flower_privdec.common.errors import RunError
+from flower_privdec.common.errors import ArgumentError, RunError
 from flower_privdec.core import advance
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Agreement, Experiment
@@ -551,10 +551,10 @@ def test_what_is_on_disk_is_packed_and_unpacked_bit_for_bit() -> None:
         (share,), (other,) = edge.frozen, again.edges[j].frozen
         assert b"".join(frames.encode(share)) == b"".join(frames.encode(other))
     facts["edges"]["1"]["sent"] = 2
-    with pytest.raises(ValueError, match="the last share for peer 1 is not the last one sent"):
+    with raises(ArgumentError, "frame.last-share", "peer 1"):
         unpack(0, facts, tensors, durable.mass)
     facts["edges"]["1"]["sent"] = -1
-    with pytest.raises(ValueError, match="sent=-1 must be a number of at most 64 bits"):
+    with raises(ArgumentError, "frame.count", "sent=-1"):
         unpack(0, facts, tensors, durable.mass)
 
 

@@ -276,5 +276,5 @@ def test_a_neighbour_without_a_key_is_refused_where_noise_is_shared() -> None:
     peer, other = with_keys(0, [1], b"a" * 32), Process(1, [0])
     peer.witness.receive(carry(other.witness.report(0)))
     other.witness.receive(carry(peer.witness.report(1)))
-    with pytest.raises(RefusedError, match="no secret can be made"):
+    with raises(RefusedError, "witness.key"):
         peer.witness.receive(carry(other.witness.report(0)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 
 from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.formatting import shown
@@ -16,37 +17,37 @@ TENFOLD = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 STAIRS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [[[[[[[*a{i - 1}]]]]]]]\n" for i in range(1, 9))
 
 REFUSED = {
-    "an alias bomb": (TENFOLD, r"y:6: not valid YAML \(with its aliases more than 1,000,000 values"),
-    "depth by aliases": (STAIRS, rf"with its aliases more than .*{DEEPEST} levels deep"),
-    "itself": ("a: &a [*a]", r"y:1: .*the alias \*a stands in what it names"),
-    "itself, further in": ("a: &a {b: {c: *a}}", r"stands in what it names"),
-    "open brackets": ("a: " + "[" * 100_000, f"more than {DEEPEST} levels deep"),
-    "deep mappings": ("".join(" " * i + "a:\n" for i in range(1000)), f"y:{DEEPEST}: .*levels deep"),
-    "a number as key": ("x: 1\n1: 2", "y:2: the key '1' must be a word; quote it"),
-    "a list as key": ("[1]: 2", "y:1: a list or mapping as key must be a word"),
-    "merged keys": ("a: &a {x: 1}\nb: {<<: *a}", "y:2: the key '<<' must be a word"),
-    "a key twice": ("a: 1\nb: 2\na: 3", "y:3: key 'a' stands twice; keep one"),
-    "a control character": ("a: 1\nb: \x07", r"y:2: not valid YAML \(special characters are not allowed\)"),
-    "one that is written out": ('a: 1\nb: "\\x1b[2J"', r"y:2: '\\x1b\[2J' holds the control character '\\x1b'"),
-    "half a character": ('a: "\\ud800"', "holds the control character"),
-    "digits without end": ("a: " + "9" * 5000, "y:1: .* cannot be read as what it looks like; quote it"),
-    "hexadecimal digits without end": ("a: 0x" + "9" * 5000, r"must be less than 2\^63"),
-    "a number of base eight, or ten": ("a: [1, 010]", "y:1: '010' may be octal; write it without leading zeros"),
-    "below numbers": ("a: -1e-400", "y:1: '-1e-400' is below the smallest number there is, 5e-324; raise it"),
-    "beyond numbers": ("a: 1e400", "y:1: '1e400' is beyond the largest number there is"),
-    "bytes": ("a: !!binary aGk=", "y:1: the tag 'tag:yaml.org,2002:binary' is not taken"),
-    "an object": ("a: !!python/object/apply:os.system [ls]", "y:1: the tag .* is not taken"),
-    "a set": ("a: !!set {b}", "is not taken: write text, numbers, lists and mappings"),
-    "a number that is none": ("a: !!int x", "cannot be read as what it looks like"),
-    "an alias of nothing": ("a: *b", "y:1: not valid YAML .found undefined alias 'b'.; mend the line"),
-    "two documents": ("a: 1\n---\nb: 1", "y:2: not valid YAML"),
-    "too much of it": ("#" * (LONGEST + 1), "y: has more than 1,048,576 characters"),
+    "an alias bomb": (TENFOLD, ("scenario.yaml", "y:6")),
+    "depth by aliases": (STAIRS, ("scenario.yaml", f"{DEEPEST}")),
+    "itself": ("a: &a [*a]", ("scenario.yaml", "y:1")),
+    "itself, further in": ("a: &a {b: {c: *a}}", ("scenario.yaml",)),
+    "open brackets": ("a: " + "[" * 100_000, ("scenario.yaml", f"{DEEPEST}")),
+    "deep mappings": ("".join(" " * i + "a:\n" for i in range(1000)), ("scenario.yaml", f"y:{DEEPEST}")),
+    "a number as key": ("x: 1\n1: 2", ("yaml.key", "y:2")),
+    "a list as key": ("[1]: 2", ("yaml.key", "y:1")),
+    "merged keys": ("a: &a {x: 1}\nb: {<<: *a}", ("yaml.key", "y:2")),
+    "a key twice": ("a: 1\nb: 2\na: 3", ("yaml.repeated-key", "y:3")),
+    "a control character": ("a: 1\nb: \x07", ("scenario.yaml", "y:2")),
+    "one that is written out": ('a: 1\nb: "\\x1b[2J"', ("yaml.control", r"y:2: '\\x1b\[2J'")),
+    "half a character": ('a: "\\ud800"', ("yaml.control",)),
+    "digits without end": ("a: " + "9" * 5000, ("yaml.scalar", "y:1")),
+    "hexadecimal digits without end": ("a: 0x" + "9" * 5000, ("yaml.number", r"2\^63")),
+    "a number of base eight, or ten": ("a: [1, 010]", ("yaml.octal", "y:1: '010'")),
+    "below numbers": ("a: -1e-400", ("yaml.number", "y:1: '-1e-400'")),
+    "beyond numbers": ("a: 1e400", ("yaml.number", "y:1: '1e400'")),
+    "bytes": ("a: !!binary aGk=", ("yaml.tag", "y:1")),
+    "an object": ("a: !!python/object/apply:os.system [ls]", ("yaml.tag", "y:1")),
+    "a set": ("a: !!set {b}", ("yaml.tag",)),
+    "a number that is none": ("a: !!int x", ("yaml.scalar",)),
+    "an alias of nothing": ("a: *b", ("scenario.yaml", "y:1")),
+    "two documents": ("a: 1\n---\nb: 1", ("scenario.yaml", "y:2")),
+    "too much of it": ("#" * (LONGEST + 1), ("yaml.long", "1,048,576")),
 }
 
 
-@pytest.mark.parametrize(("text", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_plain_or_has_no_end_is_refused_in_one_line(text: str, message: str) -> None:
-    with pytest.raises(ScenarioError, match=message) as error:
+@pytest.mark.parametrize(("text", "refusal"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_plain_or_has_no_end_is_refused_in_one_line(text: str, refusal: tuple[str, ...]) -> None:
+    with raises(ScenarioError, *refusal) as error:
         read_plain(text, "y")
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from flower_privdec.common.errors import PrivdecError
+from flower_privdec.common.errors import CodedError
 
 
 @contextmanager
-def raises(error: type[PrivdecError], code: str, names: str = "") -> Iterator[pytest.ExceptionInfo[PrivdecError]]:
+def raises(error: type[CodedError], code: str, names: str = "") -> Iterator[pytest.ExceptionInfo[CodedError]]:
     """Expect an error of a type and code whose message names what matters, such as the value that broke the rule.
 
     Args:
         error: the type, or one above it.
-        code: `PrivdecError.code`.
+        code: `CodedError.code`.
         names: a regular expression that the message contains: the value, the file or the key, never the wording.
     """
     with pytest.raises(error) as caught:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from pages import ROOT, fences
+from raising import raises
 from tasks import TASKS
 from tiny_scenario import Build
 from torch import Tensor
@@ -149,9 +150,7 @@ def test_an_own_loss_never_sees_two_examples() -> None:
 
 def test_what_a_loss_says_of_private_examples_is_withheld() -> None:
     loss = own_loss("user_tasks:by_hand", "classes")
-    with pytest.raises(
-        RunError, match=r"task\.loss\.module='user_tasks:by_hand' raised RuntimeError: its message is withheld"
-    ) as caught:
+    with raises(RunError, "code.withheld", r"task\.loss\.module='user_tasks:by_hand'") as caught:
         loss.derivative(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64))
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
@@ -182,38 +181,38 @@ def test_the_code_of_a_loss_is_part_of_the_run_and_that_of_a_metric_is_not(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "refusal"),
     [
-        (OWN.format("pair", "classes"), r"returns \[2\] for an example: it must be one number"),
-        (OWN.format("by_hand", "classes"), r"cannot be differentiated example by example: .*torch\.where"),
-        (OWN.format("number", "classes"), "cannot be differentiated example by example"),
-        (OWN.format("together", "classes"), "Together has a vmap rule of its own, which sees the examples together"),
-        (OWN.format("gaussian", "classes"), "cannot be differentiated example by example"),
-        (OWN.format("absent", "classes"), "task.loss.module='user_tasks:absent': user_tasks has no absent"),
+        (OWN.format("pair", "classes"), ("loss.not-a-number", r"\[2\]")),
+        (OWN.format("by_hand", "classes"), ("loss.not-per-example", r".*torch\.where")),
+        (OWN.format("number", "classes"), ("loss.not-per-example",)),
+        (OWN.format("together", "classes"), ("loss.not-per-example",)),
+        (OWN.format("gaussian", "classes"), ("loss.not-per-example",)),
+        (OWN.format("absent", "classes"), ("code.no-name", "task.loss.module='user_tasks:absent': user_tasks")),
         (
             OWN.format("NOT_A_FUNCTION", "classes"),
-            "of type int and must be a function of an example's outputs and target",
+            ("code.kind",),
         ),
         (
             OWN.format("squares", "images"),
-            r"task.loss.targets='images' must be one of 'classes', 'numbers' or 'labels'",
+            ("scenario.literal_error", "task.loss.targets='images'"),
         ),
-        ("task.loss={modul: a}", "unknown key 'task.loss.modul'; did you mean 'module'"),
-        (OWN.format("squares", "numbers"), "data.dataset=digits has classes"),
-        ("task.metrics=[{module: 'user_tasks:failing'}]", "fails on the public test set: ValueError: no such thing"),
-        ("task.metrics=[{module: 'user_tasks:absent'}]", "user_tasks has no absent"),
-        ("task.metrics=[{module: 'user_tasks:near', name: loss}]", "the name loss is taken"),
-        ("task.metrics=[{module: 'user_tasks:near', name: '../x'}]", "name"),
-        ("task.metrics=[accuracy, {module: 'user_tasks:near', name: accuracy}]", "twice"),
+        ("task.loss={modul: a}", ("scenario.extra_forbidden", "'task.loss.modul'")),
+        (OWN.format("squares", "numbers"), ("data.targets", "data.dataset=digits")),
+        ("task.metrics=[{module: 'user_tasks:failing'}]", ("metrics.fails",)),
+        ("task.metrics=[{module: 'user_tasks:absent'}]", ("code.no-name", "user_tasks")),
+        ("task.metrics=[{module: 'user_tasks:near', name: loss}]", ("metrics.name-taken",)),
+        ("task.metrics=[{module: 'user_tasks:near', name: '../x'}]", ("scenario.string_pattern_mismatch",)),
+        ("task.metrics=[accuracy, {module: 'user_tasks:near', name: accuracy}]", ("metrics.repeated",)),
         (
             "task={loss: {module: 'user_tasks:cross_entropy', outputs: 3}}",
-            "accuracy cannot be told of the outputs of loss",
+            ("metrics.unfit",),
         ),
-        ("task={loss: {module: 'user_tasks:cross_entropy'}, metrics: [log-loss]}", "log-loss needs log-odds"),
+        ("task={loss: {module: 'user_tasks:cross_entropy'}, metrics: [log-loss]}", ("metrics.unfit", "log-loss")),
     ],
 )
-def test_what_does_not_fit_is_refused_before_work_starts(build: Build, settings: str, said: str) -> None:
-    with pytest.raises(ScenarioError, match=said) as caught:
+def test_what_does_not_fit_is_refused_before_work_starts(build: Build, settings: str, refusal: tuple[str, ...]) -> None:
+    with raises(ScenarioError, *refusal) as caught:
         build(settings)
     assert "\n" not in str(caught.value)
 

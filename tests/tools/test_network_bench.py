@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 pytest.importorskip("grpc")
 
@@ -66,12 +67,12 @@ def test_a_pace_follows_from_the_stamps() -> None:
 
 
 def test_a_process_that_fails_is_told_with_its_last_words_and_none_stays() -> None:
-    with pytest.raises(RunError, match=r"a process of the benchmark failed: ZeroDivisionError: "):
+    with raises(RunError, "bench.process-failed"):
         together([(divmod, (1, 0))] * 2)
     assert not multiprocessing.active_children()
 
 
 def test_a_process_that_is_killed_ends_the_others() -> None:
-    with pytest.raises(RunError, match="it was killed"):
+    with raises(RunError, "bench.process-failed"):
         together([(signal.raise_signal, (signal.SIGKILL,)), (signal.pause, ())])
     assert not multiprocessing.active_children()

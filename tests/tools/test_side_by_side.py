@@ -178,8 +178,9 @@ def test_rows_are_chosen_by_name_and_by_tool() -> None:
     assert {one.tool for one in task.chosen(["flower_privdec"])} == {"flower_privdec"}
     assert len(task.chosen(["flower_privdec"])) == 2
     assert task.chosen([]) == list(task.CONTESTANTS)
-    with pytest.raises(SystemExit, match="--only pysyft must be one of flower, "):
+    with pytest.raises(SystemExit) as refusal:
         task.chosen(["pysyft"])
+    assert "pysyft" in str(refusal.value)
 
 
 @pytest.mark.parametrize("contestant", task.CONTESTANTS, ids=lambda one: one.name)

@@ -97,7 +97,7 @@ def _names(wanted: list[str]) -> list[str]:
     names = [*WORKLOADS, local_steps.NAME, noise.NAME, sharding.NAME]
     for name in wanted:
         if name not in names:
-            raise ScenarioError(f"workload={name!r} must be one of {', '.join(names)}")
+            raise ScenarioError(f"workload={name!r} must be one of {', '.join(names)}", code="bench.unknown")
     return wanted or names
 
 

@@ -105,5 +105,6 @@ def compare(workload: str, name: str, row: str, got: Tensor, expected: Tensor) -
     if not error <= TOLERANCE:
         raise RunError(
             f"{workload}: after {ROUNDS} rounds the {name}'s {row} differs from the plain loop's by {error:.1e} "
-            f"in float64, more than {TOLERANCE:.0e}; nothing was timed: run the tests of the gradients"
+            f"in float64, more than {TOLERANCE:.0e}; nothing was timed: run the tests of the gradients",
+            code="bench.differs",
         )

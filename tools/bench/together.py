@@ -48,7 +48,7 @@ def _answer(pipe: Connection) -> Any:
     except EOFError:
         result, problem = None, "it was killed"
     if problem:
-        raise RunError(f"a process of the benchmark failed: {problem}")
+        raise RunError(f"a process of the benchmark failed: {problem}", code="bench.process-failed")
     return result
 
 

@@ -41,7 +41,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.app.message import make_message
 from flwr.clientapp import ClientApp
 from flwr.common.config import get_project_dir
@@ -305,7 +305,8 @@ class Guard:
             if len(given) == 1 and message.metadata.message_type.startswith("train"):
                 (name,) = given  # the only one may have another name
                 key = f"{LEGACY_REPLY}.parameters" if name == LEGACY else name
-                arrays[name] = returned_arrays(content, key, Layout.of(numpy_arrays(given[name])))
+                returned = returned_arrays(content, key, Layout.of(numpy_arrays(given[name])))
+                arrays[name] = ArrayRecord({part: Array(value) for part, value in returned.items()})
             for name, record in arrays.items():
                 returned_arrays(RecordDict({name: record}), name, Layout.of(numpy_arrays(given[name])))
             metrics = {name: MetricRecord(dict(record)) for name, record in content.metric_records.items()}

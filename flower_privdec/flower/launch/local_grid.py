@@ -24,7 +24,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower_privdec.common.arguments import check_kinds, check_paths, check_whole
 from flower_privdec.common.errors import ScenarioError, did_you_mean
-from flower_privdec.flower.node_settings import simulating
+from flower_privdec.flower.node_settings import PeerCache, simulating
 
 
 class LocalGrid(Grid):
@@ -60,7 +60,7 @@ class LocalGrid(Grid):
         self.client_app = client_app
         self._temporary = TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name if self._temporary is not None else folder or "").absolute()
-        own = str(self.folder)
+        own, self._cache = str(self.folder), PeerCache(self.is_temporary)
         self._simulated = config is None
         self._run = Run.create_empty(run_id)
         self.contexts = {
@@ -115,7 +115,7 @@ class LocalGrid(Grid):
 
     def _deliver(self, message: Message) -> Message:
         try:
-            with simulating() if self._simulated else nullcontext():
+            with simulating(self._cache) if self._simulated else nullcontext():
                 return self.client_app(message, self.contexts[message.metadata.dst_node_id])
         except Exception as error:
             return Message(Error(code=0, reason=str(error)), reply_to=message)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,7 +19,11 @@ from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError
 from flower_privdec.flower.error_formatting import USER_ERRORS, error_line, reason
 from flower_privdec.flower.mods.masking import check_set, masked
 from flower_privdec.flower.mods.peer_state import (
+    IDENTITY,
+    KNOWN,
+    SOURCE,
     WITNESSED,
+    Arrays,
     Identity,
     KnownPeers,
     Layout,
@@ -27,6 +31,7 @@ from flower_privdec.flower.mods.peer_state import (
     PeerSeal,
     PeerSpent,
     PeerState,
+    SavedState,
     Train,
     UnfitAnswerError,
     alone_in,
@@ -39,6 +44,7 @@ from flower_privdec.flower.mods.peer_state import (
     load_state,
     noise_for,
     numpy_arrays,
+    record_in,
     returned_arrays,
     run_frames,
     save_state,
@@ -50,7 +56,7 @@ from flower_privdec.flower.mods.peer_state import (
 )
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.ledger import noting_budgets, read_entries, runs_in
+from flower_privdec.privacy.ledger.ledger import ledger_path, noting_budgets, read_entries, runs_in
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness, WitnessFile
@@ -84,8 +90,9 @@ class _Record:
     together: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     def record(self) -> ConfigRecord:
-        """Return the fields as a record."""
-        return ConfigRecord({name: getattr(self, name) for name in self.__dataclass_fields__})  # type: ignore[attr-defined]
+        """Return the fields as a record, without those that are as by default."""
+        given, defaults = {name: getattr(self, name) for name in _KINDS[type(self)]}, _DEFAULTS[type(self)]
+        return ConfigRecord({name: value for name, value in given.items() if value != defaults.get(name)})
 
     @classmethod
     def of(cls, content: RecordDict, remedy: str, code: str) -> Self:
@@ -94,12 +101,12 @@ class _Record:
         Raises:
             RunError: it says nothing of the kind; the remedy says what to do, and the code is the error's.
         """
-        given: Mapping[str, Any] = content.config_records.get(SAYS, {})
-        kinds = {name: field.type for name, field in cls.__dataclass_fields__.items()}  # type: ignore[attr-defined]
-        if given.keys() != kinds.keys() or not all(_is(given[name], kind) for name, kind in kinds.items()):
+        given: dict[str, Any] = dict(record_in(content, SAYS, ConfigRecord) or {})
+        kinds, needed = _KINDS[cls], _KINDS[cls].keys() - _DEFAULTS[cls].keys()
+        if not needed <= given.keys() <= kinds.keys() or not all(_is(given[name], kinds[name]) for name in given):
             raise RunError(remedy, code=code)
         for together in cls.together:
-            if len({len(given[name]) for name in together}) > 1:
+            if len({len(given.get(name, ())) for name in together}) > 1:
                 raise RunError(
                     f"a message whose {', '.join(together)} are not of one length is none of ours: {remedy}", code=code
                 )
@@ -217,6 +224,19 @@ class PeerReport(_Record):
     keeps_metrics: bool = False
 
 
+_KINDS: dict[type, dict[str, str]] = {  # of each record: its fields' types, as they are written here
+    record: {part.name: str(part.type) for part in fields(record)} for record in (PeerRequest, PeerReport)
+}
+_DEFAULTS: dict[type, dict[str, Any]] = {
+    record: {
+        part.name: [] if part.default is MISSING else part.default
+        for part in fields(record)
+        if part.default is not MISSING or part.default_factory is not MISSING
+    }
+    for record in (PeerRequest, PeerReport)
+}
+
+
 def pack_bytes(shares: Mapping[str, bytes]) -> ArrayRecord:
     """Return shares as a record that Flower carries in pieces, whatever they hold."""
     return ArrayRecord(
@@ -244,17 +264,20 @@ class RequestHandler:
     ) -> None:
         self.request, self.place, self.seals = request, place, seal
         self.privacy = held_privacy(privacy, place)
-        self.path = state_path(place.folder, request.run)
-        self.identity = Identity(place.folder)
-        self.known = KnownPeers(place.folder, place.known_peers)
-        self.state = load_state(self.path)
+        folder, held = place.folder, place.cache
+        self.path = state_path(folder, request.run)
+        self.identity: Identity = held.get(folder / IDENTITY, lambda: Identity(folder))
+        self._known_path = place.known_peers or folder / KNOWN
+        self.known: KnownPeers = held.get(self._known_path, lambda: KnownPeers(folder, place.known_peers))
+        saved = held.get(self.path, lambda: load_state(self.path))
+        self.state: PeerState | None = saved.restored() if isinstance(saved, SavedState) else saved
         self._seal = PeerSeal(self.identity, self.known) if seal else None
         self.facts: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
         self._spent: PeerSpent | None = None
-        self._boot = boot_of(place.folder, request.kind == INTRODUCE)
-        self._counts = WitnessFile(place.folder / WITNESSED)
+        self._boot = boot_of(folder, request.kind == INTRODUCE, held)
+        self._counts: WitnessFile = held.get(folder / WITNESSED, self._read_counts)
         self._ledger: PeerLedger | None = None
         self._witness: LedgerWitness | None = None
         self._reporters: set[int] = set()
@@ -280,9 +303,28 @@ class RequestHandler:
 
     def close(self) -> None:
         """Release the ledger and the counts of others'."""
+        held = self.place.cache
         self._counts.close()
+        held.put(self.place.folder / WITNESSED, self._counts)
         if self._ledger is not None:
             self._ledger.close()
+            held.put(self._ledger.path, self._ledger)
+
+    def _read_counts(self) -> WitnessFile:
+        counts = WitnessFile(self.place.folder / WITNESSED, durable=not self.place.cache.is_temporary)
+        counts.read()
+        return counts
+
+    def _opened_ledger(self, state: PeerState, privacy: AppPrivacySection) -> PeerLedger:
+        """Return the peer's ledger, open; read again where it is not as this process left it."""
+        place, run, budget = self.place, (self.request.run, state.shares.incarnation), privacy.epsilon or math.inf
+        ledger: PeerLedger | None = place.cache.get(ledger_path(place.folder, SOURCE), lambda: None)
+        if ledger is None or not ledger.reopen():
+            durable = not place.cache.is_temporary
+            return PeerLedger(place.folder, *run, state.peer, privacy.delta, budget, durable=durable)
+        ledger.name_run(*run)
+        ledger.delta, ledger.budget = privacy.delta, budget
+        return ledger
 
     def join(self, content: RecordDict) -> None:
         """Begin a state from the initial arrays, unless there is one.
@@ -301,7 +343,7 @@ class RequestHandler:
 
     def _save(self, state: PeerState) -> None:
         """Save a state: of a deployed peer also against a stop of its machine."""
-        save_state(self.path, state, durable=not self.place.simulated)
+        save_state(self.path, state, durable=not self.place.simulated, cache=self.place.cache)
 
     def absorb_inbox(self, content: RecordDict) -> PeerState:
         """Take in reports of ledgers, drop acknowledged shares, absorb those that arrived, and return the state.
@@ -317,7 +359,11 @@ class RequestHandler:
             raise RunError(f"peer {self.place.peer} has no state of run {request.run!r}: its folder is not what it was")
         introduced = dict(zip(request.neighbors, request.keys, strict=True))
         self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.place.n_peers})
-        frames, inbox = run_frames(state.run, state.layout, self._seal), unpack_bytes(content.array_records.get(INBOX))
+        self.place.cache.put(self._known_path, self.known)
+        frames, inbox = (
+            run_frames(state.run, state.layout, self._seal),
+            unpack_bytes(record_in(content, INBOX, ArrayRecord)),
+        )
         self._witness_ledger(state, frames, [(name, frame) for name, frame in inbox if name.startswith(LEDGER)])
         self._introduce(state)
         shares = [(name, frame) for name, frame in inbox if not name.startswith(LEDGER)]
@@ -340,17 +386,17 @@ class RequestHandler:
     def _witness_ledger(self, state: PeerState, frames: FrameCodec, reports: Iterable[tuple[str, bytes]]) -> None:
         """Take in what neighbours report, and check or charge what they and the state have seen of the ledger."""
         place, request = self.place, self.request
-        if (privacy := self.privacy) is not None:
-            budget, incarnation = privacy.epsilon or math.inf, state.shares.incarnation
-            self._ledger = PeerLedger(place.folder, request.run, incarnation, state.peer, privacy.delta, budget)
+        if self.privacy is not None:
+            self._ledger = self._opened_ledger(state, self.privacy)
             self._ledger.name_lines(self._boot)
+            self._spent = self._ledger.spent
         ledger, neighbors = self._ledger, witnesses_of(place.peer, place.n_peers)
         self._witness = witness = LedgerWitness(
             place.peer,
             neighbors,
             self._boot,
             ledger,
-            self._counts.read(),
+            self._counts.seen,
             self._counts.write,
             lambda: self._boot,
         )
@@ -396,13 +442,13 @@ class RequestHandler:
         state, request = self.state, self.request
         if state is None or request.round_index <= state.round_index:
             return
-        if MODEL in content.array_records:
+        if (model := record_in(content, MODEL, ArrayRecord)) is not None:
             if self.seals and request.wants_mass:  # the round is for its mean alone
                 check_set(request.mean_of, state.peer, self.place.mean_peers, state.handed.served)
-            state.adopt(numpy_arrays(content.array_records[MODEL]))
+            state.adopt(numpy_arrays(model))
         weights = self._receivers()
         self.facts["trained"] = self._train(state, train)
-        state.idle = MODEL in content.array_records and not self.facts["trained"]
+        state.idle = model is not None and not self.facts["trained"]
         state.round_index = request.round_index
         self._hand_in(state)
         if state.w > 0:
@@ -709,7 +755,7 @@ class PeerMod:
             theirs.update(self._call(peer, arrays, message, context, app))
             return theirs
 
-        def train(arrays: ArrayRecord) -> ArrayRecord:
+        def train(arrays: ArrayRecord) -> Arrays:
             trained = self._trained(peer, call(arrays), state.layout)
             if peer.request.weighted_by:
                 state.recount(self._count(peer, theirs, context))
@@ -718,8 +764,8 @@ class PeerMod:
         if kind == ROUND:
             peer.take_part(content, train)
             self._renew_local_arrays(peer, state, theirs)
-        elif kind == EVALUATE and MODEL in content.array_records:
-            call(content.array_records[MODEL])
+        elif kind == EVALUATE and (model := record_in(content, MODEL, ArrayRecord)) is not None:
+            call(model)
         elif kind == EVALUATE and state.w > 0:
             call(state.layout.record(state.model(), state.unmixed))
         elif kind == DELIVER:
@@ -747,7 +793,7 @@ class PeerMod:
         layout = Layout.of(numpy_arrays(content.array_records[INITIAL]))
         sent_configs = {name: dict(config) for name, config in content.config_records.items() if name != SAYS}
 
-        def train(arrays: ArrayRecord, server_round: int) -> ArrayRecord:
+        def train(arrays: ArrayRecord, server_round: int) -> Arrays:
             configs = {
                 name: ConfigRecord({**config, "server-round": server_round}) for name, config in sent_configs.items()
             }
@@ -804,7 +850,7 @@ class PeerMod:
             raise self._failed(peer, "answered with an error", reason(reply.error.reason))
         return reply.content
 
-    def _trained(self, peer: RequestHandler, content: RecordDict, layout: Layout) -> ArrayRecord:
+    def _trained(self, peer: RequestHandler, content: RecordDict, layout: Layout) -> Arrays:
         """Return the arrays of the train function's answer.
 
         Raises:
@@ -842,4 +888,4 @@ class PeerMod:
         if self.keeps_metrics:
             keep_metrics(peer.place.folder, peer.request.round_index, peer.request.kind, theirs.metric_records)
             return {}
-        return dict(theirs.metric_records)
+        return {name: record for name, record in theirs.items() if isinstance(record, MetricRecord)}

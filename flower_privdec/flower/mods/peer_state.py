@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -43,19 +43,20 @@ from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.flower.mods.masking import Handed
-from flower_privdec.flower.node_settings import PeerSettings
+from flower_privdec.flower.node_settings import PeerCache, PeerSettings
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
 from flower_privdec.privacy.exact_noise import exactly_noised
 from flower_privdec.privacy.ledger.ledger import Charge, Ledger, RunName, read_entries, releases_in
 from flower_privdec.privacy.mechanism.events import Release
-from flower_privdec.pushsum.exactly_once import LAST, PushSumProtocol, RefusedError
+from flower_privdec.pushsum.exactly_once import LAST, Durable, PushSumProtocol, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, pack, unpack
 from flower_privdec.pushsum.witness import draw_boot
 from flower_privdec.scenario.loading import validated
 from flower_privdec.scenario.sections import AppPrivacySection
 
 Arrays = Mapping[str, np.ndarray]
+R = TypeVar("R", ArrayRecord, ConfigRecord)
 
 
 @dataclass(frozen=True)
@@ -93,29 +94,37 @@ class Layout:
         """Return the layout that `parts` say, as JSON has them."""
         return cls(tuple((str(name), str(kind), tuple(int(n) for n in shape)) for name, kind, shape in parts))
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[np.floating]:
         """Return the vector's type."""
-        return np.dtype(
-            np.float64 if any(np.dtype(kind).itemsize > 4 for _, kind, _ in self._floating()) else np.float32
-        )
+        return np.dtype(np.float64 if any(np.dtype(kind).itemsize > 4 for _, kind, _ in self._floating) else np.float32)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Return how many numbers the vector has."""
-        return sum(math.prod(shape) for _, _, shape in self._floating())
+        return sum(math.prod(shape) for _, _, shape in self._floating)
 
+    @cached_property
     def _floating(self) -> list[tuple[str, str, tuple[int, ...]]]:
         return [part for part in self.parts if np.dtype(part[1]).kind == "f"]
 
     def vector(self, arrays: Arrays) -> np.ndarray:
         """Return the floating arrays as one vector, float64 [size]."""
-        parts = [np.asarray(arrays[name], dtype=np.float64).reshape(-1) for name, _, _ in self._floating()]
-        return np.concatenate(parts)
+        return np.concatenate([np.ravel(arrays[name]) for name, _, _ in self._floating], dtype=np.float64)
+
+    def rounded(self, vector: np.ndarray) -> np.ndarray:
+        """Return a vector as its `record` has it, rounded to the arrays' types, [size]."""
+        kinds = {kind for _, kind, _ in self._floating}
+        with np.errstate(over="ignore"):
+            if len(kinds) == 1:
+                return vector.astype(kinds.pop())
+            ends = np.cumsum([math.prod(shape) for _, _, shape in self._floating])[:-1]
+            parts = zip(np.split(vector, ends), self._floating, strict=True)
+            return np.concatenate([part.astype(kind).astype(np.float64) for part, (_, kind, _) in parts])
 
     def unmixed(self, arrays: Arrays) -> dict[str, np.ndarray]:
         """Return the arrays that are not mixed."""
-        floating = {name for name, _, _ in self._floating()}
+        floating = {name for name, _, _ in self._floating}
         return {name: np.asarray(value) for name, value in arrays.items() if name not in floating}
 
     def record(self, vector: np.ndarray, unmixed: Arrays) -> ArrayRecord:
@@ -207,6 +216,7 @@ def protocol(
     return PushSumProtocol(peer, neighbors, boot, mass, ArrayArithmetic(), window=LAST, incarnation=incarnation)
 
 
+@lru_cache(maxsize=256)
 def run_frames(run: str, layout: Layout, seal: Seal | None = None) -> FrameCodec:
     """Return the codec of the shares of one run, of models of one layout."""
     rows = {
@@ -297,7 +307,7 @@ class PeerState:
         """
         if not self.w > 0:
             raise RunError(f"peer {self.peer} has no model yet: its first share has not come")
-        return self.x.astype(np.float64) / self.w
+        return np.asarray(np.divide(self.x, self.w, dtype=np.float64))
 
     def recount(self, examples: float) -> None:
         """Let the peer count by a number of examples from now on.
@@ -350,18 +360,19 @@ BOOT, WITNESSED = "boot", "witnessed"  # files of a peer's folder
 WITNESSES = 4  # on either side, in the order of peers' numbers
 
 
-def boot_of(folder: Path, renew: bool) -> int:
+def boot_of(folder: Path, renew: bool, cache: PeerCache) -> int:
     """Return the boot of a relayed peer, whose processes answer one message each; see `LedgerWitness`.
 
     Args:
         folder: the peer's.
         renew: whether to draw another one, as each introduction to a ServerApp does: after it a folder that was
             restored or copied writes lines of its own.
+        cache: of the process.
     """
     path = folder / BOOT
     if renew or not path.exists():
         write_atomically(path, str(draw_boot()).encode())
-    return int(path.read_text())
+    return int(cache.get(path, path.read_text))
 
 
 def witnesses_of(peer: int, n_peers: int) -> set[int]:
@@ -378,12 +389,14 @@ def alone_in(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("wb")
+        file = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise RunError(f"{folder} cannot be written to ({error.strerror}); give another folder") from error
-    with file:
+    try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)
 
 
 def state_path(folder: Path, run: str) -> Path:
@@ -391,14 +404,46 @@ def state_path(folder: Path, run: str) -> Path:
     return folder / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}.safetensors"
 
 
-def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
-    """Write a state, whole or not at all, from which on its new shares and acknowledgements may leave.
+@dataclass(frozen=True)
+class SavedState:
+    """A state as it is on disk, or instead of it in memory; see `restored`.
+
+    Attributes:
+        state: whose shares are those of the snapshot.
+        snapshot: does not change.
+    """
+
+    state: PeerState
+    snapshot: Durable[np.ndarray]
+
+    def restored(self) -> PeerState:
+        """Return the state, as a process that has read it begins with."""
+        snapshot, state = self.snapshot, self.state
+        shares = protocol(state.peer, dict(snapshot.mass), snapshot.incarnation, snapshot.edges)
+        shares.restore(snapshot)
+        return replace(state, shares=shares, paid=dict(state.paid), app_ledgers=dict(state.app_ledgers))
+
+
+def save_state(path: Path, state: PeerState, *, durable: bool = True, cache: PeerCache | None = None) -> None:
+    """Save a state, whole or not at all, from which on its new shares and acknowledgements may leave.
 
     Args:
         durable: whether it must be safe on disk whatever happens to the machine.
+        cache: of the process; one of a temporary folder is all that the state is written to.
     """
     snapshot = state.shares.snapshot(state.round_index)
-    exchange, tensors = pack(replace(snapshot, edges={j: e for j, e in snapshot.edges.items() if e.sent or e.received}))
+    edges = {j: edge for j, edge in snapshot.edges.items() if edge.sent or edge.received}
+    snapshot = replace(snapshot, edges=edges)
+    if cache is None or not cache.is_temporary:
+        _write_state(path, state, snapshot, durable)
+    if cache is not None:
+        orphaned = state.orphaned + state.shares.orphaned.total()
+        cache.put(path, SavedState(replace(state, round_index=snapshot.round_index, orphaned=orphaned), snapshot))
+    state.shares.committed(snapshot)
+
+
+def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], durable: bool) -> None:
+    exchange, tensors = pack(snapshot)
     arrays = {**snapshot.mass, **tensors}
     arrays |= {f"unmixed/{name}": np.array(value, order="C") for name, value in state.unmixed.items()}
     arrays |= {f"local/{name}": np.array(value, order="C") for name, value in state.local_arrays.items()}
@@ -418,7 +463,6 @@ def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
         "app_ledgers": state.app_ledgers,
     }
     write_atomically(path, save(arrays, {"state": json.dumps(facts)}), private=True, durable=durable)
-    state.shares.committed(snapshot)
 
 
 def load_state(path: Path) -> PeerState | None:
@@ -538,19 +582,32 @@ class PeerLedger(Ledger):
     """
 
     def __init__(
-        self, folder: Path, run: str, incarnation: int, peer: int, delta: float, budget: float = math.inf
+        self,
+        folder: Path,
+        run: str,
+        incarnation: int,
+        peer: int,
+        delta: float,
+        budget: float = math.inf,
+        *,
+        durable: bool = True,
     ) -> None:
         """Open the ledger in a folder.
 
         Args:
             run: the run's name.
             incarnation: of the peer in that run.
+            durable: see `Ledger`.
 
         Raises:
             BudgetError: the ledger is in use or fails verification.
         """
-        super().__init__(folder, SOURCE)
+        super().__init__(folder, SOURCE, durable=durable)
         self.peer, self.delta, self.budget = peer, delta, budget
+        self.name_run(run, incarnation)
+
+    def name_run(self, run: str, incarnation: int) -> None:
+        """Let the lines from now on be of a run, and of the peer's incarnation in it."""
         self._run = RunName(f"{run}-{incarnation}", run, "system entropy")
 
     @property
@@ -655,7 +712,13 @@ class UnfitAnswerError(RunError):
         self.what, self.details = what, details
 
 
-def returned_arrays(content: RecordDict, key: str, layout: Layout) -> ArrayRecord:
+def record_in(content: RecordDict, name: str, kind: type[R]) -> R | None:
+    """Return a record of a kind; None where there is none of that name and kind."""
+    record = content.get(name)
+    return record if isinstance(record, kind) else None
+
+
+def returned_arrays(content: RecordDict, key: str, layout: Layout) -> Arrays:
     """Return the arrays of a train function's answer.
 
     Args:
@@ -666,7 +729,7 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> ArrayRecor
     Raises:
         UnfitAnswerError: there are none, or several and none under the key, or others than were given.
     """
-    records = content.array_records
+    records = {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
     if key not in records and len(records) != 1:
         raise UnfitAnswerError(
             "returned no model",
@@ -674,13 +737,15 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> ArrayRecor
             f"return RecordDict({{{key!r}: ArrayRecord(...)}})",
         )
     returned = records[key] if key in records else next(iter(records.values()))
+    arrays: Arrays = {}
     try:
-        difference = layout.misfit(numpy_arrays(returned))
+        arrays = numpy_arrays(returned)
+        difference = layout.misfit(arrays)
     except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
         difference = f"they cannot be read as NumPy's: {one_line(error)}"
     if difference:
         raise UnfitAnswerError("returned other arrays than it was given", difference)
-    return returned
+    return arrays
 
 
 def norm(vector: np.ndarray) -> float:
@@ -716,6 +781,8 @@ def noised(update: np.ndarray, std: float) -> np.ndarray:
 
 def unsound(update: np.ndarray) -> str:
     """Return what is wrong with an update in words; empty where nothing is."""
+    if math.isfinite(float(update.sum())):  # as with an infinite number or NaN among them it is not
+        return ""
     if np.isnan(update).any():
         return f"{int(np.isnan(update).sum())} of its {update.size} numbers are NaN"
     infinite = int((~np.isfinite(update)).sum())
@@ -767,7 +834,7 @@ def noise_for(privacy: AppPrivacySection, rounds: int) -> float:
 
 LEAST_WEIGHT = 1e-6  # with less of the mass a peer waits for some before it trains again
 APP_SPENT = "its app's own budget allows no more training; it only exchanges"
-Train = Callable[[ArrayRecord], ArrayRecord]
+Train = Callable[[ArrayRecord], Arrays]
 
 
 class NoStep(NamedTuple):
@@ -810,33 +877,34 @@ def take_step(
     if ledger is not None and not ledger.charge(round_index, noise):
         why = f"its next update would exceed epsilon = {ledger.budget:g}; it stops training and only exchanges"
         return NoStep(why, for_good=True)
-    given = state.layout.record(state.model(), state.unmixed)
+    model = state.model()
     try:
-        returned = train(given)
+        returned = train(state.layout.record(model, state.unmixed))
     except BudgetError:
         return NoStep(APP_SPENT, for_good=True)
     with np.errstate(all="ignore"):  # also where the app has numpy raise
-        update = _update(state, given, returned, round_index)
+        update = _update(state, state.layout.rounded(model), returned, round_index)
         if clip_norm is not None:
             update = protected(clip_norm, noise, update)
         _move(state, update, clip_norm is None, round_index)
     return None
 
 
-def _update(state: PeerState, given: ArrayRecord, returned: ArrayRecord, round_index: int) -> np.ndarray:
-    """Return what the arrays moved by; zeros, and a word in the log, where that is no number."""
-    arrays = numpy_arrays(returned)
-    update: np.ndarray = state.layout.vector(arrays) - state.layout.vector(numpy_arrays(given))
+def _update(state: PeerState, given: np.ndarray, returned: Arrays, round_index: int) -> np.ndarray:
+    """Return what the arrays moved by from a model; zeros, and a word in the log, where that is no number."""
+    update = state.layout.vector(returned)
+    update -= given
     if wrong := unsound(update):
         _count_as_zero(state, wrong, round_index)
         return np.zeros_like(update)
-    state.unmixed = state.layout.unmixed(arrays)
+    state.unmixed = state.layout.unmixed(returned)
     return update
 
 
 def _move(state: PeerState, update: np.ndarray, bare: bool, round_index: int) -> None:
     """Add an update to x, times what the peer counts by, unless that would make the model infinite for ever."""
-    after = (state.x.astype(np.float64) + min(state.examples, 2 * state.w) * update).astype(state.x.dtype)
+    weight = min(state.examples, 2 * state.w)
+    after = (state.x + (update if weight == 1 else weight * update)).astype(state.x.dtype)
     if wrong := unsound(after):
         _count_as_zero(state, wrong, round_index)
     else:
@@ -978,7 +1046,7 @@ class KnownPeers:
         return known
 
 
-@dataclass
+@dataclass(eq=False)
 class PeerSeal:
     """Seals shares end to end: X25519 between two peers' keys, HKDF, ChaCha20-Poly1305; see `pushsum.frames.Seal`.
 

@@ -31,7 +31,7 @@ from flower_privdec.flower.mods.peer_mod import (
     pack_bytes,
     unpack_bytes,
 )
-from flower_privdec.flower.mods.peer_state import UNPROTECTED
+from flower_privdec.flower.mods.peer_state import UNPROTECTED, record_in
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
 from flower_privdec.graph.topology import CompleteTopology, Topology
 from flower_privdec.pushsum.exactly_once import RefusedError
@@ -416,7 +416,7 @@ class PeerNetwork:
         self.train_errors.pop(peer, None)
         self.reports[peer] = report
         if report.incarnation:
-            self._relay(report, reply.content.array_records.get(OUTBOX))
+            self._relay(report, record_in(reply.content, OUTBOX, ArrayRecord))
 
     def troubles(self) -> str:
         """Return the problems to log: peers that are silent, fail, refuse a share, or have stopped training."""
@@ -448,7 +448,7 @@ def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[i
     wanted = ("uint64", (2, size + 1)) if sealed else ("float64", (size + 1,))
     masses: dict[int, np.ndarray] = {}
     for peer, reply in replies.items():
-        record = reply.content.array_records.get(MASS)
+        record = record_in(reply.content, MASS, ArrayRecord)
         if record is None or "mass" not in record:
             continue
         value = _read(record["mass"], *wanted)

@@ -13,6 +13,8 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
+from flower_privdec.common.errors import ArgumentError
+
 PIECE = 1 << 16  # bytes that are read at a time, and the room for those that wait to be read
 PAUSE = 0.02  # seconds after which what comes is another message
 WAITING = 64  # pieces that are on their way at a time
@@ -48,12 +50,18 @@ class Faults:
         """Check the numbers."""
         for name in ("cut", "lose"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a chance, from 0 to 1")
+                raise ArgumentError(
+                    f"{name}={getattr(self, name)!r} must be a chance, from 0 to 1", code="faults.setting"
+                )
         for name in ("delay", "jitter"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be seconds, >= 0 and finite")
+                raise ArgumentError(
+                    f"{name}={getattr(self, name)!r} must be seconds, >= 0 and finite", code="faults.setting"
+                )
         if self.rate is not None and not self.rate > 0:
-            raise ValueError(f"rate={self.rate!r} must be bytes a second, > 0, or None for no limit")
+            raise ArgumentError(
+                f"rate={self.rate!r} must be bytes a second, > 0, or None for no limit", code="faults.setting"
+            )
 
 
 class FaultyLink:
@@ -185,7 +193,7 @@ class FaultProxy:
             ValueError: the name is taken.
         """
         if name in self._links:
-            raise ValueError(f"link {name!r} is there already")
+            raise ArgumentError(f"link {name!r} is there already", code="faults.link")
         link = self._links[name] = FaultyLink(target, f"{self._seed} {name!r}", self._first)
         self._done(link.listen())
         return link.address

@@ -50,7 +50,7 @@ from flower_privdec.pushsum.exactly_once import (
 )
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMass, RowMessage, frame_size, pack, unpack
 from flower_privdec.pushsum.lockstep import Turn
-from flower_privdec.pushsum.witness import LedgerWitness
+from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
 
 _log = logging.getLogger(__name__)
 
@@ -223,7 +223,8 @@ class AsynchronousSession(Session):
         met_at: when that was, by the clock of `time.monotonic`.
         heard_at: when each neighbour last sent anything.
         quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
-        informed: the last round of this peer that each neighbour has heard of; -1 for none.
+        informed: the last round of this peer that each neighbour is known to have heard of; -1 for none.
+        reported_to: the last round of this peer in a call or an answer to each neighbour; -1 for none.
         want: what this peer lacks of push-sum weight while it waits, which its hellos report.
         wants: what each neighbour lacks, as far as it reported since its last share.
     """
@@ -261,6 +262,7 @@ class AsynchronousSession(Session):
         self._queues = {neighbor: SendQueue() for neighbor in witness.neighbors}
         self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is held back
         self.informed = dict.fromkeys(witness.neighbors, -1)
+        self.reported_to = dict.fromkeys(witness.neighbors, -1)
         self._rows: dict[int, dict[int, RowMessage]] = {at: {} for at in frames.exchanges}
 
     # --- for the peer ---
@@ -316,6 +318,16 @@ class AsynchronousSession(Session):
 
     # --- see Session ---
 
+    @property
+    def round_index(self) -> int:
+        """See Session."""
+        return self.protocol.round_index
+
+    def reported(self, receiver: int, messages: Messages) -> Messages:
+        """See Session."""
+        self.reported_to[receiver] = self.round_index
+        return super().reported(receiver, messages)
+
     def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
         """See Session; the answer to a share acknowledges it, where that is on disk by then."""
         replies = self._received(caller, messages)
@@ -350,6 +362,9 @@ class AsynchronousSession(Session):
             if isinstance(message, Hello):
                 reply = self._receive_hello(message)
                 replies += [] if reply is None else [reply]
+            elif isinstance(message, LedgerReport):
+                if message.boot == self.boots.get(caller):
+                    self.rounds[caller] = max(message.round_index, self.rounds[caller])
             elif isinstance(message, Acknowledgement):
                 if self.protocol.acknowledge(message):
                     self._meet(caller)
@@ -473,7 +488,7 @@ class AsynchronousSession(Session):
         if now >= queue.hello_at:
             messages.append(self._completed(self.protocol.hello(neighbor)))
         messages += self._due(neighbor)
-        if not all(isinstance(message, Acknowledgement) for message in messages):  # all others report this peer's round
+        if not all(isinstance(message, Acknowledgement) for message in messages):  # which a hello makes up for
             queue.hello_at = now + self._retry
         return [messages] if messages else []
 
@@ -482,11 +497,9 @@ class AsynchronousSession(Session):
         queue = self._queues[neighbor]
         queue.failures = 0
         for message in sent:
-            if isinstance(message, Hello):
+            if isinstance(message, LedgerReport):
                 self.informed[neighbor] = message.round_index
-            elif isinstance(message, FrozenShare | RowMessage):
-                self.informed[neighbor] = max(message.round_index, self.informed[neighbor])
-            if isinstance(message, FrozenShare):
+            elif isinstance(message, FrozenShare):
                 queue.share = message
             elif isinstance(message, RowMessage):
                 self._meet(neighbor)
@@ -944,10 +957,9 @@ class AsynchronousPeer(RunningPeer):
 
     def _uninformed(self, round_index: int) -> set[int]:
         """Return the neighbours that may soon wait for this peer, as they have not heard how far it is."""
-        lead = self.network.lead
-        if lead is None:
+        if (lead := self.network.lead) is None:
             return set()
-        return {j for j in self._neighbors if round_index - self.session.informed[j] >= max(1, lead // 2)}
+        return {j for j in self._neighbors if round_index - self.session.reported_to[j] >= max(1, lead - 1)}
 
     def _split(self, round_index: int, weights: Mapping[int, float], keeping: bool = True) -> None:
         """Freeze shares, of which this peer keeps at least its floor.
@@ -1156,7 +1168,7 @@ class AsynchronousPeer(RunningPeer):
                 column = self._turn(min(waiting[j] for j in behind), at).weights
                 receivers = {j: column[j] for j in self._behind(column, round_index)} or receivers
             self._split(max(0, round_index - 1), receivers)
-            self._commit(saved, self._neighbors)
+            self._commit(saved, self._uninformed(saved) | {*receivers})
         with self.connections.changed:
             want = self.floor.want(self._weight(), self._is_under_way())
             if want and round_index < self.rounds:

@@ -67,12 +67,20 @@ class Session(ABC):
         if not messages or not isinstance(messages[0], LedgerReport):
             raise RefusedError(f"peer {caller} reports no ledger; update one of the two", code="call.no-report")
         self.witness.receive(messages[0])
-        return messages[1:]
+        return messages
 
-    def write(self, receiver: int, messages: Messages) -> Content:
-        """Encode a call or an answer, with the report on ledgers first."""
-        everything = [self.witness.report(receiver), *messages]
-        return [part for message in everything for part in self.frames.encode(message)]
+    @property
+    def round_index(self) -> int:
+        """Return the round that this peer reports to its neighbours, in each call and answer; 0 says nothing."""
+        return 0
+
+    def reported(self, receiver: int, messages: Messages) -> Messages:
+        """Return a call or an answer with what each begins with: the report on ledgers."""
+        return [self.witness.report(receiver, self.round_index), *messages]
+
+    def write(self, messages: Messages) -> Content:
+        """Encode a call or an answer."""
+        return [part for message in messages for part in self.frames.encode(message)]
 
     @abstractmethod
     def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
@@ -257,7 +265,7 @@ class Connections:
                     lambda: self._stopping or self.session.is_answered(caller, messages), self._holding
                 )
                 answer = make_answer()
-            return self.session.write(caller, answer)
+            return self.session.write(self.session.reported(caller, answer))
         except RunError as error:
             with self.changed:
                 self.refused[caller] = str(error)
@@ -289,7 +297,8 @@ class Connections:
 
     def _call(self, peer: int, messages: Messages) -> bool:
         """Call a neighbour; return whether it answered."""
-        call, began = self.session.write(peer, messages), time.monotonic()
+        messages = self.session.reported(peer, messages)
+        call, began = self.session.write(messages), time.monotonic()
         try:
             content = self._connections[peer].call(call, self._patience)
             took = time.monotonic() - began

@@ -31,6 +31,7 @@ from urllib.parse import unquote
 
 import grpc
 import numpy as np
+from grpc.experimental import ChannelOptions
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
@@ -88,6 +89,7 @@ CALLING = [
     ("grpc.min_reconnect_backoff_ms", 2_000),  # that an attempt may take: 20 s otherwise, long after a black hole ended
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),  # 30 s otherwise, in which a name's old address is called
+    (ChannelOptions.SingleThreadedUnaryStream, 1),  # a call takes no thread that waits for its answer
 ]
 
 
@@ -396,6 +398,7 @@ class Admission:
         self._guard, self._closed, self._calls = Lock(), Event(), list[_Call]()
         self._members: dict[Address, int] = {}
         self._since: dict[Address, float] = {}  # when each connection was first seen
+        self._sockets: dict[tuple[int, int, int], Address | None] = {}  # by descriptor, device and inode
         self._strangers: Counter[str] = Counter()  # connections without a member's call, by host, since the last line
         self._reported = float("-inf")
         Thread(target=self._watch, name="admission", daemon=True).start()
@@ -482,15 +485,18 @@ class Admission:
 
     def _handles(self) -> dict[Address, int]:
         """Return the descriptor of every connection to the port."""
-        handles = {}
-        for name in os.listdir(DESCRIPTORS):
+        sockets = dict[tuple[int, int, int], Address | None]()
+        for handle in map(int, os.listdir(DESCRIPTORS)):
             with suppress(OSError, ValueError):  # it was closed meanwhile, or is another kind of socket
-                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    continue
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if (address := self._address(connection)) is not None:
-                        handles[address] = int(name)
-        return handles
+                status = os.fstat(handle)
+                key = handle, status.st_dev, status.st_ino
+                if key in self._sockets:
+                    sockets[key] = self._sockets[key]
+                elif stat.S_ISSOCK(status.st_mode):
+                    with socket.socket(fileno=os.dup(handle)) as connection:
+                        sockets[key] = self._address(connection)
+        self._sockets = sockets
+        return {address: handle for (handle, *_), address in sockets.items() if address is not None}
 
     def _address(self, connection: socket.socket) -> Address | None:
         """Return the other side of a socket, if it is a connection to the port."""

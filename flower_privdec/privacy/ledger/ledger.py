@@ -282,20 +282,25 @@ class Ledger(Totals):
     Attributes:
         path: the file of the last segment.
         boot: of the process, which its lines then name; 0 where no neighbours witness the ledger.
+        durable: whether a line outlasts a stop of the machine, and not only of the process.
     """
 
     boot = 0
 
-    def __init__(self, directory: Path | str, source: str) -> None:
+    def __init__(self, directory: Path | str, source: str, *, durable: bool = True) -> None:
         """Open DIRECTORY/SOURCE.jsonl, created if missing.
+
+        Args:
+            durable: see above; False for a folder that is removed in the end.
 
         Raises:
             BudgetError: the file is in use, was edited, lacks a segment, or belongs to another source.
         """
         super().__init__()
-        self.path, self._source = ledger_path(directory, source), source
+        self.path, self._source, self.durable = ledger_path(directory, source), source, durable
         self._unsynced: tuple[list[Entry], list[str], int, Entry | None] = ([], [], 0, None)
-        self._fd: int | None = _open_locked(self.path)
+        self._fd: int | None = _open_locked(self.path, durable)
+        self._status: os.stat_result | None = None  # of the file, as it was closed
         try:
             content = b"".join(iter(lambda: os.read(self._descriptor, 1 << 20), b""))
             segment, entries = parse(content, self.path, source)
@@ -310,7 +315,8 @@ class Ledger(Totals):
                 os.ftruncate(self._descriptor, segment.size)
             elif content and not content.endswith(b"\n"):
                 segment.size += os.write(self._descriptor, b"\n")
-            sync(self.path.parent)
+            if durable:
+                sync(self.path.parent)
         except BaseException:
             self.close()
             raise
@@ -465,7 +471,8 @@ class Ledger(Totals):
                     os.close(fd)
 
     def _sync(self) -> None:
-        self._guarded(os.fsync)
+        if self.durable:
+            self._guarded(os.fsync)
         entries, hashes, size, self._segment.model = self._unsynced
         self._segment.hashes += hashes
         self._segment.size += size
@@ -486,10 +493,27 @@ class Ledger(Totals):
     def close(self, *, unlock: bool = True) -> None:
         """Close the file and release its lock, unless this process was forked from its holder, which keeps it."""
         if self._fd is not None:
+            self._status = None if self._unsynced[1] else os.fstat(self._fd)
             if unlock:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = None
+
+    def reopen(self) -> bool:
+        """Open a closed ledger again where its file is as it was, and return whether it is.
+
+        Raises:
+            BudgetError: it is in use.
+        """
+        if self._status is None or not self.path.exists():
+            return False
+        fd, before = _open_locked(self.path, durable=False), self._status
+        now = os.fstat(fd)
+        if any(getattr(now, name) != getattr(before, name) for name in ("st_dev", "st_ino", "st_size", "st_mtime_ns")):
+            os.close(fd)
+            return False
+        self._fd = fd
+        return True
 
     def __enter__(self) -> Self:
         return self
@@ -622,11 +646,12 @@ def ledger_path(directory: Path | str, source: str) -> Path:
     return Path(directory) / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl"
 
 
-def _open_locked(path: Path) -> int:
+def _open_locked(path: Path, durable: bool = True) -> int:
     """Open a ledger file, created with its folder if missing, and lock it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        sync(path.parent.parent)
+        if durable:
+            sync(path.parent.parent)
         fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:
         message = f"{error.filename or path} cannot be created ({error.strerror}); give another ledger folder"

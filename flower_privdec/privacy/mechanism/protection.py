@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import Participation
 from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
 from flower_privdec.privacy.accountant.calibration import scale_for_budget
@@ -211,19 +211,22 @@ class Protection:
             copies: how many of each sum every peer makes, for one neighbour each, int64 [m]; by default one for all.
 
         Raises:
-            TypeError: the sums are not the declared ones, or more copies than declared.
+            ArgumentError: the sums are not the declared ones, or more copies than declared.
         """
         factors, names = self.kinds[self.kind_of[step]], tuple(sums)
         if factors is None:
             factors = dict.fromkeys(names, 1.0)
         elif factors.keys() != set(names):
-            raise TypeError(f"step {step} makes the sums {sorted(names)} and declares {sorted(factors)}")
+            raise ArgumentError(
+                f"step {step} makes the sums {sorted(names)} and declares {sorted(factors)}", code="release.sums"
+            )
         elif copies is not None:
             for name in (name for name, noise in factors.items() if noise is not None):
                 declared = self.receivers[name][step] if name in self.receivers else np.ones_like(copies)
                 for row in np.flatnonzero(copies > declared)[:1]:
-                    raise TypeError(
-                        f"step {step} makes sum {name!r} for {copies[row]} neighbours and declares {declared[row]}"
+                    raise ArgumentError(
+                        f"step {step} makes sum {name!r} for {copies[row]} neighbours and declares {declared[row]}",
+                        code="release.neighbours",
                     )
         return {name: self.noise_multipliers[step] * noise for name, noise in factors.items() if noise is not None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.privacy.noise.source import PairSecrets
 
 KEY = 32  # bytes of a public key, and of a secret
@@ -60,7 +60,7 @@ class AgreedSecrets(PairSecrets):
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
         if public == self.public:
-            raise ValueError("it is the key of this process")
+            raise ArgumentError("it is the key of this process", code="noise.own-key")
         common = self._key.exchange(X25519PublicKey.from_public_bytes(public))
         ends = sorted([(self._peer, self.public), (other, public)])
         names = repr([(self._identities[one], key) for one, key in ends]).encode()

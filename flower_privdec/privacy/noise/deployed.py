@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import ArgumentError
 from flower_privdec.privacy.exact_noise import (
     NOT_FINITE,
     PIECE,
@@ -113,7 +114,7 @@ class ExactNoise(SystemNoise):
                 out[places] = rows
             return
         if not all_finite(out):
-            raise ValueError(NOT_FINITE)
+            raise ArgumentError(NOT_FINITE, code="noise.not-finite")
         normals = system_normals(out.numel())
         for rows_, columns in pieces(out.shape[0], out.shape[1], PIECE):
             part = out[rows_, columns]

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import ArgumentError
 from flower_privdec.privacy.noise.source import NO_RECEIVER, check_call
 from flower_privdec.rows.keys import checked_key, digest
 from flower_privdec.rows.tensors import compiled, inlined
@@ -252,7 +253,10 @@ class PhiloxNoise:
         slots = self._peers.searchsorted(peers)
         held = self._peers.take(slots, mode="clip") if len(self._peers) else np.full(len(slots), -1)
         if (held != peers).any():
-            raise ValueError(f"peers {peers[held != peers].tolist()} have no key here: draw only for peers hosted here")
+            raise ArgumentError(
+                f"peers {peers[held != peers].tolist()} have no key here: draw only for peers hosted here",
+                code="keys.missing",
+            )
         words = np.full(len(peers), NO_RECEIVER, np.uint64) if receivers is None else receivers.astype(np.uint64)
         return self.table(purpose)[slots], words
 

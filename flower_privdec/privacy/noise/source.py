@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import Participation
 from flower_privdec.privacy.mechanism.declared import Declaration
 from flower_privdec.rows.keys import digest
@@ -178,17 +178,21 @@ def check_call(out: Tensor, std: Tensor, step: int, peers: np.ndarray, receivers
         ValueError: naming the value and the rule.
     """
     if out.ndim != 2 or out.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"noise is added to rows [m, d] of float32 or float64, not {out.dtype} {list(out.shape)}")
+        raise ArgumentError(
+            f"noise is added to rows [m, d] of float32 or float64, not {out.dtype} {list(out.shape)}", code="noise.rows"
+        )
     if std.shape != out.shape[:1] or peers.shape != (out.shape[0],):
         raise ValueError(f"std {list(std.shape)} and peers {list(peers.shape)} must be [{out.shape[0]}]")
     if not 0 <= step < STEPS:
-        raise ValueError(f"step={step} must be >= 0 and < 2**32")
+        raise ArgumentError(f"step={step} must be >= 0 and < 2**32", code="noise.step")
     if receivers is None:
         return
     if receivers.shape != peers.shape:
-        raise ValueError(f"receivers {list(receivers.shape)} must be [{out.shape[0]}]")
+        raise ArgumentError(f"receivers {list(receivers.shape)} must be [{out.shape[0]}]", code="noise.receivers")
     if len(receivers) and not (receivers.min() >= 0 and receivers.max() < NO_RECEIVER):
-        raise ValueError(f"receivers {receivers.min()}..{receivers.max()} must be >= 0 and < 2**32 - 1")
+        raise ArgumentError(
+            f"receivers {receivers.min()}..{receivers.max()} must be >= 0 and < 2**32 - 1", code="noise.receivers"
+        )
 
 
 def pieces(count: int, d: int, size: int) -> Iterator[tuple[slice, slice]]:

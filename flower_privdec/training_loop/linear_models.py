@@ -1,0 +1,260 @@
+"""`fit_privately`: example-level privacy for scikit-learn's linear models, by DP-SGD on the engine's closed forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flower_privdec.common.errors import BudgetError, ScenarioError
+from flower_privdec.gradients import GradientKernel, build_kernel
+from flower_privdec.privacy.noise import build_deployed_noise, build_noise
+from flower_privdec.training_loop.private_loop import LINES, PEER, PrivacyBudget, check_options, seed_of
+
+MODEL = "linear.model"  # codes of errors
+DATA = "linear.data"
+MARGINS = {"log_loss": "logistic", "hinge": "hinge", "squared_hinge": "squared-hinge"}  # of SGDClassifier
+
+
+def fit_privately(
+    model: Any,
+    x: Any,
+    y: Any,
+    *,
+    ledger: str | Path,
+    delta: float,
+    classes: Sequence[Any] | np.ndarray | None = None,
+    epsilon: float | None = None,
+    rounds: int | None = None,
+    local_epochs: int = 1,
+    noise_multiplier: float | None = None,
+    clip_norm: float = 1.0,
+    learning_rate: float = 0.1,
+    batch_size: int = 32,
+    insecure_seed: int | None = None,
+    report: Callable[[str], None] = print,
+) -> PrivacyBudget:
+    """Train a linear model of scikit-learn from its coefficients on, with privacy for each example.
+
+        w ← w - η ((Σ_b g_b min(1, C / |g_b|) + σ C N(0, I)) / expected batch + the model's L2 penalty)
+
+    (Abadi et al. 2016, Alg. 1.) It takes the place of `fit`: the model's own solver is not called, for it sees examples
+    that no one has clipped. Call it again in each round with the same ledger: it continues the count.
+
+    Args:
+        model: LogisticRegression, LinearRegression, Ridge, SGDClassifier or SGDRegressor, with the penalty L2 or none.
+            Its `coef_` and `intercept_` are where it starts, zeros where it has none, and hold the result. The loss
+            is the model's: log loss (of several classes softmax for LogisticRegression, one against all for
+            SGDClassifier, averaged), for two classes hinge and squared hinge too, or (ŷ - y)².
+        x: [examples, features].
+        y: [examples]; of a regression also [examples, outputs].
+        ledger: the file in which all steps over these examples are counted; see `private`.
+        delta: δ; well below one over the examples.
+        classes: all labels of a classifier, public and the same at all peers.
+        epsilon: the budget over all rounds; None for no limit.
+        rounds, local_epochs: how often this is called, and how many passes over the examples each call takes.
+        noise_multiplier: noise std over clip norm, in the place of rounds.
+        clip_norm: C, of an example's gradient in coefficients and intercepts together.
+        learning_rate: η.
+        batch_size: the expected size of a Poisson batch.
+        insecure_seed: INSECURE: batches and noise from a seed. For tests alone.
+        report: called with a line on ε, its unit and what was charged.
+
+    Returns:
+        The budget, whose `epsilon(entries())` is what is spent.
+
+    Raises:
+        ScenarioError: a model, data or option that cannot be private, with the remedy.
+        BudgetError: before an example is read, when the budget is spent.
+
+    Privacy: unit one example, adjacency zero-out, against an adversary who sees the coefficients after every step; each
+        step is charged before its batch is drawn. The number of examples is public. Not covered: what was computed of
+        the examples before, such as a scaler that was fitted to them.
+
+    Deviations: the divisor is the expected batch, not the drawn one.
+    """
+    options: dict[str, Any] = {
+        "rounds": rounds,
+        "local_epochs": local_epochs,
+        "batch_size": batch_size,
+        "epsilon": epsilon,
+    }
+    options |= {"delta": delta, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
+    options |= {"learning_rate": learning_rate, "insecure_seed": insecure_seed}
+    check_options({**options, "ledger": ledger, "report": report})
+    objective = _objective(model, classes, len(x))
+    size = len(x)
+    count = local_epochs * math.ceil(size / min(batch_size, size))
+    steps = None if rounds is None else rounds * count
+    budget = PrivacyBudget.of(ledger, size, batch_size, epsilon, delta, steps, noise_multiplier, insecure_seed)
+    if budget.remaining_steps(budget.entries()) < 1:
+        raise BudgetError(
+            f"{budget.path}: the privacy budget is spent, and no example was read: "
+            f"{budget.statement(budget.entries())}",
+            code="ledger.budget-spent",
+        )
+    features, targets = _features(x), objective.targets(y, size)
+    row, kernel = objective.row(model, features.shape[1], targets)
+    seed = seed_of(insecure_seed)
+    noise = build_deployed_noise(hardened=False) if seed is None else build_noise({0: seed}, row.device)
+    clip, one = row.new_tensor([clip_norm]), row.new_ones(1)
+    std = budget.release.noise_multiplier * clip
+    penalty = torch.zeros_like(row)
+    penalty[:, : objective.outputs * features.shape[1]] = objective.l2  # not of the intercepts
+    for block, first in budget.paid(count, max(1, count // LINES), report):
+        for number, drawn in enumerate(budget.draw(block, first, seed), start=first):
+            total, index = torch.zeros_like(row), torch.from_numpy(drawn)
+            if len(drawn):
+                batch = _Batch(features[index][None], targets[index][None], row.new_ones(1, len(drawn)))
+                kernel.add_clipped_(total, row, batch, clip, one)
+            noise.add_(total, std, number, PEER)
+            row -= learning_rate * (total / budget.release.batch_size + penalty * row)
+    objective.put(model, row, features.shape[1])
+    return budget
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """See `gradients.LabelledInputs`."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+
+
+@dataclass
+class _Objective:
+    """What a model minimises.
+
+    Attributes:
+        loss: its name in `tasks.losses`.
+        l2: half of it times the squared norm of the coefficients is added to the mean loss.
+        classes: sorted; None for a regression.
+        has_intercept: whether there are intercepts.
+        outputs: how many there are; of a regression known with its targets.
+    """
+
+    loss: str
+    l2: float
+    classes: np.ndarray | None
+    has_intercept: bool
+    outputs: int = 1
+
+    def targets(self, y: Any, examples: int) -> Tensor:
+        """Return the loss's targets [examples, ...].
+
+        Raises:
+            ScenarioError: there are not as many as examples, or a label is none of the classes.
+        """
+        values = np.asarray(y)
+        if len(values) != examples or values.ndim > 2 or (self.classes is not None and values.ndim > 1):
+            raise ScenarioError(
+                f"y has the shape {values.shape}, and x {examples} rows: give one target each", code=DATA
+            )
+        if self.classes is None:
+            numbers = torch.as_tensor(values, dtype=torch.float64).reshape(examples, -1)
+            self.outputs = numbers.shape[1]
+            self.l2 /= self.outputs  # over which the loss is averaged
+            return numbers
+        if not np.isin(values, self.classes).all():
+            raise ScenarioError("y has a label that is none of classes: name all that any peer may have", code=DATA)
+        labels = torch.from_numpy(np.searchsorted(self.classes, values).astype(np.int64))
+        if self.loss == "binary-cross-entropy":
+            return nn.functional.one_hot(labels, self.outputs).to(torch.float64)
+        return labels
+
+    def row(self, model: Any, width: int, targets: Tensor) -> tuple[Tensor, GradientKernel]:
+        """Return the coefficients and intercepts as one row [1, d], float64, and the kernel of their gradients.
+
+        Raises:
+            ScenarioError: the model has coefficients of another shape.
+        """
+        module = nn.Linear(width, self.outputs, bias=self.has_intercept).to(torch.float64)
+        parts = {"coef_": (self.outputs, width), "intercept_": (self.outputs,)}
+        values = []
+        for name, shape in list(parts.items())[: 1 + self.has_intercept]:
+            given = np.asarray(getattr(model, name, np.zeros(shape)), dtype=np.float64)
+            if given.size != math.prod(shape) or not np.isfinite(given).all():
+                raise ScenarioError(
+                    f"{name} of the model has shape {given.shape} and must be finite and of {shape}, by x and classes",
+                    code=MODEL,
+                )
+            values.append(torch.from_numpy(given.reshape(-1).copy()))
+        return torch.cat(values)[None], build_kernel(module, self.loss, [width], kind="stacked")
+
+    def put(self, model: Any, row: Tensor, width: int) -> None:
+        """Let the model have a row's coefficients and intercepts, in scikit-learn's shapes."""
+        values, split = row[0].numpy(), self.outputs * width
+        coefficients, intercepts = values[:split].reshape(self.outputs, width), values[split:].copy()
+        is_flat = self.classes is None and self.outputs == 1
+        model.coef_ = coefficients[0].copy() if is_flat and not _is(model, "SGDRegressor") else coefficients.copy()
+        if _is(model, "SGDRegressor"):
+            model.coef_ = model.coef_.reshape(-1)
+        scalar = is_flat and not _is(model, "SGDRegressor")
+        model.intercept_ = (float(intercepts[0]) if scalar else intercepts) if self.has_intercept else 0.0
+        model.n_features_in_ = width
+        if self.classes is not None:
+            model.classes_ = self.classes
+            if not self.has_intercept:
+                model.intercept_ = np.zeros(self.outputs)
+
+
+def _is(model: Any, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(model).__mro__)
+
+
+def _features(x: Any) -> Tensor:
+    values = x.toarray() if hasattr(x, "toarray") else np.asarray(x)
+    if values.ndim != 2 or values.dtype.kind not in "fiub":
+        raise ScenarioError(
+            f"x is of shape {values.shape} and type {values.dtype}: it must be [examples, features], of numbers",
+            code=DATA,
+        )
+    return torch.from_numpy(values.astype(np.float64))
+
+
+def _objective(model: Any, classes: Any, examples: int) -> _Objective:
+    """Return what a model minimises.
+
+    Raises:
+        ScenarioError: it is no such model, or has another penalty or loss, or its classes are missing.
+    """
+    kinds = ("LogisticRegression", "SGDClassifier", "LinearRegression", "Ridge", "SGDRegressor")
+    kind = next((kind for kind in kinds if _is(model, kind)), "")
+    settings = model.get_params() if kind else {}
+    penalty, problem = settings.get("penalty", "l2"), ""
+    if not kind:
+        problem = f"model is a {type(model).__name__}: it must be one of {', '.join(kinds)}"
+    elif penalty not in ("l2", None, "deprecated") or (settings.get("l1_ratio") and penalty == "deprecated"):
+        problem = f"penalty={penalty!r} has no gradient that is clipped apart: take penalty='l2' or None"
+    if problem:
+        raise ScenarioError(problem, code=MODEL)
+    alpha = float(settings.get("alpha", 0.0)) if penalty else 0.0
+    if kind == "LogisticRegression":
+        alpha = 1 / (settings["C"] * examples) if penalty else 0.0
+    has_intercept = bool(settings["fit_intercept"])
+    if kind in ("LinearRegression", "Ridge", "SGDRegressor"):
+        loss = settings.get("loss", "squared_error")
+        if loss != "squared_error" or classes is not None:
+            raise ScenarioError(f"a regression needs loss='squared_error' (not {loss!r}) and no classes", code=MODEL)
+        return _Objective("mse", 2 * alpha / (examples if kind == "Ridge" else 1), None, has_intercept)
+    labels = np.unique(np.asarray([] if classes is None else classes))
+    loss, count = settings.get("loss", "log_loss"), len(labels)
+    if count < 2:
+        raise ScenarioError("classes must name all labels, two at least: which a peer has is private", code=MODEL)
+    if loss not in MARGINS or (count > 2 and loss != "log_loss"):
+        raise ScenarioError(
+            f"loss={loss!r} of {count} classes must be 'log_loss', or for two classes one of {', '.join(MARGINS)}",
+            code=MODEL,
+        )
+    if count == 2:
+        return _Objective(MARGINS[loss], alpha, labels, has_intercept)
+    if kind == "LogisticRegression":
+        return _Objective("cross-entropy", alpha, labels, has_intercept, count)
+    return _Objective("binary-cross-entropy", alpha / count, labels, has_intercept, count)

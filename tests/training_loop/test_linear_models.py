@@ -1,0 +1,193 @@
+"""scikit-learn's linear models with privacy for each example: noise, clipping and ledger are those of `private`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from raising import raises
+from sklearn.linear_model import (
+    Lasso,
+    LinearRegression,
+    LogisticRegression,
+    Ridge,
+    SGDClassifier,
+    SGDRegressor,
+)
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flower_privdec.common.errors import BudgetError, ScenarioError
+from flower_privdec.flower import LocalGrid, PeerMod, PushSum, fit_privately, peer_folder, private
+from flower_privdec.privacy.ledger.ledger import read_chain
+
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(60, 5)) * GENERATOR.exponential(size=(60, 1))
+SCORES = X @ GENERATOR.normal(size=(5, 3)) + GENERATOR.normal(size=(60, 3)) / 10
+QUIET: dict[str, Any] = {"report": lambda line: None, "delta": 1e-3}
+
+
+def in_torch(model: Any, criterion: Any, targets: Any, outputs: int, decay: float, ledger: Path) -> nn.Linear:
+    """Return the same two rounds by `private`, with plain SGD on a torch model."""
+    module = nn.Linear(5, outputs).to(torch.float64)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    optimizer = torch.optim.SGD([{"params": module.weight, "weight_decay": decay}, {"params": module.bias}], lr=0.5)
+    data = DataLoader(TensorDataset(torch.from_numpy(X), torch.as_tensor(targets)), batch_size=16)
+    for _ in range(2):
+        options = {"noise_multiplier": 1.5, "clip_norm": 0.7, "insecure_seed": 3, "ledger": ledger, "reserve": 1}
+        parts = private(module, optimizer, data, criterion, **options, **QUIET)
+        net, step, loader, loss = parts
+        for x, y in loader:
+            step.zero_grad()
+            loss(net(x), y).backward()
+            step.step()
+        parts.close()
+    return module
+
+
+BINARY, CLASSES = (SCORES[:, 0] > 0).astype(int), SCORES.argmax(1)
+HOT = nn.functional.one_hot(torch.from_numpy(CLASSES), 3).double()
+
+
+def bce(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(outputs[..., 0], y.double())
+
+
+def hinge(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.relu(1 - (2 * y - 1) * outputs[..., 0]).mean()
+
+
+MODELS = {
+    "logistic": (LogisticRegression(C=2.0), BINARY, bce, BINARY, 1, 1 / 120),
+    "softmax": (LogisticRegression(C=np.inf), CLASSES, nn.CrossEntropyLoss(), CLASSES, 3, 0.0),
+    "sgd-hinge": (SGDClassifier(alpha=0.02), BINARY, hinge, BINARY, 1, 0.02),
+    "sgd-log-loss": (
+        SGDClassifier(loss="log_loss", alpha=0.03),
+        CLASSES,
+        nn.BCEWithLogitsLoss(),
+        HOT,
+        3,
+        0.01,
+    ),
+    "linear": (LinearRegression(), SCORES[:, 0], nn.MSELoss(), SCORES[:, :1], 1, 0.0),
+    "ridge": (Ridge(alpha=3.0), SCORES, nn.MSELoss(), SCORES, 3, 2 * 3.0 / 60 / 3),
+    "sgd-regressor": (SGDRegressor(alpha=0.01), SCORES[:, 0], nn.MSELoss(), SCORES[:, :1], 1, 0.02),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_noise_clipping_and_ledger_are_those_of_the_torch_loop(name: str, tmp_path: Path) -> None:
+    model, y, criterion, targets, outputs, decay = MODELS[name]
+    module = in_torch(model, criterion, targets, outputs, decay, tmp_path / "torch.jsonl")
+    classes = None if y.dtype.kind == "f" else range(y.max() + 1)
+    for _ in range(2):
+        options = {"noise_multiplier": 1.5, "clip_norm": 0.7, "insecure_seed": 3, "batch_size": 16}
+        fit_privately(
+            model, X, y, classes=classes, ledger=tmp_path / "ours.jsonl", learning_rate=0.5, **options, **QUIET
+        )
+    np.testing.assert_allclose(np.reshape(model.coef_, (outputs, 5)), module.weight.detach(), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(np.reshape(model.intercept_, outputs), module.bias.detach(), rtol=1e-6, atol=1e-9)
+    charged = [
+        [(entry.from_step, entry.to_step, entry.charges) for entry in read_chain(tmp_path / f"{ledger}.jsonl")[1]]
+        for ledger in ("ours", "torch")
+    ]
+    assert charged[0] == charged[1]
+    assert len(charged[0]) == 8
+
+
+def test_an_infinite_example_and_a_huge_one_move_the_model_by_no_more_than_the_clip_norm(tmp_path: Path) -> None:
+    x, moved = X.copy(), []
+    for value in (0.0, 1e12, np.inf, np.nan):
+        x[0] = value
+        model, folder = LinearRegression(), tmp_path / str(value)
+        options = {
+            "noise_multiplier": 1e-9,
+            "clip_norm": 0.5,
+            "insecure_seed": 1,
+            "batch_size": 60,
+            "learning_rate": 1.0,
+        }
+        fit_privately(model, x, SCORES[:, 0], ledger=folder / "ours.jsonl", **options, **QUIET)
+        moved.append(np.append(model.coef_, model.intercept_))
+    for other in moved[1:]:
+        assert np.linalg.norm(other - moved[0]) <= 2 * 0.5 / 60 + 1e-6
+
+
+def test_scikit_learn_predicts_with_what_was_trained(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"noise_multiplier": 1e-4, "clip_norm": 50.0, "batch_size": 20}
+    options |= {"local_epochs": 60, "learning_rate": 0.1}
+    names = np.array(["a", "b", "c"])[CLASSES]
+    for model in (LogisticRegression(), SGDClassifier(loss="log_loss")):
+        ledger = tmp_path / f"{type(model).__name__}.jsonl"
+        fit_privately(model, X, names, classes=list("abc"), ledger=ledger, **options, **QUIET)
+        assert model.score(X, names) > 0.6  # one in three by chance
+        assert model.predict_proba(X).shape == (60, 3)
+    model = Ridge()
+    fit_privately(model, X, SCORES, ledger=tmp_path / "ridge.jsonl", **options, **QUIET)
+    assert model.predict(X).shape == SCORES.shape
+    model = SGDRegressor()
+    fit_privately(model, X, SCORES[:, 0], ledger=tmp_path / "sgd.jsonl", **options, **QUIET)
+    assert model.predict(X).shape == (60,)
+
+
+def test_a_spent_budget_reads_no_example_and_a_line_names_the_remedy(tmp_path: Path) -> None:
+    class Unread:
+        def __len__(self) -> int:
+            return 60
+
+        def __array__(self, *args: Any, **options: Any) -> np.ndarray:
+            raise AssertionError("an example was read")
+
+    options = {"ledger": tmp_path / "ours.jsonl", "epsilon": 5.0, "rounds": 1, "batch_size": 16, **QUIET}
+    budget = fit_privately(LinearRegression(), X, SCORES[:, 0], **options)
+    assert 4.5 < budget.epsilon(budget.entries()) <= 5.0
+    with raises(BudgetError, "ledger.budget-spent"):
+        fit_privately(LinearRegression(), Unread(), Unread(), **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "code"),
+    [
+        (Lasso(), {}, "linear.model"),
+        (SGDClassifier(penalty="l1"), {"classes": (0, 1)}, "linear.model"),
+        (SGDClassifier(), {"classes": (0, 1, 2)}, "linear.model"),
+        (LogisticRegression(), {}, "linear.model"),
+        (SGDRegressor(loss="huber"), {}, "linear.model"),
+        (LogisticRegression(), {"classes": (5, 6)}, "linear.data"),
+        (LinearRegression(), {"y": BINARY[:7]}, "linear.data"),
+        (LinearRegression(), {"x": np.array([["a"] * 5] * 60)}, "linear.data"),
+        (LinearRegression(), {"batch_size": 0}, "training-loop.argument"),
+        (LinearRegression(), {"learning_rate": -1.0}, "training-loop.argument"),
+    ],
+)
+def test_what_cannot_be_private_is_refused_by_name(model: Any, options: Any, code: str, tmp_path: Path) -> None:
+    given = {"x": X, "y": BINARY, "noise_multiplier": 1.0, "ledger": tmp_path / "ours.jsonl", **QUIET, **options}
+    with raises(ScenarioError, code):
+        fit_privately(model, given.pop("x"), given.pop("y"), **given)
+    assert not (tmp_path / "ours.jsonl").exists()
+
+
+def test_a_flower_peer_of_scikit_learn_ends_with_the_examples_epsilon(tmp_path: Path) -> None:
+    app = ClientApp(mods=[PeerMod(share_metrics=False)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = LogisticRegression()
+        model.coef_, model.intercept_ = message.content["arrays"].to_numpy_ndarrays()
+        ledger = peer_folder() / "examples.jsonl"
+        fit_privately(model, X, CLASSES, classes=range(3), ledger=ledger, epsilon=6.0, rounds=2, batch_size=16, **QUIET)
+        arrays = ArrayRecord([model.coef_, model.intercept_])
+        return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 60})}), reply_to=message)
+
+    strategy = PushSum(fraction_evaluate=0.0)
+    grid = LocalGrid(app, 2, folder=tmp_path)
+    result = strategy.start(grid, ArrayRecord([np.zeros((3, 5)), np.zeros(3)]), 2)
+    assert all(5.5 < report.epsilon <= 6.0 for report in strategy.reports.values())
+    assert all("unit: one example" in report.app_spent for report in strategy.reports.values())
+    assert np.abs(result.arrays.to_numpy_ndarrays()[0]).max() > 0
