@@ -314,8 +314,9 @@ class Cohort:
                 raise TypeError("a local optimizer takes steps of a running program with one sum")
             gradient, again = torch.zeros_like(sums), (estimate, local_step, receivers, 1.0)
             self.release_rows_(gradient, params, divisor, round_index, rows, *again)
-            rate, chosen = self.tensor(self.learning_rate.at(round_index)[peers]), torch.as_tensor(rows)
-            self.optimizer.add_step_(sums, gradient, rate, self.state.rows, chosen.to(self.device))
+            rate, whole = self.tensor(self.learning_rate.at(round_index)[peers]), len(rows) == len(self.rows)
+            chosen = slice(None) if whole else torch.as_tensor(rows, device=self.device)
+            self.optimizer.add_step_(sums, gradient, rate, self.state.rows, chosen)
             return
         if self.ledger is not None:
             self.ledger.charge(index, rows if receivers is None else np.unique(rows))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flower_privdec.scenario.sections import OptimizerSection
 
+Rows = Tensor | slice
 PREFIX = "optimizer."  # of the names of its rows in a state
 MOMENTS = {"sgd": (), "momentum": ("first",), "adam": ("first", "second")}
 
@@ -44,23 +45,23 @@ class LocalOptimizer:
         rows = {PREFIX + name: torch.zeros(peers, *like.shape).to(like) for name in self.moments}
         return rows | ({PREFIX + "steps": torch.zeros(peers).to(like)} if len(rows) == len(MOMENTS["adam"]) else {})
 
-    def add_step_(self, out: Tensor, gradient: Tensor, rate: Tensor, state: dict[str, Tensor], rows: Tensor) -> None:
+    def add_step_(self, out: Tensor, gradient: Tensor, rate: Tensor, state: dict[str, Tensor], rows: Rows) -> None:
         """Add -γ u to some rows, in place, and renew their moments.
 
         Args:
             out, gradient: of these rows, [r, d].
             rate: γ of each, [r].
             state: the rows of the whole cohort.
-            rows: int64 [r], where they stand in it.
+            rows: where they stand in it, int64 [r], or all.
         """
         section, direction = self.section, gradient
         if section.name == "momentum":
-            direction = state[PREFIX + "first"][rows].mul_(section.momentum).add_(gradient)
+            direction = state[PREFIX + "first"][rows] * section.momentum + gradient
             state[PREFIX + "first"][rows] = direction
         elif section.name == "adam":
             first, second = (state[PREFIX + name][rows] for name in self.moments)
-            first.lerp_(gradient, 1 - section.beta1)
-            second.mul_(section.beta2).addcmul_(gradient, gradient, value=1 - section.beta2)
+            first = torch.lerp(first, gradient, 1 - section.beta1)
+            second = torch.addcmul(second * section.beta2, gradient, gradient, value=1 - section.beta2)
             steps = state[PREFIX + "steps"][rows] + 1
             for name, values in (("first", first), ("second", second), ("steps", steps)):
                 state[PREFIX + name][rows] = values
