@@ -77,7 +77,7 @@ def test_a_docstring_names_what_is_there(path: Path) -> None:
     assert [f"line {line}: {name}" for line, name in quoted if not set(name.split(".")) <= NAMES] == []
 
 
-TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path.parent.name != "flower"]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))

@@ -22,7 +22,7 @@ from flower_privdec.network.peer.peer import RunningPeer
 
 PEERS, LIAR = 5, 4
 ROBUST = "network.robust={kind: clipped, byzantine: 1}"
-SCENARIO = (f"n_peers={PEERS}", "topology.name=complete", "rounds=6", "network.final_mixing=2", QUICK)
+SCENARIO = (f"n_peers={PEERS}", "topology.name=complete", "rounds=6", QUICK, "network.final_mixing=2")
 LIES = {
     "1e25": lambda row: torch.full_like(row, 1e25),
     "the largest number": lambda row: torch.full_like(row, torch.finfo(row.dtype).max),

@@ -83,10 +83,13 @@ class Layout:
         for name, value in arrays.items():
             if value.dtype.kind not in "fiub":
                 raise RunError(
-                    f"array {name!r} has type {value.dtype} and must be of real or whole numbers: split it into those"
+                    f"array {name!r} has type {value.dtype} and must be of real or whole numbers: split it into those",
+                    code="app.arrays",
                 )
         if not any(value.dtype.kind == "f" for value in arrays.values()):
-            raise RunError(f"the model's arrays {list(arrays)} have no floating one, so nothing can be mixed")
+            raise RunError(
+                f"the model's arrays {list(arrays)} have no floating one, so nothing can be mixed", code="app.arrays"
+            )
         return layout
 
     @classmethod
@@ -686,7 +689,9 @@ def peer_folder() -> Path:
     try:
         return _folder.get()
     except LookupError:
-        raise RunError("peer_folder() is for the functions of an app with PeerMod: call it inside one") from None
+        raise RunError(
+            "peer_folder() is for the functions of an app with PeerMod: call it inside one", code="app.peer-folder"
+        ) from None
 
 
 @contextmanager
@@ -1083,7 +1088,9 @@ class PeerSeal:
         try:
             return ChaCha20Poly1305(key).decrypt(_NONCE, body[SALT:], header)
         except InvalidTag as error:
-            raise RefusedError("its seal is broken: it was changed, or sealed with another key") from error
+            raise RefusedError(
+                "its seal is broken: it was changed, or sealed with another key", code="share.seal"
+            ) from error
 
 
 def _read_keys(path: Path) -> dict[int, bytes]:
