@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Message
 from ports import own_addresses
 from raising import raises
 from routing_peers import client, first, sets_its_values_once, values_of, zeros
+from together_grid import TogetherGrid
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, Mesh
@@ -23,20 +21,8 @@ from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario.loading import parse_app_scenario
 
 
-class TogetherGrid(LocalGrid):
-    """Nodes that all answer at once, as SuperNodes do."""
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        with ThreadPoolExecutor(16) as pool:
-            return list(pool.map(lambda message: super(TogetherGrid, self).push_messages([message])[0], list(messages)))
-
-
 def grid_of(folder: Path, n_peers: int, *, without: tuple[int, ...] = (), **options) -> LocalGrid:
-    """Return nodes with an address and certificates each, but for some; where rounds are relayed they take turns.
-
-    Python 3.11 may refuse to parse in two threads at once (an error of its own, "AST constructor recursion depth
-    mismatch"), which NumPy does for each array that Flower carries.
-    """
+    """Return nodes with an address and certificates each, but for some; where rounds are relayed they take turns."""
     scenario = parse_app_scenario(f"{{name: mesh, n_peers: {n_peers}, rounds: 1, privacy: none}}")
     make_certificates(scenario, folder / "certs")
     config = {

@@ -604,7 +604,7 @@ def test_legacy_clients_are_told_how_to_port(caplog):
             return parameters, 1, {}
 
     app = ClientApp(client_fn=lambda context: Legacy().to_client(), mods=[PeerMod()])
-    with raises(RunError, "", names=r"@app.train\(\)"):
+    with raises(RunError, "nodes.all-failed", names=r"@app.train\(\)"):
         PushSum("complete").start(LocalGrid(app, 2), zeros(), 1)
 
 
