@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -66,13 +66,14 @@ def build_model(
         torch.default_generator.manual_seed(int(keyed_generator(seed, "model").integers(2**63)))
         module = factory()
         check_model(module, where)
+        fix_norms(module)
         _check_output(module, where, shape, n_classes, n_tokens)  # lazy layers draw their parameters here
         for path, parameter in module.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 raise ScenarioError(f"{where} begins with NaN or infinity in {path}: mend how it is made")
     if init == "zeros":
         with torch.no_grad():
-            for parameter in module.parameters():
+            for parameter in trained(module).values():
                 parameter.zero_()
     return module
 
@@ -81,47 +82,85 @@ def check_model(module: nn.Module, where: str = "model") -> None:
     """Refuse a model whose gradient for one example depends on the others or on unkeyed random numbers.
 
     Raises:
-        ScenarioError: batch normalisation, running statistics, dropout, frozen parameters or none at all.
+        ScenarioError: batch normalisation or running statistics that are trained, dropout, or nothing to train.
     """
     if not isinstance(module, nn.Module):
         raise ScenarioError(f"{where} must be a torch.nn.Module, not {type(module).__name__}", code="model.no-module")
     for path, part in module.named_modules():
         kind = type(part).__name__
-        if isinstance(part, _BatchNorm) and not isinstance(part, _InstanceNorm):
+        if keeps_statistics(part) and not is_constant_norm(part):
             raise ScenarioError(
-                f"{where} uses {kind} ({path}), which mixes the examples of a batch, so that none "
-                "can be clipped alone: use torch.nn.GroupNorm",
+                f"{where} trains {kind} ({path}), which mixes the examples of a batch, so that none can be clipped "
+                "alone: put GroupNorm in its place by flower_privdec.training_loop.group_norm(model), or freeze it by "
+                "requires_grad_(False) (without weights: eval()), so that its statistics stay as they are",
                 code="model.batch-norm",
             )
-        if isinstance(part, _InstanceNorm) and part.track_running_stats:
+        if isinstance(part, _DropoutNd) and part.p > 0 and part.training:
             raise ScenarioError(
-                f"{where} uses {kind} ({path}) with running statistics: use GroupNorm", code="model.running-statistics"
-            )
-        if isinstance(part, _DropoutNd) and part.p > 0:
-            raise ScenarioError(
-                f"{where} uses {kind} ({path}), whose random numbers are not keyed by peer and round: leave it out",
+                f"{where} uses {kind} ({path}), whose random numbers are not keyed by peer and round: leave it out, or "
+                "call its eval()",
                 code="model.random",
             )
-    if not list(module.parameters()):
-        raise ScenarioError(f"{where} has no parameters to train", code="model.no-parameters")
-    for path, parameter in module.named_parameters():
+    parameters = trained(module)
+    if not parameters:
+        frozen = " (all are frozen: call requires_grad_() of some)" if list(module.parameters()) else ""
+        raise ScenarioError(f"{where} has no parameters to train{frozen}", code="model.no-parameters")
+    for path, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise ScenarioError(
                 f"{where} has a parameter of {parameter.dtype} ({path}): it must be of floating numbers"
             )
-        if not parameter.requires_grad:
-            raise ScenarioError(
-                f"{where} has a frozen parameter ({path}): register it as a buffer", code="model.frozen"
-            )
+
+
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, those that require gradients, in the order of named_parameters.
+
+    They alone are rows: clipped, noised and sent. The others are public constants, the same at all peers.
+
+    Examples:
+        >>> module = nn.Sequential(nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 1))
+        >>> list(trained(module)), parameter_count(module)
+        (['1.weight', '1.bias'], 3)
+    """
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def keeps_statistics(part: nn.Module) -> bool:
+    """Return whether a layer is a BatchNorm of any kind, or keeps running statistics as one does."""
+    if isinstance(part, _InstanceNorm):
+        return bool(part.track_running_stats)
+    return isinstance(part, _BatchNorm)
+
+
+def is_constant_norm(part: nn.Module) -> bool:
+    """Return whether a layer keeps statistics that are constants: its weights are frozen, or there are none.
+
+    One without weights has to be in eval mode: it would be trained by its statistics alone.
+    """
+    if not keeps_statistics(part) or getattr(part, "running_mean", None) is None:
+        return False
+    parameters = list(part.parameters(recurse=False))
+    return not any(p.requires_grad for p in parameters) if parameters else not part.training
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def fix_norms(module: Module) -> Module:
+    """Put each norm whose statistics are constants into eval mode, in place, and return the module."""
+    for part in module.modules():
+        if is_constant_norm(part):
+            part.eval()
+    return module
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Return d, the number of parameters."""
-    return sum(parameter.numel() for parameter in module.parameters())
+    """Return d, the number of parameters that are trained."""
+    return sum(parameter.numel() for parameter in trained(module).values())
 
 
 def flatten(module: nn.Module) -> Tensor:
-    """Return a copy of the parameters as one row [d], in the order of named_parameters.
+    """Return a copy of the trained parameters as one row [d], in the order of named_parameters.
 
     Examples:
         >>> module = nn.Linear(3, 2)
@@ -131,11 +170,11 @@ def flatten(module: nn.Module) -> Tensor:
         >>> unflatten(module, torch.zeros(8)).weight.abs().sum().item()
         0.0
     """
-    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+    return torch.cat([parameter.detach().reshape(-1) for parameter in trained(module).values()])
 
 
 def unflatten(module: nn.Module, row: Tensor) -> nn.Module:
-    """Copy one row [d] into the module's parameters and return the module.
+    """Copy one row [d] into the module's trained parameters and return the module.
 
     Raises:
         ScenarioError: a row of another length.
@@ -143,11 +182,12 @@ def unflatten(module: nn.Module, row: Tensor) -> nn.Module:
     d = parameter_count(module)
     if row.shape != (d,):
         raise ScenarioError(
-            f"a row of shape {list(row.shape)} must be [{d}], the number of parameters", code="model.row"
+            f"a row of shape {list(row.shape)} must be [{d}], the number of trained parameters", code="model.row"
         )
     with torch.no_grad():
-        parts = torch.split(row, [parameter.numel() for parameter in module.parameters()])
-        for parameter, part in zip(module.parameters(), parts, strict=True):
+        parameters = list(trained(module).values())
+        parts = torch.split(row, [parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
             parameter.copy_(part.view_as(parameter))
     return module
 

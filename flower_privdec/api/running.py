@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,20 +20,19 @@ from torch import Tensor, nn
 from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario
 from flower_privdec.common.errors import ArgumentError, RunError, ScenarioError
 from flower_privdec.common.formatting import NOTHING, epsilon_text, one_line, setting, shown
-from flower_privdec.common.user_code import Given, require
+from flower_privdec.common.user_code import require
 from flower_privdec.core import Algorithm
 from flower_privdec.engine.run import run as run_in_process
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.agreement import build_module, module_facts
 from flower_privdec.experiment.checkpoint import read_checkpoint
 from flower_privdec.experiment.recorder import model_tensors
-from flower_privdec.experiment.run_key import code_of
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import comparison_text, plan_text
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.reporting.wording import headline, measured
-from flower_privdec.scenario import Scenario, own_parts, scenario_hash
-from flower_privdec.study.cells import Cell, folder_of, is_finished, missing_cells, run_cells
+from flower_privdec.scenario import Scenario
+from flower_privdec.study.cells import Cell, cell_key, folder_of, is_finished, missing_cells, run_cells
 from flower_privdec.study.results import Group
 from flower_privdec.study.spec import Reading, kinds_of, metric
 
@@ -326,7 +324,8 @@ def flat(record: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
-SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section
+RATE = "learning_rate"
+SHARED = (RATE, f"{RATE}_decay", f"{RATE}_schedule", f"{RATE}_warmup")  # keys of every algorithm's section
 
 
 @dataclass(frozen=True, eq=False)
@@ -478,13 +477,7 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
             f"{label}: privacy.ledger must be left out of a comparison: every run has its own", code="study.ledger"
         )
     seeded = make_scenario(scenario, seed=seed)
-    parts = own_parts(seeded, metrics=True)
-    named = [part for part in parts if not isinstance(part, Given)]
-    targets = [part.target.encode() for part in parts if isinstance(part, Given)]
-    key = hashlib.sha256(scenario_hash(seeded).encode())
-    for code in (*code_of(named), *targets):
-        key.update(len(code).to_bytes(8, "little") + code)
-    return Cell("comparison", (label,), seed, seeded, key.hexdigest())
+    return Cell("comparison", (label,), seed, seeded, cell_key(seeded))
 
 
 def _argument_error(message: str) -> ScenarioError:

@@ -15,7 +15,7 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import duration
 from flower_privdec.reporting.progress import counting_bar, error_console
 from flower_privdec.scenario.loading import shipped
-from flower_privdec.study.cells import CACHE, Cell, OnCell, Outcome, expand, missing_cells, run_cells
+from flower_privdec.study.cells import CACHE, Cell, OnCell, Outcome, check_data, expand, missing_cells, run_cells
 from flower_privdec.study.publish import columns, make_folder, publish, row
 from flower_privdec.study.results import PartResult, collect, criterion, judge
 from flower_privdec.study.spec import load_study
@@ -74,6 +74,7 @@ def run_study(
     cells = expand(study, base, size, study.parts, settings)
     names = {part.name for part in chosen}
     missing = missing_cells([cell for cell in cells if cell.part in names], cache) if jobs else []
+    check_data(missing)
     make_folder(out)
     with study_progress(title, missing, console) as on_cell:
         failed = run_cells(missing, cache, jobs, on_cell)

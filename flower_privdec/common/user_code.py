@@ -14,11 +14,13 @@ import os
 import re
 import secrets
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,6 +29,12 @@ from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, Scenario
 from flower_privdec.common.formatting import one_line
 
 PYTHON = "__python__"
+PATHS = sysconfig.get_paths()
+LIBRARIES = (
+    *(PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+    "<",
+)
 _TOKEN = re.compile(rf"({PYTHON}:\w+)_[0-9a-f]{{16}}\b")
 
 _allowed: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)
@@ -166,7 +174,7 @@ def _import(path: str, where: str) -> ModuleType:
 
 @contextmanager
 def users_code(problem: str, code: str = "") -> Iterator[None]:
-    """Report what a user's own code raises inside, which may be anything, in one line: PROBLEM: ERROR.
+    """Report what a user's own code raises inside, in one line: PROBLEM: ERROR (FILE, line NUMBER).
 
     Raises:
         ScenarioError: that line. Errors of this package are raised as they are.
@@ -176,7 +184,9 @@ def users_code(problem: str, code: str = "") -> Iterator[None]:
     except PrivdecError:
         raise
     except RAISED_BY_USERS as error:
-        raise ScenarioError(f"{problem}: {one_line(error)}", code=code) from error
+        frame = _frame_of(error)
+        place = f" ({frame.filename}, line {frame.lineno})" if frame is not None and _is_users(frame) else ""
+        raise ScenarioError(f"{problem}: {one_line(error)}{place}", code=code) from error
 
 
 def require(module: str, purpose: str, remedy: str) -> Any:
@@ -202,9 +212,22 @@ class RaisedElsewhere(Exception):  # noqa: N818 (an error of another process)
 
 
 def raised_at(error: BaseException) -> str:
-    """Return an error's type and the line of code that raised it, without its message, which may reveal data."""
+    """Return an error's type and the last line of a user's code that led to it, else the line that raised it.
+
+    Its message, which may reveal data, is left out.
+    """
     if isinstance(error, RaisedElsewhere):
         return error.place
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    frame = _frame_of(error)
+    place = f" ({frame.filename}, line {frame.lineno})" if frame is not None else ""
     return f"{type(error).__name__}{place}"
+
+
+def _frame_of(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the last frame of a user's code that led to an error, else the one that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next(filter(_is_users, reversed(frames)), frames[-1] if frames else None)
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith(LIBRARIES)

@@ -15,6 +15,7 @@ from flower_privdec.core import Algorithm
 from flower_privdec.core.cohort import LearningRate
 from flower_privdec.data import PublicSet, read_public
 from flower_privdec.data.features import apply_features
+from flower_privdec.experiment.run_key import constants_hash
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import (
@@ -41,7 +42,8 @@ class Agreement:
         public: the test set, its features where the scenario has some.
         mixing: the graph's weights; None for an algorithm that exchanges nothing.
         loss, metrics: what models are trained by, and tried by.
-        module, initial: the model and the parameters [d] that every peer starts from.
+        module, initial: the model and the trained parameters [d] that every peer starts from.
+        constants: a hash of the model's other parameters and buffers; "" where it has none.
     """
 
     scenario: Scenario
@@ -56,6 +58,7 @@ class Agreement:
     initial: Tensor
     device: torch.device
     learning_rate: LearningRate
+    constants: str
 
     @staticmethod
     @placed
@@ -98,6 +101,7 @@ class Agreement:
             initial=initial,
             device=device,
             learning_rate=algorithm.step_sizes(scenario.n_peers, scenario.rounds),
+            constants=constants_hash(module),
         )
 
 

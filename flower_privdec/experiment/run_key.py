@@ -206,9 +206,10 @@ def _imported(source: bytes, package: str) -> Iterator[str]:
 
 
 def held_by(module: nn.Module) -> Iterator[bytes]:
-    """Yield what the modules of a model hold beside parameters: numbers, strings and tensors, by their names."""
+    """Yield what modules hold beside trained parameters: numbers, strings, tensors and constants, by their names."""
     for path, part in module.named_modules():
-        held = {**vars(part), **dict(part.named_buffers(recurse=False))}
+        frozen = {name: p.detach() for name, p in part.named_parameters(recurse=False) if not p.requires_grad}
+        held = {**vars(part), **dict(part.named_buffers(recurse=False)), **frozen}
         yield f"{path} {type(part).__module__}.{type(part).__qualname__}".encode()
         for name, value in sorted(held.items()):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -217,6 +218,21 @@ def held_by(module: nn.Module) -> Iterator[bytes]:
                 yield name.encode() + content
             elif all(isinstance(part, _PLAIN) for part in (value if isinstance(value, tuple | list) else (value,))):
                 yield name.encode() + repr(value).encode()
+
+
+def constants_hash(module: nn.Module) -> str:
+    """Return a hash of a model's frozen parameters and buffers, which all peers must have alike; "" where it has none.
+
+    The initial parameters that are trained follow from the scenario, and constants may come from a file of each peer's.
+    """
+    constants = {name: p for name, p in module.named_parameters() if not p.requires_grad} | dict(module.named_buffers())
+    if not constants:
+        return ""
+    digest = hashlib.sha256()
+    for name, value in constants.items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        digest.update(value.detach().cpu().contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 _NAMED = (torch.dtype, torch.device, np.dtype, np.ufunc, torch.memory_format, torch.layout)

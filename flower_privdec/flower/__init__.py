@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flower_privdec.flower.launch.local_grid import LocalGrid, run_in_process
     from flower_privdec.flower.mods.peer_mod import PeerMod
     from flower_privdec.flower.mods.peer_state import peer_folder, public_key
+    from flower_privdec.flower.strategies.dual_averaging_strategy import DualAveragingStrategy as DualAveraging
     from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy as FedDeper
     from flower_privdec.flower.strategies.feddeper_strategy import personalized, train_two_models
     from flower_privdec.flower.strategies.mesh_strategy import Mesh
@@ -25,6 +26,7 @@ if find_spec("flwr") is None:
     )
 
 _MODULES = {
+    "DualAveraging": "flower.strategies.dual_averaging_strategy",
     "ExamplePrivacy": "training_loop",
     "FedDeper": "flower.strategies.feddeper_strategy",
     "Gossip": "flower.strategies.push_sum",
@@ -47,10 +49,11 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"flower_privdec.{_MODULES[name]}")
-    return getattr(module, "FedDeperStrategy" if name == "FedDeper" else name)
+    return getattr(module, f"{name}Strategy" if name in ("DualAveraging", "FedDeper") else name)
 
 
 __all__ = [
+    "DualAveraging",
     "ExamplePrivacy",
     "FedDeper",
     "Gossip",

@@ -359,7 +359,7 @@ class AppTrainer:
     crash. It holds against all neighbours together, and against an observer of all their traffic.
     """
 
-    device, pair_secrets = torch.device("cpu"), None
+    device, pair_secrets, constants = torch.device("cpu"), None, ""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ def build_kernel(
         input_shape: of one example.
         kind: one of KERNELS.
         memory_bytes: approximate limit of the kernel's temporary memory.
-        n_tokens: the inputs are tokens 0..n_tokens-1, indices of an embedding: vmap.
+        n_tokens: the inputs are tokens 0..n_tokens-1, indices of an embedding.
         sparse: examples are compressed rows, which one linear layer alone can take.
         single_example: most batches have one example: linear models of one output get a compiled loop.
 
@@ -74,7 +74,7 @@ def build_kernel(
             message = "sparse examples need a model that is one linear layer: use model linear (or softmax)"
             raise ScenarioError(message, code="gradients.sparse")
         return SparseLinearKernel(module, layers[0], resolved, memory_bytes)
-    if n_tokens is not None and kind in ("stacked", "factored"):
+    if n_tokens is not None and kind == "stacked":
         raise ScenarioError(f"kind={kind!r} does not fit tokens, which are indices: use auto", code="gradients.kind")
     if kind == "stacked" and layers is None:
         message = "kind='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto"
@@ -86,10 +86,11 @@ def build_kernel(
             return SingleExampleKernel(module, layers, resolved, memory_bytes)
     if kind in ("auto", "stacked") and layers is not None:
         return StackedKernel(module, layers, resolved, memory_bytes)
-    chosen_for = "it was asked for" if n_tokens is None else "its examples are tokens, which are indices"
-    if kind in ("auto", "factored") and n_tokens is None:
+    chosen_for = "it was asked for"
+    if kind in ("auto", "factored"):
         try:
-            return FactoredKernel(module, prove(module, input_shape), resolved, input_shape, memory_bytes)
+            graph = prove(module, input_shape, n_tokens)
+            return FactoredKernel(module, graph, resolved, input_shape, memory_bytes, n_tokens)
         except Unproved as why:
             if kind == "factored":
                 message = f"kind='factored' does not fit this model: {why}; use auto"

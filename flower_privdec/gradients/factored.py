@@ -1,4 +1,4 @@
-"""Gradients of modules made of Linear, Conv2d and GroupNorm layers: row by row, one backward pass for a batch.
+"""Gradients of modules made of linear layers, convolutions, norms and embeddings: one backward pass for a batch.
 
 Each call of a layer is captured as its input and the derivative in its output (by `Chain` where the module is a
 plain chain of layers, else by hooks and autograd), from which every example's gradient or norm follows. Only for
@@ -14,7 +14,7 @@ convolutions. The terms of that sum may cancel: see `Outer.bound`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -32,6 +32,7 @@ from flower_privdec.gradients.protocol import (
     floor,
     masked,
     row_chunks,
+    unknown_tokens,
     upper,
 )
 from flower_privdec.tasks.losses import Loss
@@ -55,12 +56,14 @@ class LayerCall:
 class Chain:
     """Conv2d, Linear, ReLU, Tanh, MaxPool2d and Flatten, one after the other."""
 
-    def __init__(self, steps: list[tuple[str, nn.Module]]) -> None:
+    def __init__(self, steps: list[tuple[str, nn.Module]], trained_layers: Collection[str]) -> None:
+        """Take the layers, with the names of those that are trained."""
         self._steps = _pool_first(steps)
-        self._first = next(i for i, (_, layer) in enumerate(self._steps) if type(layer) in (nn.Conv2d, nn.Linear))
+        self._first = next(i for i, (name, _) in enumerate(self._steps) if name in trained_layers)
+        self._trained = trained_layers
 
     def calls(self, x: Tensor, derivative: Callable[[Tensor], Tensor]) -> list[LayerCall]:
-        """Return the calls of the layers with parameters, from the last to the first.
+        """Return the calls of the layers that are trained, from the last to the first.
 
         Args:
             x: inputs [b, *shape].
@@ -73,7 +76,7 @@ class Chain:
         delta, calls = derivative(values[-1]), []
         for i in range(len(self._steps) - 1, self._first - 1, -1):
             name, layer = self._steps[i]
-            if type(layer) in (nn.Conv2d, nn.Linear):
+            if name in self._trained:
                 calls.append(LayerCall(name, layer, values[i], delta))
             if i > self._first:
                 delta = _backward(layer, delta, values[i], values[i + 1], indices.get(i))
@@ -248,20 +251,27 @@ class FactoredKernel(RowKernel):
     """
 
     def __init__(
-        self, module: nn.Module, graph: fx.GraphModule, loss: Loss, input_shape: Sequence[int], memory_bytes: int
+        self,
+        module: nn.Module,
+        graph: fx.GraphModule,
+        loss: Loss,
+        input_shape: Sequence[int],
+        memory_bytes: int,
+        n_tokens: int | None = None,
     ) -> None:
-        """Take a module and its graph as `proof.prove` returns it."""
+        """Take a module and its graph as `proof.prove` returns it; see there."""
         chained = parse_chain(module) is not None
         super().__init__(module, module if chained else graph, loss, memory_bytes)
-        self._input_shape = torch.Size(input_shape)
+        self._input_shape, self._n_tokens = torch.Size(input_shape), n_tokens
         self._hooked: list[tuple[str, nn.Module, Tensor, Tensor]] = []  # name, layer, input and output
         self._images = any(isinstance(part, nn.Conv2d) for part in self._module.modules())
         steps = parse_chain(self._module)
-        self._chain = None if steps is None else Chain(steps)
+        layers = {name.rpartition(".")[0] for name in self._layout}
+        self._chain = None if steps is None else Chain(steps, layers)
         for name, part in self._module.named_modules():
             if getattr(part, "inplace", False):
                 part.inplace = False
-            if self._chain is None and is_supported(part):
+            if self._chain is None and name in layers:
                 part.register_forward_hook(self._hook(name))
         self._example_numbers = self._count_numbers(next(module.parameters()))
 
@@ -284,23 +294,28 @@ class FactoredKernel(RowKernel):
             if weight is not None:
                 pieces += weight_pieces(layer, weight, [call.x for call in same], deltas)
             if bias is not None:
-                last = isinstance(layer, nn.Linear)  # whose channels are the last axis
-                sums = [d.flatten(1, -2).sum(1) if last and d.ndim > 2 else _sum_positions(d) for d in deltas]
-                pieces.append(Stored(bias, _sum(sums)))
+                pieces.append(Stored(bias, _sum([_sum_positions(layer, delta) for delta in deltas])))
         return pieces
 
     def _calls(self, point: Tensor, x: Tensor, y: Tensor) -> list[LayerCall]:
         if x.shape[1:] != self._input_shape:
             raise ValueError(f"examples of shape {list(x.shape[1:])} must be {list(self._input_shape)}")
+        unknown = unknown_tokens(x, self._n_tokens)
+        x = x if unknown is None else masked(x, unknown)
+
+        def derivative(outputs: Tensor) -> Tensor:
+            start = self._loss.derivative(outputs, y)
+            return start if unknown is None else masked(start, unknown, math.nan)  # such an example counts as zero
+
         if self._images and x.ndim == 4:
             x = x.to(memory_format=torch.channels_last)
         if self._chain is not None:
             self._load(point)
-            return self._chain.calls(x, lambda outputs: self._loss.derivative(outputs, y))
+            return self._chain.calls(x, derivative)
         try:
             with torch.enable_grad():
                 outputs = self._outputs(point, x)
-            hooked, start = list(self._hooked), self._loss.derivative(outputs.detach(), y)
+            hooked, start = list(self._hooked), derivative(outputs.detach())
             sources = [output for *_, output in hooked]
             deltas = torch.autograd.grad(outputs, sources, start, materialize_grads=True, allow_unused=True)
             return [LayerCall(*call[:3], delta) for call, delta in zip(hooked, deltas, strict=True)]
@@ -327,6 +342,7 @@ class FactoredKernel(RowKernel):
         """Return how many temporary numbers an example takes, measured with a pair of zeros."""
         self._module.to(like)
         point, x = like.new_zeros(self.d), like.new_zeros(2, *self._input_shape)
+        x = x if self._n_tokens is None else x.long()
         y = self._loss.blank(self._outputs(point, x))
         pieces, calls = self._pieces(point, x, y), self._calls(point, x, y)
         self._release()
@@ -398,19 +414,75 @@ def _gram(vectors: Tensor) -> tuple[Tensor, Tensor]:
     return gram, gram.diagonal(dim1=1, dim2=2).sqrt() + floor(vectors, vectors.shape[2])
 
 
+@dataclass(frozen=True)
+class LookedUp:
+    """Gradients of a table: example b's is the sum over t of delta[b, t] in the row of token[b, t].
+
+    Attributes:
+        place: of the table in a row.
+        tokens: int64 [b, T].
+        delta: derivatives in the outputs [b, T, O].
+    """
+
+    place: Parameter
+    tokens: Tensor
+    delta: Tensor
+
+    def bound(self) -> Tensor:
+        """See Piece: as of `Outer`, with u_t a row of the identity, whose products are 0 or 1 and lose nothing."""
+        (b, t, o), dtype = self.delta.shape, self.delta.dtype
+        same = self.tokens.unsqueeze(2) == self.tokens.unsqueeze(1)
+        deltas, delta = _gram(self.delta)
+        size = delta.sum(1)
+        double, own = torch.finfo(torch.float64).eps / 2, torch.finfo(dtype).eps / 2
+        exact = (deltas * same).sum((1, 2)).clamp_(min=0) + (o + t * t + 16) * double * size.square()
+        hidden = floor(self.delta, o) * t
+        return ((exact.sqrt_() + (b * t + 2) * own * size + hidden) * (1 + ROUNDINGS * own)).to(dtype)
+
+    def without(self, bad: Tensor) -> LookedUp:
+        """See Piece."""
+        return replace(self, delta=masked(self.delta, bad))
+
+    def add_(self, total: Tensor, coefficient: Tensor) -> None:
+        """See Piece; on a GPU rows are summed by a product, so that the order of the sum is always the same."""
+        scaled, tokens = (self.delta * coefficient[:, None, None]).flatten(0, 1), self.tokens.flatten()
+        rows = self.place.view(total)
+        if rows.is_cuda:
+            used, position = tokens.unique(return_inverse=True)
+            chosen = torch.zeros(len(used), len(tokens), dtype=scaled.dtype, device=scaled.device)
+            rows[used] += chosen.scatter_(0, position[None], 1) @ scaled
+        else:
+            rows.index_add_(0, tokens, scaled)
+
+
+NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
 def is_supported(layer: nn.Module) -> bool:
     """Return whether a layer's gradients follow from its inputs and the derivatives in its outputs."""
     if type(layer) is nn.Conv2d:
         return layer.groups == 1 and layer.padding_mode == "zeros"
-    return type(layer) in (nn.Linear, nn.GroupNorm)
+    if type(layer) is nn.Embedding:
+        return layer.max_norm is None and not layer.scale_grad_by_freq
+    return type(layer) in (nn.Linear, nn.GroupNorm, *NORMS)
 
 
 def weight_pieces(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: list[Tensor]) -> list[Piece]:
     """Return the gradients of a layer's weight, from an input and a derivative for each call of the layer."""
     if isinstance(layer, nn.GroupNorm):
         normal = [functional.group_norm(x, layer.num_groups, eps=layer.eps) for x in xs]
-        sums = [_sum_positions(delta * x) for x, delta in zip(normal, deltas, strict=True)]
-        return [Stored(place, _sum(sums))]
+        return [Stored(place, _sum([_sum_positions(layer, d * x) for x, d in zip(normal, deltas, strict=True)]))]
+    if isinstance(layer, nn.LayerNorm):
+        normal = [functional.layer_norm(x, layer.normalized_shape, eps=layer.eps) for x in xs]
+        return [Stored(place, _sum([_sum_positions(layer, d * x) for x, d in zip(normal, deltas, strict=True)]))]
+    if isinstance(layer, nn.RMSNorm):
+        normal = [functional.rms_norm(x, layer.normalized_shape, eps=layer.eps) for x in xs]
+        return [Stored(place, _sum([_sum_positions(layer, d * x) for x, d in zip(normal, deltas, strict=True)]))]
+    if isinstance(layer, nn.Embedding):
+        tokens = _joined([x.flatten(1) for x in xs], 1)
+        delta = _joined([delta.reshape(*x.flatten(1).shape, -1) for x, delta in zip(xs, deltas, strict=True)], 1)
+        padding = layer.padding_idx
+        return [LookedUp(place, tokens, delta if padding is None else _zeroed(delta, tokens == padding))]
     deltas = [_flat(layer, delta) for delta in deltas]
     t, o = sum(delta.shape[1] for delta in deltas), deltas[0].shape[2]
     k = math.prod(place.shape[1:])
@@ -458,8 +530,16 @@ def _flat(layer: nn.Module, delta: Tensor) -> Tensor:
     return delta.reshape(delta.shape[0], -1, delta.shape[-1])
 
 
-def _sum_positions(delta: Tensor) -> Tensor:
-    """Sum [b, C, ...] over everything after the channels."""
+def _zeroed(delta: Tensor, padding: Tensor) -> Tensor:
+    """Return derivatives [b, T, O] with 0 where there is padding [b, T], which has no gradient."""
+    return delta.masked_fill(padding.unsqueeze(2), 0)
+
+
+def _sum_positions(layer: nn.Module, delta: Tensor) -> Tensor:
+    """Sum [b, ...] over all axes but those of the layer's bias: the last ones, or of images the channels."""
+    if isinstance(layer, (nn.Linear, *NORMS)):
+        axes = 1 if isinstance(layer, nn.Linear) else len(layer.normalized_shape)
+        return delta if delta.ndim == axes + 1 else delta.flatten(1, -axes - 1).sum(1)
     return delta if delta.ndim == 2 else delta.sum(tuple(range(2, delta.ndim)))
 
 

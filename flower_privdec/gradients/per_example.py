@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_leaves
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import (
     Piece,
     RowKernel,
     Stored,
+    batchable,
     masked,
     reason,
     row_chunks,
@@ -23,6 +25,7 @@ from flower_privdec.gradients.protocol import (
 from flower_privdec.models import flatten
 from flower_privdec.tasks.losses import Loss, no_own_rules
 
+_KEPT = 4  # tensors for each output of a layer, while gradients are computed
 _WRITTEN_BYTES = 2**26  # gradients written out at once; a call of vmap costs about 2 ms whatever it does
 
 
@@ -62,6 +65,7 @@ class VmapKernel(RowKernel):
         row = flatten(module)
         try:
             with torch.random.fork_rng(devices=[]), no_own_rules():
+                self._activations = self._count(row, x[:1])
                 y = self._loss.blank(self._outputs(row, x[:1]))
                 self._gradients(row, x, y.expand(2, *y.shape[1:]))
         except RAISED_BY_USERS as error:  # the user's forward may raise anything
@@ -82,12 +86,26 @@ class VmapKernel(RowKernel):
                 raise ValueError(f"its output for one example is {list(output.shape)}: it must be [1, outputs]")
             return self._loss.value(output, y[None]).sum()
 
-        gradients: dict[str, Tensor] = vmap(grad(value), in_dims=(None, 0, 0))(self._views(point.clone()), x, y)
+        with batchable(module):
+            gradients: dict[str, Tensor] = vmap(grad(value), in_dims=(None, 0, 0))(self._views(point.clone()), x, y)
         return gradients
 
     def _copied(self) -> nn.Module:
-        """Return a copy of the module that shares its parameters, for functional_call to replace."""
-        return copy.deepcopy(self._module, {id(tensor): tensor for tensor in self._module.parameters()})
+        """Return a copy of the module that shares its trained parameters, for functional_call to replace."""
+        return copy.deepcopy(self._module, {id(tensor): tensor for tensor in self._parameters.values()})
+
+    def _count(self, row: Tensor, x: Tensor) -> int:
+        """Return how many numbers the layers put out for one example."""
+        module, counts = self._copied(), list[int]()
+
+        def count(_layer: nn.Module, _inputs: object, outputs: object) -> None:
+            counts.extend(leaf.numel() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+
+        for part in module.modules():
+            if not list(part.children()):
+                part.register_forward_hook(count)
+        functional_call(module, self._views(row), (x,))
+        return sum(counts)
 
     def _views(self, row: Tensor) -> dict[str, Tensor]:
         return {name: place.view(row) for name, place in self._layout.items()}
@@ -114,4 +132,5 @@ class VmapKernel(RowKernel):
         return [Stored(self._layout[name], gradient) for name, gradient in gradients.items()]
 
     def _parts(self, examples: int, element_size: int) -> list[slice]:
-        return row_chunks(examples, self.d * element_size, min(self._memory, _WRITTEN_BYTES))
+        numbers = max(self.d, _KEPT * self._activations)
+        return row_chunks(examples, numbers * element_size, min(self._memory, _WRITTEN_BYTES))

@@ -31,17 +31,19 @@ from torch.nn import functional
 from flower_privdec.common.errors import RAISED_BY_USERS, CodedError
 from flower_privdec.gradients.factored import is_supported
 from flower_privdec.gradients.protocol import is_plain, reason
+from flower_privdec.models import fix_norms, trained
 
 BATCHES = (1, 2, 3)
 _TRIED, _NOISE, _TOLERANCE = 4, 0.05, 1e-3  # examples, change of the parameters, relative difference of outputs
 
 
-def prove(module: nn.Module, input_shape: Sequence[int]) -> fx.GraphModule:
+def prove(module: nn.Module, input_shape: Sequence[int], n_tokens: int | None = None) -> fx.GraphModule:
     """Return the graph of a module that keeps examples apart, with parameters of the same names.
 
     Args:
         module: any module; it is not changed.
         input_shape: of one example.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are real numbers.
 
     Raises:
         Unproved: the first thing that could not be proved.
@@ -52,31 +54,33 @@ def prove(module: nn.Module, input_shape: Sequence[int]) -> fx.GraphModule:
             raise Unproved(
                 f"{_named(path, part)} has hooks, or a method of its own in place of its class's", code="proof.hooks"
             )
+        if isinstance(part, nn.Embedding) and n_tokens is None:
+            raise Unproved(f"{_named(path, part)} looks up numbers that are no tokens", code="proof.no-tokens")
     with torch.random.fork_rng(devices=[]):
         graph = _trace(module)
         checkers = [_Checker(graph, batch) for batch in BATCHES]
         for batch, checker in zip(BATCHES, checkers, strict=True):
-            checker.run(_random(module, (batch, *input_shape)))
+            checker.run(_random(module, (batch, *input_shape), n_tokens))
         for name, fact in checkers[0].facts.items():
             if any(checker.facts[name] != fact for checker in checkers):
                 raise Unproved(f"the shape of {name!r} depends on how many examples there are", code="proof.shape")
-        _check_outputs(module, graph, input_shape)
+        _check_outputs(module, graph, input_shape, n_tokens)
     return graph
 
 
 def _check_parameters(module: nn.Module) -> None:
     """Refuse parameters outside the layers whose gradients can be factored, and parameters that layers share."""
     for path, part in module.named_modules():
-        own = [name for name, _ in part.named_parameters(recurse=False)]
+        own = [name for name, parameter in part.named_parameters(recurse=False) if parameter.requires_grad]
         if own and not is_supported(part):
             raise Unproved(
                 f"{_named(path, part)} has parameters ({', '.join(own)}) and is neither Linear nor Conv2d (groups=1, "
-                "padded with zeros) nor GroupNorm",
+                "padded with zeros) nor Embedding nor GroupNorm, LayerNorm or RMSNorm",
                 code="proof.parameters",
             )
     seen: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
+        if parameter.requires_grad and id(parameter) in seen:
             raise Unproved(f"{seen[id(parameter)]!r} and {name!r} are the same parameter", code="proof.tied")
         seen[id(parameter)] = name
 
@@ -96,7 +100,7 @@ class _Tracer(fx.Tracer):
 
 def _trace(module: nn.Module) -> fx.GraphModule:
     try:
-        root = copy.deepcopy(module)
+        root = fix_norms(copy.deepcopy(module))
         for part in root.modules():
             if getattr(part, "inplace", False):
                 vars(part).update(inplace=False)
@@ -105,8 +109,8 @@ def _trace(module: nn.Module) -> fx.GraphModule:
         raise Unproved(f"its forward cannot be traced ({reason(error)})", code="proof.trace") from None
     if sum(node.op == "placeholder" for node in graph.graph.nodes) != 1:
         raise Unproved("its forward must take one argument", code="proof.arguments")
-    if not list(graph.parameters()):
-        raise Unproved("its forward calls no layer that has parameters", code="proof.no-layer")
+    if not trained(graph):
+        raise Unproved("its forward calls no layer that has trained parameters", code="proof.no-layer")
     return graph
 
 
@@ -123,7 +127,7 @@ class _Checker(fx.Interpreter):
         self.facts: dict[str, Any] = {}
         self._batch = batch
         self._kinds: dict[Node, Kind] = {}
-        self._buffers = dict(graph.named_buffers())
+        self._trained = trained(graph)
         self._layers = dict(graph.named_modules())
 
     def run_node(self, n: Node) -> Any:
@@ -163,7 +167,7 @@ class _Checker(fx.Interpreter):
             args, kwargs = self._valued(n.args), {name: self._valued(part) for name, part in n.kwargs.items()}
             layer = self._layers[str(n.target)] if n.op == "call_module" else None
             return judge(rule, Call(self._name(n), args, kwargs, result, layer), self._batch)
-        if n.op == "get_attr" and n.target not in self._buffers:
+        if n.op == "get_attr" and n.target in self._trained:
             raise Unproved(f"its forward uses the parameter {n.target!r} outside its layer", code="proof.parameter")
         if n.op == "output":
             last = n.args[0]
@@ -193,26 +197,28 @@ def _fact(kind: Kind, result: Any) -> Any:
     return result if kind is Kind.NUMBER else kind
 
 
-def _random(module: nn.Module, shape: Sequence[int]) -> Tensor:
-    like = next(module.parameters())
-    values = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
-    return values.to(like)
+def _random(module: nn.Module, shape: Sequence[int], n_tokens: int | None = None) -> Tensor:
+    """Return random numbers of the parameters' type, or tokens 0..n_tokens-1."""
+    like, generator = next(module.parameters()), torch.Generator().manual_seed(len(shape))
+    if n_tokens is not None:
+        return torch.randint(n_tokens, tuple(shape), generator=generator).to(like.device)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(like)
 
 
-def _check_outputs(module: nn.Module, graph: fx.GraphModule, input_shape: Sequence[int]) -> None:
-    """Compare the graph with the forward, near the module's parameters; the graph's parameters are changed."""
-    twin, x = copy.deepcopy(module), _random(module, (_TRIED, *input_shape))
-    moved = dict(twin.named_parameters())
+def _check_outputs(module: nn.Module, graph: fx.GraphModule, input_shape: Sequence[int], n_tokens: int | None) -> None:
+    """Compare the graph with the forward, near the module's trained parameters; the graph's are changed."""
+    twin, x = fix_norms(copy.deepcopy(module)), _random(module, (_TRIED, *input_shape), n_tokens)
+    moved: dict[str, Tensor] = {**trained(twin)}
     with torch.no_grad():
         for parameter in moved.values():
             parameter.add_(_random(module, parameter.shape), alpha=_NOISE)
-        for name, parameter in graph.named_parameters():
+        for name, parameter in trained(graph).items():
             parameter.copy_(moved[name])
     try:
         expected = [_results(twin, x, moved) for _ in range(2)]
     except RAISED_BY_USERS as error:  # the user's forward again
         raise Unproved(f"its forward fails on random examples ({reason(error)})", code="proof.fails") from None
-    computed = _results(graph, x, moved | dict(graph.named_parameters()))
+    computed = _results(graph, x, moved | dict(trained(graph)))
     pairs = [pair for results in expected for pair in zip(computed, results, strict=True)]
     if not all(bool((value - other).norm() <= _TOLERANCE * other.norm()) for value, other in pairs):
         raise Unproved(
@@ -442,6 +448,14 @@ def _one_size(call: Call, sizes: torch.Size, axis: Any) -> Kind:
     return Kind.BATCH_SIZE if axis % len(sizes) == 0 else Kind.NUMBER
 
 
+def _cast(call: Call) -> Kind:
+    """The same numbers as another type; of a second tensor the type alone is taken."""
+    value = call.args[0]
+    if not isinstance(value, Value) or value.kind not in (Kind.EXAMPLES, Kind.SHARED):
+        raise call.refuse("needs examples as its first argument", "proof.first")
+    return Kind(value.kind)
+
+
 _NAMES: dict[Rule, str] = {
     _elementwise: "relu relu6 tanh sigmoid gelu silu mish elu selu celu leaky_relu softplus softsign logsigmoid "
     "hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink exp expm1 log log1p sqrt rsqrt square abs neg "
@@ -454,6 +468,7 @@ _NAMES: dict[Rule, str] = {
     _product: "matmul bmm",
     _image: "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d",
     _size: "size",
+    _cast: "to type_as float double long",
 }
 _OPERATORS = "add sub mul truediv floordiv gt lt ge le eq ne"
 METHODS: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
@@ -478,6 +493,31 @@ def _vectors(call: Call) -> Kind:
     return Kind.EXAMPLES
 
 
+def _over_last_axes(call: Call) -> Kind:
+    """A norm over the last axes, none of which is the batch's."""
+    layer: Any = call.layer
+    if call.first().ndim <= len(layer.normalized_shape):
+        raise call.refuse("works over the axis of the batch", "proof.over-batch")
+    return _elementwise(call)
+
+
+def _constant_norm(call: Call) -> Kind:
+    """A BatchNorm by constants."""
+    layer: Any = call.layer
+    if layer.training or layer.running_mean is None or call.first().ndim < 2:
+        raise call.refuse("works over the axis of the batch", "proof.over-batch")
+    return _elementwise(call)
+
+
+def _look_up(call: Call) -> Kind:
+    """A row of a table for each token."""
+    layer: Any = call.layer
+    if layer.max_norm is not None:
+        raise call.refuse("changes its table", "proof.table")
+    call.first()
+    return Kind.EXAMPLES
+
+
 def _over_own_axis(call: Call) -> Kind:
     if call.layer is None or 0 in call.axes(call.layer.dim, call.first().ndim):
         raise call.refuse("works over the axis of the batch", "proof.over-batch")
@@ -498,6 +538,10 @@ LAYERS: dict[type[nn.Module], Rule] = {
     nn.GroupNorm: _vectors,
     nn.Conv2d: _image,
     nn.Flatten: _reshape,
+    nn.Embedding: _look_up,
+    nn.LayerNorm: _over_last_axes,
+    nn.RMSNorm: _over_last_axes,
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _constant_norm),
     nn.Softmax: _over_own_axis,
     nn.LogSoftmax: _over_own_axis,
     nn.Dropout: _not_dropped,

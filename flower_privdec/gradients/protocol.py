@@ -25,15 +25,18 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
+from flower_privdec.models import fix_norms, parameter_count, trained
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.tasks.losses import Loss
 
@@ -149,11 +152,11 @@ class GradientKernel(ABC):
     """Clipped gradients of a cohort: row i of every tensor is one peer's, and depends on no other row.
 
     Attributes:
-        d: the number of parameters.
+        d: the number of trained parameters.
     """
 
     def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
-        self.d = sum(parameter.numel() for parameter in module.parameters())
+        self.d = parameter_count(module)
         self._loss, self._memory = loss, memory_bytes
 
     @torch.no_grad()
@@ -251,9 +254,9 @@ class Parameter:
 
 
 def layout(module: nn.Module) -> dict[str, Parameter]:
-    """Return where each of the module's parameters lies in a row, in the order of named_parameters."""
+    """Return where each of the module's trained parameters lies in a row, in the order of named_parameters."""
     parameters, start = {}, 0
-    for name, parameter in module.named_parameters():
+    for name, parameter in trained(module).items():
         parameters[name] = Parameter(name, start, parameter.shape)
         start = parameters[name].stop
     return parameters
@@ -283,6 +286,37 @@ def inputs_like(x: Features, params: Tensor) -> Features:
     if isinstance(x, SparseRows):
         return x
     return x.to(params) if x.is_floating_point() else x.to(params.device)
+
+
+@contextmanager
+def batchable(module: nn.Module) -> Iterator[None]:
+    """Compute attention and recurrent layers by operations that vmap can batch and autograd differentiate twice.
+
+    Args:
+        module: its recurrent layers are given their first states meanwhile.
+    """
+    recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    handles = [part.register_forward_pre_hook(_first_states, with_kwargs=True) for part in recurrent]
+    enabled = torch.backends.mkldnn.set_flags(False if recurrent else None, _fp32_precision=None)[0]
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mkldnn.set_flags(enabled, _fp32_precision=None)
+        for handle in handles:
+            handle.remove()
+
+
+def _first_states(layer: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a recurrent layer's arguments with zeros for its first states, of as many examples as its input has."""
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].ndim != 3:
+        return None
+    x, lines = args[0], layer.num_layers * (1 + layer.bidirectional)
+    examples = len(x) if layer.batch_first else x.shape[1]
+    states = x.new_zeros(lines, examples, layer.proj_size or layer.hidden_size)
+    if isinstance(layer, nn.LSTM):
+        return (x, (states, x.new_zeros(lines, examples, layer.hidden_size))), kwargs
+    return (x, states), kwargs
 
 
 def unknown_tokens(x: Tensor, n_tokens: int | None) -> Tensor | None:
@@ -372,7 +406,7 @@ class RowKernel(GradientKernel):
         """
         super().__init__(module, loss, memory_bytes)
         try:
-            self._module = copy.deepcopy(run).requires_grad_(False)
+            self._module = fix_norms(copy.deepcopy(run)).requires_grad_(False)
         except RAISED_BY_USERS as error:  # a user's module may hold anything
             raise ScenarioError(
                 f"model: it cannot be copied: {reason(error)}; keep no tensors in it that were computed, nor locks or "
@@ -380,7 +414,7 @@ class RowKernel(GradientKernel):
                 code="model.copy",
             ) from None
         self._layout = layout(module)
-        self._parameters = dict(self._module.named_parameters())
+        self._parameters = {name: p for name, p in self._module.named_parameters() if name in self._layout}
         self._release()
 
     @abstractmethod

@@ -215,9 +215,9 @@ def _finite(factors: Factors) -> Factors:
 
 def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | None:
     """Return the layers of a stack for examples of a shape, or None where the module is not a stack."""
-    if (parts := _leaves(module)) is None:
+    parts, rows = _leaves(module), layout(module)
+    if parts is None or len(rows) < len(dict(module.named_parameters())):  # some are frozen
         return None
-    rows = layout(module)
     place_of = {id(parameter): rows[name] for name, parameter in module.named_parameters()}
     layers: list[Layer] = []
     flat = len(input_shape) == 1

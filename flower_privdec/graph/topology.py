@@ -20,9 +20,9 @@ import numpy.typing as npt
 import scipy
 
 from flower_privdec.common.catalogue import PARTICIPATIONS, TOPOLOGIES
-from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError, did_you_mean
-from flower_privdec.common.formatting import one_line, shown
-from flower_privdec.common.user_code import load_own
+from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.formatting import shown
+from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.rows.keys import keyed_generator
 
 EdgeArray: TypeAlias = npt.NDArray[np.int64]
@@ -561,14 +561,8 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
         seed_option = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
     except (TypeError, ValueError):  # written in C
         seed_option = {}
-    try:
+    with users_code(f"{where} could not be built with {dict(arguments)}", "code.fails"):
         graph = function(n_peers, **{**seed_option, **arguments})
-    except PrivdecError:
-        raise
-    except RAISED_BY_USERS as error:  # a user's own function may raise anything
-        raise ScenarioError(
-            f"{where} could not be built with {dict(arguments)}: {one_line(error)}", code="code.fails"
-        ) from error
     if isinstance(graph, Topology):
         if graph.n_peers != n_peers:
             message = f"{where} gives a graph of {graph.n_peers} peers: it must have n_peers={n_peers}"

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.common.formatting import duration, epsilon_text, number, peer_ranges, setting
 from flower_privdec.data import Sampler, partition
 from flower_privdec.engine.workers import deal, start_engine
@@ -36,8 +36,9 @@ from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.spent import budget_note, json_number, shortfall
 from flower_privdec.experiment.view import memory_need, outputs_per_example, shortage, table_bytes
 from flower_privdec.gradients import explain_kernel
-from flower_privdec.gradients.protocol import inputs_like
+from flower_privdec.gradients.protocol import batchable, inputs_like, reason
 from flower_privdec.graph.mixing import MOST_MEASURED
+from flower_privdec.models import trained
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import spending_of
 from flower_privdec.privacy.mechanism.paper import optimal_rounds
@@ -271,7 +272,10 @@ SAMPLE_NUMBERS = 1 << 22  # numbers that the layers may put out for a sample: la
 
 @dataclass(frozen=True)
 class Objective:
-    """The mean loss at a module's own parameters, on public examples x and y."""
+    """The mean loss at a module's own parameters, on public examples x and y.
+
+    Attention and recurrent layers are computed by operations that have second derivatives.
+    """
 
     module: nn.Module
     loss: Loss
@@ -280,15 +284,16 @@ class Objective:
 
     def value(self, rows: np.ndarray | slice = slice(None)) -> Tensor:
         """Return the mean loss of some examples, a scalar that autograd can differentiate."""
-        return self.loss.value(self.module(self.x[rows]), self.y[rows]).mean()
+        with batchable(self.module):
+            return self.loss.value(self.module(self.x[rows]), self.y[rows]).mean()
 
     def gradient(self, rows: np.ndarray | slice = slice(None)) -> Tensor:
         """Return its gradient, [d]."""
-        return _flat(torch.autograd.grad(self.value(rows), list(self.module.parameters())))
+        return _flat(torch.autograd.grad(self.value(rows), list(trained(self.module).values())))
 
     def curvature(self, start: Tensor) -> float:
         """Return the largest absolute eigenvalue of the Hessian, by power iteration from a vector [d]."""
-        parameters = list(self.module.parameters())
+        parameters = list(trained(self.module).values())
         gradients = torch.autograd.grad(self.value(), parameters, create_graph=True)
         if not any(part.requires_grad for part in gradients):
             return 0.0
@@ -433,7 +438,7 @@ def find_constants(experiment: Experiment) -> Constants:
     """Return every constant of eq. 12 but c_2 and the budgets, each with its source.
 
     Raises:
-        ScenarioError: where one is missing and cannot be estimated.
+        ScenarioError: where one is missing and cannot be estimated: the model may have no second derivatives.
     """
     section, initial = experiment.scenario.plan or PlanSection(), experiment.initial
     objective = cache(partial(public_sample, experiment))
@@ -446,10 +451,17 @@ def find_constants(experiment: Experiment) -> Constants:
         "dimension": ("scenario", initial.numel),
         "dataset_size": ("scenario", lambda: _dataset_size(experiment)),
     }
-    return {
-        name: (estimate(), source) if (value := getattr(section, name)) is None else (value, "given")
-        for name, (source, estimate) in estimates.items()
-    }
+    constants: Constants = {}
+    for name, (source, estimate) in estimates.items():
+        given = getattr(section, name)
+        try:
+            constants[name] = (estimate(), source) if given is None else (given, "given")
+        except PrivdecError:
+            raise
+        except RAISED_BY_USERS as error:  # of the user's forward, differentiated twice
+            why = f"plan.{name} is missing and cannot be estimated ({reason(error)}): set it, or do without K*"
+            raise ScenarioError(why, code=MISSING) from None
+    return constants
 
 
 def _dataset_size(experiment: Experiment) -> float:

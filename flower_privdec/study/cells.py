@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import itertools
 import json
 import math
@@ -22,7 +23,10 @@ from typing import Any, NamedTuple
 from flower_privdec import __version__
 from flower_privdec.common.errors import PrivdecError, ScenarioError
 from flower_privdec.common.files import write_atomically
-from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
+from flower_privdec.common.user_code import Given, raised_at
+from flower_privdec.data.datasets import open_dataset, read_public
+from flower_privdec.experiment.run_key import code_of
+from flower_privdec.scenario import Scenario, own_parts, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import read_text
 from flower_privdec.study.spec import Part, Point, Size, Study, kinds_of, metric
 
@@ -39,7 +43,8 @@ class Cell:
 
     Attributes:
         labels: one label for each axis, in the order of the axes.
-        key: the scenario's hash: cells that share it share one run.
+        key: of its scenario, see `cell_key`: cells that share it share one run.
+        ignores: places of axes on which it does not depend.
     """
 
     part: str
@@ -47,6 +52,7 @@ class Cell:
     seed: int
     scenario: Scenario
     key: str
+    ignores: frozenset[int] = frozenset()
 
     @property
     def title(self) -> str:
@@ -97,6 +103,7 @@ def expand(
             own += [line for case in part.cases if labels >= case.where.items() for line in case.settings]
             for seed in repetitions:
                 cells.append(_cell(part, combination, text, base, [*common, *own, *common_after, *seed]))
+        _check_rows(part, cells)
         if len({cell.key for cell in cells[: len(repetitions)]}) < len(repetitions):
             raise ScenarioError(
                 f"part {part.name}: seeds data, model and run are all given in the scenario, so that another seed "
@@ -130,7 +137,80 @@ def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, setti
         raise ScenarioError(
             f"part {part.name}: privacy.ledger must be left out of a study: every cell has its own", code="study.ledger"
         )
-    return Cell(part.name, labels, scenario.seed, scenario, scenario_hash(scenario))
+    places = {name: place for place, name in enumerate(part.axes)}
+    ignores = frozenset(places[name] for point in combination for name in point.ignores)
+    return Cell(part.name, labels, scenario.seed, scenario, cell_key(scenario), ignores)
+
+
+def cell_key(scenario: Scenario) -> str:
+    """Return what decides a run's results: the scenario, and the code of the user's own parts that it names.
+
+    Raises:
+        ScenarioError: a part cannot be loaded.
+    """
+    key, parts = scenario_hash(scenario), own_parts(scenario, metrics=True)
+    if not parts:
+        return key
+    digest = hashlib.sha256(key.encode())
+    targets = [part.target.encode() for part in parts if isinstance(part, Given)]
+    for code in (*code_of([part for part in parts if not isinstance(part, Given)]), *targets):
+        digest.update(len(code).to_bytes(8, "little") + code)
+    return digest.hexdigest()
+
+
+def _check_rows(part: Part, cells: Sequence[Cell]) -> None:
+    """Refuse rows that are not what they are called: one run in two of them, or several where a point ignores an axis.
+
+    Raises:
+        ScenarioError: naming the two cells.
+    """
+    axes, runs, rows = list(part.axes), dict[tuple[str, int], Cell](), dict[tuple[Labels, int], Cell]()
+    for cell in cells:
+        first = runs.setdefault((cell.key, cell.seed), cell)
+        differing = {
+            place for place, pair in enumerate(zip(first.labels, cell.labels, strict=True)) if len({*pair}) > 1
+        }
+        if differing - (first.ignores & cell.ignores):
+            raise ScenarioError(
+                f"part {part.name}: {_row(first)} and {_row(cell)} are one run, so that one of the two rows is not "
+                "what it is called; let their settings differ, or, where a point makes no use of an axis, give it "
+                f"`ignores: [{', '.join(axes[place] for place in sorted(differing))}]`",
+                code="study.one-run",
+            )
+        used = tuple("" if place in cell.ignores else label for place, label in enumerate(cell.labels))
+        same = rows.setdefault((used, cell.seed), cell)
+        if same.key != cell.key:
+            ignored = ", ".join(axes[place] for place in sorted(cell.ignores))
+            raise ScenarioError(
+                f"part {part.name}: {_row(same)} and {_row(cell)} are different runs, and a point of theirs has "
+                f"`ignores: [{ignored}]`; leave that out",
+                code="study.ignores",
+            )
+
+
+def _row(cell: Cell) -> str:
+    return f"'{', '.join(cell.labels)}'"
+
+
+def check_data(cells: Iterable[Cell]) -> None:
+    """Read the public test sets of some cells, and find their training sets, before the first of them runs.
+
+    Raises:
+        ScenarioError: naming the cell whose data cannot be read.
+    """
+    checked = set[str]()
+    for cell in cells:
+        section, targets = cell.scenario.data, cell.scenario.task.targets
+        key = f"{section.model_dump_json(exclude={'batch', 'partition', 'samples'})} {targets}"
+        if key in checked:
+            continue
+        checked.add(key)
+        try:
+            read_public(section, cell.scenario.seed_of("data"), targets)
+            if section.test is not None and not section.each_its_own:
+                open_dataset(section, section.root, targets)
+        except ScenarioError as error:
+            raise ScenarioError(f"{cell.title}: {error}", code=error.code) from error
 
 
 def _has_field(value: Any, path: str) -> bool:
@@ -254,5 +334,5 @@ def attempt(text: str, folder: Path) -> str | None:
     except PrivdecError as error:
         return str(error)
     except Exception as error:  # one cell's bug must not cost the others
-        return f"{type(error).__name__}: {error}"
+        return f"{raised_at(error)}: {error}"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,20 @@ from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.loading import parse_model, read_text, shipped
 from flower_privdec.scenario.sections import Section
 
+OF_THE_STUDY = ("seed", "name")  # keys that a study sets itself: `seeds` and its own name
+
+
+def _for_cells(lines: list[str]) -> list[str]:
+    for line in lines:
+        key = line.partition("=")[0].strip()
+        if key in OF_THE_STUDY:
+            rule = "`seeds` of the study are those of every cell" if key == "seed" else "a cell has the study's name"
+            raise ValueError(f"'{line}' would be overwritten, for {rule}: leave it out")
+    return lines
+
+
 Lines = Annotated[list[str], Field(default_factory=list)]
+Settings = Annotated[list[str], Field(default_factory=list), AfterValidator(_for_cells)]
 
 
 class Point(Section):
@@ -29,11 +43,14 @@ class Point(Section):
         label: its name in tables and figures.
         settings: its `key=value` lines.
         value: its position on a numeric axis; left out, it is a category.
+        ignores: axes on which its cells do not depend, such as that of ε without privacy: along them one run is in
+            every row.
     """
 
     label: str
-    settings: Lines
+    settings: Settings
     value: float | None = None
+    ignores: Lines
 
 
 class Axis(Section):
@@ -64,7 +81,7 @@ class Axis(Section):
         for value in self.values or []:
             numeric = isinstance(value, int | float) and not isinstance(value, bool)
             label, position = (setting(value), float(value)) if numeric else (str(value), None)
-            points.append(Point(label=label, settings=[f"{self.key}={json.dumps(value)}"], value=position))
+            points.append(Point(label=label, settings=[f"{self.key}={json.dumps(value)}"], value=position, ignores=[]))
         return points if self.points is None else self.points
 
     def labels(self) -> list[str]:
@@ -211,7 +228,7 @@ class CellSettings(Section):
     """
 
     where: Annotated[dict[str, str], Field(min_length=1)]
-    settings: Lines
+    settings: Settings
 
 
 Check = Annotated[Slope | Ordered | Best | Above | Speedup, Field(discriminator="kind")]
@@ -238,7 +255,7 @@ class Size(Section):
         seeds: of each cell's runs; left out, the study's own.
     """
 
-    settings: Lines
+    settings: Settings
     seeds: Seeds | None = None
 
 
@@ -265,7 +282,7 @@ class TitledSection(Section):
     name: Name
     title: str | None = None
     notes: Lines
-    settings: Lines
+    settings: Settings
 
     @property
     def heading(self) -> str:
@@ -318,6 +335,15 @@ class Part(TitledSection):
             if name in used:
                 raise ValueError(f"best_over: axis '{name}' is chosen from; figures and checks cannot name it")
         for axes in map(self.axes_at, (None, *self.sizes)):
+            for (one, first), (other, second) in itertools.combinations(axes.items(), 2):
+                if first.key is not None and second.key is not None and _overlap(first.key, second.key):
+                    raise ValueError(
+                        f"axes: '{one}' has the key {first.key} and '{other}' {second.key}, so that the second would "
+                        "replace what the first sets; vary each key on one axis"
+                    )
+            for name, point in ((name, point) for name, axis in axes.items() for point in axis.all_points()):
+                for ignored in point.ignores:
+                    _check_axis(f"axes.{name}, '{point.label}': ignores", ignored, axes)
             for i, case in enumerate(self.cases):
                 _check_labels(f"cases.{i}", case.where.items(), axes)
             for i, figure in enumerate(self.figures):
@@ -347,6 +373,10 @@ class Part(TitledSection):
         """Return the axes at a size."""
         changes = self.sizes.get(size) if size else None
         return self.axes | (changes.axes if changes else {})
+
+
+def _overlap(one: str, other: str) -> bool:
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _check_axis(key: str, name: str, axes: Mapping[str, Axis]) -> None:

@@ -14,7 +14,8 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
-from flower_privdec.gradients.protocol import beyond, reason, row_chunks, upper
+from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chunks, upper
+from flower_privdec.models import fix_norms
 from flower_privdec.tasks.losses import no_own_rules
 
 WAYS = ("auto", "vmap", "loop")
@@ -64,7 +65,7 @@ class ClippedSum:
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the model's outputs for a batch, without a gradient and without a change to the model."""
         with torch.no_grad():
-            module = copy.deepcopy(self._module)
+            module = fix_norms(copy.deepcopy(self._module))
             return without_revealing("the model", lambda args, kwargs: module(*args, **kwargs), [args, kwargs])
 
     def loss(self, outputs: Tensor, targets: Sequence[Any]) -> Tensor:
@@ -146,11 +147,12 @@ class ClippedSum:
 
     def _value(self, rebuild: Rebuild) -> Callable[..., Tensor]:
         """Return the loss of one example as a function of the parameters, by copies that keep nothing of another."""
-        module, criterion = copy.deepcopy(self._module), _fresh(self._criterion)
+        module, criterion = fix_norms(copy.deepcopy(self._module)), _fresh(self._criterion)
 
         def value(values: Values, *example: Tensor) -> Tensor:
             args, kwargs, targets = rebuild([tensor[None] for tensor in example])
-            output = functional_call(module, values, tuple(args), kwargs)
+            with batchable(module):
+                output = functional_call(module, values, tuple(args), kwargs)
             if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
                 shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
                 raise ValueError(f"one example [1, ...] is turned into {shape}: it must be one tensor [1, ...]")

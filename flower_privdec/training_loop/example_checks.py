@@ -27,6 +27,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default
 
 from flower_privdec.common.arguments import check_whole
 from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
+from flower_privdec.models import is_constant_norm, keeps_statistics
 
 PROBES = 8  # items of a dataset that are read before a run, evenly spaced
 _SEED = 20_000  # of the random numbers that a dataset draws while it is probed
@@ -258,18 +259,12 @@ def _same_random_numbers() -> Iterator[None]:
             np.random.set_state(legacy)  # noqa: NPY002
 
 
-def mixes(part: nn.Module) -> bool:
-    """Return whether a layer is a BatchNorm of any kind, or keeps running statistics as one does."""
-    if isinstance(part, _InstanceNorm):
-        return bool(part.track_running_stats)
-    return isinstance(part, _BatchNorm)
-
-
 def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
     """Put a GroupNorm in the place of each BatchNorm of a model (Wu and He 2018), in place, and return the model.
 
-    Each keeps the weight, bias and eps of the layer it replaces, and takes the most groups, up to `groups`, that divide
-    the channels and leave two or more in each. Running statistics go: all peers must do so before they exchange models.
+    One that is frozen stays. Each other keeps its weight, bias and eps, and takes the most groups, up to `groups`, that
+    divide the channels and leave two or more in each. Running statistics go: all peers must do so before they exchange
+    models.
 
     Args:
         model: changed in place; one that is itself a BatchNorm is returned as a GroupNorm.
@@ -295,7 +290,7 @@ def _replaced(part: nn.Module, groups: int, done: dict[int, nn.Module]) -> nn.Mo
     """Return what takes a module's place, the same one wherever the module stands."""
     if id(part) not in done:
         done[id(part)] = part
-        if mixes(part):
+        if keeps_statistics(part) and not is_constant_norm(part):
             done[id(part)] = _grouped(part, groups)
         for name, child in part.named_children():
             setattr(part, name, _replaced(child, groups, done))

@@ -32,6 +32,7 @@ from flower_privdec.common.arguments import check_calls, check_numbers, check_pa
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text, one_line, setting
 from flower_privdec.data.peer_data import draw_poisson
+from flower_privdec.models import fix_norms, is_constant_norm, keeps_statistics
 from flower_privdec.privacy.accountant.accounting import check_delta, epsilon, epsilon_of_runs
 from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
 from flower_privdec.privacy.ledger.ledger import (
@@ -52,7 +53,7 @@ from flower_privdec.privacy.mechanism.events import Release, Spend
 from flower_privdec.privacy.noise import NoiseSource, build_deployed_noise, build_noise
 from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
 from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion, withheld
-from flower_privdec.training_loop.example_checks import MixedBatch, check_examples, mixed_batch, mixes
+from flower_privdec.training_loop.example_checks import MixedBatch, check_examples, mixed_batch
 
 DTYPES = (torch.float32, torch.float64)
 LINES = 16  # about so many ledger entries a pass
@@ -143,7 +144,8 @@ def private(
     same process or another, with the same ledger: it continues the count.
 
     Args:
-        model: called on batches [examples, ...]; returns one tensor [examples, ...]. Not one that mixes examples.
+        model: called on batches [examples, ...]; returns one tensor [examples, ...]. Not one that mixes examples; a
+            BatchNorm that is frozen stays in eval mode, whatever mode the model is in.
         optimizer: any over parameters of the model, used without a closure. What it does not hold is not trained.
         data_loader: over a map-style dataset; `batch_size` becomes the expected size. Shuffling and `drop_last`
             give way to Poisson sampling; the number of batches stays.
@@ -275,10 +277,11 @@ def _check_modules(model: nn.Module) -> None:
         raise ScenarioError("this model is private already: give private() the model in it", code=PRIVATE)
     for path, part in model.named_modules():
         problem = ""
-        if mixes(part):
+        if keeps_statistics(part) and not is_constant_norm(part):
             problem = (
                 "mixes the examples of a batch, so that none can be clipped alone: use "
-                "flower_privdec.training_loop.group_norm(model), before the optimizer is made"
+                "flower_privdec.training_loop.group_norm(model), before the optimizer is made, or freeze it by "
+                "requires_grad_(False) (without weights: eval()), so that its statistics stay as they are"
             )
         elif isinstance(part, nn.parallel.DataParallel | nn.parallel.DistributedDataParallel):
             problem = "cannot be private: give the model in it"
@@ -439,7 +442,7 @@ class PrivateModel(nn.Module):
             ScenarioError: where gradients are on and these are not one tensor.
         """
         if not torch.is_grad_enabled():
-            return copy.deepcopy(self.module)(*args, **kwargs)
+            return fix_norms(copy.deepcopy(self.module))(*args, **kwargs)
         output = self._clipped_sum.outputs(args, kwargs)
         if not isinstance(output, Tensor):
             kind = type(output).__name__

@@ -12,6 +12,7 @@ import pytest
 from flower_runs import run_under_flower
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from raising import raises
 from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
@@ -143,7 +144,7 @@ def test_a_client_app_that_fails_fails_the_run_and_its_peers_are_named(tiny: Tin
     def train(message: Message, context: Context) -> Message:
         raise ValueError("the disk is on fire")
 
-    with pytest.raises(RunError, match=r"the SuperNode of peer 0 .*failed: the disk is on fire"):
+    with raises(RunError, "nodes.failed", "the SuperNode of peer 0 .*failed: the disk is on fire"):
         run_under_flower(tiny(), tmp_path / "run", "relay", app)
     assert not (tmp_path / "run" / "summary.json").exists()
 

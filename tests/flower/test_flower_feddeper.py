@@ -329,18 +329,18 @@ def test_no_message_replaces_the_mass_of_a_peer_over_a_graph(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("wrong", "refusal"),
     [
-        ({"mixing_rate": 0.3}, r"mixing_rate=0.3"),
-        ({"rho": -0.1}, "rho=-0.1"),
-        ({"local_steps": 0}, "local_steps=0"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0"),
-        ({"fraction_train": 0.0}, "fraction_train=0.0"),
-        ({"topology": "nowhere"}, "nowhere"),
+        ({"mixing_rate": 0.3}, ("feddeper.mixing-rate", "mixing_rate=0.3")),
+        ({"rho": -0.1}, ("scenario.greater_than_equal", "rho=-0.1")),
+        ({"local_steps": 0}, ("scenario.greater_than_equal", "local_steps=0")),
+        ({"learning_rate": 0.0}, ("scenario.not-positive", "learning_rate=0.0")),
+        ({"fraction_train": 0.0}, ("flower.option", "fraction_train=0.0")),
+        ({"topology": "nowhere"}, ("catalogue.unknown",)),
     ],
 )
-def test_bad_settings_are_refused_at_once(wrong, named):
-    with pytest.raises(ScenarioError, match=named) as error:
+def test_bad_settings_are_refused_at_once(wrong, refusal: tuple[str, ...]):
+    with raises(ScenarioError, *refusal) as error:
         FedDeper(**wrong)
     assert "\n" not in str(error.value)
 
@@ -353,7 +353,7 @@ def test_an_app_without_the_mod_is_refused(build):
     experiment = build(*SCENARIO, "topology.name=server")
     app = ClientApp()
     app.train()(lambda message, context: Message(RecordDict(), reply_to=message))
-    with pytest.raises(RunError, match=r"PeerMod"):
+    with raises(RunError, "flower.no-peer-mod"):
         run(LocalGrid(app, 4), experiment, 1)
 
 

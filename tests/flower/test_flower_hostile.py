@@ -70,21 +70,25 @@ STRATEGIES = [
     {"weighted_by_key": 5},
     {"train_metrics_aggr_fn": 5},
 ]
-STARTS = [
-    {"grid": None},
-    {"initial_arrays": None},
-    {"initial_arrays": [np.zeros(3)]},
-    {"num_rounds": "3"},
-    {"num_rounds": 1.5},
-    {"num_rounds": -1},
-    {"num_rounds": None},
-    {"timeout": "x"},
-    {"timeout": 0},
-    {"timeout": float("nan")},
-    {"train_config": {"a": 1}},
-    {"evaluate_config": 5},
-    {"evaluate_fn": 5},
-]
+STARTS = {
+    "flower.start": [
+        {"grid": None},
+        {"initial_arrays": None},
+        {"initial_arrays": [np.zeros(3)]},
+        {"num_rounds": -1},
+        {"num_rounds": None},
+        {"timeout": 0},
+        {"timeout": float("nan")},
+    ],
+    "argument.kind": [
+        {"num_rounds": "3"},
+        {"num_rounds": 1.5},
+        {"timeout": "x"},
+        {"train_config": {"a": 1}},
+        {"evaluate_config": 5},
+        {"evaluate_fn": 5},
+    ],
+}
 CALLS: list[Callable[[], object]] = [
     lambda: LocalGrid(client(moves), 0),
     lambda: LocalGrid(client(moves), 1.5),
@@ -118,11 +122,11 @@ def test_wrong_input_is_named_in_one_line(call: Callable[[], object]) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("given", STARTS, ids=str)
-def test_a_start_that_cannot_be_asks_nobody(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("code", "given"), [(code, given) for code in STARTS for given in STARTS[code]], ids=str)
+def test_a_start_that_cannot_be_asks_nobody(code: str, given: dict[str, Any]) -> None:
     asked: list[Message] = []
     grid = LocalGrid(lambda message, context: asked.append(message), 2)
-    with pytest.raises(ScenarioError, match=next(iter(given))):
+    with raises(ScenarioError, code, next(iter(given))):
         PushSum(patience=0.1).start(**{"grid": grid, "initial_arrays": zeros()} | given)
     assert asked == []
 
@@ -277,7 +281,7 @@ def test_what_a_protected_app_says_when_it_fails_stays_in_its_log(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(RunError, match=said) as error:
+    with raises(RunError, "nodes.all-failed", said) as error:
         start(tmp_path, 1, answers(reply, PeerMod(**options)))
     assert "17" not in str(error.value)
     assert "see its own log" in str(error.value)
@@ -287,7 +291,7 @@ def test_what_a_protected_app_says_when_it_fails_stays_in_its_log(
 
 @pytest.mark.parametrize("name", ["an error", "nothing", "no model", "shape", "unreadable"])
 def test_an_app_that_is_not_protected_is_told_what_is_wrong(name: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=FAILURES[name][1]) as error:
+    with raises(RunError, "nodes.all-failed", FAILURES[name][1]) as error:
         start(tmp_path, 1, answers(FAILURES[name][0], PeerMod()))
     assert "\n" not in str(error.value)
     assert "see its own log" not in str(error.value)
@@ -335,7 +339,8 @@ def test_a_ledger_that_forgot_what_was_paid_is_not_gone_on_from(fate: str, tmp_p
     whole = [ledger.read_bytes() for ledger in ledgers]
     for ledger, content in zip(ledgers, old, strict=True):
         ledger.unlink() if fate == "deleted" else ledger.write_bytes(content)
-    with pytest.raises(RunError, match=rf"peer-0/peer-updates.jsonl lacks {3 if fate == 'deleted' else 2} lines"):
+    missing = 3 if fate == "deleted" else 2
+    with raises(RunError, "nodes.all-failed", rf"peer-0/peer-updates.jsonl lacks {missing} lines"):
         start(tmp_path, 5, app)
     for ledger, content in zip(ledgers, whole, strict=True):
         ledger.write_bytes(content)
@@ -355,7 +360,7 @@ def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, mo
     with monkeypatch.context() as patch:
         no_space = SimpleNamespace(**{**vars(os), "write": full})
         patch.setattr(*((ledger_module, "os", no_space) if fate == "ledger" else (peer_mod, "save_state", full)))
-        with pytest.raises(RunError, match="No space left on device") as error:
+        with raises(RunError, "nodes.all-failed", "No space left on device") as error:
             start(tmp_path, 2, app)
     assert "\n" not in str(error.value)
     after = load_state(state_path(tmp_path / "peer-0", "run"))
@@ -418,7 +423,7 @@ def says(**fields: Any) -> Callable[[RecordDict], None]:
 @pytest.mark.parametrize("fields", [{"peer": -1}, {"peer": 3}, {"n_peers": 2**62}, {"n_peers": 0}, {"n_peers": -4}])
 def test_a_node_that_is_no_peer_of_as_many_is_named(fields: dict[str, int]) -> None:
     grid = LyingGrid(says(**fields), {"introduce"}, client(moves), 3)
-    with pytest.raises(RunError, match="SuperNode 100 says partition-id="):
+    with raises(RunError, "nodes.partition-id"):
         PushSum(patience=0.1).start(grid, zeros(), 1)
 
 

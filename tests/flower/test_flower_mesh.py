@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Message
 from ports import own_addresses
 from raising import raises
 from routing_peers import client, first, sets_its_values_once, values_of, zeros
+from together_grid import TogetherGrid
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, Mesh
@@ -23,20 +21,8 @@ from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario.loading import parse_app_scenario
 
 
-class TogetherGrid(LocalGrid):
-    """Nodes that all answer at once, as SuperNodes do."""
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        with ThreadPoolExecutor(16) as pool:
-            return list(pool.map(lambda message: super(TogetherGrid, self).push_messages([message])[0], list(messages)))
-
-
 def grid_of(folder: Path, n_peers: int, *, without: tuple[int, ...] = (), **options) -> LocalGrid:
-    """Return nodes with an address and certificates each, but for some; where rounds are relayed they take turns.
-
-    Python 3.11 may refuse to parse in two threads at once (an error of its own, "AST constructor recursion depth
-    mismatch"), which NumPy does for each array that Flower carries.
-    """
+    """Return nodes with an address and certificates each, but for some; where rounds are relayed they take turns."""
     scenario = parse_app_scenario(f"{{name: mesh, n_peers: {n_peers}, rounds: 1, privacy: none}}")
     make_certificates(scenario, folder / "certs")
     config = {
@@ -67,7 +53,7 @@ def test_a_mesh_that_is_done_is_not_run_again_and_none_goes_on_from_relayed_roun
     once = Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 2)
     again = Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 2)
     np.testing.assert_array_equal(first(once.arrays), first(again.arrays))
-    with pytest.raises(RunError, match="give the run another name"):
+    with raises(RunError, "nodes.all-failed", "give the run another name"):
         Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 3)
 
 
@@ -134,19 +120,13 @@ def test_a_stranger_that_the_server_introduces_gets_nowhere(tmp_path):
     scenario = parse_app_scenario("{name: mesh, n_peers: 2, rounds: 1, privacy: none}")
     make_certificates(scenario, tmp_path / "strangers")
     grid.contexts[101].node_config["certificates"] = str(tmp_path / "strangers")
-    with pytest.raises(RunError, match="could be greeted"):
+    with raises(RunError, "nodes.all-failed", "could be greeted"):
         Mesh(name="mesh", start=1.0).start(grid, zeros(), 2)
 
 
 @pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        ({"mode": "sometimes"}, "mode"),
-        ({"deadline": -1.0}, "deadline"),
-        ({"name": "a/b"}, "must be a name"),
-        ({"topology": object()}, "name of a graph"),
-    ],
+    "options", [{"mode": "sometimes"}, {"deadline": -1.0}, {"name": "a/b"}, {"topology": object()}], ids=str
 )
-def test_a_mesh_that_cannot_be_is_refused_before_the_run(options, wrong):
-    with pytest.raises(ScenarioError, match=wrong):
+def test_a_mesh_that_cannot_be_is_refused_before_the_run(options):
+    with raises(ScenarioError, "mesh.setting", next(iter(options))):
         Mesh(**{"name": "mesh", **options})

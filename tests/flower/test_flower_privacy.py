@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from flower_privdec.flower.node_settings import HostSettings, PeerSettings, in_s
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import read_chain, runs_in
 from flower_privdec.scenario import Scenario, to_yaml
-from flower_privdec.testing import Seen
+from flower_privdec.testing import BrokenLaw, Seen
 
 HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "sharded": (Sharded, 2)}
 BLOCKS = "{name: privsgp-vr, table: blocks, learning_rate: 0.1}"
@@ -121,7 +122,7 @@ def test_a_private_row_in_an_answer_is_found(
     build: Build, monkeypatch: pytest.MonkeyPatch, algorithm: type, row: str, settings: list[str]
 ) -> None:
     monkeypatch.setattr(algorithm, "open_rows", ("x", "w", row))
-    with pytest.raises(AssertionError, match="answers: what leaves peer 0 depends on examples"):
+    with raises(BrokenLaw, "law.leak", "peer 0"):
         testing.assert_nothing_else_leaves(build(*SHORT, *settings_for(*settings)), seen_under_flower("relay"))
 
 
@@ -141,7 +142,7 @@ def test_an_answer_holds_what_other_peers_may_see_and_no_more(tiny: Tiny, tmp_pa
     names = {key for content in kept for record in content.array_records.values() for key in record}
     assert names == {"x", "w"}
     told = {key for content in kept for record in content.config_records.values() for key in record}
-    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", *spent}
+    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", "constants", *spent}
     assert not [record for content in kept for record in content.metric_records.values()]
 
 
@@ -311,8 +312,7 @@ def test_a_deployed_node_refuses_what_is_not_the_servers_to_say(
     tiny: Tiny, tmp_path: Path, config: dict[str, object], fields: dict[str, object], settings: list[str], rule: str
 ) -> None:
     reply = answer(deployed(tmp_path / "node", **config), order(tiny(*settings), **fields))
-    with pytest.raises(RunError, match=rule):
-        raise RunError(reply.error.reason)
+    assert re.search(rule, reply.error.reason)
     assert not list(tmp_path.rglob("*.jsonl"))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from paths import ROOT
+from raising import raises
 from safetensors.torch import load_file
 from tiny_scenario import Tiny
 
@@ -88,7 +89,7 @@ def test_a_node_whose_process_dies_is_one_line(
     tiny: Tiny, tmp_path: Path, nothing_left: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(launcher_modules(), "client_app.py", DYING_CLIENT)
-    with pytest.raises(RunError, match=r"the SuperNode of peers . to . .*failed: its process has ended") as caught:
+    with raises(RunError, "flower.failed", "the SuperNode of peers . to . .*failed: its process has ended") as caught:
         flower_run(tiny(), tmp_path / "flower", mode="relay", n_supernodes=2, cpus=os.cpu_count() or 1)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "flower" / "summary.json").exists()
@@ -132,7 +133,7 @@ def test_a_shard_that_is_killed_is_named_and_the_run_goes_on(
 ) -> None:
     with monkeypatch.context() as dying:
         dying.setitem(launcher_modules(), "client_app.py", DYING_SHARD)
-        with pytest.raises(RunError, match=r"the SuperNode of peers 2 to 3 failed: its process has ended") as caught:
+        with raises(RunError, "flower.failed", "the SuperNode of peers 2 to 3 failed: its process has ended") as caught:
             flower_run(tiny(), tmp_path / "flower", mode="sharded", n_supernodes=2)
     assert "the shards keep round 2: mend it, then run the same command with --resume" in str(caught.value)
     flower_run(tiny(), tmp_path / "flower", mode="sharded", n_supernodes=2, resume=True)

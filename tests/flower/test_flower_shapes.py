@@ -604,7 +604,7 @@ def test_legacy_clients_are_told_how_to_port(caplog):
             return parameters, 1, {}
 
     app = ClientApp(client_fn=lambda context: Legacy().to_client(), mods=[PeerMod()])
-    with raises(RunError, "", names=r"@app.train\(\)"):
+    with raises(RunError, "nodes.all-failed", names=r"@app.train\(\)"):
         PushSum("complete").start(LocalGrid(app, 2), zeros(), 1)
 
 
@@ -809,5 +809,6 @@ def test_without_flower_the_import_names_the_extra(monkeypatch):
     import flower_privdec.flower
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"flower-privdec\[flower\]"):
+    with pytest.raises(ModuleNotFoundError) as error:
         importlib.reload(flower_privdec.flower)
+    assert "flower-privdec[flower]" in str(error.value)

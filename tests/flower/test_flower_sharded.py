@@ -48,7 +48,7 @@ def test_a_shard_that_fails_is_named_and_the_run_goes_on_from_the_round_that_all
     assert "the shards keep round 2: mend it, then run the same command with --resume" in str(failed.value)
     nodes = {path.parent.name: path for path in (tmp_path / "flower-nodes").glob("*/peers-*/checkpoint-4")}
     assert set(nodes) <= {"peers-0-1"}  # it may have come so far, and goes back
-    with pytest.raises(ScenarioError, match="its shards hold the models until the run is done"):
+    with raises(ScenarioError, "api.no-model"):
         load_run(tmp_path / "flower").model()
     flower_runs.run_under_flower(tiny(), tmp_path / "flower", "sharded", resume=True)
     flower_runs.assert_same_run(tmp_path / "flower", tmp_path / "engine")
@@ -213,8 +213,7 @@ def test_a_deployed_node_hosts_its_own_share_alone(
 ) -> None:
     grid = deployed(tmp_path, **config)
     (reply,) = grid.send_and_receive([order(tiny(*settings), **fields)])
-    with pytest.raises(RunError, match=rule):
-        raise RunError(reply.error.reason)
+    assert re.search(rule, reply.error.reason)
     assert not list(tmp_path.rglob("*.jsonl"))
 
 

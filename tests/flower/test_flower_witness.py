@@ -276,7 +276,7 @@ def test_what_was_lost_between_two_mesh_runs_is_missed(tmp_path):
         }
         grid = TogetherGrid(peers.app, 3, folder=tmp_path, config=config)
         try:
-            Mesh(name="law", fraction_evaluate=0.0, deadline=1.0, start=5.0).start(grid, zeros(), 3, timeout=60)
+            Mesh(name="law", fraction_evaluate=0.0, deadline=1.0, start=20.0).start(grid, zeros(), 3, timeout=600)
         except RunError as error:
             return str(error)
         return ""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from raising import raises
 from routing_peers import client, sets_its_values_once, zeros
 
 from flower_privdec.common.errors import RunError
@@ -147,5 +148,6 @@ def test_mean_peers_of_a_node_config_is_checked(value: Any, tmp_path: Path) -> N
     context = Context(
         1, 2, {"partition-id": 0, "num-partitions": N, "folder": str(tmp_path), "mean-peers": value}, RecordDict(), {}
     )
-    with pytest.raises(RunError, match=f"mean-peers={value}"):
+    code = "node.peers" if isinstance(value, int) else "node.whole-number"
+    with raises(RunError, code, f"mean-peers={value}"):
         PeerSettings.of(context, -1, "", None)

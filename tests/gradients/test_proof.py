@@ -363,7 +363,7 @@ STRANGE: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         lambda: nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten(), nn.Linear(32, 4)),
         ("proof.parameters",),
     ),
-    "a norm of layers": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Flatten(), nn.Linear(72, 4)), ("proof.parameters",)),
+    "a slope": (lambda: nn.Sequential(nn.PReLU(), nn.Flatten(), nn.Linear(72, 4)), ("proof.parameters", "PReLU '0'")),
 }
 
 

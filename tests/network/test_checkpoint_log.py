@@ -323,7 +323,7 @@ def test_a_peer_whose_machine_stops_at_any_write_goes_on(
     stop_at = first + 1
     while True:
         folder = tmp_path / str(stop_at)
-        scenario = tiny("algorithm.name=privsgp", "rounds=4", QUICK, f"network.mode={mode}")
+        scenario = tiny("algorithm.name=privsgp", "rounds=3", QUICK, f"network.mode={mode}")
         theirs = devices(scenario, folder, insecure_seeds=False, memory=(mode, first) != ("synchronous", 0))
         disk = StoppingDisk(theirs[1].folder, stop_at, Random(stop_at))
         taken.clear()

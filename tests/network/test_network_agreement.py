@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from asynchronous_network import QUICK, STILL, check_mass, initial
+from asynchronous_network import AGREEING, STILL, check_mass, initial
 from faulty_transport import FaultyTransport
 from networked import LONG, Killed, devices, finish, go_on, mortal, running, wait_until
 from raising import raises
@@ -127,7 +127,7 @@ def test_the_last_models_agree_exactly_where_the_graph_is_finite_and_no_step_is_
 def test_a_peer_ends_once_all_that_it_mixes_with_agree_and_not_the_neighbour_of_one_round_alone(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    scenario = tiny("rounds=3", QUICK, STILL, "privacy=none")
+    scenario = tiny("rounds=3", AGREEING, STILL, "privacy=none")
     peers = in_memory(scenario, tmp_path)
     last = scenario.rounds + peers[0].final - 1  # the first round of final mixing in which a peer may end
 
@@ -173,7 +173,7 @@ def test_a_peer_that_dies_in_final_mixing_loses_no_mass_takes_no_step_and_agrees
         release(cohort, *arguments, **options)
 
     monkeypatch.setattr(Cohort, "release_rows_", counting)
-    scenario = tiny("rounds=4", QUICK, "algorithm.learning_rate=1.0e-12")
+    scenario = tiny("rounds=4", AGREEING, "algorithm.learning_rate=1.0e-12")
     theirs = devices(scenario, tmp_path, memory=True)
     peers = [running_peer(scenario, device) for device in theirs]
     mix = peers[1]._mix_finally
@@ -342,7 +342,7 @@ def test_a_peer_that_may_go_on_alone_does(tiny: Tiny, tmp_path: Path) -> None:
 
 def held(tiny: Tiny, folder: Path, *settings: str) -> Any:
     """Return a peer that has met its three neighbours in its last step."""
-    scenario = tiny(QUICK, "topology.name=complete", *settings)
+    scenario = tiny(AGREEING, "topology.name=complete", *settings)
     peer: Any = running_peer(scenario, devices(scenario, folder, memory=True)[0])
     peer.session.steps = 5
     peer.session.met = dict.fromkeys((1, 2, 3), 5)
@@ -353,7 +353,7 @@ def held(tiny: Tiny, folder: Path, *settings: str) -> Any:
 def test_a_quorum_is_of_neighbours_that_exchange_and_not_of_those_that_greet(
     quorum: int, met: dict[int, int], waits: bool, tiny: Tiny, tmp_path: Path
 ) -> None:
-    peer = held(tiny, tmp_path, QUICK.replace("}", f", quorum: {quorum}}}"))
+    peer = held(tiny, tmp_path, AGREEING.replace("}", f", quorum: {quorum}}}"))
     peer.session.met = met
     peer.protocol._open = {1, 2, 3}  # all of them have greeted it
     assert peer._held(3) is waits

@@ -14,6 +14,7 @@ from tiny_scenario import Build
 from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model
 from flower_privdec.planner.plan import (
+    Objective,
     find_constants,
     heterogeneity,
     make_plan,
@@ -136,3 +137,19 @@ def test_the_accountant_s_c_2_makes_eq_11_its_noise(build: Build) -> None:
     sigma = moments_sigma(3, 1e-3, rounds=6, dataset_size=60, clip_norm=2, c_2=found["accountant"]["c_2"])
     assert sigma == pytest.approx(noise_std(experiment, 0)[0])
     assert found["optimal_rounds_constants"]["c_2"]["value"] == 1
+
+
+def test_the_curvature_of_attention_is_estimated(build: Build) -> None:
+    found = optimum(build("model={module: 'user_models:attending'}"))
+    assert found["optimal_rounds_note"] is None
+    assert found["optimal_rounds_constants"]["smoothness"]["from"] == "estimated"
+
+
+def test_an_estimate_that_fails_is_one_line_of_the_plan(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Objective, start: torch.Tensor) -> float:
+        raise RuntimeError("derivative for aten::some_backward is not implemented\nand more")
+
+    monkeypatch.setattr(Objective, "curvature", fails)
+    note = make_plan(build())["optimal_rounds_note"]
+    assert note.startswith("plan.smoothness is missing and cannot be estimated (RuntimeError: derivative for aten::")
+    assert "\n" not in note

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
+import linecache
 import math
 import shutil
 import subprocess
@@ -58,7 +60,7 @@ parts:
       algorithm:
         points:
           - {label: push-sum, value: 1}
-          - {label: no privacy, value: 2, settings: [privacy=none]}
+          - {label: no privacy, value: 2, ignores: [epsilon], settings: [privacy=none]}
     figures:
       - {kind: final, x: epsilon, by: algorithm, title: Accuracy by ε}
       - {kind: curves, by: algorithm, panels: epsilon, title: Curves}
@@ -169,6 +171,51 @@ def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_
     assert len(missing_cells(laptop, Path("nowhere"))) == 6  # without privacy ε makes no difference
 
 
+def test_rows_are_what_they_are_called(study_at: Callable[..., Path]) -> None:
+    """No run is in two rows, unless a point ignores what the rows differ in; and then it is one run."""
+    rates = {"key": "algorithm.learning_rate", "values": [0.1, 0.2]}
+    same = [{"label": "a"}, {"label": "b", "settings": ["algorithm.learning_rate=0.3"]}]
+    plain = {"figures": [], "pivot": None, "checks": []}
+    one_run = "'0.1, b' and '0.2, b' are one run.*ignores: .rate."
+    with raises(ScenarioError, "study.one-run", names=one_run):
+        cells_of(study_at(axes={"rate": rates, "other": {"points": same}}, **plain))
+    same[1]["ignores"] = ["rate"]
+    assert len({cell.key for cell in cells_of(study_at(axes={"rate": rates, "other": {"points": same}}, **plain))}) == 6
+    same[0]["ignores"] = ["rate"]
+    with raises(ScenarioError, "study.ignores", names="'0.1, a' and '0.2, a' are different runs"):
+        cells_of(study_at(axes={"rate": rates, "other": {"points": same}}, **plain))
+
+
+def test_data_that_are_missing_are_found_before_the_first_cell(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    data = {"key": "data.root", "values": [str(tmp_path / "there"), str(tmp_path / "gone")]}
+    path = study_at(axes={"data": data}, figures=[], pivot=None, checks=[], settings=["data.dataset=mnist"])
+    with raises(ScenarioError, "data.no-file", names=r"main: .*there, seed 1: data\.root=.*there has no MNIST/raw"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
+    assert not (tmp_path / "cells").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cell_is_named_by_the_code_of_the_users_modules_and_names_the_line_that_raises(
+    study_at: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "models_of_a_study.py"
+    path = study_at(settings=["model={module: 'models_of_a_study:net', arguments: {}}"], checks=[])
+
+    def keys(code: str) -> set[str]:
+        module.write_text(f"import torch\n\ndef net():\n    {code}\n")
+        sys.modules.pop("models_of_a_study", None)
+        linecache.checkcache()
+        importlib.invalidate_caches()
+        return {cell.key for cell in cells_of(path)}
+
+    first = keys("return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))")
+    assert first.isdisjoint(keys("return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(10))"))
+    keys("return torch.nn.Linear('64', 10)")
+    with raises(RunError, "study.cells-failed", names=r"models_of_a_study\.py, line 4"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -185,6 +232,14 @@ def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_
         ({"figures": [{"kind": "curves", "by": "peers", "title": "t"}]}, ("figures.0", "'peers'")),
         ({"axes": {"epsilon": {"key": "rounds"}}}, ("parts.0.axes.epsilon", "key and values, or points")),
         ({"axes": {"epsilon": {"key": "rounds", "values": [1, 1]}}}, ("labels differ",)),
+        ({"axes": {"epsilon": {"key": "privacy.epsilon", "values": [1, 3]}, "algorithm": {"key": "privacy", "values":
+            ["none"]}}}, ("'epsilon' has the key privacy.epsilon and 'algorithm' privacy", "one axis")),
+        ({"axes": {"epsilon": {"key": "seed", "values": [1, 2]}}}, ("'seed=1' would be overwritten", "`seeds`")),
+        ({"settings": ["name=mine"]}, ("'name=mine' would be overwritten", "leave it out")),
+        ({"axes": {"epsilon": {"points": [{"label": "a", "settings": ["seed=3"]}, {"label": "b"}]}}},
+            ("'seed=3' would be overwritten",)),
+        ({"axes": {"epsilon": {"points": [{"label": "a", "ignores": ["peers"]}]}}, "figures": [], "pivot": None},
+            ("'a': ignores: axis 'peers'",)),
         ({"best_over": ["epsilon"]}, ("best_over", "figures and checks cannot name it")),
         ({"sizes": {"huge": {}}}, ("parts.0.sizes.huge must be one of the study's sizes (laptop, paper)",)),
         ({"checks": [{"kind": "speedup", "axis": "algorithm"}], "sizes": {"paper": {"axes": {"algorithm": {
@@ -283,7 +338,8 @@ def test_a_name_of_digits_is_a_name(study_at: Callable[..., Path]) -> None:
 
 
 def test_a_grid_too_large_and_a_column_of_no_scenario_are_refused(study_at: Callable[..., Path]) -> None:
-    axes = {name: {"key": "rounds", "values": list(range(1, 1001))} for name in ("a", "b", "c")}
+    keys = ("rounds", "n_peers", "evaluation.every")
+    axes = {key: {"key": key, "values": list(range(1, 1001))} for key in keys}
     with raises(ScenarioError, "study.too-many-cells", names=r"part budgets: 1,000,000,000 .* 20,000"):
         cells_of(study_at(MINIMAL, axes=axes))
     with raises(ScenarioError, "study.unknown-field", names=r"fields\.0='algorithm\.learning_rat'"):
@@ -314,8 +370,12 @@ def test_a_wrong_metric_is_refused_before_anything_runs(
     assert not (tmp_path / "cells").exists()
 
 
-def test_a_metric_of_ones_own_is_measured_as_it_says(study_at: Callable[..., Path], tmp_path: Path) -> None:
-    own = "task.metrics=[accuracy, {module: user_parts:mistakes, better: lower, share: true}]"
+def test_a_metric_of_ones_own_is_measured_as_it_says(
+    study_at: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_metrics_of_a_study.py").write_text("def mistakes(outputs, targets): ...\n")
+    own = "task.metrics=[accuracy, {module: own_metrics_of_a_study:mistakes, better: lower, share: true}]"
     checks = [{"kind": "best", "axis": "epsilon", "label": "1", "metric": "mistakes"}]
     figures = [{"kind": "curves", "metric": "late-mistakes"}]
     path = study_at(MINIMAL, settings=[own], metrics=["best-mistakes"], checks=checks, figures=figures)

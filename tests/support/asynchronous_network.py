@@ -17,7 +17,8 @@ from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
 
-QUICK = f"network={{retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+AGREEING = f"network={{retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+QUICK = AGREEING.replace("}", ", final_mixing: 0}")  # final mixing takes more rounds than these networks train
 
 
 STILL = (

@@ -62,7 +62,7 @@ class Recurrent(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A parameter of its own and a LayerNorm: nothing but vmap fits."""
+    """A parameter of its own: nothing but vmap fits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flower_privdec.gradients import GradientKernel, LabelledInputs
 from flower_privdec.gradients import build_kernel as build_product_kernel
 from flower_privdec.gradients.protocol import Clipping, beyond, inputs_like, unknown_tokens, upper
-from flower_privdec.models import flatten, unflatten
+from flower_privdec.models import fix_norms, flatten, trained, unflatten
 from flower_privdec.tasks.losses import Loss, resolve_loss
 
 
@@ -62,11 +62,11 @@ class LoopKernel(GradientKernel):
             return example_gradient(model, self._loss, x, y)
 
     def _model(self, row: Tensor) -> nn.Module:
-        return unflatten(copy.deepcopy(self._module).to(row), row)
+        return unflatten(fix_norms(copy.deepcopy(self._module)).to(row), row)
 
 
 def example_gradient(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
     """Return the gradient [d] of one example's loss by one backward pass."""
     value = loss.value(model(x[None]), y[None]).sum()
-    gradients = torch.autograd.grad(value, list(model.parameters()), materialize_grads=True, allow_unused=True)
+    gradients = torch.autograd.grad(value, list(trained(model).values()), materialize_grads=True, allow_unused=True)
     return torch.cat([gradient.flatten() for gradient in gradients])

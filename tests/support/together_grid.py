@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ast
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any
+from unittest import mock
 
 from flwr.app import Message
 
 from flower_privdec.flower.launch.local_grid import LocalGrid, with_id
+
+_parse: Callable[..., Any] = ast.parse
+_parsing = RLock()
+
+
+@contextmanager
+def parsing_in_turn() -> Iterator[None]:
+    """Let one thread parse at a time.
+
+    Python 3.11 counts the depth of its parser for all threads together, and fails where two of them parse at once ("AST
+    constructor recursion depth mismatch"), as NumPy does for each array that Flower carries.
+    """
+
+    def parse(*given: Any, **options: Any) -> Any:
+        with _parsing:
+            return _parse(*given, **options)
+
+    with mock.patch.object(ast, "parse", parse):
+        yield
 
 
 class TogetherGrid(LocalGrid):
@@ -18,6 +42,6 @@ class TogetherGrid(LocalGrid):
         asked = [with_id(message) for message in messages]
         ids = [message.metadata.message_id for message in asked]
         if asked:
-            with ThreadPoolExecutor(len(asked)) as threads:
+            with parsing_in_turn(), ThreadPoolExecutor(len(asked)) as threads:
                 self._replies |= dict(zip(ids, threads.map(self._deliver, asked), strict=True))
         return ids

@@ -117,3 +117,51 @@ class Halved(nn.Module):
 def halved() -> nn.Module:
     """Return a network with a layer that returns two tensors."""
     return Halved()
+
+
+class Adapted(nn.Module):
+    """A frozen network of images with a BatchNorm, an adapter of low rank beside its last layer, and a trained head."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 12)
+        )
+        with torch.no_grad():
+            self.features[4].bias.add_(shift)
+            self.features[1].running_mean.fill_(0.1)
+        self.features.requires_grad_(False)
+        self.down = nn.Linear(108, 2, bias=False)
+        self.up = nn.Linear(2, 12, bias=False)
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [b, 10]."""
+        inner = self.features[:4](x)
+        logits: Tensor = self.head(torch.tanh(self.features[4](inner) + self.up(self.down(inner))))
+        return logits
+
+
+def adapted(shift: float = 0.0) -> nn.Module:
+    """Return a network most of which is frozen; `shift` moves frozen weights."""
+    return Adapted(shift).train()
+
+
+class Attending(nn.Module):
+    """Rows of an image that attend to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [b, 10]."""
+        rows = x.squeeze(1)
+        logits: Tensor = self.out(self.attention(rows, rows, rows, need_weights=False)[0].mean(1))
+        return logits
+
+
+def attending() -> nn.Module:
+    """Return a small network with attention."""
+    return Attending()

@@ -233,6 +233,7 @@ def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> Recor
     name = public_name(experiment, experiment.own.source)
     facts = [request.scenario, request.begin, request.until, request.shards, name.environment, experiment.device.type]
     digest = hashlib.sha256(json.dumps(facts).encode())
+    digest.update(experiment.constants.encode())
     digest.update(experiment.initial.detach().cpu().contiguous().numpy().tobytes())
     group.agree(digest.digest())
     state = node.state(RecordDict(), request.begin)
@@ -280,7 +281,9 @@ def train_relay(message: Message, context: Context) -> Message:
         while exchange is None and state.round_index < request.until:
             exchange = advance(algorithm, cohort, state)
         progress = {"round": state.round_index, "at": state.at, "waiting": exchange is not None}
-        content[PROGRESS] = ConfigRecord({**progress, "coalition_seconds": cohort.game_seconds})
+        content[PROGRESS] = ConfigRecord(
+            {**progress, "constants": experiment.constants, "coalition_seconds": cohort.game_seconds}
+        )
         if exchange is None:
             node.save(state, cohort)
             content[SPENT] = spent_record(cohort, state.round_index, experiment.own.source)

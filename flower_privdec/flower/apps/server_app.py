@@ -362,6 +362,11 @@ class Relay(ScenarioStrategy):
         positions = {(int(str(p["round"])), int(str(p["at"])), bool(p["waiting"])) for p in records}
         if len(positions) != 1:
             raise RunError(f"the nodes disagree on where the run is (round, place, waiting): {sorted(positions)}")
+        if {str(p["constants"]) for p in records} != {self.agreement.constants}:
+            raise RunError(
+                "a node's model has other frozen parameters or buffers than the server's: give all the same weights",
+                code="flower.other-constants",
+            )
         ((self._round, self._at, self._waiting),) = positions
         self._outbox = _arrays(contents)
         self.recorder.seconds += time.perf_counter() - self._since

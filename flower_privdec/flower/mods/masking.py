@@ -106,7 +106,10 @@ def masked(values: np.ndarray, peer: int, others: Iterable[int], key: Callable[[
         RunError: a value is too large to be masked.
     """
     if not (np.abs(values) < LARGEST).all():
-        raise RunError(f"the mean of sealed models needs all numbers below {LARGEST:g}; this peer's are not")
+        raise RunError(
+            f"the mean of sealed models needs all numbers below {LARGEST:g}; this peer's are not",
+            code="masking.too-large",
+        )
     coarse = np.round(values * COARSE)
     fine = np.round((values - coarse / COARSE) * COARSE * FINE)
     total = np.stack([coarse, fine]).astype(np.int64).view(np.uint64)

@@ -17,6 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flower_privdec.common.arguments import check_kinds, check_numbers, check_paths
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError
 from flower_privdec.flower.error_formatting import USER_ERRORS, error_line, reason
+from flower_privdec.flower.mods.dual_step import DualStep
 from flower_privdec.flower.mods.masking import check_set, masked
 from flower_privdec.flower.mods.peer_state import (
     IDENTITY,
@@ -132,6 +133,7 @@ class PeerRequest(_Record):
         arrays: the key of the ArrayRecord that the app's functions look for.
         local_record: the name of an ArrayRecord that never leaves the peer: the initial arrays at first, then what the
             app's train function last answered under that name; it is given to both of the app's functions. Empty: none.
+        dual: the step of dual averaging (`DualStep`) that gives the peer's model; empty where x / w is it.
         weighted_by: the metric of the app by whose value the peer counts, where its metrics leave; empty: by 1.
         round_index, rounds: the round, from 1, and how many there will be; deliver: the round whose mean it is.
         founding: join: whether the initial arrays are this peer's mass, or only say what a model looks like.
@@ -156,6 +158,7 @@ class PeerRequest(_Record):
     folder: str = ""
     arrays: str = "arrays"
     local_record: str = ""
+    dual: str = ""
     weighted_by: str = ""
     round_index: int = 0
     rounds: int = 0
@@ -271,6 +274,9 @@ class RequestHandler:
         self.known: KnownPeers = held.get(self._known_path, lambda: KnownPeers(folder, place.known_peers))
         saved = held.get(self.path, lambda: load_state(self.path))
         self.state: PeerState | None = saved.restored() if isinstance(saved, SavedState) else saved
+        self._dual = DualStep.from_json(request.dual)
+        if self.state is not None and self._dual is not None:
+            self.state.dual = (self._dual, max(1, request.round_index))
         self._seal = PeerSeal(self.identity, self.known) if seal else None
         self.facts: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
@@ -339,6 +345,8 @@ class RequestHandler:
             self.state = PeerState.begun(self.request.run, self.place.peer, arrays, self.request.founding)
             if self.request.local_record:
                 self.state.local_arrays = arrays
+            if self._dual is not None:
+                self.state.x = np.zeros_like(self.state.x)
             self._save(self.state)
 
     def _save(self, state: PeerState) -> None:
@@ -447,6 +455,8 @@ class RequestHandler:
                 check_set(request.mean_of, state.peer, self.place.mean_peers, state.handed.served)
             state.adopt(numpy_arrays(model))
         weights = self._receivers()
+        if state.w > 0:
+            state.count_in_average()
         self.facts["trained"] = self._train(state, train)
         state.idle = model is not None and not self.facts["trained"]
         state.round_index = request.round_index
@@ -500,7 +510,8 @@ class RequestHandler:
         """Put (x, w) into the answer: open, or masked so that only the sum over all says something."""
         if not self.request.wants_mass:
             return
-        mass = np.append(state.x.astype(np.float64), state.w)
+        x = state.x.astype(np.float64) if state.dual is None or not state.w > 0 else state.w * state.result()
+        mass = np.append(x, state.w)
         if state.idle:
             mass[:] = 0.0  # a server's mean is over the peers that took a step
         if not self.seals:
@@ -767,7 +778,7 @@ class PeerMod:
         elif kind == EVALUATE and (model := record_in(content, MODEL, ArrayRecord)) is not None:
             call(model)
         elif kind == EVALUATE and state.w > 0:
-            call(state.layout.record(state.model(), state.unmixed))
+            call(state.layout.record(state.result(), state.unmixed))
         elif kind == DELIVER:
             peer.deliver()
         return self._leaving(peer, theirs)

@@ -42,6 +42,7 @@ from flower_privdec.common.arguments import check_numbers, check_paths
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
+from flower_privdec.flower.mods.dual_step import DualStep
 from flower_privdec.flower.mods.masking import Handed
 from flower_privdec.flower.node_settings import PeerCache, PeerSettings
 from flower_privdec.privacy.accountant.accounting import epsilon
@@ -83,10 +84,13 @@ class Layout:
         for name, value in arrays.items():
             if value.dtype.kind not in "fiub":
                 raise RunError(
-                    f"array {name!r} has type {value.dtype} and must be of real or whole numbers: split it into those"
+                    f"array {name!r} has type {value.dtype} and must be of real or whole numbers: split it into those",
+                    code="app.arrays",
                 )
         if not any(value.dtype.kind == "f" for value in arrays.values()):
-            raise RunError(f"the model's arrays {list(arrays)} have no floating one, so nothing can be mixed")
+            raise RunError(
+                f"the model's arrays {list(arrays)} have no floating one, so nothing can be mixed", code="app.arrays"
+            )
         return layout
 
     @classmethod
@@ -246,6 +250,9 @@ class PeerState:
         examples: the number of examples by which its next update counts.
         app_ledgers: δ and a caveat of each ledger of examples that the app's own training pays into, by its path.
         founded: the weight that it brought into the run itself: 1, or its number of examples; 0 where it came later.
+        average: of dual averaging, over the models with which it took part; empty before the first.
+        average_weight: what that average has added up.
+        dual: how x / w gives the model in dual averaging, and the round for which; None elsewhere. Not on disk.
     """
 
     run: str
@@ -263,6 +270,9 @@ class PeerState:
     examples: float = 1.0
     founded: float = 1.0
     app_ledgers: dict[str, tuple[float, str]] = field(default_factory=dict)
+    average: np.ndarray = field(default_factory=lambda: np.empty(0))
+    average_weight: float = 0.0
+    dual: tuple[DualStep, int] | None = None
 
     @classmethod
     def begun(cls, run: str, peer: int, arrays: Mapping[str, np.ndarray], founding: bool) -> PeerState:
@@ -300,14 +310,26 @@ class PeerState:
         return float(self.shares.mass["w"])
 
     def model(self) -> np.ndarray:
-        """Return z = x / w, float64 [d].
+        """Return z = x / w, float64 [d]; in dual averaging the step along it.
 
         Raises:
             RunError: there is no mass yet.
         """
         if not self.w > 0:
             raise RunError(f"peer {self.peer} has no model yet: its first share has not come")
-        return np.asarray(np.divide(self.x, self.w, dtype=np.float64))
+        z = np.asarray(np.divide(self.x, self.w, dtype=np.float64))
+        return z if self.dual is None else self.dual[0].point(z, self.dual[1])
+
+    def result(self) -> np.ndarray:
+        """Return the model to evaluate and to hand in, float64 [d]: z, or in dual averaging the average."""
+        return self.average if self.average_weight else self.model()
+
+    def count_in_average(self) -> None:
+        """Take the model into the running average of dual averaging."""
+        if self.dual is not None:
+            weight, before = self.dual[0].weight(self.dual[1]), self.average if self.average_weight else 0.0
+            self.average_weight += weight
+            self.average = before + weight / self.average_weight * (self.model() - before)
 
     def recount(self, examples: float) -> None:
         """Let the peer count by a number of examples from now on.
@@ -355,7 +377,7 @@ def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
         raise RefusedError(f"shares for peers {sorted(weights.keys() - others)} must be for others that are there")
 
 
-FORMAT = "flower-privdec-peer-5"
+FORMAT = "flower-privdec-peer-6"
 BOOT, WITNESSED = "boot", "witnessed"  # files of a peer's folder
 WITNESSES = 4  # on either side, in the order of peers' numbers
 
@@ -448,6 +470,7 @@ def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], du
     arrays |= {f"unmixed/{name}": np.array(value, order="C") for name, value in state.unmixed.items()}
     arrays |= {f"local/{name}": np.array(value, order="C") for name, value in state.local_arrays.items()}
     arrays |= {f"adopted/{name}": np.array(value, order="C") for name, value in state.adopted.items()}
+    arrays |= {"average": state.average}
     facts = {
         "format": FORMAT,
         "run": state.run,
@@ -461,6 +484,7 @@ def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], du
         "idle": state.idle,
         "examples": [state.examples, state.founded],
         "app_ledgers": state.app_ledgers,
+        "average_weight": state.average_weight,
     }
     write_atomically(path, save(arrays, {"state": json.dumps(facts)}), private=True, durable=durable)
 
@@ -512,6 +536,8 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
         adopted=apart["adopted"],
         examples=float(facts["examples"][0]),
         founded=float(facts["examples"][1]),
+        average=tensors["average"],
+        average_weight=float(facts["average_weight"]),
         app_ledgers={path: (float(delta), str(caveat)) for path, (delta, caveat) in facts["app_ledgers"].items()},
     )
 
@@ -686,7 +712,9 @@ def peer_folder() -> Path:
     try:
         return _folder.get()
     except LookupError:
-        raise RunError("peer_folder() is for the functions of an app with PeerMod: call it inside one") from None
+        raise RunError(
+            "peer_folder() is for the functions of an app with PeerMod: call it inside one", code="app.peer-folder"
+        ) from None
 
 
 @contextmanager
@@ -903,7 +931,7 @@ def _update(state: PeerState, given: np.ndarray, returned: Arrays, round_index: 
 
 def _move(state: PeerState, update: np.ndarray, bare: bool, round_index: int) -> None:
     """Add an update to x, times what the peer counts by, unless that would make the model infinite for ever."""
-    weight = min(state.examples, 2 * state.w)
+    weight = min(state.examples, 2 * state.w) * (1.0 if state.dual is None else state.dual[0].weight(state.dual[1]))
     after = (state.x + (update if weight == 1 else weight * update)).astype(state.x.dtype)
     if wrong := unsound(after):
         _count_as_zero(state, wrong, round_index)
@@ -1083,7 +1111,9 @@ class PeerSeal:
         try:
             return ChaCha20Poly1305(key).decrypt(_NONCE, body[SALT:], header)
         except InvalidTag as error:
-            raise RefusedError("its seal is broken: it was changed, or sealed with another key") from error
+            raise RefusedError(
+                "its seal is broken: it was changed, or sealed with another key", code="share.seal"
+            ) from error
 
 
 def _read_keys(path: Path) -> dict[int, bytes]:

@@ -58,10 +58,15 @@ class Mesh(PushSum):
         **options: Any,
     ) -> None:
         if not isinstance(topology, str):
-            raise ScenarioError(f"topology={topology!r} of a mesh must be the name of a graph, which every node builds")
+            raise ScenarioError(
+                f"topology={topology!r} of a mesh must be the name of a graph, which every node builds",
+                code="mesh.setting",
+            )
         for option, value in (("deadline", deadline), ("start", start)):
             if value is None:
-                raise ScenarioError(f"{option}=None must be a number of seconds; leave it out for the usual one")
+                raise ScenarioError(
+                    f"{option}=None must be a number of seconds; leave it out for the usual one", code="mesh.setting"
+                )
         check_numbers({"deadline": deadline, "start": start})
         super().__init__(topology, name=name, **options)
         self._network: dict[str, Any] = {
@@ -90,7 +95,7 @@ class Mesh(PushSum):
         try:
             return to_yaml(AppScenario.model_validate(section))
         except ValueError as error:
-            raise ScenarioError(f"a mesh cannot be: {' '.join(str(error).split())}") from error
+            raise ScenarioError(f"a mesh cannot be: {' '.join(str(error).split())}", code="mesh.setting") from error
 
     def _run(self, rounds: Callable[[], Any]) -> Any:
         """Let the peers run all rounds among themselves; relay them where a peer cannot be reached."""

@@ -280,17 +280,20 @@ class PeerNetwork:
         if not 0 <= report.peer < report.n_peers <= MOST:
             raise RunError(
                 f"SuperNode {node} says partition-id={report.peer} of num-partitions={report.n_peers}: it must be 0 to "
-                f"num-partitions - 1, of at most {MOST:,}"
+                f"num-partitions - 1, of at most {MOST:,}",
+                code="nodes.partition-id",
             )
         self.n_peers = self.n_peers or report.n_peers
         if report.n_peers != self.n_peers:
             raise RunError(
-                f"SuperNode {node} says num-partitions={report.n_peers}, others {self.n_peers}: set them alike"
+                f"SuperNode {node} says num-partitions={report.n_peers}, others {self.n_peers}: set them alike",
+                code="nodes.partition-count",
             )
         before = self.node_of.get(report.peer)
         if before in there and report.peer not in self.silent:
             raise RunError(
-                f"SuperNodes {before} and {node} both claim to be peer {report.peer}; give each its own partition-id"
+                f"SuperNodes {before} and {node} both claim to be peer {report.peer}; give each its own partition-id",
+                code="nodes.repeated-peer",
             )
         self.node_of[report.peer] = node
         self.gone.discard(report.peer)
@@ -341,7 +344,9 @@ class PeerNetwork:
         """
         sealed = sorted(peer for peer, report in self.reports.items() if report.sealed)
         if sealed and len(sealed) < len(self.reports):
-            raise RunError(f"peers {sealed} seal what they send and the others do not: set PeerMod's seal alike")
+            raise RunError(
+                f"peers {sealed} seal what they send and the others do not: set PeerMod's seal alike", code="nodes.seal"
+            )
         return bool(sealed)
 
     def members(self) -> list[int]:
@@ -434,7 +439,7 @@ class PeerNetwork:
         failed = {peer: "no answer" for peer in requested if peer in self.silent}
         failed |= {peer: self.train_errors[peer] for peer in requested if peer in self.train_errors}
         if failed and len(failed) == len(requested):
-            raise RunError(f"no peer could go on: {formatted(failed)}")
+            raise RunError(f"no peer could go on: {formatted(failed)}", code="nodes.all-failed")
 
 
 def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[int, np.ndarray]:

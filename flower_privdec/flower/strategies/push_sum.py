@@ -473,7 +473,10 @@ class PushSum(Strategy):
         graph, options = self.topology, self.topology_options
         graph = build_topology(graph, n_peers, seed=self.seed, **options) if isinstance(graph, str) else graph
         if graph.n_peers != n_peers:
-            raise ScenarioError(f"topology {graph.name} joins {graph.n_peers} peers, and the SuperNodes are {n_peers}")
+            raise ScenarioError(
+                f"topology {graph.name} joins {graph.n_peers} peers, and the SuperNodes are {n_peers}",
+                code="nodes.graph",
+            )
         count = self._sampled(self.fraction_train, self.min_train_nodes, n_peers)
         kind = ("all", None) if count == n_peers else ("uniform", count / n_peers)
         self._active = build_participation(kind[0], n_peers, self.seed, kind[1])
@@ -724,5 +727,6 @@ class Gossip(PushSum):
         if not isinstance(graph, str) and graph.directed and self.weights in UNDIRECTED:
             raise ScenarioError(
                 f"topology {graph.name!r} of Gossip must be undirected, for its weights to be doubly stochastic; take "
-                "PushSum, or an undirected graph such as ring"
+                "PushSum, or an undirected graph such as ring",
+                code="mixing.directed",
             )

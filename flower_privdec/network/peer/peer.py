@@ -133,6 +133,7 @@ class RunningPeer(ABC):
             )
         codec = "" if self.arithmetic.is_exact else f", {self.network.codec}"
         codec += f", {self.final} rounds of final mixing"
+        codec += f", constants {trainer.constants}" if trainer.constants else ""
         self._digest = scenario_hash(scenario) + codec
         self._run_id, self._stopped = (numbers_hash(scenario) + codec).encode(), Event()
         device.folder.mkdir(parents=True, exist_ok=True)
@@ -482,6 +483,7 @@ class Trainer(Protocol):
         mixing: the graph and its weights.
         run: names the run in checkpoints.
         device: where the rows are.
+        constants: a hash of the parts of the model that are not trained; "" where it has none, or they are not known.
         witnessed_ledger: that neighbours see; None where there is none, or noise follows from a seed.
         pair_secrets: with neighbours, whose reports carry the keys; None where noise does not cancel between peers.
     """
@@ -500,6 +502,9 @@ class Trainer(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def constants(self) -> str: ...
 
     @property
     def witnessed_ledger(self) -> Ledger | None: ...
@@ -592,6 +597,7 @@ class ScenarioTrainer:
         own = OwnParts.of(agreement, np.array([peer]), secret, data, "network", whole=data is not None)
         self.experiment = Experiment.joined(agreement, own)
         self.run, self.device = self.experiment.own.run, self.experiment.device
+        self.constants = agreement.constants
         self._ledger_folder, self.pair_secrets = ledger_folder(scenario, folder), None
         if len(secret_pairs(scenario)):
             self.pair_secrets = AgreedSecrets(peer, numbers_hash(scenario).encode(), identities(scenario))
