@@ -324,7 +324,8 @@ def flat(record: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
-SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section
+RATE = "learning_rate"
+SHARED = (RATE, f"{RATE}_decay", f"{RATE}_schedule", f"{RATE}_warmup")  # keys of every algorithm's section
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,10 +13,11 @@ from torch import Tensor
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Exchange, Mix, State
+from flower_privdec.core.optimizers import LocalOptimizer
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise
-from flower_privdec.scenario.sections import AlgorithmSection, OwnAlgorithmSection, steps_per_round
+from flower_privdec.scenario.sections import AlgorithmSection, OptimizerSection, OwnAlgorithmSection, steps_per_round
 
 if TYPE_CHECKING:
     from flower_privdec.data import PublicSet
@@ -133,7 +134,14 @@ class Algorithm:
         """Return what each peer's steps are multiplied by: the learning rate, unless an algorithm has none."""
         section: Any = self.section
         rate = np.broadcast_to(np.asarray(section.learning_rate, dtype=np.float64), (n_peers,))
-        return LearningRate(rate, section.learning_rate_decay, rounds)
+        cosine, warmup = section.learning_rate_schedule == "cosine", section.learning_rate_warmup or 0.0
+        return LearningRate(rate, section.learning_rate_decay, rounds, cosine=cosine, warmup=warmup)
+
+    @property
+    def optimizer(self) -> LocalOptimizer | None:
+        """Return what each peer makes of its noised gradients; None where its steps are plain."""
+        section: OptimizerSection | None = getattr(self.section, "optimizer", None)
+        return None if section is None else LocalOptimizer(section)
 
     def exchange(
         self, topology: Topology, weights: str, participation: Participation, seed: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.core.exchange import State
+from flower_privdec.core.optimizers import LocalOptimizer
 from flower_privdec.data import Batch, PeerData
 from flower_privdec.gradients.protocol import GradientKernel, inputs_like, row_chunks
 from flower_privdec.graph.mixing import Mixing
@@ -87,21 +89,27 @@ class LearningRate:
         decay: share of the rounds, at the end, over which the rate falls.
         rounds: K.
         growing: whether round k counts k + 1 times as much instead, as in dual averaging, a_t = t.
+        cosine: whether it falls as half a wave does, over all rounds but those of the warmup where decay is 0.
+        warmup: share of the rounds, at the beginning, over which the rate rises linearly.
     """
 
     base: np.ndarray
     decay: float
     rounds: int
     growing: bool = False
+    cosine: bool = False
+    warmup: float = 0.0
 
     def at(self, round_index: int) -> np.ndarray:
         """Return γ of every peer in a round, [n_peers]."""
         if self.growing:
             return np.asarray(self.base * (round_index + 1))
-        falling = self.decay * self.rounds
-        if falling <= 0 or self.rounds - round_index > falling:
-            return self.base
-        return np.asarray(self.base * (self.rounds - round_index) / falling)
+        rising, left = self.warmup * self.rounds, self.rounds - round_index
+        falling = self.decay * self.rounds or (self.rounds - rising if self.cosine else 0.0)
+        share = min(1.0, left / falling) if falling > 0 else 1.0
+        share = (1 - math.cos(math.pi * share)) / 2 if self.cosine else share
+        share *= min(1.0, (round_index + 1) / rising) if rising > 0 else 1.0
+        return self.base if share == 1 else np.asarray(self.base * share)
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,7 @@ class Cohort:
         noise: where normal numbers come from.
         mechanism: how noise is made of them.
         secrets: of pairs of peers hosted here.
+        optimizer: what the peers make of their noised gradients; None takes them as they are.
         state: the state of the step under way, of which a noise mechanism sees its own rows.
         rows: where all peers stand, 0 to m - 1.
         dtype, device: of the parameters.
@@ -211,6 +220,7 @@ class Cohort:
     noise_inflation: float = 0.0
     mechanism: NoiseMechanism = INDEPENDENT
     secrets: PairSecrets = field(default_factory=lambda: PairSecrets({}))
+    optimizer: LocalOptimizer | None = None
     state: State | None = None
     seed: int = 0
     validation: Validation | None = None
@@ -301,7 +311,7 @@ class Cohort:
             estimate: adds the sums, without noise, from the step's batch.
             local_step: which step of the round, for algorithms that take several.
             receivers: int64 [r], global ids: the only receiver of each row's sums; None for all.
-            factor: what the mean over a batch is multiplied by; -γ by default.
+            factor: what the mean over a batch is multiplied by; -γ, and the optimizer's step, by default.
 
         Raises:
             TypeError: where the algorithm declares other sums, or fewer receivers.
@@ -310,6 +320,15 @@ class Cohort:
             each row's ledger before an example is read.
         """
         peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
+        if self.optimizer is not None and factor is None:
+            if self.state is None or not isinstance(sums, Tensor):
+                raise TypeError("a local optimizer takes steps of a running program with one sum")
+            gradient, again = torch.zeros_like(sums), (estimate, local_step, receivers, 1.0)
+            self.release_rows_(gradient, params, divisor, round_index, rows, *again)
+            rate, whole = self.tensor(self.learning_rate.at(round_index)[peers]), len(rows) == len(self.rows)
+            chosen = slice(None) if whole else torch.as_tensor(rows, device=self.device)
+            self.optimizer.add_step_(sums, gradient, rate, self.state.rows, chosen)
+            return
         if self.ledger is not None and estimate is not no_examples:
             self.ledger.charge(index, rows if receivers is None else np.unique(rows))
         times = -self.learning_rate.at(round_index)[peers] if factor is None else np.full(len(rows), factor)

@@ -491,6 +491,7 @@ class Experiment(Agreement):
             secrets=PairSecrets(pairs, simulated=not own.from_system),
             learning_rate=self.learning_rate,
             steps_per_round=self.algorithm.steps_per_round,
+            optimizer=self.algorithm.optimizer,
             protection=own.protection,
             ledger=None if ledger_dir is None else self._open_ledger(ledger_dir, budget, start, block),
             apart=own.from_system and own.protection is not None,
@@ -517,6 +518,8 @@ class Experiment(Agreement):
         rows = self.algorithm.initial(cohort)
         for name in cohort.mechanism.state:
             rows[STATE_PREFIX + name] = torch.zeros(len(cohort.peers), *cohort.initial.shape).to(cohort.initial)
+        if cohort.optimizer is not None:
+            rows |= cohort.optimizer.initial(len(cohort.peers), cohort.initial)
         return State(peers=cohort.peers, rows=rows)
 
 
@@ -581,13 +584,18 @@ def _state_bytes(experiment: Experiment) -> int:
         pairs += int(experiment.mixing.heard(1)[0, experiment.own.peers].sum())
     private = experiment.scenario.private
     noise_rows = len(noise_mechanism(private.noise if private else None).state)
-    buffers = algorithm.buffers(experiment.participation) + noise_rows
+    buffers = algorithm.buffers(experiment.participation) + noise_rows + _moments(experiment)
     return (buffers * rows + algorithm.edge_slots * pairs) * experiment.initial.nbytes
+
+
+def _moments(experiment: Experiment) -> int:
+    optimizer = experiment.algorithm.optimizer
+    return 0 if optimizer is None else len(optimizer.moments)
 
 
 def _checkpoint_bytes(experiment: Experiment, table: int) -> int:
     copies, rows = CHECKPOINT_COPIES + (experiment.device.type != "cpu"), len(experiment.own.peers)
-    return copies * (experiment.algorithm.slots * rows * experiment.initial.nbytes + table)
+    return copies * ((experiment.algorithm.slots + _moments(experiment)) * rows * experiment.initial.nbytes + table)
 
 
 def _copy_bytes(experiment: Experiment) -> int:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Annotated, Any, Literal, ParamSpec, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -608,6 +608,16 @@ class DualAveragingSection(Section):
     schedule: Annotated[str, catalogue.DUAL_SCHEDULES] = "strongly-convex"
     gamma: NonNegative = 20.0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_optimizer(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "optimizer" in data:
+            raise ArgumentError(
+                "optimizer must be left out: dual averaging sums its gradients and takes no step along them",
+                code="algorithm.optimizer",
+            )
+        return data
+
     def _check(self) -> None:
         if self.schedule == "strongly-convex" and not self.regularizer.strongly_convex:
             raise ArgumentError(
@@ -622,16 +632,61 @@ class DualAveragingSection(Section):
             )
 
 
+class OptimizerSection(Section):
+    """What a peer makes of its noised gradient before it takes a step; it costs no ε.
+
+    Attributes:
+        name: `sgd` takes the gradient itself; `momentum` adds to it a share of the last direction; `adam` divides its
+            running mean by the root of that of its square.
+        momentum: the share, of momentum.
+        beta1: of adam, the share of the last mean in the new one.
+        beta2: of adam, the share of the last mean of squares in the new one.
+        eps: of adam, what is added to the root.
+    """
+
+    name: Literal["sgd", "momentum", "adam"]
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Positive = 1e-8
+
+    def _check(self) -> None:
+        for key, name in {"momentum": "momentum", "beta1": "adam", "beta2": "adam", "eps": "adam"}.items():
+            if key in self.model_fields_set and name != self.name:
+                default = type(self).model_fields[key].default
+                if getattr(self, key) != default:
+                    raise ArgumentError(
+                        f"{key} belongs to optimizer {name}, not to {self.name}: remove it", code="optimizer.key"
+                    )
+
+
 class DescentSection(Section):
     """Keys of all algorithms that descend along gradients.
 
     Attributes:
         learning_rate: γ, one for all peers or one a peer.
-        learning_rate_decay: the share of the rounds, at the end, over which the learning rate falls linearly to 0.
+        learning_rate_decay: the share of the rounds, at the end, over which the learning rate falls to 0.
+        learning_rate_schedule: how it falls: linear, which it is left out, or cosine, half a wave; cosine over all
+            rounds where learning_rate_decay is 0.
+        learning_rate_warmup: the share of the rounds, at the beginning, over which the rate rises linearly to γ.
+        optimizer: what each peer makes of its noised gradient; left out, the step is γ times the gradient.
     """
 
     learning_rate: PerPeer
     learning_rate_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
+    learning_rate_schedule: Literal["linear", "cosine"] | None = None
+    learning_rate_warmup: Fraction | None = None
+    optimizer: OptimizerSection | None = None
+
+    no_optimizer: ClassVar[str] = ""  # why the algorithm takes plain steps alone
+
+    def _check(self) -> None:
+        if self.optimizer is not None and self.no_optimizer:
+            raise ArgumentError(
+                f"optimizer must be left out: {getattr(self, 'name', 'it')} {self.no_optimizer}; take privsgp, d-psgd, "
+                "fedavg, local or another that takes steps along gradients alone",
+                code="algorithm.optimizer",
+            )
 
 
 class OwnAlgorithmSection(DescentSection):
@@ -729,6 +784,8 @@ class VRSection(GradientSection):
         snapshot_every: the number of rounds between two snapshots; for table snapshot only.
     """
 
+    no_optimizer = "corrects each gradient by those of earlier models, which its analysis takes as plain steps"
+
     name: Annotated[str, catalogue.ALGORITHMS.some("privsgp-vr")]
     table: Annotated[str, catalogue.GRADIENT_TABLES] = "factored"
     snapshot_every: Count = 100
@@ -787,6 +844,8 @@ class AsynchronousSection(GradientSection):
         staleness: the most events since the model was read; left out, it is 4 n_peers.
     """
 
+    no_optimizer = "applies gradients of models as old as its staleness, which moments would keep longer"
+
     name: Annotated[str, catalogue.ALGORITHMS.some("adp2-sgd")]
     staleness: Count | None = None
 
@@ -812,12 +871,16 @@ class LocalStepsSection(GradientSection):
         local_steps: τ, how many in a round.
     """
 
+    no_optimizer = "computes its control variates from its steps, which must be plain"
+
     name: Annotated[str, catalogue.ALGORITHMS.some("scaffold")]
     local_steps: LocalSteps = 10
 
 
 class NetFleetSection(LocalStepsSection):
     """NET-FLEET: local steps along a tracked gradient."""
+
+    no_optimizer = "sends the sum of its gradients' differences, whose total must stay that of the gradients"
 
     name: Annotated[str, catalogue.ALGORITHMS.some("dp-net-fleet")]
     local_steps: LocalSteps = 5
@@ -829,6 +892,8 @@ class FedAvgSection(LocalStepsSection):
     Attributes:
         weighting: a peer counts by its number of examples, as in the paper, or all count alike.
     """
+
+    no_optimizer = ""
 
     name: Annotated[str, catalogue.ALGORITHMS.some("fedavg")]
     weighting: Literal["examples", "uniform"] = "examples"
@@ -856,6 +921,8 @@ class FedDeperSection(GradientSection):
         any_mixing_rate: whether to allow a mixing rate below 1/2, of which the paper proves nothing.
     """
 
+    no_optimizer = "pulls its two models towards each other by plain steps of both"
+
     name: Annotated[str, catalogue.ALGORITHMS.some("feddeper", "feddeper*")]
     local_steps: LocalSteps = 10
     rho: Annotated[float, Field(ge=0, lt=1)] = 0.003
@@ -863,6 +930,7 @@ class FedDeperSection(GradientSection):
     any_mixing_rate: bool = False
 
     def _check(self) -> None:
+        super()._check()
         if self.mixing_rate < 0.5 and not self.any_mixing_rate:
             raise ArgumentError(
                 f"mixing_rate={self.mixing_rate} must be in [1/2, 1], for which FedDeper is analysed; "
@@ -877,6 +945,8 @@ class CrossGradientSection(GradientSection):
     Attributes:
         momentum: β, the share of the last round's step in this one's.
     """
+
+    no_optimizer = "has a momentum of its own, which is sent"
 
     name: Annotated[str, catalogue.ALGORITHMS.some("dp-cga")]
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
@@ -896,6 +966,8 @@ class PDSLSection(GradientSection):
             out, all.
     """
 
+    no_optimizer = "has a momentum of its own, which is sent"
+
     name: Annotated[str, catalogue.ALGORITHMS.some("pdsl")]
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
     shapley: Literal["exact", "monte-carlo"] = "exact"
@@ -904,6 +976,7 @@ class PDSLSection(GradientSection):
     validation_subsample: Count | None = None
 
     def _check(self) -> None:
+        super()._check()
         check_keys(self, {"monte-carlo": ["permutations", "truncation"]}, ["truncation"], "shapley")
 
 
@@ -1524,6 +1597,13 @@ class Scenario(LocatedFile):
                 code="compute.workers",
             )
         _check_addresses(self)
+        cancelling = self.private is not None and isinstance(self.private.noise, CancellingSection)
+        if cancelling and getattr(self.algorithm, "optimizer", None) is not None:
+            raise ArgumentError(
+                "algorithm.optimizer with privacy.noise.kind=cancelling must be left out: noise of pairs "
+                "cancels in the sum of plain steps alone",
+                code="algorithm.optimizer",
+            )
         private = self.private
         if private is not None and private.schedule is not None and isinstance(self.algorithm, DynSection):
             raise ArgumentError(

@@ -55,8 +55,10 @@ def test_row_law_every_step_of_a_row_is_that_row_of_the_step(build, variant, par
                 state.at = 0
                 continue
             alone = [slice_of(state, row) for row in range(len(state.peers))]
+            whole.state = state
             item(whole, state)
             for row, one in enumerate(alone):
+                cohorts[row].state = one
                 item(cohorts[row], one)
                 assert one.rows.keys() == state.rows.keys()
                 assert one.edges.keys() == state.edges.keys()

@@ -102,7 +102,7 @@ def copies_of(experiment: Experiment) -> int:
         kernel = build_kernel(moved(experiment.module), experiment.loss, experiment.public.input_shape)
         data = PeerData(experiment.own.examples, experiment.own.sampler, FAKE, here.dtype)
         there = on_fake_gpu(here, kernel, data)
-        state = State(there.peers, rows=experiment.algorithm.initial(there))
+        state = experiment.initial_state(there)
         return third_round(Engine(experiment.algorithm, there, state))
 
 

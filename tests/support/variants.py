@@ -26,6 +26,8 @@ VARIANTS = [
     ["algorithm.name=privsgp-vr", "algorithm.table=snapshot", "algorithm.snapshot_every=2"],
     ["algorithm.name=privsgp-vr", "algorithm.table=blocks", "data.batch.sampling=blocks"],
     ["algorithm.name=feddeper", "algorithm.rho=0"],
+    ["algorithm.name=privsgp", "algorithm.optimizer={name: momentum}"],
+    ["algorithm.name=fedavg", "algorithm.optimizer={name: adam}", "algorithm.learning_rate=0.05"],
     ["algorithm.name=muffliato", "algorithm.acceleration=chebyshev"],
     ["algorithm.name=pdsl", "algorithm.shapley=monte-carlo", "algorithm.permutations=3", "algorithm.truncation=0.01"],
     *(
