@@ -597,7 +597,8 @@ def test_lines_join_numbers_and_never_categories(
     result = made_up(path, tmp_path / "cells", by_place(GRID))
     axes = new_figure(4, 3).add_subplot()
     assert _draw_panel(axes, result.part.figures[0], result, {})
-    drawn = [line for line in axes.get_lines() if line.get_marker() == "o"]
+    drawn = [line for line in axes.get_lines() if line.get_marker() in ("o", "s")]
+    assert {line.get_marker() for line in drawn} == {"o", "s"}  # lines that meet differ by these too
     assert len(drawn) == 2
     assert sum(line.get_linestyle() != "None" for line in drawn) == lines
     places = [tuple(line.get_xdata()) for line in drawn]
