@@ -27,7 +27,7 @@ from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.data import readers
 from flower_privdec.data.readers import EMBEDDED, Rows, Source, Split, Wanted, read_npz, read_own, read_svmlight, some
-from flower_privdec.data.tables import read_image_folder, read_table
+from flower_privdec.data.table_files import read_image_folder, read_table
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
 from flower_privdec.scenario.sections import PEER, DataSection

@@ -324,7 +324,7 @@ def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
     right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
     if not right or (labels.dtype.kind == "f" and not bool((labels == np.rint(labels)).all())):
         raise ScenarioError(
-            f"{name} is {labels.dtype} {list(labels.shape)}: classes must be whole numbers of shape [N]; for "
+            f"{name} is {labels.dtype} {list(labels.shape)}: it must be whole numbers of shape [N]; for "
             "regression set task: {loss: mse}",
             code="data.labels",
         )
