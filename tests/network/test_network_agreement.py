@@ -88,14 +88,14 @@ def farthest(models: torch.Tensor) -> float:
 @pytest.mark.parametrize("variant", EXCHANGING, ids=" ".join)
 def test_all_devices_end_with_one_model(variant: list[str], mode: str, tiny: Tiny, tmp_path: Path) -> None:
     network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
-    scenario = tiny(*settings_for(*variant), "rounds=3", network)
+    scenario = tiny(*settings_for(*variant), "rounds=2", network)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
     with ThreadPoolExecutor(len(peers)) as pool:
         list(pool.map(finish, peers))
     assert farthest(models_of(scenario, peers)) < APART
     for peer in peers:
         assert peer.shortcoming() is None
-        assert peer.status()["round"] == 3
+        assert peer.status()["round"] == 2
         assert final_path(peer.device.folder).exists()
 
 
