@@ -157,6 +157,8 @@ class Hello:
         acknowledged: the number of the last share that the receiver acknowledged.
         received: the number of the last share absorbed from the receiver.
         seen, seen_boot: number and boot of the last share that came from the receiver, on disk or not.
+        want: what the sender lacks of weight, for the driver alone: 0 where that is not known, 1 where it has none to
+            spare, 2 where it waits for some.
     """
 
     sender: int
@@ -174,6 +176,7 @@ class Hello:
     received: int
     seen: int
     seen_boot: int
+    want: int = 0
 
 
 @dataclass(frozen=True, eq=False)

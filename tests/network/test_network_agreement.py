@@ -29,8 +29,8 @@ from flower_privdec.graph.mixing import Mixing, rounds_to_agree
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.network.local.fault_proxy import Faults
 from flower_privdec.network.peer import asynchronous
-from flower_privdec.network.peer.asynchronous import LEAST
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
+from flower_privdec.network.peer.pace import LEAST
 from flower_privdec.network.peer.peer import APART, PeerDevice, RunningPeer, final_path
 from flower_privdec.network.transport.transport import MemoryNetwork
 from flower_privdec.scenario import Scenario
@@ -377,14 +377,13 @@ def test_no_step_is_taken_with_little_weight_and_the_floor_sinks_where_no_share_
 ) -> None:
     peer, now = held(tiny, tmp_path), [0.0]
     monkeypatch.setattr(asynchronous, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    peer._above = 0.0
+    peer.floor._above = 0.0
     for weight, waits in ((1.0, False), (LEAST, False), (0.9 * LEAST, True)):
         peer.state.rows["w"].fill_(weight)
         assert peer._held(3) is waits
     now[0] = 0.9 * peer.network.deadline
     assert peer._held(3)
     now[0] = 1.1 * peer.network.deadline  # all may have as little, and one has to go on
-    assert peer._held(3)
     assert not peer._held(3)
     monkeypatch.undo()
     peer.close()

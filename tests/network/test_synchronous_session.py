@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from random import Random
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from flower_privdec.graph.topology import build_topology
 from flower_privdec.network.peer.connections import Messages
 from flower_privdec.network.peer.synchronous import GONE, Machine, SynchronousSession
 from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.pushsum import frames, lockstep
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage, formats_of
 from flower_privdec.pushsum.lockstep import Timetable
+from tools import fuzz_peer
 
 ROWS = {"x": torch.arange(3.0)}
 
@@ -158,3 +162,28 @@ def test_rows_that_come_early_are_answered_once_they_were_used_and_the_answer_is
     mine.answered(1, words, carried(other, mine, answer()))
     assert not mine.machine.behind(1)
     assert not other.has_news(0, time.monotonic())
+
+
+def test_no_message_of_a_member_moves_what_others_sent_or_ends_a_run_without_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fuzz_peer.fuzz(Random(1), 300) > 50
+    monkeypatch.setattr(sys, "argv", ["fuzz_peer", "--minutes", "0.001"])
+    fuzz_peer.main()
+    assert "calls taken, all others refused in one line" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mistake", ["numbers are not checked", "places are not checked", "the last message counts"])
+def test_a_mistake_in_what_a_synchronous_peer_takes_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mistake == "numbers are not checked":
+        monkeypatch.setattr(frames, "_has_finite_sum", lambda part: True)
+    elif mistake == "places are not checked":
+        monkeypatch.setattr(lockstep.Lockstep, "_check", lambda *arguments: None)
+    else:
+        monkeypatch.setattr(
+            lockstep.Lockstep,
+            "take",
+            lambda self, sender, place, item: self._heard.setdefault(place, {}).update({2: item}),
+        )
+    with pytest.raises(AssertionError):
+        fuzz_peer.fuzz(Random(1), 1_000)

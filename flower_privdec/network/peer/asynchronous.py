@@ -23,7 +23,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from statistics import median
 from typing import Any, ClassVar
 
@@ -37,6 +36,7 @@ from flower_privdec.core import Exchange, Mix, Reply, State
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.graph.mixing import PartlyHeard
 from flower_privdec.network.peer.connections import Messages, Session
+from flower_privdec.network.peer.pace import Pace, Want, WeightFloor
 from flower_privdec.network.peer.peer import AGREE, POLL, RunningPeer
 from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.pushsum.exactly_once import (
@@ -57,9 +57,7 @@ _log = logging.getLogger(__name__)
 SURPLUS = 2.0  # times the weight of all peers: no share has more
 MANY = 16  # frames in a call beside rows
 LOST = 4  # calls in a row that do not reach a neighbour, until it counts as lost
-LEAST = 0.4  # of the weight that it would have without delays: a peer keeps so much, for steps at x / w grow
-MEASURED = 128  # rounds of a random graph, in which that weight is computed
-LITTLE = 1e-3  # of a share: less is not sent
+MEASURED = 128  # rounds of a random graph, in which the least weight of a peer is computed
 KEPT = 0.5  # of its weight: what a peer keeps where it mixes while it waits
 SPAN = 16  # rounds of a random graph in which a peer exchanges with all of its quorum
 PATIENCE = 3.0
@@ -204,11 +202,16 @@ class AsynchronousSession(Session):
         n_peers: of the run, which is the push-sum weight of all of them together; inf where no peer knows that.
         retry: seconds between two hellos.
         rounds: of the run.
+        silent: neighbours that never send shares or rows to this peer.
 
     Attributes:
         rounds: the round of each neighbour as far as is known: that of the shares or rows that it sends next. A message
             that was under way for a while does not set it back, only a boot does: a hello of the last round may come
             before a share of an earlier one, and is the last message there is.
+        boots: of the process of each neighbour that reported its round.
+        reached: the round of each neighbour as far as it follows from what it exchanged: shares or rows, or where it
+            sends none, the acknowledgement of a share.
+        stepped: the round after that of the last rows of each neighbour's process, whose step is done.
         is_new: whether this peer has nothing of the run yet; then it joins late where a neighbour is under way.
         joins: whether it does.
         places: round and exchange of the last rows of each neighbour, but for replies.
@@ -222,6 +225,8 @@ class AsynchronousSession(Session):
         quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
         informed: the last round of this peer that each neighbour is known to have heard of; -1 for none.
         reported_to: the last round of this peer in a call or an answer to each neighbour; -1 for none.
+        want: what this peer lacks of push-sum weight while it waits, which its hellos report.
+        wants: what each neighbour lacks, as far as it reported since its last share.
     """
 
     def __init__(
@@ -233,6 +238,7 @@ class AsynchronousSession(Session):
         retry: float,
         rounds: int,
         n_peers: float,
+        silent: Collection[int] = (),
     ) -> None:
         sizes = [frame_size(formats) for formats in (frames.shares or {}, *frames.exchanges.values())]
         super().__init__(witness, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
@@ -240,7 +246,11 @@ class AsynchronousSession(Session):
         self._most_weight = SURPLUS * n_peers
         self.quarantined: dict[int, str] = {}
         self.rounds: dict[int, int] = {}
-        self._boots: dict[int, int] = {}  # in which each neighbour reported its round
+        self.boots: dict[int, int] = {}
+        self.reached: dict[int, int] = {}
+        self.stepped: dict[int, int] = {}
+        self._silent = silent
+        self.want, self._announced, self.wants = Want.UNKNOWN, Want.UNKNOWN, dict[int, int]()
         self.is_new = self.joins = False
         self.places: dict[int, tuple[int, int]] = {}
         self.stale: str | None = None
@@ -281,10 +291,26 @@ class AsynchronousSession(Session):
         """Return the newest rows of an exchange from each of some neighbours, and forget them."""
         return {neighbor: self._rows[at].pop(neighbor) for neighbor in sorted(senders) if neighbor in self._rows[at]}
 
+    def report(self, want: Want) -> None:
+        """Report what this peer lacks: at once where one waits for weight, and else with the next hello."""
+        self.want, self._announced = want, min(want, self._announced)
+        if self.has_report():
+            self._announced = want
+            for queue in self._queues.values():
+                queue.hello_at = 0.0
+
+    def has_report(self) -> bool:
+        """Return whether there is something to report at once."""
+        return self.want > self._announced and Want.WAITS in (self.want, *self.wants.values())
+
     def is_informed(self, neighbor: int, round_index: int) -> bool:
         """Return whether nothing is left to send to a neighbour, which knows of a round."""
         queue = self._queues[neighbor]
         return not (queue.hellos or queue.acknowledgements) and self.informed[neighbor] >= round_index
+
+    def has_rows(self, neighbor: int) -> bool:
+        """Return whether rows for a neighbour are still to be sent."""
+        return bool(self._queues[neighbor].rows)
 
     def is_lost(self, neighbor: int) -> bool:
         """Return whether a neighbour has not been reached for some calls; one that refuses them is there."""
@@ -337,16 +363,20 @@ class AsynchronousSession(Session):
                 reply = self._receive_hello(message)
                 replies += [] if reply is None else [reply]
             elif isinstance(message, LedgerReport):
-                if message.boot == self._boots.get(caller):
+                if message.boot == self.boots.get(caller):
                     self.rounds[caller] = max(message.round_index, self.rounds[caller])
             elif isinstance(message, Acknowledgement):
                 if self.protocol.acknowledge(message):
                     self._meet(caller)
+                    if caller in self._silent:
+                        self.reached[caller] = self.rounds.get(caller, 0)
             elif isinstance(message, FrozenShare):
                 self._check_weight(message)
                 if self.protocol.receive(message):
                     self._meet(caller)
                     self.rounds[caller] = max(message.round_index + 1, self.rounds.get(caller, 0))
+                    self.reached[caller] = self.rounds[caller]
+                    self.wants.pop(caller, None)
             elif not isinstance(message, RowMessage) or not self.protocol.is_open(caller):
                 raise RefusedError(
                     f"peer {caller} must greet peer {self.peer} first, which has started since", code="edge.closed"
@@ -356,6 +386,8 @@ class AsynchronousSession(Session):
                 self._meet(caller)
                 if message.at not in self._replies:
                     self.rounds[caller] = max(message.round_index, self.rounds.get(caller, 0))
+                    self.reached[caller] = self.rounds[caller]
+                    self.stepped[caller] = message.round_index + 1
                     self.places[caller] = message.round_index, message.at
         return replies
 
@@ -406,11 +438,14 @@ class AsynchronousSession(Session):
         except StaleStateError as error:
             self.stale = str(error)
             return None
-        if self._boots.get(neighbor) != hello.boot:
-            self._boots[neighbor] = hello.boot
+        if self.boots.get(neighbor) != hello.boot:
+            self.boots[neighbor] = hello.boot
             self.rounds[neighbor] = hello.round_index
+            self.reached.pop(neighbor, None)
+            self.stepped.pop(neighbor, None)
             queue.failures = 0  # to reach the process before
         self.rounds[neighbor] = max(hello.round_index, self.rounds[neighbor])
+        self.wants[neighbor] = hello.want
         if queue.share is not None and queue.share.number > hello.seen:
             queue.share = None  # it did not come
         if not has_shares and self.protocol.is_open(neighbor) and neighbor not in self._checked:
@@ -420,12 +455,13 @@ class AsynchronousSession(Session):
                 self.ahead = last
                 self.joins |= self.is_new  # it has lost all it had
                 self.stale = f"peer {neighbor} has rows of round {last} of this peer, which remembers {self.resumed_at}"
-        return None if reply is None else self._with_rows(reply)
+        return None if reply is None else self._completed(reply)
 
-    def _with_rows(self, hello: Hello) -> Hello:
-        """Return a hello that reports, where no shares do, which rows of a neighbour were the last to come."""
-        has_shares = self.frames.shares is not None
-        return hello if has_shares else replace(hello, seen=self.places.get(hello.receiver, (-1, 0))[0] + 1)
+    def _completed(self, hello: Hello) -> Hello:
+        """Return a hello that reports what this peer lacks of weight, or which rows of a neighbour were the last."""
+        if self.frames.shares is not None:
+            return replace(hello, want=int(self.want)) if self.want else hello
+        return replace(hello, seen=self.places.get(hello.receiver, (-1, 0))[0] + 1)
 
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Session."""
@@ -450,7 +486,7 @@ class AsynchronousSession(Session):
         queue = self._queues[neighbor]
         messages: list[Message] = [*queue.hellos]
         if now >= queue.hello_at:
-            messages.append(self._with_rows(self.protocol.hello(neighbor)))
+            messages.append(self._completed(self.protocol.hello(neighbor)))
         messages += self._due(neighbor)
         if not all(isinstance(message, Acknowledgement) for message in messages):  # which a hello makes up for
             queue.hello_at = now + self._retry
@@ -518,20 +554,19 @@ class AsynchronousPeer(RunningPeer):
         frames, scenario = FrameCodec(self._run_id, shares, exchanges), self.trainer.scenario
         by_examples = getattr(self.trainer.algorithm, "by_examples", False)
         total = math.inf if by_examples else scenario.n_peers
+        silent = [j for j in neighbors if peer not in timetable.receivers_ever(j)]
         self.session = AsynchronousSession(
-            self.protocol, self.witness, frames, self._replies, self.network.retry, self.end, total
+            self.protocol, self.witness, frames, self._replies, self.network.retry, self.end, total, silent
         )
         self._resumed, self._sent = bool(checkpoints), False
         self.session.resumed_at = self.state.round_index
         self._unit_weight = self._weight() == 1.0
         if checkpoints:
             self._restore(checkpoints[-1])
-        self._full = self._weight()  # what it was when something was added last
         self._span = self.mixing.topology.period or SPAN
-        self._relief, self._above = (
-            1.0,
-            time.monotonic(),
-        )  # the floor is lowered by this; when the weight last was above
+        usual = self._lowest() if "w" in mass and self._unit_weight else self._weight()
+        self.floor = WeightFloor(usual if "w" in mass else 0.0, deadline, time.monotonic())
+        self._pace, self._is_alone = Pace(self.network.lead), False  # whether it waits for a quorum
         self._came: dict[int, int] = {}  # the round of the last share of each neighbour that was added
         self._agreed = set[int]()  # rounds of a period in which what came agreed with this peer, since some did not
         self._given_up: set[int] = set()  # neighbours that are not waited for any more in final mixing
@@ -669,6 +704,8 @@ class AsynchronousPeer(RunningPeer):
         if self._held(round_index):
             self._tend(lambda: not self._held(round_index), round_index, every=self.network.retry)
         self.waits_for = ""
+        with self.connections.changed:
+            self.session.report(Want.UNKNOWN)
         turns = [self._turn(round_index, at) for at in self.timetable.exchanges]
         is_exchanged = self._is_due(round_index) or not self.mixing.sends_shares
         if is_exchanged and any(turn.senders | turn.receivers for turn in turns):
@@ -677,27 +714,26 @@ class AsynchronousPeer(RunningPeer):
 
     def _held(self, round_index: int) -> bool:
         """Return whether a round's steps have to wait, and note for what."""
-        session, network, weight, floor = self.session, self.network, self._weight(), self._floor()
-        is_active, now = self.trainer.is_active(round_index), time.monotonic()
+        session, network, weight = self.session, self.network, self._weight()
+        is_active = self.trainer.is_active(round_index)
         with self.connections.changed:
             needed = min(network.quorum, len(self._neighbors)) if is_active and network.alone == "wait" else 0
             exchanging = [step for step in session.met.values() if step > session.steps - self._span]
-            up = filter(self._is_up, self._neighbors)  # who sent rows of a round is done with it
-            rounds = {j: max(session.rounds.get(j, 0), session.places.get(j, (-1, 0))[0] + 1) for j in up}
-        slowest = min(rounds, key=rounds.__getitem__, default=None)
+            up = filter(self._is_up, self._neighbors)
+            rounds = {j: max(session.rounds.get(j, 0), session.stepped.get(j, 0)) for j in up}
+            slowest = self._pace.slowest(round_index, rounds, session.boots)
+        lacks_weight = self.floor.lacks(weight, time.monotonic())
+        self._is_alone = bool(needed) and (len(exchanging) < needed or max(exchanging) < session.steps)
         self.waits_for = ""
         if self._joining or weight <= 0:
             self.waits_for = "a model of a neighbour"
-        elif needed and (len(exchanging) < needed or max(exchanging) < session.steps):
+        elif self._is_alone:
             self.waits_for = f"{needed} of its neighbours to exchange with it"
-        elif slowest is not None and network.lead is not None and round_index - rounds[slowest] >= network.lead:
+        elif slowest is not None:
             self.waits_for = f"peer {slowest}, which is in round {rounds[slowest]}"
-        elif weight >= floor:
-            self._relief, self._above = 1.0, now
-        elif is_active:
-            if now - self._above > network.deadline:  # no share comes: the others may have lost theirs too
-                self._relief, self._above = self._relief / 2, now
-            self.waits_for = f"shares of its neighbours, for its push-sum weight {weight:.2g} is below {floor:.2g}"
+        elif lacks_weight and is_active:
+            below = f"{weight:.2g} is below {self.floor.value:.2g}"
+            self.waits_for = f"shares of its neighbours, for its push-sum weight {below}"
         return bool(self.waits_for)
 
     def _is_up(self, neighbor: int, at_the_end: bool = False) -> bool:
@@ -726,7 +762,7 @@ class AsynchronousPeer(RunningPeer):
         Args:
             round_index: this peer's; neighbours that are in earlier ones are given something in return.
             every: seconds between two times that it mixes with all neighbours, at once where none exchanged with this
-                process yet; None for never.
+                process yet, or where it waits for that and nothing is under way; None for never.
             saved: the round that is put on disk; this peer's when not given.
         """
         due = time.monotonic() + (every or 0.0) * bool(self.session.met)
@@ -736,15 +772,17 @@ class AsynchronousPeer(RunningPeer):
             offers = (j for at in (*mixes, self.timetable.final_at) for j in self.session.senders(at))
             if self._joining and any(True for _ in offers):
                 return True
-            rows = (j for at in mixes for j in self.session.senders(at))
-            return bool(self._waiting() or (not self.mixing.sends_shares and self._behind(rows, round_index)))
+            if self.mixing.sends_shares:
+                is_wanted = self._poor() or self._is_stuck() or self.session.has_report() or self._can_begin()
+                return bool(self._waiting() or is_wanted)
+            return bool(self._behind((j for at in mixes for j in self.session.senders(at)), round_index))
 
         while not ready():
             if self._joining:
                 self._adopt([*mixes, self.timetable.final_at])
             self._relay(round_index, saved)
             now = time.monotonic()
-            if every is not None and now >= due:
+            if every is not None and (now >= due or self._can_begin()):
                 self._mix_meanwhile(round_index)
                 due = now + every
             self._check_left()
@@ -802,7 +840,8 @@ class AsynchronousPeer(RunningPeer):
         with self.connections.changed:
             absorbed = self.protocol.absorb(None if k < self.rounds else k)
         if absorbed:
-            self._full = self._weight()
+            if not self._unit_weight:
+                self.floor.usual = self._weight()
             self._absorbed |= {share.sender for share in absorbed}
             self._came |= {share.sender: share.round_index for share in absorbed}
         if own is not None:
@@ -813,7 +852,6 @@ class AsynchronousPeer(RunningPeer):
         """Return this peer's push-sum weight; 1 where there is none."""
         return float(self.protocol.mass["w"]) if "w" in self.protocol.mass else 1.0
 
-    @cached_property
     def _lowest(self) -> float:
         """Return the lowest weight that this peer would have if all were as fast, from 1 at the beginning."""
         n, lowest = self.mixing.n_peers, 1.0
@@ -822,12 +860,6 @@ class AsynchronousPeer(RunningPeer):
             weights = self.mixing.matrix(k).apply(weights)
             lowest = min(lowest, float(weights[self.device.peer]))
         return lowest
-
-    def _floor(self) -> float:
-        """Return the weight below which this peer takes no private step, and sends nothing."""
-        if "w" not in self.protocol.mass:
-            return 0.0
-        return LEAST * self._relief * (self._lowest if self._unit_weight else self._full)
 
     # --- exchanges ---
 
@@ -864,7 +896,7 @@ class AsynchronousPeer(RunningPeer):
         if is_due:
             self._waited = 0.0
             with self.connections.changed:
-                self.policy.begin(self.session.rounds)
+                self.policy.begin(self.session.reached)
         if not shares:
             self._gossip(exchange, self.state)
             return
@@ -883,7 +915,7 @@ class AsynchronousPeer(RunningPeer):
             sent: whether this was done before a crash, up to the commit.
         """
         turn = self._turn(round_index, self.state.at)
-        outgoing, incoming = turn.weights, turn.senders
+        outgoing, incoming = self._redirected(turn), turn.senders
         self._late = set[int]()
         if not sent:
             self._late = self._make_ready(outgoing, set(outgoing) - incoming)
@@ -893,6 +925,14 @@ class AsynchronousPeer(RunningPeer):
         self._await_senders(incoming, lambda j: j in self._absorbed or j in waiting() or rounds.get(j, 0) > round_index)
         self._absorb()
         self._absorbed -= incoming
+
+    def _redirected(self, turn: Turn) -> Mapping[int, float]:
+        """Return the weights of a turn's receivers; where all of them are down, of others that this peer sends to."""
+        is_open, receivers = self.protocol.is_open, self.timetable.receivers_ever(self.device.peer)
+        others = [*filter(is_open, receivers)]
+        if any(map(is_open, turn.weights)) or not (turn.weights and others):
+            return turn.weights
+        return dict.fromkeys(others, sum(turn.weights.values()) / len(others))
 
     def _make_ready(self, receivers: Collection[int], unheard: Collection[int]) -> set[int]:
         """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way.
@@ -921,19 +961,15 @@ class AsynchronousPeer(RunningPeer):
             return set()
         return {j for j in self._neighbors if round_index - self.session.reported_to[j] >= max(1, lead - 1)}
 
-    def _split(self, round_index: int, weights: Mapping[int, float], floor: float | None = None) -> None:
+    def _split(self, round_index: int, weights: Mapping[int, float], keeping: bool = True) -> None:
         """Freeze shares, of which this peer keeps at least its floor.
 
         Args:
             weights: of the receivers; they are scaled down where too little would be left.
-            floor: in place of the floor.
+            keeping: whether they are.
         """
-        floor = self._floor() if floor is None else floor
-        weight, sent = self._weight(), sum(weights.values())
-        spare = max(0.0, 1 - floor / weight) if weight > 0 else 0.0
-        scale = min(1.0, spare / sent) if sent > 0 else 0.0
         with self.connections.changed:
-            self.protocol.split(round_index, {j: part * scale for j, part in weights.items()} if scale > LITTLE else {})
+            self.protocol.split(round_index, self.floor.parts(self._weight(), weights) if keeping else weights)
 
     def _settle(self) -> None:
         """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
@@ -1025,7 +1061,7 @@ class AsynchronousPeer(RunningPeer):
                 if self.protocol.uncommitted():
                     self._commit(k)
                 self._await_finally(turn.receivers, self.protocol.is_ready, k)
-                self._split(k, turn.weights, floor=0.0)
+                self._split(k, turn.weights, keeping=False)
                 self._commit(k + 1, self._neighbors)
             self._await_finally(senders, lambda j: self._came.get(j, -1) >= k or self.protocol.has_passed(j, k), k + 1)
             self._absorb()
@@ -1101,18 +1137,7 @@ class AsynchronousPeer(RunningPeer):
         if self.session.stale is not None:
             self._reset()
         if self.mixing.sends_shares:
-            if not (waiting := self._waiting()):
-                return False
-            self._absorb()
-            receivers = set[int]()
-            if behind := self._behind(waiting, round_index):
-                (at,) = self.timetable.exchanges
-                column = self._turn(min(waiting[j] for j in behind), at).weights
-                receivers = {*self._behind(column, round_index)}
-                self._split(max(0, round_index - 1), {j: column[j] for j in receivers})
-            saved = round_index if saved is None else saved
-            self._commit(saved, self._uninformed(saved) | receivers)
-            return True
+            return self._relay_shares(round_index, round_index if saved is None else saved)
         done, exchanges = False, dict(self.timetable.exchanges)
         if round_index >= self.end:
             exchanges[self.timetable.final_at] = self.timetable.final_exchange
@@ -1128,6 +1153,62 @@ class AsynchronousPeer(RunningPeer):
                 self.state.rows = state.rows
                 done = True
         return done
+
+    def _relay_shares(self, round_index: int, saved: int) -> bool:
+        """Add shares that came, give some to neighbours that are behind or wait for weight, and report what is lacking.
+
+        See `_relay`.
+        """
+        waiting, poor = self._waiting(), self._poor()
+        if waiting or poor or self.protocol.uncommitted():
+            self._absorb()
+            receivers = dict.fromkeys(poor, (1 - KEPT) / max(1, len(poor)))
+            if behind := self._behind(waiting, round_index):
+                (at,) = self.timetable.exchanges
+                column = self._turn(min(waiting[j] for j in behind), at).weights
+                receivers = {j: column[j] for j in self._behind(column, round_index)} or receivers
+            self._split(max(0, round_index - 1), receivers)
+            self._commit(saved, self._uninformed(saved) | {*receivers})
+        with self.connections.changed:
+            want = self.floor.want(self._weight(), self._is_under_way())
+            if want and round_index < self.rounds:
+                want = Want.WAITS if self._is_alone else want
+            elif want:
+                want = Want.NOTHING_TO_SPARE  # final mixing takes any weight
+            self.session.report(want)
+            if self._is_stuck():
+                self.floor.relieve(self._weight())
+                self.session.report(Want.UNKNOWN)
+            self.connections.notify()
+        return bool(waiting or poor)
+
+    def _is_under_way(self) -> bool:
+        """Return whether something is on its way to a neighbour that is up, or came and is not acknowledged."""
+        protocol, opened = self.protocol, [*filter(self.protocol.is_open, self._neighbors)]
+        sent = any(protocol.owes(j) or self.session.has_rows(j) for j in opened)
+        return sent or bool(protocol.waiting_rounds() or protocol.uncommitted())
+
+    def _can_begin(self) -> bool:
+        """Return whether this peer waits for an exchange that it can begin itself, as none is under way."""
+        if not self._is_alone or self.floor.want(self._weight(), under_way=False):
+            return False
+        with self.connections.changed:
+            met, steps, is_ready = self.session.met, self.session.steps, self.protocol.is_ready
+            receivers = self.timetable.receivers_ever(self.device.peer)
+            unmet = any(is_ready(j) and met.get(j, -1) < steps for j in receivers)
+            return unmet and not self._is_under_way()
+
+    def _poor(self) -> list[int]:
+        """Return the neighbours that wait for weight and can be sent some, where this peer has some to spare."""
+        waiting = [j for j, want in self.session.wants.items() if want == Want.WAITS and self.protocol.is_ready(j)]
+        if not waiting or self.floor.want(self._weight(), under_way=False):
+            return []
+        return [j for j in self.timetable.receivers_ever(self.device.peer) if j in waiting]
+
+    def _is_stuck(self) -> bool:
+        """Return whether this peer, which has some weight, and all neighbours that are up have none to spare."""
+        wants = [self.session.wants.get(j, Want.UNKNOWN) for j in self._neighbors if self._is_up(j, at_the_end=True)]
+        return self._weight() > 0 and self.floor.is_stuck(self.session.want, wants)
 
     def _behind(self, neighbors: Iterable[int], round_index: int) -> list[int]:
         """Return which of some neighbours are in earlier rounds."""
