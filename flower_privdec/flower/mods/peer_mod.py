@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -274,7 +275,7 @@ class RequestHandler:
         self.known: KnownPeers = held.get(self._known_path, lambda: KnownPeers(folder, place.known_peers))
         saved = held.get(self.path, lambda: load_state(self.path))
         self.state: PeerState | None = saved.restored() if isinstance(saved, SavedState) else saved
-        self._dual = DualStep.from_json(request.dual)
+        self._dual = DualStep.from_json(request.dual) if request.dual else None
         if self.state is not None and self._dual is not None:
             self.state.dual = (self._dual, max(1, request.round_index))
         self._seal = PeerSeal(self.identity, self.known) if seal else None
@@ -632,6 +633,9 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
     return value
 
 
+_privacy_of = lru_cache(maxsize=64, typed=True)(app_privacy)  # of a message's numbers, which are most often the same
+
+
 LEGACY_RECORDS = ("('fitins.", "('evaluateins.")
 LEGACY_CLIENT = (
     "the ClientApp has a client_fn, Flower's legacy interface: register its functions instead, `@app.train()` with "
@@ -730,7 +734,7 @@ class PeerMod:
             RunError, ScenarioError: a setting is missing or wrong.
         """
         numbers = {name: setting_of(name, value, context) for name, value in self._settings.items()}
-        return app_privacy(**numbers)  # type: ignore[arg-type]
+        return _privacy_of(**numbers)
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message in the app's place, and let it answer what is its own."""
