@@ -166,6 +166,9 @@ DATASETS = Choice(
         "synthetic-words": "2,000 + 500 drawn texts of up to 20 words of 200, 4 topics",
         "synthetic-sparse": "2,000 + 500 drawn texts of 47,236 features, some 73 each, 2 classes",
         "npz": "your own: root is an .npz file with x_train, y_train, x_test, y_test",
+        "csv": "your own table: root and test are CSV files, whose columns table names",
+        "parquet": "your own table: root and test are Parquet files, whose columns table names",
+        "image-folder": "your own images: root and test have a folder of images for each class of labels",
         "svmlight": "your own: root and test are svmlight files (plain, .gz, .bz2) of n_features features, kept sparse",
     }
 )

@@ -27,6 +27,7 @@ from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.data import readers
 from flower_privdec.data.readers import EMBEDDED, Rows, Source, Split, Wanted, read_npz, read_own, read_svmlight, some
+from flower_privdec.data.table_files import read_image_folder, read_table
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
 from flower_privdec.scenario.sections import PEER, DataSection
@@ -205,8 +206,12 @@ _READERS: dict[str, Callable[..., Source]] = DATASETS.bind(
         "cifar10": partial(readers.read_images, "CIFAR10"),
         "npz": read_npz,
         "svmlight": read_svmlight,
+        "csv": read_table,
+        "parquet": read_table,
+        "image-folder": read_image_folder,
     }
 )
+OF_A_SECTION = ("csv", "parquet", "image-folder")  # whose columns or classes the scenario names
 OWN = "own"  # the ledger's name of all data of users' functions: a renamed function must not start at ε = 0
 
 
@@ -276,7 +281,10 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
     if not isinstance(name, str):
         return read_own(name.module, root, name.arguments, requested)
     DATASETS.check(name, "data.dataset")
-    source = _READERS[name]() if name in EMBEDDED else _READERS[name](root, requested)
+    if name in EMBEDDED:
+        source = _READERS[name]()
+    else:
+        source = _READERS[name](section, root, requested) if name in OF_A_SECTION else _READERS[name](root, requested)
     if source.targets != targets:
         raise ScenarioError(
             f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "

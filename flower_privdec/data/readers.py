@@ -324,7 +324,9 @@ def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
     right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
     if not right or (labels.dtype.kind == "f" and not bool((labels == np.rint(labels)).all())):
         raise ScenarioError(
-            f"{name} is {labels.dtype} {list(labels.shape)}: it must be whole numbers of shape [N]", code="data.labels"
+            f"{name} is {labels.dtype} {list(labels.shape)}: it must be whole numbers of shape [N]; for "
+            "regression set task: {loss: mse}",
+            code="data.labels",
         )
     if bool((np.abs(labels.astype(np.float64)) > MOST_CLASSES).any()):  # infinity, too
         raise ScenarioError(

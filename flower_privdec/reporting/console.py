@@ -23,6 +23,7 @@ from flower_privdec.reporting import wording
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import GraphSection, ModelSection, Section, algorithm_options
 
+# `KEY: ... left out, WHAT;` of a docstring's Attributes: what a key is where a scenario leaves it out.
 LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
 
 

@@ -113,7 +113,7 @@ def _model_at(loc: Location, root: type[BaseModel], data: Any) -> type[BaseModel
         else:
             matching = [model for model in models if part in _tags(model)]
         models = matching or models
-        if form_of := getattr(models[0], "form_of", None):
+        if form_of := getattr(models[0], "form_of", None):  # a user's algorithm, whose keys its own class declares
             models = [form_of(data)]
     return models[0]
 

@@ -241,6 +241,57 @@ DatasetChoice = Annotated[
 ]
 
 
+Scaling = Annotated[
+    tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+]
+
+
+class TableSection(Section):
+    """Which columns of a table are features, and by which public constants they become numbers.
+
+    Means, deviations and categories that are computed from private rows are releases that no ledger counts: name what
+    is known without them.
+
+    Attributes:
+        target: the column of what is learned: a class (see data.labels), or a number.
+        target_scale: a center and a scale of a target that is a number: the model learns (target - center) / scale.
+        numbers: for each column of numbers a center and a scale: the feature is (value - center) / scale.
+        categories: for each column of categories all that there are: a feature for each, 1 where a row has it.
+        missing: a missing value, or a column that a file lacks, is refused; or center, it counts as the center, or as
+            no category; or flag, so too, and a feature more for every column is 1 where it is missing.
+        missing_values: the texts that stand for a missing value.
+        delimiter: of CSV.
+    """
+
+    target: str
+    target_scale: Scaling | None = None
+    numbers: dict[str, Scaling] = Field(default_factory=dict)
+    categories: dict[str, list[str]] = Field(default_factory=dict)
+    missing: Literal["refused", "center", "flag"] = "refused"
+    missing_values: list[str] = Field(default_factory=lambda: ["", "NA", "N/A", "NaN", "nan", "null", "?"])
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+
+    def _check(self) -> None:
+        names = [self.target, *self.numbers, *self.categories]
+        if len(names) < 2 or len(set(names)) < len(names):
+            raise ArgumentError(
+                "numbers and categories must name one column at least, each once, and not the target",
+                code="table.columns",
+            )
+        for name, (center, scale) in {**self.numbers, "target_scale": self.target_scale or (0.0, 1.0)}.items():
+            if not (math.isfinite(center) and math.isfinite(scale) and scale > 0):
+                raise ArgumentError(
+                    f"{name} has center {center} and scale {scale}, which must be finite, the scale > 0: constants "
+                    "that are public, for those of private rows are a release",
+                    code="table.scale",
+                )
+        for name, listed in self.categories.items():
+            if not listed or len(set(listed)) < len(listed):
+                raise ArgumentError(
+                    f"categories.{name} must list each category once, and one at least", code="table.categories"
+                )
+
+
 class DataSection(Section):
     """Which data, how much of it, and how it is dealt and drawn.
 
@@ -254,6 +305,9 @@ class DataSection(Section):
         test: where the public test set lies, in place of root; needed where root has `{peer}`, and for svmlight.
         source: of data that are given in Python, the name under which a ledger counts them.
         n_features: of svmlight, which needs it: how many features there are; indices are 1 to n_features.
+        table: of csv and parquet, which need it: the columns.
+        labels: the names of the classes, in their order: the target's values of csv and parquet, left out where they
+            are 0, 1, 2, ...; the folders of image-folder, which needs it.
         classes: how many there are; left out, they are counted.
         vocabulary: how many tokens there are, where examples of your own are whole numbers 0..vocabulary-1; left out,
             they are real numbers.
@@ -274,6 +328,8 @@ class DataSection(Section):
     test: PathText | None = None
     source: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
     n_features: Count | None = None
+    table: TableSection | None = None
+    labels: Annotated[list[str], Field(min_length=2)] | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     at_least: Count | None = None
@@ -298,9 +354,24 @@ class DataSection(Section):
             raise ArgumentError(
                 "n_features is of dataset svmlight, which needs it, and of no other", code="data.n-features"
             )
-        if self.dataset == "svmlight" and self.test is None:
+        tables = self.dataset in ("csv", "parquet")
+        if tables != (self.table is not None):
             raise ArgumentError(
-                "test is missing: dataset svmlight needs the file of the public test set beside root",
+                "table is of datasets csv and parquet, which need it, and of no other", code="data.table"
+            )
+        named = tables or self.dataset == "image-folder"
+        if self.labels is not None and (not named or len(set(self.labels)) < len(self.labels)):
+            raise ArgumentError(
+                "labels names each class of csv, parquet or image-folder once, and is of no other dataset",
+                code="data.labels",
+            )
+        if self.labels is not None and self.classes not in (None, len(self.labels)):
+            raise ArgumentError(
+                f"classes={self.classes} and {len(self.labels)} labels differ: leave classes out", code="data.labels"
+            )
+        if (named or self.dataset == "svmlight") and self.test is None:
+            raise ArgumentError(
+                f"test is missing: dataset {self.dataset} needs the public test set beside root",
                 code="data.no-test",
             )
         if not self.each_its_own:

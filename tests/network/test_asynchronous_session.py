@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from share_machines import commit, shake
-from witnesses import witness_of
+from share_machines import commit, greeted_sessions
 
 from flower_privdec.network.peer.asynchronous import LOST, AsynchronousSession
 from flower_privdec.network.peer.connections import Messages
 from flower_privdec.network.transport.grpc_transport import UnreachableError
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, PushSumProtocol
-from flower_privdec.pushsum.frames import FrameCodec, TensorArithmetic, formats_of
+from flower_privdec.pushsum.frames import TensorArithmetic
 
 
 def two() -> tuple[AsynchronousSession, AsynchronousSession]:
     """Return the mails of two peers that have greeted each other, the first with a share for the second on disk."""
-    found = []
-    for peer in range(2):
-        mass = {"x": torch.full((3,), 4.0), "w": torch.tensor(1.0)}
-        machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, TensorArithmetic())
-        frames = FrameCodec(b"run", formats_of(mass))
-        found.append(
-            AsynchronousSession(machine, witness_of(peer, [1 - peer]), frames, [], retry=1e6, rounds=9, n_peers=2)
-        )
-    sender, receiver = found
-    commit(sender.protocol, receiver.protocol)
-    shake(sender.protocol, receiver.protocol)
+    sender, receiver = greeted_sessions()
     sender.protocol.split(0, {1: 0.5})
     commit(sender.protocol)
-    for mail in found:
+    for mail in (sender, receiver):
         mail._queues[1 - mail.protocol.peer].hello_at = 1e9
     return sender, receiver
 

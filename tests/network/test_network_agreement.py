@@ -17,10 +17,9 @@ from faulty_transport import FaultyTransport
 from networked import LONG, Killed, devices, finish, go_on, mortal, running, wait_until
 from raising import raises
 from safetensors.torch import load_file
-from share_machines import commit, shake
+from share_machines import commit, greeted_sessions
 from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
-from witnesses import witness_of
 
 from flower_privdec.cli import main
 from flower_privdec.common.errors import NotAgreedError, ScenarioError
@@ -30,13 +29,10 @@ from flower_privdec.graph.mixing import Mixing, rounds_to_agree
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.network.local.fault_proxy import Faults
 from flower_privdec.network.peer import asynchronous
-from flower_privdec.network.peer.asynchronous import AsynchronousSession
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
 from flower_privdec.network.peer.pace import LEAST
 from flower_privdec.network.peer.peer import APART, PeerDevice, RunningPeer, final_path
 from flower_privdec.network.transport.transport import MemoryNetwork
-from flower_privdec.pushsum.exactly_once import PushSumProtocol
-from flower_privdec.pushsum.frames import FrameCodec, TensorArithmetic, formats_of
 from flower_privdec.scenario import Scenario
 from tools.soak.checks import Models, isolated_problem, last_models, models_problem
 
@@ -89,14 +85,14 @@ def farthest(models: torch.Tensor) -> float:
 @pytest.mark.parametrize("variant", EXCHANGING, ids=" ".join)
 def test_all_devices_end_with_one_model(variant: list[str], mode: str, tiny: Tiny, tmp_path: Path) -> None:
     network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
-    scenario = tiny(*settings_for(*variant), "rounds=3", network)
+    scenario = tiny(*settings_for(*variant), "rounds=2", network)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
     with ThreadPoolExecutor(len(peers)) as pool:
         list(pool.map(finish, peers))
     assert farthest(models_of(scenario, peers)) < APART
     for peer in peers:
         assert peer.shortcoming() is None
-        assert peer.status()["round"] == 3
+        assert peer.status()["round"] == 2
         assert final_path(peer.device.folder).exists()
 
 
@@ -361,17 +357,7 @@ def test_a_quorum_is_of_neighbours_that_exchange_and_not_of_those_that_greet(
 
 
 def test_who_greets_exchanges_nothing_and_a_share_does() -> None:
-    sides = []
-    for peer in range(2):
-        mass = {"x": torch.full((3,), 4.0), "w": torch.tensor(1.0)}
-        machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, TensorArithmetic())
-        frames = FrameCodec(b"run", formats_of(mass))
-        sides.append(
-            AsynchronousSession(machine, witness_of(peer, [1 - peer]), frames, [], retry=1e6, rounds=9, n_peers=2)
-        )
-    sender, receiver = sides
-    commit(sender.protocol, receiver.protocol)
-    shake(sender.protocol, receiver.protocol)
+    sender, receiver = greeted_sessions()
     receiver.receive(0, [sender.protocol.hello(1)])
     assert not receiver.met
     sender.protocol.split(0, {1: 0.5})

@@ -79,12 +79,15 @@ NEEDED = {  # what else a scenario needs that names a part
     **{f"metrics {name}": LABELS for name in ("micro-f1", "subset-accuracy", "mean-average-precision")},
     "diabetes": NUMBERS[1:],
     "svmlight": ["data.n_features=3", "data.test=nowhere"],
+    "csv": ["data.table={target: y, numbers: {a: [0.0, 1.0]}}", "data.test=nowhere"],
+    "parquet": ["data.table={target: y, numbers: {a: [0.0, 1.0]}}", "data.test=nowhere"],
+    "image-folder": ["data.labels=[a, b]", "data.test=nowhere"],
     "synthetic-labels": ["task.loss=binary-cross-entropy"],
     "synthetic-words": ["model.name=text"],
     "text": ["data.dataset=synthetic-words"],
     "features": ["data.samples=8", "data.test_samples=4", "data.batch.size=1", "features.pool=2"],
 }
-OF_A_FILE = ("mnist", "fashion-mnist", "cifar10", "npz", "svmlight")
+OF_A_FILE = ("mnist", "fashion-mnist", "cifar10", "npz", "svmlight", "csv", "parquet", "image-folder")
 IMAGES = (3, 32, 32)
 
 
@@ -139,7 +142,7 @@ def test_what_is_listed_is_accepted_and_built(
         build_model(name, IMAGES, 10, seed=1)
     elif name in OF_A_FILE:
         assert tiny(*settings).data.dataset == name
-        code = "data.no-file" if name in ("npz", "svmlight") else "data.no-root"
+        code = "data.no-file" if name in ("npz", "svmlight", "csv", "parquet") else "data.no-root"
         with raises(ScenarioError, code, r"data\.(root|test)"):  # the reader is there, and asks for the files
             build(*settings)
     else:
@@ -161,7 +164,7 @@ def test_what_the_schema_accepts_is_listed() -> None:
     choices |= {"task.loss.targets", "task.metrics.better", "data.batch.small_peers"}
     choices |= {"privacy.noise.kind", "privacy.noise.strength", "algorithm.acceleration", "algorithm.shapley"}
     choices |= {"compute.device", "compute.dtype", "compute.generator", "compute.workers", "network.mode"}
-    choices |= {"algorithm.optimizer.name", "algorithm.learning_rate_schedule"}
+    choices |= {"data.table.missing", "algorithm.optimizer.name", "algorithm.learning_rate_schedule"}
     choices |= {"network.alone", "network.final_mixing", "network.robust.kind"}
     assert set(accepted) == choices
 

@@ -79,12 +79,12 @@ def finish(peer: RunningPeer, on_round: OnRound | None = None) -> dict[str, Tens
         peer.close()
 
 
-def run_network(scenario: Scenario, folder: Path) -> dict[str, Tensor]:
+def run_network(scenario: Scenario, folder: Path, *, memory: bool = False) -> dict[str, Tensor]:
     """Run all peers of a scenario and return their rows, stacked.
 
     They are built one after the other, for models are drawn by the generator that a process has once.
     """
-    peers = [running_peer(scenario, device) for device in devices(scenario, folder)]
+    peers = [running_peer(scenario, device) for device in devices(scenario, folder, memory=memory)]
     with ThreadPoolExecutor(len(peers)) as pool:
         rows = list(pool.map(finish, peers))
     return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}

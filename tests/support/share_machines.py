@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from witnesses import witness_of
+
+from flower_privdec.network.peer.asynchronous import AsynchronousSession
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
+from flower_privdec.pushsum.frames import FrameCodec, TensorArithmetic, formats_of
 
 
 def shake(one: PushSumProtocol[Any], other: PushSumProtocol[Any]) -> None:
@@ -20,3 +25,19 @@ def shake(one: PushSumProtocol[Any], other: PushSumProtocol[Any]) -> None:
 def commit(*machines: PushSumProtocol[Any]) -> None:
     for each in machines:
         each.committed(each.snapshot(1))
+
+
+def greeted_sessions() -> tuple[AsynchronousSession, AsynchronousSession]:
+    """Return the sessions of two peers that have greeted each other."""
+    sides = []
+    for peer in range(2):
+        mass = {"x": torch.full((3,), 4.0), "w": torch.tensor(1.0)}
+        machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, TensorArithmetic())
+        frames = FrameCodec(b"run", formats_of(mass))
+        sides.append(
+            AsynchronousSession(machine, witness_of(peer, [1 - peer]), frames, [], retry=1e6, rounds=9, n_peers=2)
+        )
+    sender, receiver = sides
+    commit(sender.protocol, receiver.protocol)
+    shake(sender.protocol, receiver.protocol)
+    return sender, receiver

@@ -42,9 +42,11 @@ class Barrier:
     def __init__(self, members: int) -> None:
         """Create the counters, before the fork; a single member needs none."""
         several = members if members > 1 else 0
-        self._calls = [[os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(TURNS)] for _ in range(several)]
+        self._counters = [
+            [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(TURNS)] for _ in range(several)
+        ]
         self._me, self._turn = 0, 0
-        self._alarms: Callable[[int], None] | None = None
+        self._alarm: Callable[[int], None] | None = None
         self._sleeps: list[select.poll] = []
 
     def join(self, me: int, alarms: Sequence[int], event: int, alarm: Callable[[int], None]) -> None:
@@ -56,8 +58,8 @@ class Barrier:
             event: the poll event to wait for; a closed other end always counts.
             alarm: called with the descriptor that is ready; it raises.
         """
-        self._me, self._alarms = me, alarm
-        for own in self._calls[me]:
+        self._me, self._alarm = me, alarm
+        for own in self._counters[me]:
             sleep = select.poll()
             sleep.register(own, select.POLLIN)
             for file in alarms:
@@ -67,31 +69,31 @@ class Barrier:
     def wait(self) -> None:
         """Wait until all members have arrived."""
         turn, self._turn = self._turn, (self._turn + 1) % TURNS
-        for number, calls in enumerate(self._calls):
+        for number, counters in enumerate(self._counters):
             if number != self._me:
-                os.eventfd_write(calls[turn], 1)
-        missing = len(self._calls) - 1
+                os.eventfd_write(counters[turn], 1)
+        missing = len(self._counters) - 1
         while missing:
-            missing -= self._called(turn)
+            missing -= self._arrived(turn)
 
-    def _called(self, turn: int) -> int:
+    def _arrived(self, turn: int) -> int:
         """Return how many members have arrived since the last call, at least one."""
-        own, sleep, until = self._calls[self._me][turn], self._sleeps[turn], time.perf_counter() + SPIN
+        own, sleep, until = self._counters[self._me][turn], self._sleeps[turn], time.perf_counter() + SPIN
         while not (ready := sleep.poll(0)):
             if time.perf_counter() > until:
                 ready = sleep.poll()
                 break
         for file, _ in ready:
-            if file != own and self._alarms is not None:
-                self._alarms(file)
+            if file != own and self._alarm is not None:
+                self._alarm(file)
         return os.eventfd_read(own)
 
     def close(self) -> None:
         """Close the counters."""
-        for calls in self._calls:
-            for call in calls:
-                os.close(call)
-        self._calls = []
+        for counters in self._counters:
+            for counter in counters:
+                os.close(counter)
+        self._counters = []
 
 
 LENGTH = 8  # bytes of the number before a box's contents
