@@ -118,7 +118,8 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
             return False
         all_axes[0].set_ylabel(reading.title + (" (%)" if reading.share else ""))
         if figure.by:
-            style: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": 8.5}  # where it hides no line
+            # beside the panels, where it hides no line
+            style: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": 8.5}
             canvas.legend(*all_axes[-1].get_legend_handles_labels(), **style, title=result.title(figure.by))
         canvas.suptitle(title_of(figure, result), x=0.01, ha="left", fontsize=10.5)
         canvas.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
