@@ -94,6 +94,13 @@ def test_the_rate_rises_and_falls(decay: float, cosine: bool, warmup: float, exp
         np.testing.assert_allclose(rate.at(k), [2.0 * share, 0.5 * share], rtol=1e-12)
 
 
+def test_a_scenario_names_the_schedule(build: Build) -> None:
+    rate = build(
+        "rounds=4", "algorithm.learning_rate_warmup=0.5", "algorithm.learning_rate_schedule=cosine"
+    ).learning_rate
+    assert [rate.at(k)[0] for k in range(4)] == pytest.approx([0.25, 0.5, 0.5, 0.25])
+
+
 @pytest.mark.parametrize(
     "name", ["privsgp-vr", "adp2-sgd", "scaffold", "dp-net-fleet", "feddeper", "dp-cga", "pdsl", "dp-dda"]
 )

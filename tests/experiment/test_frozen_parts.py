@@ -19,6 +19,7 @@ from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.recorder import state_dict_of, traffic
+from flower_privdec.experiment.run_key import held_by
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.server_app import Relay
 from flower_privdec.flower.launch.local_grid import LocalGrid
@@ -63,6 +64,7 @@ def test_frozen_numbers_are_part_of_a_run_s_key(tiny: Tiny) -> None:
     assert torch.equal(one.initial, other.initial)
     assert one.own.keys == same.own.keys
     assert not set(one.own.keys.values()) & set(other.own.keys.values())
+    assert list(held_by(one.module)) == list(held_by(same.module)) != list(held_by(other.module))
     assert one.constants == same.constants != other.constants
     assert Agreement.of(tiny("rounds=1")).constants == ""
 
