@@ -125,7 +125,9 @@ def test_a_stranger_that_the_server_introduces_gets_nowhere(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "sometimes"}, {"deadline": -1.0}, {"name": "a/b"}, {"topology": object()}], ids=str
+    "options",
+    [{"mode": "sometimes"}, {"deadline": -1.0}, {"name": "a/b"}, {"topology": object()}],
+    ids=lambda options: next(iter(options)),
 )
 def test_a_mesh_that_cannot_be_is_refused_before_the_run(options):
     with raises(ScenarioError, "mesh.setting", next(iter(options))):
