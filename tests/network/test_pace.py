@@ -142,6 +142,9 @@ class Schedule:
         others = [walker.wants.get(other.number, 0) for other in up]
         if walker.weight > 0 and walker.floor.is_stuck(walker.want, others):
             assert not self.calm, "took little weight for its usual one, and all the weight was there"
+            assert walker.want and min(others), (
+                "took little weight for its usual one, and some peer has weight to spare"
+            )
             walker.floor.relieve(walker.weight)
             walker.relieved = True
             self.report(walker, 0)
@@ -288,3 +291,20 @@ def test_a_neighbour_that_lies_about_weight_delays_a_step_by_the_patience_at_mos
     assert not floor.lacks(0.1, 31.0)
     assert not floor.lacks(0.05, 31.0)
     assert not floor.is_stuck(pace.Want.WAITS, [])
+
+
+def test_a_peer_whose_weight_does_not_come_back_never_sends_it_all_away() -> None:
+    """It took what it had for its usual weight again and again, until a share of it had rounded to 0."""
+    floor, weight = pace.WeightFloor(1.0, patience=5.0, now=0.0), 1.0
+    for now in range(2_000):
+        floor.relieve(weight)
+        floor.lacks(weight, float(now))
+        weight *= 1 - sum(floor.parts(weight, {1: 0.3, 2: 0.3}).values())
+    assert weight > 1e-7
+    assert floor.parts(weight, {1: 0.3}) == {}
+    assert floor.lacks(weight / 2, 2_000.0), "it waits until it is given some"
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-45, 1e-31])
+def test_nothing_is_sent_of_a_weight_of_which_a_part_may_be_zero(weight: float) -> None:
+    assert pace.WeightFloor(weight, patience=5.0, now=0.0).parts(weight, {1: 0.5}) == {}

@@ -13,6 +13,8 @@ LEAST = 0.4  # of the weight that it would have without delays: a peer keeps so 
 SLACK = 0.02  # of the floor: a weight that is less below it is at it, as rounding leaves it
 SPARE = 0.1  # of the floor: a peer that has not as much more has none to spare
 LITTLE = 1e-3  # of a share: less is not sent
+LOWEST = 1e-6  # of the usual weight: with less a peer waits until it is given some
+TINY = 1e-30  # of which a part may round to 0: a peer with less sends nothing
 
 
 class Want(IntEnum):
@@ -61,7 +63,8 @@ class WeightFloor:
 
     A step at x / w is 1 / w times as long, so a peer has to have LEAST of its usual weight. What a lost peer took with
     it is missing at all others. Once a peer and all neighbours that are up have none to spare, and none is under way
-    between them, they would wait for ever: each takes what it has for its usual weight, until it has that again.
+    between them, they would wait for ever: each takes what it has for its usual weight, until it has that again. One
+    that has next to nothing goes on waiting: the others then have some to spare, and a step at x / w would be far off.
 
     Args:
         patience: seconds after which it does so in any case, as neighbours may report what they like.
@@ -96,8 +99,8 @@ class WeightFloor:
         return self.is_below(weight)
 
     def relieve(self, weight: float) -> None:
-        """Take a weight for the usual one, where it is less."""
-        if 0 < weight < self._relief * self.usual:
+        """Take a weight for the usual one, where it is less, and not next to nothing."""
+        if max(0.0, LOWEST * self.usual) < weight < self._relief * self.usual:
             self._relief = weight / self.usual
 
     def want(self, weight: float, under_way: bool) -> Want:
@@ -124,6 +127,6 @@ class WeightFloor:
             weights: the parts that it would send, by receiver.
         """
         sent = sum(weights.values())
-        spare = max(0.0, 1 - self.value / weight) if weight > 0 else 0.0
+        spare = max(0.0, 1 - self.value / weight) if weight > TINY else 0.0
         scale = min(1.0, spare / sent) if sent > 0 else 0.0
         return {receiver: part * scale for receiver, part in weights.items()} if scale > LITTLE else {}
