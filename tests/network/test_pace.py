@@ -140,11 +140,10 @@ class Schedule:
             self.send(walker, walker.floor.parts(walker.weight, {other.number: 0.5 / len(up) for other in up}))
         self.report(walker, 2 if want and not walker.met else want)
         others = [walker.wants.get(other.number, 0) for other in up]
-        if walker.weight > 0 and walker.floor.is_stuck(walker.want, others):
+        if walker.floor.is_relieved_by(walker.weight) and walker.floor.is_stuck(walker.want, others):
             assert not self.calm, "took little weight for its usual one, and all the weight was there"
-            assert walker.want and min(others), (
-                "took little weight for its usual one, and some peer has weight to spare"
-            )
+            assert walker.want > 0, "took little weight for its usual one, and lacks none"
+            assert min(others) > 0, "took little weight for its usual one, and some peer has weight to spare"
             walker.floor.relieve(walker.weight)
             walker.relieved = True
             self.report(walker, 0)

@@ -1206,9 +1206,9 @@ class AsynchronousPeer(RunningPeer):
         return [j for j in self.timetable.receivers_ever(self.device.peer) if j in waiting]
 
     def _is_stuck(self) -> bool:
-        """Return whether this peer, which has some weight, and all neighbours that are up have none to spare."""
+        """Return whether neither this peer nor a neighbour that is up has weight to spare, so that its floor sinks."""
         wants = [self.session.wants.get(j, Want.UNKNOWN) for j in self._neighbors if self._is_up(j, at_the_end=True)]
-        return self._weight() > 0 and self.floor.is_stuck(self.session.want, wants)
+        return self.floor.is_relieved_by(self._weight()) and self.floor.is_stuck(self.session.want, wants)
 
     def _behind(self, neighbors: Iterable[int], round_index: int) -> list[int]:
         """Return which of some neighbours are in earlier rounds."""

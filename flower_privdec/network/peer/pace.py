@@ -98,9 +98,13 @@ class WeightFloor:
             self._above = now
         return self.is_below(weight)
 
+    def is_relieved_by(self, weight: float) -> bool:
+        """Return whether a weight is less than what counts as the usual one, and not next to nothing."""
+        return max(0.0, LOWEST * self.usual) < weight < self._relief * self.usual
+
     def relieve(self, weight: float) -> None:
-        """Take a weight for the usual one, where it is less, and not next to nothing."""
-        if max(0.0, LOWEST * self.usual) < weight < self._relief * self.usual:
+        """Take a weight for the usual one, see `is_relieved_by`."""
+        if self.is_relieved_by(weight):
             self._relief = weight / self.usual
 
     def want(self, weight: float, under_way: bool) -> Want:
