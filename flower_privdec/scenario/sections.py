@@ -564,7 +564,7 @@ class TaskSection(Section):
                     )
             elif self.own_loss is not None and self.own_loss.outputs is not None:
                 raise ArgumentError(
-                    f"{metric} cannot be told of the outputs of loss {self.loss_name}: give metrics of your own",
+                    f"{metric} cannot be computed from the outputs of loss {self.loss_name}: give metrics of your own",
                     code="metrics.unfit",
                 )
             elif wrong := unfit(metric, self.loss_name, self.targets):

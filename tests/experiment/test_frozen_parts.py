@@ -1,4 +1,4 @@
-"""A model most of which is frozen: what is trained, noised, sent, saved, and told apart."""
+"""A model most of which is frozen: what is trained, noised, sent, saved, and part of the key of a run."""
 
 from __future__ import annotations
 
