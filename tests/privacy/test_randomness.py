@@ -301,6 +301,25 @@ def test_rows_of_another_device_get_the_cpus_bits(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(draw(source(), range(3), 300), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [5, 300, 200_000])
+def test_both_ends_of_a_pair_get_the_draws_of_one_row(dtype: torch.dtype, d: int) -> None:
+    """As if each pair's row was drawn by itself and added twice; threads, blocks and hosted ends change no bit."""
+    noise, pairs, ends = source(3, range(6)), np.array([1, 4, 5]), np.array([[0, 1], [1, 2], [0, 2]])
+    factors = np.array([[2.0, -2.0], [0.5, -0.5], [3.0, -3.0]])
+    drawn = torch.zeros(3, d, dtype=dtype)
+    noise.add_(drawn, torch.ones(3), 7, pairs, "pair")
+    expected, out = torch.ones(3, d, dtype=dtype), torch.ones(3, d, dtype=dtype)
+    for row, both, scales in zip(drawn, ends, factors, strict=True):
+        for end, scale in zip(both, scales, strict=True):
+            expected[end] += scale * row
+    noise.add_shared_(out, ends, factors, 7, pairs, "pair")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-13)
+    alone = torch.ones(1, d, dtype=dtype)
+    noise.add_shared_(alone, np.where(ends == 2, 0, -1)[1:], factors[1:], 7, pairs[1:], "pair")
+    assert torch.equal(alone[0], out[2])
+
+
 # --- what is refused
 
 

@@ -15,6 +15,7 @@ from tools.bench.timing import Times, Work, paired, quiet, ratio
 from tools.bench.workloads import Setup, Workload
 
 LOOP, ENGINE = "plain loop over peers", "engine"
+CANCELLING = "engine, noise that cancels"
 OPACUS, VMAP = "loop with Opacus", "vmap(vmap(grad))"
 SCALES = (10, 100, 1000)
 SLOW_SCALES = (10, 100)
@@ -35,8 +36,8 @@ def measure_workload(workload: Workload, device: torch.device, rounds: int, extr
     """Check that all ways agree, then time them.
 
     Returns:
-        ratio_to_loop, fraction_of_limit, times_the_limit and peer_steps_per_second of the engine; limit,
-        compile_seconds; and for every variant its milliseconds a round, peer steps per second and ratio to the loop.
+        ratio_to_loop, fraction_of_limit, times_the_limit and peer_steps_per_second of the engine; cancelling, the time
+        of a round with noise that cancels over that of one without; limit, compile_seconds; and for every variant its milliseconds a round, peer steps per second and ratio to the loop.
 
     Raises:
         RunError: one of them computes something else.
@@ -47,6 +48,7 @@ def measure_workload(workload: Workload, device: torch.device, rounds: int, extr
         check_equal(workload.resized(4), device, kinds)
         setup = Setup.build(workload, device)
         works: dict[str, Work] = {LOOP: PeerLoop(setup).round, ENGINE: setup.engine().round}
+        works[CANCELLING] = setup.cancelling_engine().round
         works |= {name: kind(setup).round for name, kind in kinds.items()}
         parts = limit.works(setup)
         times = paired(works | parts | {"peak": limit.peak(setup)}, rounds, device)
@@ -65,6 +67,7 @@ def _facts(setup: Setup, times: dict[str, Times], order: list[str]) -> dict[str,
     }
     facts["limit"] = {f"{part}_ms": times[part].facts()["ms"] for part in ("gemm", "copy", "noise")}
     facts["compile_seconds"] = times[ENGINE].first
+    facts["cancelling"] = ratio(times[CANCELLING].clock, engine)
     facts["variants"] = {
         name: times[name].facts()
         | {

@@ -18,14 +18,17 @@ from flower_privdec.gradients import build_kernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, build_participation, build_topology
 from flower_privdec.models import build_model, flatten, parameter_count
+from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.protection import Protection
-from flower_privdec.privacy.noise import NoiseSource, build_noise
+from flower_privdec.privacy.noise import NoiseSource, PairSecrets, build_noise
+from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.rows.keys import keyed_generator, seed_keys
 from flower_privdec.scenario.sections import SGDSection
 
 SEED = 1
 CLIP_NORM, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.0, 0.05
 FOREVER = 2**31  # rounds; nothing of that length is made
+PAIR_DEGREE, PAIR_STRENGTH, PAIR_ROUNDS = 4, 4.0, 20_000
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,17 @@ class Setup:
         n_peers = self.workload.n_peers
         everybody, protection = build_participation("all", n_peers), constant_protection(n_peers)
         return self.engine_of(algorithm, self.mixing, everybody, LEARNING_RATE, protection, noise)
+
+    def cancelling_engine(self) -> Engine:
+        """Return the same engine with noise that cancels, for which each peer has secrets with PAIR_DEGREE others."""
+        engine, n = self.engine(), self.workload.n_peers
+        graph = build_topology("random-regular", n, seed=SEED, degree=PAIR_DEGREE)
+        ends = np.unique(np.sort(graph.support(), axis=1), axis=0)
+        needed = np.full((PAIR_ROUNDS, n), LEARNING_RATE * CLIP_NORM * NOISE_MULTIPLIER / self.workload.batch)
+        plan = PairPlan(ends, 0, PAIR_STRENGTH, needed, np.ones(n), same_rates=True)
+        engine.cohort.mechanism = CancellingNoise(plan)
+        engine.cohort.secrets = PairSecrets(seed_keys(SEED, range(n)))
+        return engine
 
     def engine_of(
         self,

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,8 +24,11 @@ from flower_privdec.privacy.noise.source import (
 )
 from flower_privdec.scenario.sections import CancellingSection, OwnSection
 
+if TYPE_CHECKING:
+    from flower_privdec.privacy.noise.philox import PhiloxNoise
 
-def build_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -> NoiseSource:
+
+def build_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -> PhiloxNoise:
     """Return the noise of a simulation: the same numbers for any cohort, order, resume and device but for roundings.
 
     Args:

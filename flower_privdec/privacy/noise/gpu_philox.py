@@ -23,6 +23,7 @@ from flower_privdec.privacy.noise.source import NO_RECEIVER
 
 _MOST_SETS = 16  # of keys and receivers that stay on the device
 _BLOCK = 4096  # elements of a row that one program adds to
+_AT_ONCE = 2**26  # numbers of pairs that are drawn before they are added
 
 # What `philox` draws for key 1099511627798, step 7 and no receiver: one or two columns of each word, of a radius that
 # is refined, at the end of a block and in the next.
@@ -83,6 +84,20 @@ class GPUNoise(PhiloxNoise):
         self._kernel[grid](
             rows, rows.stride(0), rows.shape[1], std, keys, words, step, DOUBLE=double, enable_fp_fusion=True
         )
+
+    def add_shared_(
+        self, out: Tensor, ends: np.ndarray, scales: np.ndarray, step: int, pairs: np.ndarray, purpose: str
+    ) -> None:
+        """Add what each pair draws to the rows of its two ends; see PhiloxNoise.add_shared_."""
+        size = max(1, _AT_ONCE // max(1, out.shape[1]))
+        for some in (slice(start, start + size) for start in range(0, len(pairs), size)):
+            drawn = torch.zeros(len(pairs[some]), out.shape[1], dtype=out.dtype, device=out.device)
+            self.add_(drawn, drawn.new_ones(len(drawn)), step, pairs[some], purpose)
+            for end in (0, 1):
+                rows, hosted = ends[some, end], ends[some, end] >= 0
+                factors = torch.from_numpy(scales[some, end][hosted]).to(out)
+                parts = drawn[torch.from_numpy(hosted).to(out.device)] * factors[:, None]
+                out.index_add_(0, torch.from_numpy(rows[hosted]).to(out.device), parts)
 
     def _try(self, dtype: torch.dtype) -> None:
         rows = torch.zeros(1, max(_EXPECTED) + 1, dtype=dtype, device=self._device)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
-from flower_privdec.privacy.noise.source import NoisedSum, NoiseMechanism, NoiseSource
+from flower_privdec.privacy.noise.source import NoisedSum, NoiseMechanism
 from flower_privdec.rows.keys import digest
 
-AT_ONCE = 2**22  # numbers that are drawn before they are added
+if TYPE_CHECKING:
+    from flower_privdec.privacy.noise.philox import PhiloxNoise
+
 ENDS = ((0, 1.0), (1, -1.0))  # of a pair, each with the sign of its noise
 
 
@@ -28,7 +32,7 @@ class CancellingNoise(NoiseMechanism):
 
     def __init__(self, plan: PairPlan) -> None:
         self.plan = plan
-        self._source: NoiseSource | None = None
+        self._source: PhiloxNoise | None = None
         self._last: dict[tuple[str, int], int] = {}  # the last step of each sum and peer that shared noise
 
     def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
@@ -41,7 +45,7 @@ class CancellingNoise(NoiseMechanism):
         chosen = np.flatnonzero((pair > 0) & (rows >= 0).any(axis=1))
         if noised.secrets.simulated:
             super().add_(out, std, noised)
-            self._add_simulated_(out, std, noised, chosen, rows, pair)
+            self._add_simulated_(out, noised, chosen, rows, pair)
             return
         work = out.double()
         self._add_once_(work, noised, chosen, rows, pair)
@@ -49,19 +53,11 @@ class CancellingNoise(NoiseMechanism):
         out.copy_(work)
 
     def _add_simulated_(
-        self, out: Tensor, std: Tensor, noised: NoisedSum, chosen: np.ndarray, rows: np.ndarray, pair: np.ndarray
+        self, out: Tensor, noised: NoisedSum, chosen: np.ndarray, rows: np.ndarray, pair: np.ndarray
     ) -> None:
-        weights = self.plan.weights[self.plan.edges]
-        size = max(1, AT_ONCE // out.shape[1])
-        for numbers in (chosen[start : start + size] for start in range(0, len(chosen), size)):
-            drawn = torch.zeros(len(numbers), out.shape[1], dtype=out.dtype, device=out.device)
-            ones = torch.ones(len(numbers), dtype=std.dtype, device=std.device)
-            self._pairs(noised, out.device).add_(drawn, ones, noised.step, numbers, f"pair {noised.name}")
-            for end, sign in ENDS:
-                hosted = rows[numbers, end] >= 0
-                scale = torch.from_numpy(sign * pair[numbers] / weights[numbers, end])
-                parts = drawn[torch.from_numpy(hosted).to(out.device)] * scale[hosted].to(out)[:, None]
-                out.index_add_(0, torch.from_numpy(rows[numbers, end][hosted]).to(out.device), parts)
+        scales = pair[chosen, None] * np.array([sign for _, sign in ENDS]) / self.plan.weights[self.plan.edges[chosen]]
+        source = self._pairs(noised, out.device)
+        source.add_shared_(out, rows[chosen], scales, noised.step, chosen, f"pair {noised.name}")
 
     def _add_once_(
         self, work: Tensor, noised: NoisedSum, chosen: np.ndarray, rows: np.ndarray, pair: np.ndarray
@@ -87,7 +83,7 @@ class CancellingNoise(NoiseMechanism):
                 scale = sign * pair[number] / self.plan.weights[peer]
                 work[row].add_(drawn[0].to(work.device), alpha=float(scale))
 
-    def _pairs(self, noised: NoisedSum, device: torch.device) -> NoiseSource:
+    def _pairs(self, noised: NoisedSum, device: torch.device) -> PhiloxNoise:
         if self._source is None:
             from flower_privdec.privacy.noise import build_noise
 

@@ -16,8 +16,9 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -35,6 +36,7 @@ from flower_privdec.rows.tensors import compiled, inlined
 LANES = 32
 ROUNDS = 7
 TILE = 4 * LANES
+BLOCK = 8  # tiles of a row that stay in the cache while all pairs are added to them
 REFINED = np.uint32(2**16)
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
@@ -189,7 +191,44 @@ def add_normals64(out, shape, std, keys, receivers, step, start, stop):  # type:
     _add_tiles(normals64, out, shape, std, keys, receivers, step, start, stop)
 
 
+@_inline
+def _add_shared_tiles(normals, out, shape, ends, scales, keys, step, start, stop):  # type: ignore[no-untyped-def]
+    """Draw tiles start..stop of each pair's row once, and add them to the rows of its two ends.
+
+    ends and scales, [pairs, 2], have the row and the factor of each end; a row below 0 is not there.
+    """
+    d, stride = shape
+    tile, receiver = np.empty(TILE, out.dtype), _u8(NO_RECEIVER)
+    for block in range(start, stop, BLOCK):
+        for e in range(len(keys)):
+            k0, k1 = keys[e] & _LOW, keys[e] >> _32
+            for j in range(block, min(stop, block + BLOCK)):
+                if _fill_tile(normals, tile, _u8(j * LANES), step, receiver, k0, k1) < REFINED:
+                    _refine_tile(tile, _u8(j * LANES), step, receiver, k0, k1)
+                for end in range(2):
+                    if ends[e, end] >= 0:
+                        first = ends[e, end] * stride
+                        row = out[first + j * TILE : first + min(d, (j + 1) * TILE)]
+                        if row.size == TILE:
+                            _add_scaled(row, tile, scales[e, end], TILE)
+                        else:
+                            _add_scaled(row, tile, scales[e, end], row.size)
+
+
+@_entry
+def add_shared32(out, shape, ends, scales, keys, step, start, stop):  # type: ignore[no-untyped-def]
+    """Add the draws of pairs to tiles start..stop of float32 rows."""
+    _add_shared_tiles(normals32, out, shape, ends, scales, keys, step, start, stop)
+
+
+@_entry
+def add_shared64(out, shape, ends, scales, keys, step, start, stop):  # type: ignore[no-untyped-def]
+    """Add the draws of pairs to tiles start..stop of float64 rows."""
+    _add_shared_tiles(normals64, out, shape, ends, scales, keys, step, start, stop)
+
+
 _KERNELS: dict[torch.dtype, Any] = {torch.float32: add_normals32, torch.float64: add_normals64}
+_SHARED: dict[torch.dtype, Any] = {torch.float32: add_shared32, torch.float64: add_shared64}
 
 
 class PhiloxNoise:
@@ -235,12 +274,36 @@ class PhiloxNoise:
         """Add noise in place; see NoiseSource."""
         check_call(out, std, step, peers, receivers)
         keys, words = self._words(purpose, peers, receivers)
-        if out.numel() == 0:
-            return
+        if out.numel():
+            with self._reachable(out) as rows:
+                self._draw_(rows, std.detach().to(rows).contiguous(), keys, words, step)
+
+    def add_shared_(
+        self, out: Tensor, ends: np.ndarray, scales: np.ndarray, step: int, pairs: np.ndarray, purpose: str
+    ) -> None:
+        """Add what each pair draws to the rows of its two ends, the same numbers to both.
+
+        Args:
+            out: rows [m, d], float32 or float64.
+            ends: the rows of both ends, int64 [P, 2]; below 0 where an end is not hosted here.
+            scales: what each end multiplies the normals by, float64 [P, 2].
+            step, purpose: see NoiseSource.add_.
+            pairs: numbers of the pairs, whose keys these normals have, int64 [P].
+        """
+        keys, _ = self._words(purpose, pairs, None)
+        if out.numel() and len(pairs):
+            with self._reachable(out) as rows:
+                flat, shape = _flat(rows)
+                factors, kernel = scales.astype(flat.dtype), _SHARED[rows.dtype]
+                self._share_out(partial(kernel, flat, shape, ends, factors, keys, np.uint64(step)), rows, 1)
+
+    @contextmanager
+    def _reachable(self, out: Tensor) -> Iterator[Tensor]:
+        """Give rows where the noise is computed, with adjacent columns, and copy them back."""
         rows = self._on_device(out.detach())
         if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
             rows = rows.contiguous()
-        self._draw_(rows, std.detach().to(rows).contiguous(), keys, words, step)
+        yield rows
         if rows.data_ptr() != out.data_ptr():
             out.detach().copy_(rows)
 
@@ -262,10 +325,13 @@ class PhiloxNoise:
 
     def _draw_(self, rows: Tensor, std: Tensor, keys: Any, words: Any, step: int) -> None:
         """Add noise to rows whose columns are adjacent."""
-        (m, d), stride = rows.shape, rows.stride(0)
-        flat = rows.as_strided(((m - 1) * stride + d,), (1,)).numpy()
-        fill = partial(_KERNELS[rows.dtype], flat, (d, stride), std.numpy(), keys, words, np.uint64(step))
-        tiles = m * -(-d // TILE)
+        flat, shape = _flat(rows)
+        fill = partial(_KERNELS[rows.dtype], flat, shape, std.numpy(), keys, words, np.uint64(step))
+        self._share_out(fill, rows, len(rows))
+
+    def _share_out(self, fill: Callable[[int, int], None], rows: Tensor, repeats: int) -> None:
+        """Call a kernel on all tiles of a row, `repeats` times as many, by as many threads as torch has."""
+        tiles = repeats * -(-rows.shape[1] // TILE)
         threads = min(torch.get_num_threads(), max(1, tiles * TILE // 2**16))
         if threads == 1:
             fill(0, tiles)
@@ -275,3 +341,9 @@ class PhiloxNoise:
         bounds = [tiles * part // threads for part in range(threads + 1)]
         for part in [self._pool.submit(fill, start, stop) for start, stop in pairwise(bounds)]:
             part.result()
+
+
+def _flat(rows: Tensor) -> tuple[np.ndarray, tuple[int, int]]:
+    """Return rows as one array, with their columns and the elements from row to row."""
+    (m, d), stride = rows.shape, rows.stride(0)
+    return rows.as_strided(((m - 1) * stride + d,), (1,)).numpy(), (d, stride)
