@@ -565,6 +565,7 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
         "secrets_of_a_peer": [int(degrees.min()), int(degrees.max())],
         "strength": pairs.strength,
         "network_strength": best_strength(pairs.trades, deployed=True) if pairs.trades else pairs.strength,
+        "mode_advice": _mode_advice(experiment),
         "mean_noise": float(np.linalg.norm(own * needed)) / alone,
         "trusted_server": float(1 / np.sqrt(active)),
         "trades": [
@@ -578,6 +579,20 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
     }
 
 
+def _mode_advice(experiment: Experiment) -> str | None:
+    """Return why a network of peers cannot run this in asynchronous mode, and what to set; None where it can."""
+    scenario, mixing, steps = experiment.scenario, experiment.mixing, experiment.algorithm.mixing_steps
+    if mixing is None or scenario.network.mode == "synchronous" or (mixing.sends_shares and steps == 1):
+        return None
+    asynchronous = "network.mode=asynchronous"
+    why = (
+        f"counts shares once a round and topology.mixing_steps={steps} sends them {steps} times"
+        if mixing.sends_shares
+        else f"loses what comes late and algorithm.name={scenario.algorithm.name} conserves no sum then"
+    )
+    return f"{asynchronous} {why}: a network needs network.mode=synchronous"
+
+
 def make_plan(experiment: Experiment) -> dict[str, Any]:
     """Plan a run: compute its noise and ε, time a few rounds in memory; charge no ledger and write nothing.
 
@@ -585,7 +600,8 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         what the attributes of `flower_privdec.api.running.Plan` describe; of each peer also active_rounds and
             expected_rounds (None where all peers are active in all rounds) and claimed_after_quarters;
         the other values of `optimum`;
-        pairs: of noise that cancels between peers its strength, and that which it has on a network, the number of
+        pairs: of noise that cancels between peers its strength, and that which it has on a network, mode_advice where a
+            network needs another mode than the scenario's, the number of
             secrets of a peer (least and most), the noise of the mean over that of independent noise, what a trusted
             server's would be, and the trades of other strengths: that noise, and how much the pairs' noise is in the
             peers' models at their steps, over the noise that each would need by itself; None without;

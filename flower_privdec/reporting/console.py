@@ -447,6 +447,8 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
         f"collude: {percent(pairs['mean_noise'])} of independent noise is left in the mean "
         f"(a trusted server: {percent(pairs['trusted_server'])}){network}",
     )
+    if pairs["mode_advice"] is not None:
+        yield "", pairs["mode_advice"]
     if pairs["trades"]:
         rows = {
             "strength": [number(one["strength"]) for one in pairs["trades"]],

@@ -384,6 +384,33 @@ def test_a_network_takes_weaker_noise_for_what_a_restart_leaves_of_it(build: Bui
     assert (facts["strength"], facts["network_strength"]) == (alone.strength, deployed.strength)
 
 
+@pytest.mark.parametrize(
+    ("settings", "advised"),
+    [
+        (["topology={name: directed-exponential, mixing_steps: 2}"], True),
+        (["topology={name: directed-exponential, mixing_steps: 2}", "network.mode=synchronous"], False),
+        (["topology.name=directed-exponential"], False),
+        (["topology.name=complete", "algorithm.name=d-psgd"], True),
+    ],
+)
+def test_the_plan_advises_the_mode_that_a_network_needs(build: Build, settings: list[str], advised: bool) -> None:
+    """Where a network would refuse the scenario's mode, and only there."""
+    from flower_privdec.network.peer.peer import network_mixing
+
+    noise = "privacy.noise={kind: cancelling, colluding: 1, secrets: complete, strength: 2.0}"
+    experiment = build(*settings, noise, "n_peers=3")
+    advice = pair_facts(experiment)["mode_advice"]
+    assert (advice is not None) is advised
+    agreement = Agreement.of(experiment.scenario)
+    if advised:
+        assert "network.mode=synchronous" in advice
+        with pytest.raises(ScenarioError) as refused:
+            network_mixing(agreement)
+        assert refused.value.code in ("network.shares-a-round", "noise.cancelling-late")
+    else:
+        network_mixing(agreement)
+
+
 def test_a_peer_whose_budget_is_spent_adds_its_noise_and_no_example(build: Build) -> None:
     """So that its neighbours' noise cancels; of the others, of which it is no part, examples are read and charged."""
     experiment = build(PAIRS.replace("2.0", "100.0"), "topology={name: directed-exponential, mixing_steps: 2}")

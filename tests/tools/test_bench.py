@@ -222,6 +222,7 @@ def test_figures_follow_from_the_times():
     measured = {
         comparison.LOOP: times([0.012, 0.012, 0.024]),
         comparison.ENGINE: times([0.002, 0.002, 0.001]),
+        comparison.CANCELLING: times([0.003, 0.003, 0.0015]),
         "gemm": times([0.0004] * 3),
         "copy": times([0.0001] * 3),
         "noise": times([0.001] * 3),
@@ -231,6 +232,7 @@ def test_figures_follow_from_the_times():
     assert facts["ratio_to_loop"] == pytest.approx(6)
     assert facts["fraction_of_limit"] == pytest.approx(0.75)
     assert facts["times_the_limit"] == pytest.approx(4 / 3)
+    assert facts["cancelling"] == pytest.approx(1.5)
     assert facts["peer_steps_per_second"] == pytest.approx(4 / 0.002)
 
 

@@ -36,8 +36,9 @@ def measure_workload(workload: Workload, device: torch.device, rounds: int, extr
     """Check that all ways agree, then time them.
 
     Returns:
-        ratio_to_loop, fraction_of_limit, times_the_limit and peer_steps_per_second of the engine; cancelling, the time
-        of a round with noise that cancels over that of one without; limit, compile_seconds; and for every variant its milliseconds a round, peer steps per second and ratio to the loop.
+        ratio_to_loop, fraction_of_limit, times_the_limit and peer_steps_per_second of the engine; cancelling, a round
+        with noise that cancels over one without; limit, compile_seconds; and for every variant its milliseconds a
+        round, peer steps per second and ratio to the loop.
 
     Raises:
         RunError: one of them computes something else.

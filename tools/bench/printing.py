@@ -54,7 +54,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"a round takes {result['times_the_limit']:.2f} times the limit: "
         f"{result['fraction_of_limit']:.0%} of what is possible "
         f"({result['fraction_of_limit_at_peak']:.0%} if products ran at the peak)",
-        f"with noise that cancels between peers, secrets with {PAIR_DEGREE} others: {result['cancelling']:.2f} times a round",
+        f"noise that cancels, secrets with {PAIR_DEGREE} others: {result['cancelling']:.2f} times a round",
         f"compiled in {result['compile_seconds']:.1f} s, which is not counted",
     ]
     for key, say in _EXTRAS.items():

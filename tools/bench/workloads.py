@@ -128,7 +128,7 @@ class Setup:
     def cancelling_engine(self) -> Engine:
         """Return the same engine with noise that cancels, for which each peer has secrets with PAIR_DEGREE others."""
         engine, n = self.engine(), self.workload.n_peers
-        graph = build_topology("random-regular", n, seed=SEED, degree=PAIR_DEGREE)
+        graph = build_topology("random-regular", n, seed=SEED, degree=min(PAIR_DEGREE, n - 1))
         ends = np.unique(np.sort(graph.support(), axis=1), axis=0)
         needed = np.full((PAIR_ROUNDS, n), LEARNING_RATE * CLIP_NORM * NOISE_MULTIPLIER / self.workload.batch)
         plan = PairPlan(ends, 0, PAIR_STRENGTH, needed, np.ones(n), same_rates=True)
