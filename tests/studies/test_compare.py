@@ -95,7 +95,7 @@ def test_finished_cells_are_kept_in_a_folder(tmp_path: Path, monkeypatch: pytest
     first = fp.compare(base, ["privsgp"], seeds=[1, 2], folder=tmp_path / "cells")
     built: list[fp.Scenario] = []
     build = fp.Scenario.model_validate
-    monkeypatch.setattr("flower_privdec.study.cells.attempt", lambda text, folder: built.append(build) or "no")
+    monkeypatch.setattr("flower_privdec.studies.cells.attempt", lambda text, folder: built.append(build) or "no")
     assert fp.compare(base, ["privsgp"], seeds=[2, 1], folder=tmp_path / "cells").rows == first.rows
     assert built == []
     with raises(fp.RunError, "api.all-failed", names="privsgp, seed 3: no"):

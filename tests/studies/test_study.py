@@ -28,10 +28,10 @@ from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.loading import shipped
-from flower_privdec.study.cells import Cell, expand, folder_of, missing_cells, run_cells
-from flower_privdec.study.publish import _draw_panel, budgets_text, columns, publish, row, to_csv
-from flower_privdec.study.results import Estimate, PartResult, Verdict, collect, judge
-from flower_privdec.study.spec import Part, load_study
+from flower_privdec.studies.cells import Cell, expand, folder_of, missing_cells, run_cells
+from flower_privdec.studies.publish import _draw_panel, budgets_text, columns, publish, row, to_csv
+from flower_privdec.studies.results import Estimate, PartResult, Verdict, collect, judge
+from flower_privdec.studies.spec import Part, load_study
 
 BASE = """
 name: base
@@ -726,7 +726,7 @@ def test_the_command_lists_counts_and_asks_for_a_name(
 ENDLESS = """
 import multiprocessing, time
 from concurrent.futures import ProcessPoolExecutor
-from flower_privdec.study.cells import _end_with_the_study
+from flower_privdec.studies.cells import _end_with_the_study
 
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_end_with_the_study)
