@@ -73,7 +73,9 @@ def test_a_report_takes_results_and_folders_and_a_ledger_is_read(result: fp.RunR
     assert facts["left"] == pytest.approx(5 - facts["epsilon"])
 
 
-STUDY = "name: sweep\nbase: base.yaml\nparts: [{name: budgets, axes: {epsilon: {key: privacy.epsilon, values: [1, 3]}}}]"
+STUDY = (
+    "name: sweep\nbase: base.yaml\nparts: [{name: budgets, axes: {epsilon: {key: privacy.epsilon, values: [1, 3]}}}]"
+)
 
 
 def test_a_study_of_ones_own_runs_and_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +179,9 @@ def test_wandb_logs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_mlflow_logs_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not a dependency: its logger is tried where it is installed")
+    mlflow = pytest.importorskip(
+        "mlflow", reason="mlflow is not a dependency: its logger is tried where it is installed"
+    )
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
     result = logger_of("mlflow", tmp_path, monkeypatch)(fp.make_scenario(SECTIONS))
