@@ -48,6 +48,8 @@ def threads_kept() -> Iterator[None]:
 
 
 OnEvaluation = Callable[[dict[str, Any]], bool | None]
+OnRound = Callable[[int], None]
+OnEnd = Callable[["RunResult"], None]
 RUNTIMES = ("engine", "flower")
 
 
@@ -57,7 +59,9 @@ def run(
     out: str | Path | None = None,
     resume: bool = False,
     rounds: int | None = None,
-    on_metrics: OnEvaluation | None = None,
+    on_round: OnRound | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_end: OnEnd | None = None,
     runtime: Literal["engine", "flower"] = "engine",
 ) -> RunResult:
     """Train: run a scenario to its end.
@@ -70,9 +74,11 @@ def run(
             the scenario's rounds, epsilon or noise_multiplier are others: the further rounds are planned with what the
             first ones left of the budget, and its ε counts all.
         rounds: how many in all, in place of the scenario's.
-        on_metrics: called after each evaluation with its metrics (a line of metrics.jsonl). When it returns True the
-            run stops: the result has the summary, privacy and models of that round (of `engine`), and the folder the
-            checkpoint to resume from. So it is after Ctrl-C, which raises KeyboardInterrupt as always.
+        on_round: called after each round with the number of rounds that are done; of `engine` alone.
+        on_evaluation: called after each evaluation with its metrics (a line of metrics.jsonl). When it returns True
+            the run stops: the result has the summary, privacy and models of that round, and the folder the checkpoint
+            to resume from. So it is after Ctrl-C, which raises KeyboardInterrupt as always.
+        on_end: called with the result, also of a run that was stopped.
         runtime: `engine` is this process, `flower` is `flwr run` in Flower's simulation.
 
     Raises:
@@ -87,8 +93,9 @@ def run(
         raise _argument_error(f"runtime={runtime!r} must be one of {', '.join(RUNTIMES)}")
     if out is None and resume:
         raise _argument_error("resume=True needs out, the folder of the run to resume")
-    if on_metrics is not None and not callable(on_metrics):
-        raise _argument_error(f"on_metrics={shown(on_metrics)} must be a function of an evaluation's metrics")
+    check_callbacks(on_round=on_round, on_evaluation=on_evaluation, on_end=on_end)
+    if on_round is not None and runtime != "engine":
+        raise _argument_error(f"on_round with runtime={runtime!r} must be left out: Flower tells of evaluations alone")
     folder = None if out is None else as_path(out, "out")
     scenario = as_scenario(scenario)
     if rounds is not None:
@@ -98,18 +105,40 @@ def run(
     if runtime == "flower":
         check_everywhere(scenario, "Flower runs it in processes of its own")
     experiment = Experiment.build(scenario)
-    watching = _watching(on_metrics, experiment.scenario.rounds)
+    watching = _watching(on_evaluation, experiment.scenario.rounds)
+
+    def train(folder: Path) -> None:
+        if runtime == "engine":
+            run_in_process(experiment, folder, resume=resume, on_metrics=watching, on_round=on_round)
+        else:
+            from flower_privdec.flower.launch.launcher import flower_run
+
+            flower_run(experiment, folder, resume=resume, on_metrics=watching)
+
+    return _result_of(train, folder, on_end)
+
+
+def check_callbacks(**callbacks: object) -> None:
+    """Raise if a callback can not be called.
+
+    Raises:
+        ScenarioError: naming it.
+    """
+    for name, callback in callbacks.items():
+        if callback is not None and not callable(callback):
+            raise _argument_error(f"{name}={shown(callback)} must be a function")
+
+
+def _result_of(train: Callable[[Path], object], folder: Path | None, on_end: OnEnd | None) -> RunResult:
+    """Train into a folder, a temporary one where none is given, and return the result."""
     temporary = mkdtemp(prefix="privdec-") if folder is None else None
     folder = folder or Path(str(temporary)) / "run"
     try:
         with threads_kept():
-            if runtime == "engine":
-                run_in_process(experiment, folder, resume=resume, on_metrics=watching)
-            else:
-                from flower_privdec.flower.launch.launcher import flower_run
-
-                flower_run(experiment, folder, resume=resume, on_metrics=watching)
+            train(folder)
         result = load_run(folder)
+        if on_end is not None:
+            on_end(result)
     except BaseException:
         if temporary is not None:
             rmtree(temporary, ignore_errors=True)
@@ -127,8 +156,8 @@ def _watching(callback: OnEvaluation | None, rounds: int) -> Callable[[dict[str,
         if answer is not None and not isinstance(answer, bool | np.bool):
             kind = type(answer).__name__
             raise ArgumentError(
-                f"on_metrics returned a {kind}: it must return True to stop the run, or None to go on",
-                code="api.on-metrics",
+                f"on_evaluation returned a {kind}: it must return True to stop the run, or None to go on",
+                code="api.on-evaluation",
             )
         return bool(answer) and metrics["round"] < rounds
 

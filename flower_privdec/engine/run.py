@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -90,14 +90,23 @@ class Run:
         """Return how many rounds are done."""
         return self.engine.state.round_index
 
-    def advance(self) -> dict[str, Any]:
-        """Run up to the next evaluation, record it with a checkpoint, and return its metrics."""
-        scenario, state = self.experiment.scenario, self.engine.state
-        every = scenario.evaluation.every
-        until = min(scenario.rounds, (state.round_index // every + 1) * every)
+    def advance(self, on_round: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """Run up to the next evaluation, record it with a checkpoint, and return its metrics.
+
+        Args:
+            on_round: called after each round, with the number of rounds that are done.
+        """
+        scenario, every = self.experiment.scenario, self.experiment.scenario.evaluation.every
+        until = min(scenario.rounds, (self.round_index // every + 1) * every)
+        while self.round_index < until:
+            started = time.perf_counter()
+            with self._formatting_errors():
+                self.engine.rounds(until - self.round_index if on_round is None else 1)
+            self.recorder.seconds += time.perf_counter() - started
+            if on_round is not None:
+                on_round(self.round_index)
         started = time.perf_counter()
         with self._formatting_errors():
-            self.engine.rounds(until - state.round_index)
             state = self.engine.collected()
             self.recorder.seconds += time.perf_counter() - started
             spent = epsilons(self.cohort, state.round_index)
@@ -170,6 +179,7 @@ def run(
     resume: bool = False,
     lean: bool = False,
     on_metrics: OnMetrics | None = None,
+    on_round: Callable[[int], None] | None = None,
     workers: int | None = None,
 ) -> dict[str, Any]:
     """Run a scenario to its end, or until a callback or Ctrl-C stops it.
@@ -188,7 +198,7 @@ def run(
     under_way = Run(experiment, out, runtime=runtime, resume=resume, lean=lean, workers=workers)
     try:
         while under_way.round_index < experiment.scenario.rounds:
-            metrics = under_way.advance()
+            metrics = under_way.advance(on_round)
             if on_metrics is not None and on_metrics(metrics) is True and (summary := under_way.stop("callback")):
                 return summary
         return under_way.finish()
