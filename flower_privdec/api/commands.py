@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+class _PeersStopped(Exception):  # noqa: N818 (no error)
+    """The callback stops the peers."""
+
+
 @python_words
 def up(
     scenario: Scenario | str | Path,
@@ -60,7 +64,7 @@ def up(
         kill: the round after which a peer is killed for good, by peer.
         restart: the round after which a peer is killed and restarted, by peer.
         insecure_seeds: INSECURE: draw noise and batches from the scenario's seed, for tests.
-        on_evaluation: as of `run`: when it returns True the peers stop.
+        on_evaluation: called with each evaluation's metrics. When it returns True the peers stop; `resume` continues.
         on_end: as of `run`.
 
     Raises:
@@ -81,10 +85,16 @@ def up(
     faults = [[f"{peer}@{when}" for peer, when in _rounds(value, name)] for name, value in _named(kill, restart)]
     kills = network.injected_kills(*faults, loaded.n_peers, loaded.rounds)
 
+    watching = stopping(on_evaluation, loaded.rounds)
+
+    def on_metrics(metrics: dict[str, Any]) -> None:
+        if watching(metrics):
+            raise _PeersStopped
+
     def train(folder: Path) -> None:
-        with network.losing(loss) as proxy:
+        with network.losing(loss) as proxy, suppress(_PeersStopped):
             options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "kills": kills}
-            network.Up(loaded, folder, **options).run(stopping(on_evaluation, loaded.rounds))
+            network.Up(loaded, folder, **options).run(on_metrics)
 
     return train_into(train, folder, on_end)
 

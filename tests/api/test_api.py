@@ -232,10 +232,11 @@ def test_a_callback_stops_a_run_that_goes_on_later_to_the_same_end(tmp_path: Pat
     whole = fp.run(scenario)
     part = fp.run(scenario, out=tmp_path / "run", on_evaluation=lambda metrics: np.bool(metrics["round"] >= 4))
     assert not part.finished
-    assert (part.summary["rounds_done"], part.privacy) == (4, [])
+    assert (part.summary["rounds_done"], part.summary["stopped_at"], part.summary["stopped_by"]) == (4, 4, "callback")
+    assert [0 < row["epsilon"] < 3 for row in part.privacy] == [True] * 4
     assert part.models["mean"].keys() == whole.models["mean"].keys()
     assert not torch.equal(part.models["mean"]["1.weight"], whole.models["mean"]["1.weight"])
-    assert "unfinished, 4 of 6 rounds" in str(part)
+    assert "stopped, 4 of 6 rounds" in str(part)
     rest = fp.run(scenario, out=tmp_path / "run", resume=True)
     assert rest.finished
     assert torch.equal(rest.models["peer-2"]["1.weight"], whole.models["peer-2"]["1.weight"])

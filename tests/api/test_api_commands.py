@@ -108,6 +108,9 @@ def test_peers_on_this_machine_train_as_by_the_command(tmp_path: Path) -> None:
     assert result.finished
     assert rounds == [2, 4, 6, -1]
     assert result.summary["runtime"] == "network"
+    stopped = fp.up(scenario, out=tmp_path / "stopped", on_evaluation=lambda metrics: metrics["round"] == 4)
+    assert not stopped.finished
+    assert fp.up(scenario, out=tmp_path / "stopped", resume=True).finished
 
 
 @pytest.mark.parametrize(
