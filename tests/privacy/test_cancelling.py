@@ -26,12 +26,15 @@ from flower_privdec.core import Exchange, Mix
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.view import pair_plan
+from flower_privdec.graph.topology import build_participation
 from flower_privdec.planner.plan import pair_facts
 from flower_privdec.privacy.accountant import accounting
 from flower_privdec.privacy.mechanism import cancelling
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, solve_pairs
 from flower_privdec.privacy.mechanism.events import Release
-from flower_privdec.privacy.noise import NoiseSource
+from flower_privdec.privacy.noise import NoisedSum, NoiseSource, PairSecrets, build_noise
+from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+from flower_privdec.rows.keys import seed_keys
 from flower_privdec.testing import assert_noise, assert_nothing_else_leaves, assert_sensitivity, recording
 
 PAIRS = "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0}"
@@ -269,10 +272,16 @@ def test_with_all_others_colluding_there_is_one_epsilon(build: Build) -> None:
     assert protection.collusion_epsilons(6) == pytest.approx(protection.epsilons(6), rel=1e-6)
 
 
-def test_unequal_peers_have_what_each_needs(build: Build) -> None:
-    """Budgets, clip norms, learning rates, sizes and participation that differ: by an inverse, step by step."""
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["data.batch.size=4", "data.batch={sampling: poisson, rate: 0.1}"])
+def test_unequal_peers_have_what_each_needs(build: Build, batch: str) -> None:
+    """Budgets, clip norms, learning rates, sizes, batches and participation that differ: by an inverse, step by step.
+
+    ε by another accountant, from these inverses, is no more than what is charged.
+    """
     experiment = build(
         PAIRS,
+        batch,
         "privacy.epsilon=[1.0, 2.0, 3.0, 8.0]",
         "privacy.clip_norm=[0.5, 1.0, 1.0, 2.0]",
         "algorithm.learning_rate=[0.1, 0.5, 0.5, 1.0]",
@@ -280,19 +289,81 @@ def test_unequal_peers_have_what_each_needs(build: Build) -> None:
         "participation={kind: uniform, fraction: 0.75}",
         "privacy.schedule={rho_c: 2.0, rho_mu: 2.0}",
     )
-    protection, rates = experiment.own.protection, [experiment.learning_rate.at(k) for k in range(6)]
+    protection, sampler = experiment.own.protection, experiment.own.sampler
+    rates, least = [experiment.learning_rate.at(k) for k in range(6)], np.full((6, 4), math.inf)
     for step in range(6):
         plan, active = protection.pairs, np.flatnonzero(experiment.participation.active(step))
-        scale = np.abs(rates[step]) / experiment.own.sampler.normalizer
+        scale = np.abs(rates[step]) / sampler.normalizer
         own = scale * protection.clip_norms[step] * protection.noise_multipliers[step]
         pair = plan.pair_std(step, active, own[active])
         for honest in combinations(active.tolist(), len(active) - 1):
             inverse = np.linalg.inv(covariance(own, plan.edges, pair, list(honest)))
             noise = np.diag(inverse) ** -0.5 / (scale * protection.clip_norms[step])[list(honest)]
-            for peer, multiplier in zip(honest, noise, strict=True):
-                spends = protection.accounts[peer].spends
-                charged = next(s.release.noise_multiplier for s in spends if s.from_step <= step < s.to_step)
-                assert multiplier >= charged * (1 - 1e-7)
+            least[step, list(honest)] = np.minimum(least[step, list(honest)], noise)
+        for peer in active.tolist():
+            spends = protection.accounts[peer].spends
+            charged = next(s.release.noise_multiplier for s in spends if s.from_step <= step < s.to_step)
+            assert least[step, peer] >= charged * (1 - 1e-7)
+    for peer, epsilon in enumerate(protection.epsilons(6)):
+        other = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+        for noise in least[:, peer][np.isfinite(least[:, peer])].tolist():
+            gaussian = dp_accounting.GaussianDpEvent(noise)
+            other.compose(dp_accounting.PoissonSampledDpEvent(sampler.sampling_rate[peer], gaussian))
+        assert other.get_epsilon(1e-3) <= epsilon * 1.01
+
+
+@st.composite
+def unequal_steps(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
+    """Draw multipliers, clip norms, learning rates, batch sizes, weights and activity of 3 to 5 peers, and q."""
+    n = draw(st.integers(3, 5))
+
+    def each(*values: float) -> np.ndarray:
+        return np.array(draw(st.lists(st.sampled_from(values), min_size=n, max_size=n)))
+
+    active = np.array([True, True, *draw(st.lists(st.booleans(), min_size=n - 2, max_size=n - 2))])
+    numbers = each(0.5, 1.0, 4.0), each(0.1, 1.0, 3.0), each(0.05, 0.5, 2.0), each(1.0, 4.0, 64.0), each(0.5, 1.0, 1.5)
+    return *numbers, active, np.array(draw(st.integers(0, n - 2)))
+
+
+@given(unequal_steps(), st.sampled_from([0.5, 2.0, 8.0]))
+def test_sampled_noise_of_unequal_peers_whitens_to_what_each_is_charged_for(step, strength: float) -> None:
+    """What the mechanism adds, less what colluders can compute, whitened by its own sampled covariance."""
+    multiplier, clip, rate, batch, weights, active, colluding = step
+    n, d, peers = len(rate), 20_000, np.flatnonzero(active)
+    sensitivity = rate * clip / batch  # in units of the rows
+    needed = multiplier * sensitivity * weights * active
+    plan = PairPlan(complete(n), int(colluding), strength, needed[None], weights, same_rates=False)
+    secrets = PairSecrets(seed_keys(5, range(n)))
+    noised = NoisedSum(
+        normals=build_noise(seed_keys(6, range(n))),
+        secrets=secrets,
+        name="gradient",
+        step=0,
+        round_index=0,
+        peers=peers,
+        rows=peers,
+        receivers=None,
+        scale=torch.ones(len(peers)),
+        clip_norm=None,
+        participation=build_participation("all", n),
+        state={},
+    )
+    out, mechanism = torch.zeros(len(peers), d, dtype=torch.float64), CancellingNoise(plan)
+    mechanism.add_(out, torch.from_numpy(plan.own[0] * multiplier * sensitivity)[peers], noised)
+    pair = plan.pair_std(0, peers, (plan.own[0] * multiplier * sensitivity)[peers])
+    for honest in combinations(peers.tolist(), max(1, len(peers) - int(colluding))):
+        seen = {peer: out[row].clone() for row, peer in enumerate(peers.tolist()) if peer in honest}
+        for number, (i, j) in enumerate(plan.edges.tolist()):
+            if pair[number] == 0 or (i in seen) == (j in seen):
+                continue
+            drawn = torch.zeros(1, d, dtype=torch.float64)  # by a colluder, from the secret that it has
+            source = build_noise({number: secrets.of(i, j)})
+            source.add_(drawn, torch.ones(1), 0, np.array([number]), "pair gradient")
+            peer, sign = (i, 1.0) if i in seen else (j, -1.0)
+            seen[peer] -= sign * pair[number] / weights[peer] * drawn[0]
+        sampled = torch.stack([seen[peer] / sensitivity[peer] for peer in honest]).numpy()
+        whitened = np.diag(np.linalg.inv(sampled @ sampled.T / d)) ** -0.5
+        assert (whitened >= 0.97 * multiplier[list(honest)]).all()
 
 
 def test_local_steps_take_weaker_noise_for_they_see_it_before_it_is_mixed(build: Build) -> None:

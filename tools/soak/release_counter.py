@@ -7,6 +7,8 @@ EVENTS go lines on what depends on which step, and on what came:
     resumed DIGEST      the checkpoint that this process continues
     sent DIGEST N       rows or a share that were put together after N steps of this process
     received DIGEST     rows or a share of a neighbour, refused or not
+    drawn DIGEST        what a pair of peers draws from its secret, and this process adds to a release
+    noised SUM N        a release to which the noise of N pairs was added, drawn from a secret or of the peer's own
 
 A DIGEST is of numbers, to which noise was added: no two are alike by chance. `ReleaseObserver` joins the lines of all
 processes, also of copies and of folders that are gone by then: it counts the steps on which something depends that
@@ -27,7 +29,9 @@ from typing import Any
 
 from torch import Tensor
 
-from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.cohort import Cohort, no_examples
+
+PAIR_PURPOSE = "pair"  # of the draws of a pair, shared or not
 
 
 def _opened(path: Path) -> int:
@@ -35,11 +39,16 @@ def _opened(path: Path) -> int:
 
 
 def count_into(path: Path) -> Callable[[], int]:
-    """Append a byte to a file after every private step of this process, and return what returns how many there were."""
+    """Append a byte to a file after every private step of this process, and return what returns how many there were.
+
+    The noise that a peer adds when its budget is spent is no private step: it reads no example.
+    """
     handle, release, taken = _opened(path), Cohort.release_rows_, [0]
 
     def counted(cohort: Cohort, *arguments: Any, **options: Any) -> None:
         release(cohort, *arguments, **options)
+        if no_examples in arguments:
+            return
         taken[0] += 1
         os.write(handle, b".")
 
@@ -65,6 +74,8 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
     from flower_privdec.network.peer.asynchronous import AsynchronousSession
     from flower_privdec.network.peer.connections import Session
     from flower_privdec.network.peer.peer import RunningPeer
+    from flower_privdec.privacy.noise.deployed import SystemNoise
+    from flower_privdec.privacy.noise.pair_noise import CancellingNoise
     from flower_privdec.pushsum.exactly_once import FrozenShare, PushSumProtocol, RefusedError
     from flower_privdec.pushsum.frames import RowMessage
     from flower_privdec.pushsum.lockstep import Lockstep
@@ -116,6 +127,20 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
             note("resumed", digest(checkpoint.state.rows))
         return restored
 
+    def drawn(source: SystemNoise, out: Any, std: Any, step: int, peers: Any, purpose: str = "", *rest: Any) -> None:
+        if purpose == PAIR_PURPOSE:
+            pairs[0] += 1
+            if source._key is not None:
+                os.write(handle, f"drawn {hashlib.sha256(source._key).hexdigest()[:32]}\n".encode())
+
+    def noised(mechanism: CancellingNoise, out: Any, std: Any, what: Any) -> None:
+        pairs[0] = 0
+        mix(mechanism, out, std, what)
+        os.write(handle, f"noised {what.name} {pairs[0]}\n".encode())
+
+    pairs, mix = [0], CancellingNoise.add_
+    CancellingNoise.add_ = noised  # type: ignore[method-assign, assignment]
+    before(SystemNoise, "add_", drawn)
     before(PushSumProtocol, "committed", shares)
     before(PushSumProtocol, "restore", shares)
     before(AsynchronousSession, "post", posted)
@@ -141,6 +166,8 @@ class ReleaseObserver:
         self._resumed: dict[str, str] = {}
         self._unexplained: set[str] = set()
         self._revealed: dict[str, int] = defaultdict(int)  # by life: how many of its steps
+        self._drawn: dict[str, list[str]] = defaultdict(list)  # by draw: the peers that added it, each time
+        self._least: dict[str, int] = {}  # by peer: of how many pairs each release has noise at least
 
     def look(self) -> None:
         """Read what was written since the last time."""
@@ -153,7 +180,12 @@ class ReleaseObserver:
             life = path.name.removesuffix(".events")
             for line in whole.decode().splitlines():
                 kind, name, *steps = line.split()
-                if kind == "received":
+                if kind == "drawn":
+                    self._drawn[name].append(life.split(".")[0])
+                elif kind == "noised":
+                    peer = life.split(".")[0]
+                    self._least[peer] = min(int(steps[0]), self._least.get(peer, int(steps[0])))
+                elif kind == "received":
                     self._unexplained.add(name)
                 elif kind == "resumed":
                     self._resumed[life] = name
@@ -173,6 +205,32 @@ class ReleaseObserver:
     def received(self, peer: int) -> int:
         """Return how many releases of a peer were received by then."""
         return sum(steps for life, steps in self._revealed.items() if life.split(".")[0] == str(peer))
+
+    @property
+    def shared(self) -> int:
+        """Return how many draws of pairs both of their ends added."""
+        return sum(len(peers) == 2 for peers in self._drawn.values())
+
+    @property
+    def apart(self) -> int:
+        """Return how many draws of pairs one of their ends alone added."""
+        return sum(len(peers) == 1 for peers in self._drawn.values())
+
+    def pairs_problem(self, pairs: Mapping[int, int]) -> str | None:
+        """Return what makes an ε of noise that cancels false, or None.
+
+        Args:
+            pairs: of how many pairs each peer is an end.
+        """
+        for peers in self._drawn.values():
+            if len(set(peers)) < len(peers):
+                return f"peer {max(peers, key=peers.count)} added a draw that it shares with another to two releases"
+            if len(peers) > 2:
+                return f"peers {', '.join(peers)} added one draw, which two of them may share"
+        for peer, least in self._least.items():
+            if least < pairs[int(peer)]:
+                return f"a release of peer {peer} has noise of {least} pairs, and is planned for {pairs[int(peer)]}"
+        return None
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ Every peer is a process of this machine that reaches the others through a proxy.
   payment more per start of the process;
 - some peer reaches a new round within a time limit;
 - after a run, the push-sum weights on the peers' disks sum to the number of peers;
+- where noise cancels between peers, a draw that two of them share is added to one release of each at most, by whichever
+  of its processes, folders and copies, and every release has the noise of all its pairs, shared or of the peer's own;
 - a peer that is isolated takes one private step at most beside the one under way;
 - the models that the devices of a run end with agree, but for those that report that theirs does not.
 
@@ -34,9 +36,12 @@ from random import SystemRandom
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from flower_privdec.common.errors import BudgetError, NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.formatting import duration, memory, peer_ranges
 from flower_privdec.experiment import Agreement
+from flower_privdec.experiment.view import secret_pairs
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, free_addresses, on_this_machine
@@ -80,6 +85,7 @@ class Tally:
         rounds: that the fastest peer went through, over all runs.
         taken, paid: private steps as counted, and as the ledgers that went on have them, of all peers of finished runs.
         received: releases of them that reached a neighbour.
+        shared, apart: draws of pairs that both ends added, and that one of them alone did.
         charged: steps that were paid for in place of lines that a ledger had lost.
         given_up: runs that ended early: peers that wait for each other cannot go on with one that lost its state.
         crashes: processes that were killed.
@@ -97,6 +103,8 @@ class Tally:
     taken: int = 0
     paid: int = 0
     received: int = 0
+    shared: int = 0
+    apart: int = 0
     charged: int = 0
     given_up: int = 0
     crashes: int = 0
@@ -181,6 +189,8 @@ class SoakedRun:
         self._alone: dict[int, int] = {}  # peers that are cut off, and the steps that they had taken by then
         self._late = self.tally.runs % scenario.n_peers, LATE_SECONDS
         self._observer = ReleaseObserver(out / "observer")
+        ends = secret_pairs(scenario).ravel()
+        self._pairs = dict(enumerate(np.bincount(ends, minlength=scenario.n_peers).tolist()))
         self._torn: set[int] = set()  # peers whose folder was not always the newest
         self._recovery: Recovery | None = None
         self._twin: Process | None = None
@@ -427,6 +437,8 @@ class SoakedRun:
     def _look(self) -> None:
         """Check all ledgers and note the memory of all running peers."""
         self._observer.look()
+        if (problem := self._observer.pairs_problem(self._pairs)) is not None:
+            raise self._broken(problem, "soak.pairs")
         self._received = {peer: self._observer.received(peer) for peer in self.processes.peers}
         for peer in self.processes.peers if self.scenario.private is not None else ():
             before, ledger = self._paid[peer], self.processes.folder(peer) / "ledger"
@@ -479,6 +491,8 @@ class SoakedRun:
         self.tally.paid += sum(paid.steps for paid in self._paid.values())
         self.tally.charged += sum(paid.charged for paid in self._paid.values())
         self.tally.received += sum(self._received[peer] for peer, paid in self._paid.items() if paid.records)
+        self.tally.shared += self._observer.shared
+        self.tally.apart += self._observer.apart
         self.tally.finished += came_to_its_end
         if self._weighed and not self._torn:  # what was lost with a folder is lost
             self._check_weight(came_to_its_end)
@@ -600,6 +614,10 @@ class Soak:
             f"ledgers: {tally.taken:,} steps taken, {tally.paid:,} paid for, {tally.crashes} processes killed",
             f"releases: {tally.received:,} received, {tally.charged:,} charged as witnessed",
         ]
+        if tally.shared:
+            lines.append(
+                f"pairs: {tally.shared:,} draws added by both ends, {tally.apart:,} by one alone, none twice by one"
+            )
         if tally.isolated:
             lines.append(f"isolation: no ε beyond one step in {tally.isolated} times")
         if tally.models is not None:
