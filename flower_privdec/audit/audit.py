@@ -91,6 +91,16 @@ class Audit:
         """Whether nothing was found against the printed ε."""
         return not self.defects and not any(group.violated for group in self.groups)
 
+    @property
+    def verdict(self) -> str:
+        """What was found, in a line."""
+        if self.holds:
+            return "nothing was found against the printed ε"
+        refuted = [
+            f"ε = {group.epsilon:.4g} is refuted: at least {group.shown:.4g}" for group in self.groups if group.violated
+        ]
+        return "; ".join([*refuted, *self.defects.values()])
+
     def to_json(self) -> dict[str, Any]:
         """Return the audit as a JSON object, its first group's figures at the top."""
         groups = [{name: _number(value) for name, value in vars(group).items()} for group in self.groups]
@@ -116,7 +126,7 @@ def audit(
     replica: int = 100_000,
     seed: int = 0,
     confidence: float = 0.95,
-    on_trials: Callable[[int], None] = lambda count: None,
+    on_trials: Callable[[int, int], None] = lambda count, total: None,
 ) -> Audit:
     """Attack every peer of a scenario, and return what the attacks show of its ε.
 
@@ -127,7 +137,7 @@ def audit(
         replica: how many trials of the declared releases without a model, with an example and as many without.
         seed: keys coins, batches and noise; two audits of one seed are the same.
         confidence: the chance, at least, with which all lower bounds hold together.
-        on_trials: is called after each run with the number of trials so far.
+        on_trials: is called after each run with the number of trials so far, and `trials`.
 
     Raises:
         ScenarioError: an argument is out of its range, or the scenario promises no ε that this can audit.
@@ -146,7 +156,7 @@ def audit(
         presences.append(present)
         observers.append(observer)
         defects |= observer.defects
-        on_trials(sum(map(len, presences)))
+        on_trials(min(trials, sum(map(len, presences))), trials)
     defects |= noise_defects(observers)
     there, scores = np.array(presences), np.array([observer.scores for observer in observers])
     by_cost: dict[tuple[object, ...], list[int]] = {}

@@ -1,9 +1,9 @@
 """Canaries: one example of each peer that moves a sum as far as clipping lets it, and what is released with and without it.
 
 The peers run their whole scenario: algorithm, schedule, sampling, clipping, noise and exchanges are those of every run. Only
-model and data are replaced. The model is one linear layer without a bias under a squared loss, so an example's gradient is a
-multiple of its features, whatever the parameters. A peer's first example, its canary, has features e_0 and a target so large
-that its gradient is clipped; the others have e_1, and coordinates 2 and 3 hold noise alone. Coordinate 0 of a release is then
+model and data are replaced. The model is one linear layer without a bias, and the loss a multiple of its output, so large
+that each gradient is clipped: the gradient is that multiple of the features, whatever the parameters. A peer's first example,
+its canary, has features e_0; the others have e_1, and coordinates 2 and 3 hold noise alone. Coordinate 0 of a release is then
 all that an observer needs to tell the two neighbouring data sets apart.
 """
 
@@ -29,10 +29,10 @@ from flower_privdec.privacy.mechanism.events import Release, epoch_steps
 from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
 from flower_privdec.rows.keys import digest, keyed_generator
 from flower_privdec.scenario.sections import CancellingSection
-from flower_privdec.tasks.losses import resolve_loss
+from flower_privdec.tasks.losses import Loss
 
 FEATURES = 4
-TARGET = -1e12  # of every example: no model comes near it, so every gradient has the same sign and is clipped
+STEEP = 1e12  # the loss's derivative in the output: any clip norm is below it
 NOISE_ALONE = 2  # the first coordinate that no example has
 NOISE_KEPT = 10_000  # calls of the mechanism whose noise is looked at
 SLACK = 1e-6  # of a move, for rounding
@@ -50,14 +50,15 @@ class Observer:
         scores: float64 [m].
         defects: what is not as planned and declared, a line each; the first of each kind.
         noise: what the coordinates without examples held, over the planned σ; of `NOISE_KEPT` sums at most.
-        cost: for each row, the releases that it made, as they were declared and planned.
+        cost: for each row, the releases that it made, as they were declared and planned; empty unless `counts_cost`.
     """
 
-    def __init__(self, experiment: Experiment, mechanism: NoiseMechanism) -> None:
+    def __init__(self, experiment: Experiment, mechanism: NoiseMechanism, *, counts_cost: bool = False) -> None:
         own = experiment.own
         if own.protection is None:
             raise TypeError("a run without privacy publishes its sums as they are")
         self._plan, self._algorithm, self._mechanism = own.protection, experiment.algorithm, mechanism
+        self._counts_cost = counts_cost
         drawings = drawings_of(experiment, own.peers, own.sampler)
         self._drawings = list(dict.fromkeys(drawings))
         self._drawing_of = np.array([self._drawings.index(drawing) for drawing in drawings])
@@ -145,7 +146,7 @@ class Observer:
     def close(self) -> None:
         """Finish the step under way."""
         self.scores += log_ratio(self._sums[0] - self._sums[1] / 2, self._sums[2] - self._sums[3] / 2, self._chance)
-        if self._step >= 0:
+        if self._counts_cost and self._step >= 0:
             self._pay()
         self._sums[:], self._active[:], self._step = 0, False, -1
 
@@ -191,14 +192,14 @@ def with_canaries(experiment: Experiment) -> Experiment:
     module = nn.Linear(FEATURES, 1, bias=False)
     nn.init.zeros_(module.weight)
     initial = flatten(module).to(experiment.device, torch.float64)
-    loss = replace(resolve_loss("mse"), width=1)
+    loss = Loss("steep", lambda outputs, _: STEEP * outputs.sum(-1), _steep_derivative, single=True)
     memory = scenario.compute.memory_mib << 20
     kernel = build_kernel(module.to(initial), loss, (FEATURES,), memory_bytes=memory)
     test = replace(
         experiment.public,
         x=torch.zeros(2, FEATURES),
-        y=torch.zeros(2, 1),
-        n_classes=1,
+        y=torch.zeros(2, dtype=torch.int64),
+        n_classes=2,
         n_tokens=None,
         validation=None,
     )
@@ -215,6 +216,10 @@ def with_canaries(experiment: Experiment) -> Experiment:
     )
 
 
+def _steep_derivative(outputs: Tensor, _: Tensor) -> Tensor:
+    return torch.full_like(outputs, STEEP)
+
+
 def examples_with(sizes: np.ndarray, present: np.ndarray | None) -> Examples:
     """Return the peers' examples, the first of each its canary; where it is not present its gradient is zero."""
     ends = np.cumsum(sizes)
@@ -225,7 +230,7 @@ def examples_with(sizes: np.ndarray, present: np.ndarray | None) -> Examples:
     x[firsts] = 0
     if present is not None:
         x[firsts[torch.from_numpy(present)], 0] = 1
-    return Examples(x, torch.full((len(x), 1), TARGET), parts)
+    return Examples(x, torch.zeros(len(x), dtype=torch.int64), parts)
 
 
 def run_once(
@@ -248,7 +253,7 @@ def run_once(
     examples = examples_with(own.examples.sizes, present)
     own = replace(own, examples=examples, keys=keys, sampler=own.sampler.like(keys=keys))
     cohort = replace(experiment, own=own).cohort(ledger_dir)
-    observer = Observer(experiment, cohort.mechanism)
+    observer = Observer(experiment, cohort.mechanism, counts_cost=ledger_dir is not None)
     cohort.apart, cohort.mechanism = True, Observed(cohort.mechanism, observer)
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     engine.rounds(experiment.scenario.rounds)
