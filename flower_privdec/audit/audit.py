@@ -27,7 +27,7 @@ from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.mechanism.protection import Protection
 
 FALSE_ALARM = 1e-9  # the chance with which noise that is as planned is called too small
-METHOD = "canaries in the scenario's own steps"
+CANARIES, REPLICA = "canaries in the scenario's own steps", "a replica of the declared releases"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class AuditedPeers:
         claimed_epsilon: the paper's formula's, where it gave the noise.
         epsilon: the accountant's, an upper bound, at `delta`.
         delta: δ.
-        epsilon_lower_bound: what canaries in the real steps show.
+        canary_lower_bound: what canaries in the real steps show.
         trials: how many, with a canary and without.
         replica_lower_bound: what a replica of the declared releases shows.
         replica_trials: how many of these.
@@ -49,7 +49,7 @@ class AuditedPeers:
     claimed_epsilon: float | None
     epsilon: float
     delta: float
-    epsilon_lower_bound: float
+    canary_lower_bound: float
     trials: int
     replica_lower_bound: float
     replica_trials: int
@@ -57,7 +57,7 @@ class AuditedPeers:
     @property
     def shown(self) -> float:
         """The larger of both lower bounds."""
-        return max(self.epsilon_lower_bound, self.replica_lower_bound)
+        return max(self.canary_lower_bound, self.replica_lower_bound)
 
     @property
     def violated(self) -> bool:
@@ -102,11 +102,16 @@ class Audit:
         return "; ".join([*refuted, *self.defects.values()])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the audit as a JSON object, its first group's figures at the top."""
+        """Return the audit as a JSON object: at the top the larger lower bound of its first group."""
         groups = [{name: _number(value) for name, value in vars(group).items()} for group in self.groups]
-        first = {key: value for key, value in groups[0].items() if key != "peers"}
-        return first | {
-            "method": METHOD,
+        first = self.groups[0]
+        by_canaries = first.canary_lower_bound >= first.replica_lower_bound
+        return {
+            "claimed_epsilon": groups[0]["claimed_epsilon"],
+            "epsilon": groups[0]["epsilon"],
+            "epsilon_lower_bound": _number(first.shown),
+            "method": CANARIES if by_canaries else REPLICA,
+            "trials": first.trials if by_canaries else first.replica_trials,
             "confidence": self.confidence,
             "rounds": self.rounds,
             "holds": self.holds,
@@ -173,7 +178,7 @@ def audit(
                 claimed_epsilon=None if claim is None else claim.epsilon,
                 epsilon=plan.epsilons(rounds)[rows[0]],
                 delta=account.delta,
-                epsilon_lower_bound=epsilon_from_scores(found[~with_it], found[with_it], account.delta, each),
+                canary_lower_bound=epsilon_from_scores(found[~with_it], found[with_it], account.delta, each),
                 trials=found.size,
                 replica_lower_bound=epsilon_from_scores(absent, present, account.delta, each),
                 replica_trials=2 * replica,

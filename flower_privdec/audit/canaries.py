@@ -3,8 +3,8 @@
 The peers run their whole scenario: algorithm, schedule, sampling, clipping, noise and exchanges are those of every run. Only
 model and data are replaced. The model is one linear layer without a bias, and the loss a multiple of its output, so large
 that each gradient is clipped: the gradient is that multiple of the features, whatever the parameters. A peer's first example,
-its canary, has features e_0; the others have e_1, and coordinates 2 and 3 hold noise alone. Coordinate 0 of a release is then
-all that an observer needs to tell the two neighbouring data sets apart.
+its canary, has large features along e_0; the others have e_1, and coordinates 2 and 3 hold noise alone. Coordinate 0 of a
+release is then all that an observer needs to tell the two neighbouring data sets apart.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from flower_privdec.tasks.losses import Loss
 
 FEATURES = 4
 STEEP = 1e12  # the loss's derivative in the output: any clip norm is below it
+LONG = 1e6  # a canary's features beside the others', so that a batch that is clipped as a whole is its own
 NOISE_ALONE = 2  # the first coordinate that no example has
 NOISE_KEPT = 10_000  # calls of the mechanism whose noise is looked at
 SLACK = 1e-6  # of a move, for rounding
@@ -128,9 +129,13 @@ class Observer:
     def _check(
         self, clean: np.ndarray, noise: np.ndarray, sigma: np.ndarray, drawn: np.ndarray, noised: NoisedSum
     ) -> None:
-        """Note what is not as planned: how far the canary moved the sum, and whether a draw of noise was seen before."""
+        """Note what is not as planned: how far the canary moved the sum, and whether a draw of noise was seen before.
+
+        A sum that is made of earlier releases too, whose noise it holds before its own, moves by more than the canary.
+        """
         where = f"step {noised.step}: sum {noised.name!r} of peer"
-        for row in np.flatnonzero(np.abs(clean[:, 0]) > drawn * (1 + SLACK))[:1].tolist():
+        fresh = (np.abs(clean[:, NOISE_ALONE:]) <= SLACK).all(1)
+        for row in np.flatnonzero(fresh & (np.abs(clean[:, 0]) > drawn * (1 + SLACK)))[:1].tolist():
             moved = f"{abs(clean[row, 0]):.4g} clip norms by one example, declared {drawn[row]:.4g}"
             text = f"{where} {noised.peers[row]} is moved {moved}"
             self.defects.setdefault("clipping", text)
@@ -229,7 +234,7 @@ def examples_with(sizes: np.ndarray, present: np.ndarray | None) -> Examples:
     firsts = torch.from_numpy(ends - sizes)
     x[firsts] = 0
     if present is not None:
-        x[firsts[torch.from_numpy(present)], 0] = 1
+        x[firsts[torch.from_numpy(present)], 0] = LONG
     return Examples(x, torch.zeros(len(x), dtype=torch.int64), parts)
 
 

@@ -16,8 +16,9 @@ BLOCK = 1 << 20  # numbers drawn at once
 def replica_scores(releases: Sequence[Release], trials: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw releases with and without an example, and return the log likelihood ratio of each trial.
 
-    The example moves a step as far as the release allows, and the other examples add nothing: an attack on the mechanism, so
-    that what it shows is a lower bound on the ε of every implementation that releases no less.
+    The example moves a step as far as the release allows, and the other examples add nothing; in a batch of fixed size they
+    move it as far the other way, since one of them is drawn wherever the example is not. It is an attack on the mechanism: what
+    it shows is a lower bound on the ε of every implementation that releases no less.
 
     Args:
         releases: of one peer in a whole run.
@@ -48,9 +49,15 @@ def _add(total: np.ndarray, release: Release, draws: np.random.Generator, *, pre
         total += move * (draws.standard_normal(len(total)) + move * present) - move**2 / 2
         return
     rate, idle, rows = release.sampling_rate, release.idle, max(1, BLOCK // len(total))
+    opposed = release.sampling == "uniform" and idle == 0
     for start in range(0, steps, rows):
         shape = (min(rows, steps - start), len(total))
         released = draws.standard_normal(shape, dtype=np.float32) * np.float32(sigma)
+        if opposed:  # over what the batch holds without the example: its place is worth 1, the example 2
+            released += np.where(draws.random(shape, dtype=np.float32) < rate, np.float32(1 + present), np.float32(0))
+            with_it, without = (2 * move * (released - move / 2) / (2 * sigma**2) for move in (2, 1))
+            total += (_log_mixture(with_it, rate) - _log_mixture(without, rate)).sum(0)
+            continue
         if present:
             released += np.where(draws.random(shape, dtype=np.float32) < rate, np.float32(1), np.float32(idle))
         drawn = (2 * released - 1) / (2 * sigma**2)

@@ -6,7 +6,7 @@ import json
 
 import typer
 
-from flower_privdec.audit.audit import METHOD, Audit, audit
+from flower_privdec.audit.audit import CANARIES, REPLICA, Audit, audit
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges, setting
 from flower_privdec.experiment import Experiment
@@ -37,15 +37,14 @@ def audit_text(found: Audit) -> str:
             setting(group.delta),
             "–" if group.claimed_epsilon is None else epsilon_text(group.claimed_epsilon),
             epsilon_text(group.epsilon),
-            f"{group.epsilon_lower_bound:.2f}",
+            f"{group.canary_lower_bound:.2f}",
             f"{group.replica_lower_bound:.2f}",
         ]
         for group in found.groups
     ]
     first = found.groups[0]
     notes = [
-        f"{METHOD}: {first.trials:,} trials of {found.rounds:,} rounds; a replica of the declared releases: "
-        f"{first.replica_trials:,} trials",
+        f"{CANARIES}: {first.trials:,} trials of {found.rounds:,} rounds; {REPLICA}: {first.replica_trials:,} trials",
         f"all lower bounds hold together with a chance of at least {found.confidence:.0%}; few trials show little",
     ]
     if any(group.claim_refuted for group in found.groups):

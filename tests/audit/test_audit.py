@@ -30,6 +30,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.gradients.stacked import StackedKernel
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import Account
+from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
 from flower_privdec.privacy.noise.philox import PhiloxNoise
@@ -197,33 +198,65 @@ def test_what_is_broken_is_found_by_name(kind: str) -> None:
     assert found.defects[name] in found.verdict
 
 
-@pytest.mark.parametrize("kind", ["noise at half", "clipped by batch"])
-def test_canaries_alone_refute_what_is_broken(kind: str) -> None:
-    broken, overrides, _ = BROKEN[kind]
-    experiment = experiment_of(*overrides, "privacy.epsilon=1", "rounds=2")
-    assert audit(experiment, trials=2000, replica=100).groups[0].epsilon_lower_bound < 1
-    with broken():
-        group = audit(experiment, trials=2000, replica=100).groups[0]
-    assert group.epsilon_lower_bound > group.epsilon
+MANY = ["n_peers=32", "data.samples=320", "data.batch={sampling: full}", "privacy.clip_norm=0.05"]
+
+
+@pytest.mark.parametrize(("kind", "trials"), [("noise at half", 16_000), ("clipped by batch", 2000)])
+def test_canaries_alone_refute_what_is_broken(kind: str, trials: int) -> None:
+    experiment = experiment_of(*MANY, "rounds=1", "privacy.epsilon=2")
+    with BROKEN[kind][0]():
+        group = audit(experiment, trials=trials, replica=100).groups[0]
+    assert group.canary_lower_bound > group.epsilon
     assert group.violated
 
 
 def test_an_accountant_that_forgets_is_refuted() -> None:
-    experiment = experiment_of(*FULL, "rounds=40", "privacy={epsilon: null, noise_multiplier: 3.0, delta: 1.0e-3}")
+    noise = "privacy={epsilon: null, noise_multiplier: 3.0, delta: 1.0e-3}"
+    experiment = experiment_of(*MANY, "rounds=40", noise)
     with charged_for_one_round():
         found = audit(experiment, trials=1000, replica=100)
-    assert found.groups[0].epsilon_lower_bound > found.groups[0].epsilon
+    assert found.groups[0].canary_lower_bound > found.groups[0].epsilon
     assert not found.holds
 
 
 # --- claims of papers ---
 
 
+CLAIMS = {  # the release of the paper's noise, its claim, and what an audit shows at least
+    "PrivSGP-VR, K = 3120, J = 3125": (3.0, 1e-5, 5.0),
+    "Const-D2P, one example drawn uniformly": (1.0, 1e-4, 3.5),
+    "DP-DDA, a tenth of the peers active": (1.0, 1e-2, 5.0),
+}
+
+
+def released_by_paper(name: str) -> Release:
+    claimed, delta, _ = CLAIMS[name]
+    if name.startswith("PrivSGP"):
+        noise = paper.moments_sigma(claimed, delta, rounds=3120, dataset_size=3125, clip_norm=1.0, c_2=0.3724)
+        return Release("poisson", 1 / 3125, 3125, 1, noise / 3, 3120)
+    if name.startswith("Const"):
+        mu = paper.gdp_mu_0(paper.gdp_mu(claimed, delta), 1 / 2500, np.ones(2000))
+        return Release("uniform", 1 / 2500, 2500, 1, 1 / mu, 2000)
+    rounds = 3 * 1628
+    noise = paper.subsampled_sigma(claimed, delta, rounds=10 * rounds, dataset_size=1628, share=0.1)
+    return Release("poisson", 1 / 1628, 1628, 1, noise, rounds)
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_replica_exposes_what_papers_claim(name: str) -> None:
+    claimed, delta, least = CLAIMS[name]
+    release = released_by_paper(name)
+    shown = epsilon_from_scores(*replica_scores([release], 6000, 1), delta, 0.95)
+    assert claimed < least < shown <= epsilon([release], delta)
+
+
 def test_a_claim_that_is_refuted_is_named_and_the_printed_epsilon_holds() -> None:
-    experiment = experiment_of(*SHORT, "rounds=200", "privacy={epsilon: 1.0, delta: 1.0e-3, calibration: paper}")
+    paper_noise = "privacy={epsilon: 3.0, delta: 1.0e-3, calibration: paper, c_2: 0.3724}"
+    experiment = experiment_of(
+        *SHORT[:-1], "data.batch={sampling: poisson, size: 1}", *settings_for("algorithm.name=privsgp-vr"), paper_noise
+    )
     group = audit(experiment, trials=8, replica=20_000).groups[0]
-    assert group.claimed_epsilon == pytest.approx(1.0)
-    assert group.replica_lower_bound > 1.5
+    assert group.claimed_epsilon == 3.0
     assert group.claim_refuted
     assert not group.violated
 
@@ -272,7 +305,7 @@ def test_the_command_prints_a_table_or_json_and_exits_with_1_for_what_is_broken(
     printed = capsys.readouterr()
     facts = json.loads(printed.out)
     assert done.value.code == 1
-    assert "noise is 0.5" in printed.err
+    assert "times as large as planned" in printed.err
     assert {"claimed_epsilon", "epsilon", "epsilon_lower_bound", "method", "trials"} <= facts.keys()
     assert facts["holds"] is False
 
@@ -283,5 +316,5 @@ def test_the_nearest_to_being_refuted_comes_first() -> None:
     margins = [group.epsilon - group.shown for group in found.groups]
     assert len(margins) == 4
     assert margins == sorted(margins)
-    worse = replace(found.groups[-1], epsilon_lower_bound=9.0)
+    worse = replace(found.groups[-1], canary_lower_bound=9.0)
     assert replace(found, groups=(worse,)).verdict.startswith(f"ε = {worse.epsilon:.4g} is refuted")
