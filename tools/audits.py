@@ -21,7 +21,7 @@ SCENARIO = """\
 name: audited
 seed: 1
 n_peers: 8
-rounds: 60
+rounds: 30
 data: {dataset: digits, samples: 1440, test_samples: 100, validation: 40, batch: {sampling: poisson, size: 18}}
 model: {name: softmax}
 algorithm: {name: privsgp, learning_rate: 0.5}
@@ -67,7 +67,7 @@ def line(name: str, noise: str, group: AuditedPeers) -> str:
 
 def main(
     algorithms: Annotated[list[str] | None, typer.Argument(help="Which; by default all.")] = None,
-    trials: Annotated[int, typer.Option(help="Canaries for each.")] = 2000,
+    trials: Annotated[int, typer.Option(help="Canaries for each.")] = 1000,
 ) -> None:
     """Print the table."""
     typer.echo(HEAD)
