@@ -1,6 +1,6 @@
 """The table of docs/audit.md: every algorithm's ε as claimed, as printed, and as an audit shows at least.
 
-    python -m tools.audits [--trials N] [ALGORITHM ...]
+python -m tools.audits [--trials N] [ALGORITHM ...]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from flower_privdec.algorithms import ALGORITHMS
-from flower_privdec.audit.audit import AuditedPeers, audit
+from flower_privdec.audits.audit import AuditedPeers, audit
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.experiment import Experiment

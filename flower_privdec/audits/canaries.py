@@ -1,10 +1,11 @@
-"""Canaries: one example of each peer that moves a sum as far as clipping lets it, and what is released with and without it.
+"""Canaries: one example of each peer that moves a sum as far as clipping lets it, and what is released of it.
 
-The peers run their whole scenario: algorithm, schedule, sampling, clipping, noise and exchanges are those of every run. Only
-model and data are replaced. The model is one linear layer without a bias, and the loss a multiple of its output, so large
-that each gradient is clipped: the gradient is that multiple of the features, whatever the parameters. A peer's first example,
-its canary, has large features along e_0; the others have e_1, and coordinates 2 and 3 hold noise alone. Coordinate 0 of a
-release is then all that an observer needs to tell the two neighbouring data sets apart.
+The peers run their whole scenario: algorithm, schedule, sampling, clipping, noise and exchanges are those of every
+run. Only model and data are replaced. The model is one linear layer without a bias, and the loss a multiple of its
+output, so large that each gradient is clipped: the gradient is that multiple of the features, whatever the
+parameters. A peer's first example, its canary, has large features along e_0; the others have e_1, and coordinates 2
+and 3 hold noise alone. Coordinate 0 of a release is then all that an observer needs to tell the two neighbouring data
+sets apart.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ LEAST = 1e-150  # a noise multiplier of 0, to divide by
 class Observer:
     """Somebody who sees every published sum of a run with canaries, and knows the plan and the declarations.
 
-    A step's sums at one row are y_s = shift_s + N(0, σ_s²), in clip norms; without the canary all shifts are 0, with it they
-    are `drawn_s` with chance q and `idle_s` else. The observer's score of a row is the log likelihood ratio of the two, added
-    over steps. σ, q and the shifts are the plan's and the declaration's, whatever the code under test did.
+    A step's sums at one row are y_s = shift_s + N(0, σ_s²), in clip norms; without the canary all shifts are 0, with
+    it they are `drawn_s` with chance q and `idle_s` else. The observer's score of a row is the log likelihood ratio
+    of the two, added over steps. σ, q and the shifts are the plan's and the declaration's, whatever the code under
+    test did.
 
     Attributes:
         scores: float64 [m].
@@ -91,7 +93,8 @@ class Observer:
         idle = np.where(everyone, drawn, idle)
         value, variance = seen[:, 0], np.maximum(sigma, LEAST) ** 2
         moves = np.array([value * idle, idle**2, value * drawn, drawn**2]) / variance
-        np.add.at(self._sums, (slice(None), noised.rows), moves)
+        for total, move in zip(self._sums, moves, strict=True):
+            np.add.at(total, noised.rows, move)
         self._check(clean, (seen - clean)[:, NOISE_ALONE:], sigma, drawn, noised)
 
     def _declared(self, step: int) -> dict[str, np.ndarray]:
@@ -190,8 +193,8 @@ def with_canaries(experiment: Experiment) -> Experiment:
         )
     if isinstance(scenario.private.noise, CancellingSection):
         raise ScenarioError(
-            "privacy.noise.kind=cancelling hides an example in the sums of several peers, and an audit looks at one peer's "
-            "releases: audit the scenario with independent noise (--set privacy.noise=null)",
+            "privacy.noise.kind=cancelling hides an example in the sums of several peers, and an audit looks at one "
+            "peer's releases: audit the scenario with independent noise (--set privacy.noise=null)",
             code="audit.cancelling",
         )
     module = nn.Linear(FEATURES, 1, bias=False)

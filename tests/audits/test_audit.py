@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +20,10 @@ from tiny_scenario import TINY
 from torch import Tensor
 from variants import VARIANTS, settings_for
 
-from flower_privdec.audit.audit import Audit, audit
-from flower_privdec.audit.bounds import epsilon_from_guesses, epsilon_from_scores
-from flower_privdec.audit.canaries import run_once, with_canaries
-from flower_privdec.audit.replica import replica_scores
+from flower_privdec.audits.audit import Audit, audit
+from flower_privdec.audits.bounds import epsilon_from_guesses, epsilon_from_scores
+from flower_privdec.audits.canaries import run_once, with_canaries
+from flower_privdec.audits.replica import replica_scores
 from flower_privdec.cli.main import main
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment

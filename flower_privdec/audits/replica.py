@@ -1,4 +1,4 @@
-"""A replica of declared releases, without a model: many more trials than runs can give, of the mechanism that is accounted."""
+"""A replica of declared releases without a model: many more trials, of the mechanism that is accounted for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BLOCK = 1 << 20  # numbers drawn at once
 def replica_scores(releases: Sequence[Release], trials: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw releases with and without an example, and return the log likelihood ratio of each trial.
 
-    The example moves a step as far as the release allows, and the other examples add nothing; in a batch of fixed size they
-    move it as far the other way, since one of them is drawn wherever the example is not. It is an attack on the mechanism: what
-    it shows is a lower bound on the ε of every implementation that releases no less.
+    The example moves a step as far as the release allows, and the other examples add nothing; in a batch of fixed
+    size they move it as far the other way, since one of them is drawn wherever the example is not. It is an attack on
+    the mechanism: what it shows is a lower bound on the ε of every implementation that releases no less.
 
     Args:
         releases: of one peer in a whole run.

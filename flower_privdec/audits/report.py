@@ -6,7 +6,7 @@ import json
 
 import typer
 
-from flower_privdec.audit.audit import CANARIES, REPLICA, Audit, audit
+from flower_privdec.audits.audit import CANARIES, REPLICA, Audit, audit
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges, setting
 from flower_privdec.experiment import Experiment

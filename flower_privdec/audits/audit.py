@@ -1,7 +1,7 @@
 """Audits of a scenario: what attacks show of its ε, beside what its accountant prints and what a paper claims.
 
-The upper bound that is printed is proved; an audit looks for a mistake in the proof, in the declaration, or in the code that
-carries it out. It can refute an ε, and never prove one.
+The upper bound that is printed is proved; an audit looks for a mistake in the proof, in the declaration, or in the
+code that carries it out. It can refute an ε, and never prove one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from flower_privdec.audit.bounds import epsilon_from_scores
-from flower_privdec.audit.canaries import Observer, run_once, with_canaries
-from flower_privdec.audit.replica import replica_scores
+from flower_privdec.audits.bounds import epsilon_from_scores
+from flower_privdec.audits.canaries import Observer, run_once, with_canaries
+from flower_privdec.audits.replica import replica_scores
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.accountant.accounting import epsilon
@@ -136,8 +136,8 @@ def audit(
     """Attack every peer of a scenario, and return what the attacks show of its ε.
 
     Args:
-        experiment: with privacy; its ledger is not touched.
-        trials: how many canaries are looked for, at least: each run of the scenario has one at each peer. An ε of 4 takes
+        experiment: with privacy; its ledger is not touched. trials: how many canaries are looked for, at least: each
+        run of the scenario has one at each peer. An ε of 4 takes
             some 1,000 to be shown, and each further unit e times as many.
         replica: how many trials of the declared releases without a model, with an example and as many without.
         seed: keys coins, batches and noise; two audits of one seed are the same.
@@ -155,13 +155,16 @@ def audit(
     canaries, plan = with_canaries(experiment), experiment.own.protection
     if plan is None:
         raise TypeError("a private scenario has a plan of its noise")
-    defects, observers, presences = ledger_defects(canaries, plan, seed), [], []
-    while sum(map(len, presences)) < trials:
+    defects = ledger_defects(canaries, plan, seed)
+    observers: list[Observer] = []
+    presences: list[np.ndarray] = []
+    while (count := len(presences) * len(canaries.own.peers)) < trials:
+        on_trials(count, trials)
         present, observer = run_once(canaries, seed, len(presences))
         presences.append(present)
         observers.append(observer)
         defects |= observer.defects
-        on_trials(min(trials, sum(map(len, presences))), trials)
+    on_trials(trials, trials)
     defects |= noise_defects(observers)
     there, scores = np.array(presences), np.array([observer.scores for observer in observers])
     by_cost: dict[tuple[object, ...], list[int]] = {}

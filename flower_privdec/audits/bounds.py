@@ -13,9 +13,9 @@ CANDIDATES = 64  # thresholds that are tried on the first half of the trials
 def epsilon_from_scores(absent: np.ndarray, present: np.ndarray, delta: float, confidence: float) -> float:
     """Return an ε that the mechanism exceeds, from the scores of trials without and with one example.
 
-    (ε, δ)-differential privacy bounds every test: its chance of a hit is at most e^ε times that of a false alarm, plus δ.
-    The test `score >= t`, or `score < t` in the other direction, is chosen on the first half of each kind of trials. On the
-    second half its two chances are bounded by Clopper and Pearson's intervals.
+    (ε, δ)-differential privacy bounds every test: its chance of a hit is at most e^ε times that of a false alarm,
+    plus δ. The test `score >= t`, or `score < t` in the other direction, is chosen on the first half of each kind of
+    trials. On the second half its two chances are bounded by Clopper and Pearson's intervals.
 
     Args:
         absent, present: one score for each independent trial, float64 [n] and [m]; any function of what was released.
@@ -56,10 +56,11 @@ def _least(count: int, of: int, error: float) -> float:
 
 
 def epsilon_from_guesses(canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
-    """Return an ε that a training run exceeds, from guesses which of many examples, each put in by a fair coin, were in it.
+    """Return an ε that a run exceeds, from guesses which of many examples, each put in by a fair coin, were in it.
 
-    Under (ε, δ)-differential privacy the number of right guesses is at most a binomial one of chance e^ε / (1 + e^ε), but for
-    a probability that grows with δ and the number of examples. ε is the largest at which so many are too unlikely.
+    Under (ε, δ)-differential privacy the number of right guesses is at most a binomial one of chance e^ε / (1 + e^ε),
+    but for a probability that grows with δ and the number of examples. ε is the largest at which so many are too
+    unlikely.
 
     Args:
         canaries: m, how many examples there were.
