@@ -264,7 +264,7 @@ EDGES: dict[str, tuple[bytes | None, str]] = {
 }
 
 TEXTS: dict[str, tuple[str, str]] = {  # whole scenario files, with {} where the tiny scenario stands
-    "nothing": ("", "s.yaml: is empty; a scenario is a mapping of sections (name, n_peers, data, ...)"),
+    "nothing": ("", "s.yaml: is empty; a scenario is a mapping of sections"),
     "a word": ("hello", "not 'hello'"),
     "a list": ("- 1", "not [1]"),
     "an open bracket": ("{}x: [1", "s.yaml:11: not valid YAML"),
@@ -315,7 +315,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
         "data.dataset=mnist",
         "--set",
         "data.root=~/nowhere",
-    ): "/nowhere has no MNIST/raw/train-images",
+    ): "/nowhere has no MNIST/raw/",
     (
         "plan",
         "s.yaml",
@@ -323,7 +323,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
         "data.dataset=npz",
         "--set",
         "data.root=no.npz",
-    ): "/no.npz) is no file: dataset npz needs",
+    ): "/no.npz) is no file: dataset",
     ("list", "modells"): "KIND='modells' must be one of algorithms, tables",
     ("up", "s.yaml", "--loss", "1"): "--loss 1 must be a share, from 0 to below 1",
     ("up", "s.yaml", "--loss", "nan"): "--loss nan must be a share",
