@@ -73,10 +73,10 @@ def main(
     typer.echo(HEAD)
     for name in algorithms or ALGORITHMS:
         for noise, experiment in experiments(name):
-            found = audit(experiment, trials=trials)
-            typer.echo(line(name, noise, found.groups[0]))
-            if not found.holds:
-                raise SystemExit(f"{name}: {found.verdict}")
+            result = audit(experiment, trials=trials)
+            typer.echo(line(name, noise, result.groups[0]))
+            if not result.holds:
+                raise SystemExit(f"{name}: {result.verdict}")
 
 
 if __name__ == "__main__":

@@ -170,10 +170,10 @@ def audit(
     by_cost: dict[tuple[object, ...], list[int]] = {}
     for row, account in enumerate(plan.accounts):
         by_cost.setdefault((account.spends, account.delta), []).append(row)
-    each, rounds, groups = 1 - (1 - confidence) / (2 * len(by_cost)), experiment.scenario.rounds, []
+    level, rounds, groups = 1 - (1 - confidence) / (2 * len(by_cost)), experiment.scenario.rounds, []
     for rows in by_cost.values():
         account, claim = plan.accounts[rows[0]], plan.claims[rows[0]]
-        found, with_it = scores[:, rows], there[:, rows]
+        score, with_it = scores[:, rows], there[:, rows]
         absent, present = replica_scores(_all(account), replica, seed)
         groups.append(
             AuditedPeers(
@@ -181,9 +181,9 @@ def audit(
                 claimed_epsilon=None if claim is None else claim.epsilon,
                 epsilon=plan.epsilons(rounds)[rows[0]],
                 delta=account.delta,
-                canary_lower_bound=epsilon_from_scores(found[~with_it], found[with_it], account.delta, each),
-                trials=found.size,
-                replica_lower_bound=epsilon_from_scores(absent, present, account.delta, each),
+                canary_lower_bound=epsilon_from_scores(score[~with_it], score[with_it], account.delta, level),
+                trials=score.size,
+                replica_lower_bound=epsilon_from_scores(absent, present, account.delta, level),
                 replica_trials=2 * replica,
             )
         )

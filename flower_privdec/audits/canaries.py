@@ -42,12 +42,12 @@ LEAST = 1e-150  # a noise multiplier of 0, to divide by
 
 
 class Observer:
-    """Somebody who sees every published sum of a run with canaries, and knows the plan and the declarations.
+    """An observer of every published sum of a run with canaries, who knows the plan and the declarations.
 
-    A step's sums at one row are y_s = shift_s + N(0, σ_s²), in clip norms; without the canary all shifts are 0, with
-    it they are `drawn_s` with chance q and `idle_s` else. The observer's score of a row is the log likelihood ratio
-    of the two, added over steps. σ, q and the shifts are the plan's and the declaration's, whatever the code under
-    test did.
+    A step's sums at one row are normal around 0 without the canary; with it each is shifted by what is declared, as
+    far as an example that is drawn moves it with chance q, and else as far as an idle one does. A row's score is the
+    log of the likelihood ratio of the two, added over steps; its σ, q and shifts are the plan's and the
+    declaration's, whatever the code under test did.
 
     Attributes:
         scores: float64 [m].

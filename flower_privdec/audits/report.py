@@ -23,13 +23,13 @@ def print_audit(experiment: Experiment, as_json: bool, *, trials: int, replica: 
         RunError: the printed ε is refuted, or something is not as planned.
     """
     with rounds(experiment.scenario.name, "canary") as show:
-        found = audit(experiment, trials=trials, replica=replica, seed=seed, on_trials=show)
-    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else audit_text(found))
-    if not found.holds:
-        raise RunError(f"the audit found: {found.verdict}", code="audit.found")
+        result = audit(experiment, trials=trials, replica=replica, seed=seed, on_trials=show)
+    typer.echo(json.dumps(result.to_json(), indent=2) if as_json else audit_text(result))
+    if not result.holds:
+        raise RunError(f"the audit found: {result.verdict}", code="audit.found")
 
 
-def audit_text(found: Audit) -> str:
+def audit_text(result: Audit) -> str:
     """Return an audit as a table, with what its figures are."""
     rows = [
         [
@@ -40,15 +40,15 @@ def audit_text(found: Audit) -> str:
             f"{group.canary_lower_bound:.2f}",
             f"{group.replica_lower_bound:.2f}",
         ]
-        for group in found.groups
+        for group in result.groups
     ]
-    first = found.groups[0]
+    first = result.groups[0]
     notes = [
-        f"{CANARIES}: {first.trials:,} trials of {found.rounds:,} rounds; {REPLICA}: {first.replica_trials:,} trials",
-        f"all lower bounds hold together with a chance of at least {found.confidence:.0%}; few trials show little",
+        f"{CANARIES}: {first.trials:,} trials of {result.rounds:,} rounds; {REPLICA}: {first.replica_trials:,} trials",
+        f"all lower bounds hold together with a chance of at least {result.confidence:.0%}; few trials show little",
     ]
-    if any(group.claim_refuted for group in found.groups):
+    if any(group.claim_refuted for group in result.groups):
         notes.append("the claimed ε of the paper's formula is refuted; the printed one is the accountant's")
-    if found.holds:
-        notes.append(found.verdict)
+    if result.holds:
+        notes.append(result.verdict)
     return comparison_text(HEADS, rows, "\n".join(notes))

@@ -201,6 +201,7 @@ def test_what_is_broken_is_found_by_name(kind: str) -> None:
 MANY = ["n_peers=32", "data.samples=320", "data.batch={sampling: full}", "privacy.clip_norm=0.05"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "trials"), [("noise at half", 16_000), ("clipped by batch", 2000)])
 def test_canaries_alone_refute_what_is_broken(kind: str, trials: int) -> None:
     experiment = experiment_of(*MANY, "rounds=1", "privacy.epsilon=2")
@@ -210,6 +211,7 @@ def test_canaries_alone_refute_what_is_broken(kind: str, trials: int) -> None:
     assert group.violated
 
 
+@pytest.mark.slow
 def test_an_accountant_that_forgets_is_refuted() -> None:
     noise = "privacy={epsilon: null, noise_multiplier: 3.0, delta: 1.0e-3}"
     experiment = experiment_of(*MANY, "rounds=40", noise)
@@ -242,11 +244,12 @@ def released_by_paper(name: str) -> Release:
     return Release("poisson", 1 / 1628, 1628, 1, noise, rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_replica_exposes_what_papers_claim(name: str) -> None:
     claimed, delta, least = CLAIMS[name]
     release = released_by_paper(name)
-    shown = epsilon_from_scores(*replica_scores([release], 6000, 1), delta, 0.95)
+    shown = epsilon_from_scores(*replica_scores([release], 4000, 1), delta, 0.95)
     assert claimed < least < shown <= epsilon([release], delta)
 
 
