@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.studies.cells import CACHE, Cell, OnCell, Outcome, check_data, expand, missing_cells, run_cells
 from flower_privdec.studies.publish import make_folder, publish
 from flower_privdec.studies.results import PartResult, collect
@@ -48,7 +49,7 @@ def run_and_publish(
         only: parts to run; others are published where all their cells are finished already.
 
     Raises:
-        ScenarioError: a study or a cell that breaks a rule; nothing has run then.
+        ScenarioError: a study or a cell that breaks a rule, and nothing has run then; or no run is finished.
     """
     study, base = load_study(name)
     chosen, size = study.chosen(only), study.size(size)
@@ -63,6 +64,12 @@ def run_and_publish(
         failed = run_cells(missing, cache, jobs, on_cell)
     results = [collect(part, size, cells, cache) for part in study.parts]
     shown = [result for result in results if result.part.name in names or result.complete]
+    if not failed and not any(group.runs for result in shown for group in result.groups):
+        raise ScenarioError(
+            f"no run of study {study.name} is finished in {cache}, where its cells are: nothing is published to {out}; "
+            "run the study in the folder of its cells, or with --jobs 1",
+            code="study.nothing-finished",
+        )
     parts = [] if len(shown) == len(study.parts) else [result.part.name for result in shown]
     options = [("--size", size)] if size is not None else []
     options += [("--only", part) for part in parts] + [("--set", setting) for setting in settings]

@@ -636,6 +636,10 @@ def test_cells_run_once_leave_only_results_and_a_second_study_finds_them(
     shutil.rmtree(folders[0])
     (less,) = run_study(str(path), out=tmp_path / "out", jobs=0, cache=cache, console=quiet())
     assert not less.complete
+    whole = (tmp_path / "out" / "README.md").read_text()
+    with raises(ScenarioError, "study.nothing-finished"):  # in another folder than that of the cells
+        run_study(str(path), out=tmp_path / "out", jobs=0, cache=tmp_path / "elsewhere", console=quiet())
+    assert (tmp_path / "out" / "README.md").read_text() == whole
     assert not folders[0].exists()
     assert "1 missing" in (tmp_path / "out" / "README.md").read_text()
     for group in result.groups:
