@@ -419,6 +419,8 @@ class ModelSection(Section):
     """The model every peer trains.
 
     Attributes:
+        from: the folder of a finished run whose mean model this one starts from; name may be left out then. On the
+            same data it must be private where this run is, and both are charged in its ledger.
         name: of a model that `privdec list` describes; left out where module is given.
         init: torch's own initial parameters, drawn by the seed, or all zero.
         bias: whether each output has one, of linear and softmax; left out, true.
@@ -435,6 +437,7 @@ class ModelSection(Section):
         arguments: what the factory is called with, by name.
     """
 
+    origin: PathText | None = Field(default=None, alias="from")
     name: Annotated[str, catalogue.MODELS] | None = None
     init: Annotated[str, catalogue.INITS] = "default"
     bias: bool | None = None
@@ -449,7 +452,8 @@ class ModelSection(Section):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     def _check(self) -> None:
-        if (self.name is None) == (self.module is None):
+        both = self.name is not None and self.module is not None
+        if both or (self.name is None and self.module is None and self.origin is None):
             raise ArgumentError("give either a model's name, or module: package.module:factory", code="model.one-of")
         if self.module is not None and ":" not in self.module:
             raise ArgumentError(f"module={self.module!r} must be 'package.module:factory'", code="code.name")
@@ -461,7 +465,8 @@ class ModelSection(Section):
         for key in sorted(keys - set(own)):
             takers = ", ".join(name for name, options in catalogue.MODEL_OPTIONS.items() if key in options)
             raise ArgumentError(
-                f"{key} belongs to {takers}, not to {self.name or self.module}: remove it", code="scenario.other-choice"
+                f"{key} belongs to {takers}, not to {self.name or self.module or self.origin}: remove it",
+                code="scenario.other-choice",
             )
 
     def _given(self) -> dict[str, Any]:
@@ -476,7 +481,7 @@ class ModelSection(Section):
 TAKEN = {  # what else stands beside metrics in a run's files
     *("round", "loss", "consensus_distance", "personalized", "epsilon", "seconds", "name", "algorithm", "runtime"),
     *("n_peers", "rounds", "rounds_done", "seed", "seeds", "metrics", "traffic", "privacy", "budget_note", "noise"),
-    *("numbers", "budget", "spread", "n_runs", "stopped_at", "stopped_by"),
+    *("numbers", "budget", "spread", "n_runs", "stopped_at", "stopped_by", "started_from"),
     *("evaluation_private", "wall_seconds", "peer_steps_per_second", "epsilon_so_far", "finished", "consensus"),
     *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note"),
 }
