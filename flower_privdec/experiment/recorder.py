@@ -229,7 +229,7 @@ class Recorder:
         """
         measured = evaluate(self.agreement, rows, round_index, self.own, trial)
         if self._objective is not None and self._minimum is not None:  # F(mean x̃) - F(x*)
-            above = self._objective.value(self.agreement.algorithm.network_mean(rows)) - self._minimum.value
+            above = self._objective.value(self.agreement.algorithm.mean_model(rows)) - self._minimum.value
             measured["suboptimality"] = finite(above)
         return self.append(measured, max(epsilons))
 
@@ -442,8 +442,8 @@ def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Te
     Args:
         rows: the state's, at least those that others may see.
     """
-    models = {"mean": agreement.algorithm.network_mean(rows)}
-    models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.debiased(rows))}
+    models = {"mean": agreement.algorithm.mean_model(rows)}
+    models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.models(rows))}
     return {
         f"{owner}/{name}": value
         for owner, row in models.items()

@@ -693,6 +693,11 @@ class DualAveragingSection(Section):
                 "optimizer must be left out: dual averaging sums its gradients and takes no step along them",
                 code="algorithm.optimizer",
             )
+        if isinstance(data, dict) and "average" in data:
+            raise ArgumentError(
+                "average must be left out: the models of dual averaging are running averages already",
+                code="algorithm.average",
+            )
         return data
 
     def _check(self) -> None:
@@ -737,6 +742,18 @@ class OptimizerSection(Section):
                     )
 
 
+class AverageSection(Section):
+    """Averaged iterates, which are evaluated and handed out in the place of the last ones; they cost no ε.
+
+    Attributes:
+        kind: `ema`, an exponential moving average over the rounds.
+        decay: the share of the last average in the new one; in round k = 0, 1, ... at most k / (k + 1).
+    """
+
+    kind: Literal["ema"] = "ema"
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+
+
 class DescentSection(Section):
     """Keys of all algorithms that descend along gradients.
 
@@ -747,6 +764,7 @@ class DescentSection(Section):
             rounds where learning_rate_decay is 0.
         learning_rate_warmup: the share of the rounds, at the beginning, over which the rate rises linearly to γ.
         optimizer: what each peer makes of its noised gradient; left out, the step is γ times the gradient.
+        average: what is evaluated and handed out is each peer's average over the rounds; left out, its last model.
     """
 
     learning_rate: PerPeer
@@ -754,6 +772,7 @@ class DescentSection(Section):
     learning_rate_schedule: Literal["linear", "cosine"] | None = None
     learning_rate_warmup: Fraction | None = None
     optimizer: OptimizerSection | None = None
+    average: AverageSection | None = None
 
     no_optimizer: ClassVar[str] = ""  # why the algorithm takes plain steps alone
 
