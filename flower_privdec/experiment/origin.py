@@ -120,7 +120,7 @@ class Origin:
                     f"{me.source}: name them alike (data.dataset or data.source), so that one ledger counts both",
                     code="origin.renamed",
                 )
-        last, given = behind[-1].ledger, None if private.ledger is None else Path(private.ledger)
+        last, given = behind[-1].ledger, None if private.ledger is None else Path(private.ledger).expanduser()
         places = [Path(last), self.folder / "ledger", *([] if given is None else [given])] if last else []
         holding = next((place for place in places if all(run.is_charged_in(place) for run in behind)), None)
         if holding is None:

@@ -113,7 +113,8 @@ def rounds_run(cohort: Cohort, rounds: int) -> list[int]:
 def ledger_folder(scenario: Scenario, out: Path, inherited: Path | None = None) -> Path:
     """Return where the ledger of a run lies; `inherited` is that of the run it starts from."""
     private = scenario.private
-    return Path(private.ledger) if private and private.ledger else inherited or out / "ledger"
+    own = inherited or out / "ledger"
+    return Path(private.ledger).expanduser() if private and private.ledger else own
 
 
 def privacy_rows(
