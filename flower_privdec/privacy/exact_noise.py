@@ -162,7 +162,7 @@ def add_exactly(sums: np.ndarray, scales: np.ndarray, normals: SystemNormals) ->
             return np.asarray(sums - over * grid + rounded * grid)
         rounded += whole
         rounded *= grid
-        return rounded
+        return np.asarray(rounded)
 
 
 def _doubtful(rests: np.ndarray, words: np.ndarray) -> np.ndarray:

@@ -120,7 +120,7 @@ def test_one_hostile_number_moves_the_model_by_no_more_than_the_clip_norm(
     kind, y, more = TRIED[name]
     if where == "y" and more:
         with raises(ScenarioError, "linear.data"):  # a label that is none of the classes
-            fit_privately(kind(), X, [value, *y[1:]], noise_multiplier=1.0, ledger=tmp_path / "l.jsonl", **more, **QUIET)
+            fit_privately(kind(), X, [value, *y[1:]], noise_multiplier=1.0, ledger=tmp_path / "l", **more, **QUIET)
         return
     options = {"noise_multiplier": 1e-9, "clip_norm": 0.5, "insecure_seed": 1, "batch_size": 60, "learning_rate": 1.0}
     moved = []
@@ -203,8 +203,8 @@ def test_what_cannot_be_private_is_refused_by_name(model: Any, options: Any, cod
 
 def test_a_peer_with_examples_of_one_class_trains_like_any_other(tmp_path: Path) -> None:
     model = LogisticRegression()
-    options = {"noise_multiplier": 1e-3, "local_epochs": 40, "classes": (0, 1), "ledger": tmp_path / "ours.jsonl", **QUIET}
-    fit_privately(model, X, np.zeros(60, int), **options)
+    options: dict[str, Any] = {"noise_multiplier": 1e-3, "local_epochs": 40, "classes": (0, 1)}
+    fit_privately(model, X, np.zeros(60, int), ledger=tmp_path / "ours.jsonl", **options, **QUIET)
     assert (model.predict(X) == 0).mean() > 0.9
     assert model.classes_.tolist() == [0, 1]
 
