@@ -8,6 +8,8 @@ import gc
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from flower_privdec.cli.typer_parts import (
     ScenarioFile,
     Settings,
     checkout_tool,
+    finite,
     saying_when_interrupted,
     starting,
 )
@@ -40,7 +43,7 @@ def flower_run(
     ] = None,
     supernodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes to simulate.")] = 8,
     cpus: Annotated[int, typer.Option(min=1, help="CPUs for each ClientApp.")] = 1,
-    gpus: Annotated[float, typer.Option(min=0, help="GPUs for each ClientApp.")] = 0.0,
+    gpus: Annotated[float, typer.Option(min=0, help="GPUs for each ClientApp.", callback=finite)] = 0.0,
     run_config: Annotated[
         list[str] | None, typer.Option("--run-config", "-c", metavar="KEY=VALUE", help="Lay over the app's run-config.")
     ] = None,
@@ -127,6 +130,13 @@ def run(
     settings: Settings = None,
     runtime: Annotated[Runtime, typer.Option(help="In this process, or by `flwr run`.")] = Runtime.engine,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the folder's checkpoint.")] = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="How many rounds in all. With --resume a finished run goes on, planned by what is left of its budget.",
+            show_default="the scenario's",
+        ),
+    ] = None,
     mode: Annotated[
         FlowerMode | None,
         typer.Option(
@@ -141,13 +151,14 @@ def run(
     ] = None,
     cpus: Annotated[int | None, typer.Option(min=1, help="flower: CPUs for each ClientApp.", show_default="1")] = None,
     gpus: Annotated[
-        float | None, typer.Option(min=0, help="flower: GPUs for each ClientApp.", show_default="0")
+        float | None, typer.Option(min=0, help="flower: GPUs for each ClientApp.", show_default="0", callback=finite)
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")] = False,
 ) -> None:
     """Train: run a scenario to its end and write metrics, models, ledgers and a summary."""
     with starting():
         from flower_privdec.experiment import Experiment
+        from flower_privdec.experiment.recorder import with_more_rounds
         from flower_privdec.reporting import console, progress
         from flower_privdec.reporting.plots import save_run_plots
         from flower_privdec.scenario import load_scenario
@@ -159,15 +170,20 @@ def run(
             flag = f"--{name.removeprefix('n_')}"
             message = f"{flag} {value} is for --runtime flower: add that, or leave {flag} out"
             raise ScenarioError(message, code="cli.flower-option")
-        loaded = load_scenario(scenario, settings or ())
+        loaded = load_scenario(scenario, [*(settings or ()), *([] if rounds is None else [f"rounds={rounds}"])])
         folder = out or Path("runs") / loaded.name
+        loaded = with_more_rounds(loaded, folder) if resume else loaded
         experiment = Experiment.build(loaded)
     interruptible = saying_when_interrupted(
         "nothing was kept yet; run the same command again",
         f"the same command with --resume goes on from {folder}",
         chosen=(folder / "checkpoint").exists,
     )
-    with interruptible, progress.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
+    with (
+        _plots_of_what_is_done(folder),
+        interruptible,
+        progress.progress(loaded, folder, tensorboard=tensorboard) as on_metrics,
+    ):
         if runtime is Runtime.engine:
             from flower_privdec.engine.run import run as run_engine
 
@@ -178,6 +194,19 @@ def run(
             summary = launcher.flower_run(experiment, folder, **for_flower, resume=resume, on_metrics=on_metrics)
     save_run_plots(folder)
     console.print_summary(summary, folder)
+
+
+@contextmanager
+def _plots_of_what_is_done(folder: Path) -> Iterator[None]:
+    """Draw the plots of a run that Ctrl-C stopped."""
+    try:
+        yield
+    except StoppedError:
+        if (folder / "summary.json").is_file():
+            from flower_privdec.reporting.plots import save_run_plots
+
+            save_run_plots(folder)
+        raise
 
 
 @command()
@@ -191,17 +220,27 @@ def show(scenario: ScenarioFile, settings: Settings = None) -> None:
 
 
 @command("list")
-def list_parts(as_json: Json = False) -> None:
+def list_parts(
+    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="Of these alone, such as models.")] = None,
+    as_json: Json = False,
+) -> None:
     """List everything a scenario can name: algorithms, topologies, models, datasets and more."""
     with starting():
         from flower_privdec.reporting import console
 
-    console.print_parts(as_json)
+    console.print_parts(as_json, kind)
 
 
 @command()
-def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = False) -> None:
-    """Plan a run: its noise, ε over the rounds, memory and time; run nothing."""
+def plan(
+    scenario: ScenarioFile,
+    settings: Settings = None,
+    as_json: Json = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also each peer's noise and ε, graph, best rounds and gradients.")
+    ] = False,
+) -> None:
+    """Plan a run: its rounds, ε, noise, memory and time; run nothing."""
     with starting():
         from flower_privdec.experiment import Experiment
         from flower_privdec.planner.plan import make_plan
@@ -209,7 +248,7 @@ def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = Fals
         from flower_privdec.scenario import load_scenario
 
         experiment = Experiment.build(load_scenario(scenario, settings or ()))
-    console.print_plan(make_plan(experiment), as_json)
+    console.print_plan(make_plan(experiment), as_json, verbose)
 
 
 @command()
