@@ -462,14 +462,14 @@ class SavedState:
     snapshot: Durable[np.ndarray]
     live: PeerState | None = None
 
-    def taken(self, anew: bool) -> PeerState:
+    def taken(self, as_read: bool) -> PeerState:
         """Return the state for one message: as the last one left it, or as a process begins that has read it.
 
         Args:
-            anew: whether to begin as such a process in any case.
+            as_read: whether to begin as such a process in any case.
         """
         live, self.live = self.live, None  # what the message does to it counts once it has saved it
-        return self._restored() if live is None or anew else live
+        return self._restored() if live is None or as_read else live
 
     def _restored(self) -> PeerState:
         snapshot, state = self.snapshot, self.state
