@@ -90,7 +90,9 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
         assert set(peer.status()["down"]) <= {"3"}
 
 
-def test_who_joins_late_brings_no_mass_and_takes_over_a_neighbours_model(tiny: Tiny, tmp_path: Path) -> None:
+def test_who_joins_late_takes_over_a_neighbours_model_with_the_weight_of_a_peer_that_begins(
+    tiny: Tiny, tmp_path: Path
+) -> None:
     scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
     start = peers[0].state.rows["x"][0].clone()
@@ -101,8 +103,8 @@ def test_who_joins_late_brings_no_mass_and_takes_over_a_neighbours_model(tiny: T
     assert float(last["w"]) > 0
     torch.testing.assert_close(last["x"][0] / last["w"], start)
     found = mass_on_disk([tmp_path / name for name in FOLDERS])
-    torch.testing.assert_close(found["w"], torch.tensor(3.0, dtype=torch.float64))
-    torch.testing.assert_close(found["x"], 3 * start)
+    torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64))
+    torch.testing.assert_close(found["x"], 4 * start)
 
 
 def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_path: Path) -> None:
@@ -143,12 +145,21 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
             wait_until(lambda: taken_from(second) >= before + 3)
             stop_all([second], [future])
         shutil.copy(older, theirs[1].folder / "checkpoints")
-        third = again(scenario, theirs[1])
+        third: Any = again(scenario, theirs[1])
+        fill, brought = third._fill, list[float]()
+
+        def fill_and_count() -> None:
+            weight = third._weight()
+            fill()
+            brought.append(third._weight() - weight)
+
+        third._fill = fill_and_count
         with running([third]) as (future,):
-            wait_until(lambda: third.protocol.incarnation > FIRST and float(third.protocol.mass["w"]) > 0)  # type: ignore[attr-defined]
+            wait_until(lambda: third.protocol.incarnation > FIRST and float(third.protocol.mass["w"]) > 0)
             stop_all([third, peers[0], *peers[2:]], [future, futures[0], *futures[2:]])
     found = mass_on_disk([device.folder for device in theirs])
-    assert float(found["w"]) < 4.0
+    assert len(brought) == 1
+    assert float(found["w"]) - sum(brought) < 4.0
     torch.testing.assert_close(found["x"], found["w"] * initial(scenario), rtol=0, atol=1e-9)
 
 
