@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -63,6 +63,22 @@ def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
         assert 0 <= reserved <= (peer == 1), f"peer {peer}"
 
 
+def test_a_peer_that_died_after_its_last_step_needs_no_neighbour_to_come_to_its_end(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("topology.name=ring", "rounds=6", QUICK)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=True)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], POINTS["at the end"], 1)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
+    second, leaving = again(scenario, theirs[1]), Event()
+    second._leave = leaving.set  # type: ignore[method-assign]
+    with running([second]):
+        wait_until(leaving.is_set)
+    assert second.state.round_index == 6
+
+
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd", "pdsl", "dp-dda"])
 def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_path: Path) -> None:
     setting = "algorithm={name: dp-dda}" if name == "dp-dda" else f"algorithm.name={name}"
@@ -90,9 +106,7 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
         assert set(peer.status()["down"]) <= {"3"}
 
 
-def test_who_joins_late_takes_over_a_neighbours_model_with_the_weight_of_a_peer_that_begins(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_who_joins_late_has_a_neighbours_model_and_the_weight_of_a_peer_that_begins(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
     start = peers[0].state.rows["x"][0].clone()

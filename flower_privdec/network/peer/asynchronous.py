@@ -586,7 +586,7 @@ class AsynchronousPeer(RunningPeer):
             durable = unpack(self.device.peer, facts["shares"], checkpoint.carried, dict(self.protocol.mass))
             replied = {int(neighbor): int(k) for neighbor, k in facts["replied"].items()}
             distances = {int(neighbor): float(part) for neighbor, part in facts["distances"].items()}
-            self._first_weight = float(facts["first_weight"])
+            self._first_weight = float(facts["weights"]["first"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScenarioError(
                 f"{self.device.folder}/{CHECKPOINTS} cannot be read as a checkpoint ({one_line(error)}); restore it "
@@ -599,6 +599,10 @@ class AsynchronousPeer(RunningPeer):
         is_final = self.state.round_index >= self.rounds  # else the final place is only where a round is over
         places = {self.timetable.final_at} if is_final else self.timetable.exchanges
         self._sent = self.state.at in places and durable.round_index > self.state.round_index
+
+    def _has_steps(self) -> bool:
+        """See RunningPeer: none where the shares of the last round are on disk, whatever became of the neighbours."""
+        return super()._has_steps() and not (self._sent and self.state.round_index + 1 >= self.rounds)
 
     def _begin(self) -> None:
         if not self._resumed:
@@ -625,7 +629,7 @@ class AsynchronousPeer(RunningPeer):
             "shares": facts,
             "replied": {str(neighbor): k for neighbor, k in self._replied.items()},
             "distances": {str(neighbor): part for neighbor, part in self.distances.items()},
-            "first_weight": self._first_weight,
+            "weights": {"first": self._first_weight},
         }
         self._save(self._commits, replace(self.state, rows=rows), transport, carried)
         with self.connections.changed:
@@ -856,7 +860,7 @@ class AsynchronousPeer(RunningPeer):
             self._measure({share.sender: self._decoded(share.values) for share in shares}, own)
 
     def _fill(self) -> None:
-        """Give a peer that had nothing, and has the model of its first shares, the weight that it began the run with."""
+        """Give a peer that has nothing but its first shares their model, and the weight that it began the run with."""
         weight, mass = self._weight(), self.protocol.mass
         filled = {name: value * (self._first_weight / weight) for name, value in mass.items()} if weight > 0 else {}
         if all(bool(value.isfinite().all()) for value in filled.values()):
