@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
@@ -17,7 +18,7 @@ from raising import raises
 from tiny_scenario import Tiny
 from variants import settings_for
 
-from flower_privdec.common.errors import BudgetError
+from flower_privdec.common.errors import BudgetError, StoppedError
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.network.peer.asynchronous import LOST
 from flower_privdec.network.peer.foreground import running_peer
@@ -71,7 +72,10 @@ def test_a_peer_that_died_after_its_last_step_needs_no_neighbour_to_come_to_its_
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(LONG)
-        stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
+        for peer, future in zip((0, 2, 3), (futures[0], *futures[2:]), strict=True):
+            peers[peer].stop()
+            with suppress(StoppedError):
+                future.result(LONG)
     second, leaving = again(scenario, theirs[1]), Event()
     second._leave = leaving.set  # type: ignore[method-assign]
     with running([second]):

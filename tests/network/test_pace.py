@@ -131,8 +131,8 @@ class Schedule:
             walker.weight += share
             self.post(walker, sender, "ack", None)
         if self.refills and is_empty and walker.inbox:
-            self.brought += 1.0 - walker.weight
-            walker.weight = 1.0
+            self.brought += 1.0
+            walker.weight += 1.0
         walker.inbox.clear()
 
     def turn(self, walker: Walker) -> None:

@@ -11,7 +11,7 @@ can reach each other never wait for each other for ever. After the last round it
 it waits for its neighbours, until its model agrees with theirs in all rounds of a period of the graph.
 
 A peer that has nothing of a run that others have begun without it joins them as they are: with the rows of the first
-neighbour that sends some, and in push-sum with the model of its first share and the weight of a peer that begins. With
+neighbour that sends some, and in push-sum with the model of its first share, and the weight of a peer that begins. With
 the weight of that share alone, each lost state would take its part of all weight with it, and steps, which are 1 / w
 times as long, would grow. A peer whose checkpoint is an old copy learns it from its neighbours, and is reset so too.
 """
@@ -860,9 +860,10 @@ class AsynchronousPeer(RunningPeer):
             self._measure({share.sender: self._decoded(share.values) for share in shares}, own)
 
     def _fill(self) -> None:
-        """Give a peer that has nothing but its first shares their model, and the weight that it began the run with."""
+        """Give a peer that has nothing but its first shares the weight that it began the run with, at their model."""
         weight, mass = self._weight(), self.protocol.mass
-        filled = {name: value * (self._first_weight / weight) for name, value in mass.items()} if weight > 0 else {}
+        factor = 1 + self._first_weight / weight if weight > 0 else math.inf
+        filled = {name: value * factor for name, value in mass.items()}
         if all(bool(value.isfinite().all()) for value in filled.values()):
             mass.update(filled)
 
