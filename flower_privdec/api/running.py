@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import rmtree
@@ -26,7 +26,7 @@ from flower_privdec.engine.run import run as run_in_process
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.agreement import build_module, module_facts
 from flower_privdec.experiment.checkpoint import read_checkpoint
-from flower_privdec.experiment.recorder import model_tensors
+from flower_privdec.experiment.recorder import model_tensors, with_more_rounds
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import comparison_text, plan_text
 from flower_privdec.reporting.run_folder import Result, read_result
@@ -48,11 +48,9 @@ def threads_kept() -> Iterator[None]:
 
 
 OnEvaluation = Callable[[dict[str, Any]], bool | None]
+OnRound = Callable[[int], None]
+OnEnd = Callable[["RunResult"], None]
 RUNTIMES = ("engine", "flower")
-
-
-class _Stopped(Exception):  # noqa: N818 (no error)
-    """The callback stops the run."""
 
 
 def run(
@@ -60,7 +58,10 @@ def run(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    on_metrics: OnEvaluation | None = None,
+    rounds: int | None = None,
+    on_round: OnRound | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_end: OnEnd | None = None,
     runtime: Literal["engine", "flower"] = "engine",
 ) -> RunResult:
     """Train: run a scenario to its end.
@@ -69,9 +70,15 @@ def run(
         scenario: a scenario, or the path of its file.
         out: the folder of the results. By default it is a temporary one, which is deleted with the result, and the
             ledger with it.
-        resume: resume from the checkpoint in `out`.
-        on_metrics: called after each evaluation with its metrics (a line of metrics.jsonl). When it returns True the
-            run stops: its folder keeps the checkpoint to resume from, and the result has the models of that round.
+        resume: resume from the checkpoint in `out`. A run that is finished, or was stopped, goes on where `rounds` or
+            the scenario's rounds, epsilon or noise_multiplier are others: the further rounds are planned with what the
+            first ones left of the budget, and its ε counts all.
+        rounds: how many in all, in place of the scenario's.
+        on_round: called after each round with the number of rounds that are done; of `engine` alone.
+        on_evaluation: called after each evaluation with its metrics (a line of metrics.jsonl). When it returns True
+            the run stops: the result has the summary, privacy and models of that round, and the folder the checkpoint
+            to resume from. So it is after Ctrl-C, which raises KeyboardInterrupt as always.
+        on_end: called with the result, also of a run that was stopped.
         runtime: `engine` is this process, `flower` is `flwr run` in Flower's simulation.
 
     Raises:
@@ -86,25 +93,52 @@ def run(
         raise _argument_error(f"runtime={runtime!r} must be one of {', '.join(RUNTIMES)}")
     if out is None and resume:
         raise _argument_error("resume=True needs out, the folder of the run to resume")
-    if on_metrics is not None and not callable(on_metrics):
-        raise _argument_error(f"on_metrics={shown(on_metrics)} must be a function of an evaluation's metrics")
+    check_callbacks(on_round=on_round, on_evaluation=on_evaluation, on_end=on_end)
+    if on_round is not None and runtime != "engine":
+        raise _argument_error(f"on_round with runtime={runtime!r} must be left out: Flower tells of evaluations alone")
     folder = None if out is None else as_path(out, "out")
     scenario = as_scenario(scenario)
+    if rounds is not None:
+        scenario = make_scenario(scenario, rounds=rounds)
+    if resume and folder is not None:
+        scenario = with_more_rounds(scenario, folder)
     if runtime == "flower":
         check_everywhere(scenario, "Flower runs it in processes of its own")
     experiment = Experiment.build(scenario)
-    watching = _watching(on_metrics, experiment.scenario.rounds)
+    watching = _watching(on_evaluation, experiment.scenario.rounds)
+
+    def train(folder: Path) -> None:
+        if runtime == "engine":
+            run_in_process(experiment, folder, resume=resume, on_metrics=watching, on_round=on_round)
+        else:
+            from flower_privdec.flower.launch.launcher import flower_run
+
+            flower_run(experiment, folder, resume=resume, on_metrics=watching)
+
+    return _result_of(train, folder, on_end)
+
+
+def check_callbacks(**callbacks: object) -> None:
+    """Raise if a callback can not be called.
+
+    Raises:
+        ScenarioError: naming it.
+    """
+    for name, callback in callbacks.items():
+        if callback is not None and not callable(callback):
+            raise _argument_error(f"{name}={shown(callback)} must be a function")
+
+
+def _result_of(train: Callable[[Path], object], folder: Path | None, on_end: OnEnd | None) -> RunResult:
+    """Train into a folder, a temporary one where none is given, and return the result."""
     temporary = mkdtemp(prefix="privdec-") if folder is None else None
     folder = folder or Path(str(temporary)) / "run"
     try:
-        with threads_kept(), suppress(_Stopped):
-            if runtime == "engine":
-                run_in_process(experiment, folder, resume=resume, on_metrics=watching)
-            else:
-                from flower_privdec.flower.launch.launcher import flower_run
-
-                flower_run(experiment, folder, resume=resume, on_metrics=watching)
+        with threads_kept():
+            train(folder)
         result = load_run(folder)
+        if on_end is not None:
+            on_end(result)
     except BaseException:
         if temporary is not None:
             rmtree(temporary, ignore_errors=True)
@@ -114,19 +148,18 @@ def run(
     return result
 
 
-def _watching(callback: OnEvaluation | None, rounds: int) -> Callable[[dict[str, Any]], None]:
-    """Return a function that calls the callback and raises `_Stopped` if it returns True before the last round."""
+def _watching(callback: OnEvaluation | None, rounds: int) -> Callable[[dict[str, Any]], bool]:
+    """Return a function that calls the callback, and returns True if that does before the last round."""
 
-    def on_metrics(metrics: dict[str, Any]) -> None:
+    def on_metrics(metrics: dict[str, Any]) -> bool:
         answer: object = None if callback is None else callback(metrics)
         if answer is not None and not isinstance(answer, bool | np.bool):
             kind = type(answer).__name__
             raise ArgumentError(
-                f"on_metrics returned a {kind}: it must return True to stop the run, or None to go on",
-                code="api.on-metrics",
+                f"on_evaluation returned a {kind}: it must return True to stop the run, or None to go on",
+                code="api.on-evaluation",
             )
-        if answer and metrics["round"] < rounds:
-            raise _Stopped
+        return bool(answer) and metrics["round"] < rounds
 
     return on_metrics
 
@@ -200,14 +233,15 @@ class RunResult(Result):
         scenario: with every default resolved.
         metrics: a record for each evaluation, in order of the rounds: round, accuracy, loss, consensus_distance,
             epsilon (the largest of the peers; "inf" without privacy) and seconds.
-        summary: summary.json; of a run that is not finished, the same keys as far as they are known.
+        summary: summary.json; of a run that was stopped, with `stopped_at` and `stopped_by`; of a run under way, the
+            same keys as far as they are known.
     """
 
     @property
     def privacy(self) -> list[dict[str, Any]]:
         """Each peer's guarantee: ε (a number, or "inf"), δ, unit, adjacency, a paper's claimed ε, and its scope.
 
-        It is empty before the run is finished.
+        It is empty while the run is under way.
         """
         rows: list[dict[str, Any]] = self.summary["privacy"]
         return rows
@@ -224,7 +258,7 @@ class RunResult(Result):
     def models(self) -> dict[str, StateDict]:
         """The state dicts of the mean model, `mean`, and of every peer's, `peer-0` and so on, on the CPU.
 
-        Of a run that is not finished they are those of its checkpoint.
+        Of a run under way they are those of its checkpoint.
 
         Raises:
             ScenarioError: when the run kept no model, or the file is damaged.
@@ -268,7 +302,7 @@ class RunResult(Result):
     def _tensors(self, prefix: str = "") -> tuple[StateDict, dict[str, Any]]:
         """Return the tensors whose names have a prefix, and the arguments for building a module for them."""
         path = self.folder / "model.safetensors"
-        if self.finished and path.is_file():
+        if self.privacy and path.is_file():
             try:
                 with safe_open(path, framework="pt") as file:
                     facts = json.loads(file.metadata()["privdec"])
@@ -279,7 +313,7 @@ class RunResult(Result):
                     f"{path}: cannot be read as models ({one_line(error)}); run the scenario again", code="api.no-model"
                 ) from error
         checkpoint = self.folder / "checkpoint"
-        if self.finished or not checkpoint.is_file():
+        if self.privacy or not checkpoint.is_file():
             raise ScenarioError(
                 f"{self.folder}: has no {path.name}: this run kept no models; run the scenario again",
                 code="api.no-model",
