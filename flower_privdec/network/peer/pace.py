@@ -121,7 +121,7 @@ class WeightFloor:
         return Want.WAITS if weight <= 0 or self.is_below(weight) else Want.NOTHING_TO_SPARE
 
     def is_stuck(self, own: Want, others: Collection[tuple[int, int]]) -> bool:
-        """Return whether the floor has to sink: nobody has weight to spare, and no other floor has to sink before.
+        """Return whether the floor has to sink: no peer has weight to spare, and no higher floor has to sink before.
 
         Args:
             own: what the peer lacks.
