@@ -1661,6 +1661,12 @@ class Scenario(LocatedFile):
         """The parts that were given as Python objects."""
         return self._given
 
+    def __str__(self) -> str:
+        """Return the scenario as YAML, with every default."""
+        from flower_privdec.scenario.loading import to_yaml
+
+        return to_yaml(self)
+
     def _check(self) -> None:
         ledger = self.private is not None and self.private.ledger is not None
         dataset = self.data.dataset
