@@ -60,7 +60,7 @@ def up(
         scenario: a scenario, or the path of its file.
         out: the folder of the results. By default it is a temporary one, deleted with the result, ledgers included.
         resume: continue from the checkpoints in `out`.
-        loss: share of all messages that a proxy between the peers loses, from 0 to 1.
+        loss: share of all messages that a proxy between the peers loses, from 0 to below 1.
         kill: the round after which a peer is killed for good, by peer.
         restart: the round after which a peer is killed and restarted, by peer.
         insecure_seeds: INSECURE: draw noise and batches from the scenario's seed, for tests.

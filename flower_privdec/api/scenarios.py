@@ -354,7 +354,7 @@ def as_path(path: str | Path, name: str) -> Path:
         raise ScenarioError(
             f"{name}={shown(path)} must be a path: text that is not empty, or a pathlib.Path", code="api.path"
         )
-    return Path(path)
+    return Path(path).expanduser()
 
 
 def _checked(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -278,6 +279,7 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
         ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
     """
     name, requested = section.dataset, Wanted(targets, section.vocabulary, key, section.n_features)
+    root = None if root is None else os.path.expanduser(root)
     if not isinstance(name, str):
         return read_own(name.module, root, name.arguments, requested)
     DATASETS.check(name, "data.dataset")

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from flower_privdec.common.catalogue import TARGETS, Targets
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import load_own, require, users_code
@@ -210,7 +211,7 @@ def read_images(kind: str, root: str | None, wanted: Wanted) -> Source:
         for file in files:
             if not (path / file).is_file():
                 raise ScenarioError(
-                    f"{key}={root} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
+                    f"{key}={tried(root)} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
                     f"{kind}; point it there (from where the command runs), or use digits, which needs no file",
                     code="data.no-file",
                 )
@@ -403,8 +404,8 @@ def read_npz(root: str | None, wanted: Wanted) -> Source:
     """
     if root is None or not Path(root).is_file():
         raise ScenarioError(
-            f"{wanted.key}={root} is no file: dataset npz needs the path of an .npz with x_train, y_train, x_test and "
-            "y_test",
+            f"{wanted.key}={root and tried(root)} is no file: dataset npz needs the path of an .npz with x_train, "
+            "y_train, x_test and y_test",
             code="data.no-file",
         )
     train, test = (partial(_read_half, root, part, wanted) for part in ("train", "test"))
@@ -623,7 +624,8 @@ def read_svmlight(root: str | None, wanted: Wanted) -> Source:
     """Read one svmlight file: the training set at `data.root`, or the test set at `data.test`; indices count from 1."""
     if root is None or not Path(root).is_file():
         raise ScenarioError(
-            f"{wanted.key}={root} is no file: dataset svmlight needs the path of one; give it", code="data.no-file"
+            f"{wanted.key}={root and tried(root)} is no file: dataset svmlight needs the path of one; give it",
+            code="data.no-file",
         )
     where, features = f"{wanted.key}={root}", wanted.n_features
 
