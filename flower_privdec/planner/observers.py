@@ -96,7 +96,7 @@ def _row(observer: str, sees: str, epsilons: list[float]) -> dict[str, Any]:
 
 
 def print_statement(experiment: Experiment, as_json: bool) -> None:
-    """Print what a scenario promises, and to whom."""
+    """Print what a scenario promises towards each observer."""
     statement = privacy_statement(experiment)
     typer.echo(json.dumps(statement, indent=2) if as_json else statement_text(statement))
 
