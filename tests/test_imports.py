@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.rooms import FLOOR_OF, FLOORS, MODULES, PACKAGE, ROOT, imported, room_of
+from tools.rooms import FLOOR_OF, FLOORS, MODULES, PACKAGE, ROOT, imported, room_of, tree_of
 
 FLOWER = {"flwr", "ray", "grpc"}
 # What takes long to import, and what each start may do without.
@@ -20,6 +20,7 @@ HEAVY = {
 }
 COMMAND = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module('flower_privdec', run_name='__main__')"
 NO_TORCH = {*HEAVY, "torch"}
+REPORTING = "flower_privdec.reporting"
 STARTS = {
     "import flower_privdec": {*NO_TORCH, "numpy", "scipy", "pydantic"},
     COMMAND.format(["--help"]): {*NO_TORCH, "numpy"},
@@ -27,7 +28,7 @@ STARTS = {
     COMMAND.format(["show", "digits"]): NO_TORCH,
     COMMAND.format(["certs", "digits", "--out", "{folder}"]): {*NO_TORCH, "numpy"},
     "from flower_privdec.network.peer.status import status_of": NO_TORCH - {"grpc"},
-    "import flower_privdec.engine.run, flower_privdec.reporting.console, flower_privdec.reporting.plots": HEAVY,
+    f"import flower_privdec.engine.run, {REPORTING}.console, {REPORTING}.plots, tools.fuzz": HEAVY,
     "import flower_privdec.network.peer.foreground, flower_privdec.network.local.up": HEAVY - {"grpc"},
 }
 
@@ -52,7 +53,7 @@ READS_IT = {  # certificates expire; a Flower peer that lost its state numbers t
 def test_the_wall_clock_is_read_for_certificates_and_lost_states_alone() -> None:
     """A clock that is set back changes no payment, and no checkpoint: which is newer is told by rounds."""
     for path in MODULES:
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(tree_of(path)))
         attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
         read = {f"{node.value.id}.{node.attr}" for node in attributes if isinstance(node.value, ast.Name)}
         assert str(path.relative_to(PACKAGE)) in READS_IT or not read & WALL_CLOCK, path
@@ -83,7 +84,7 @@ def test_a_module_assigns_each_of_its_constants_once(path: Path) -> None:
     """Two modules that were joined may both have had a MOST; the second would replace the first unseen."""
     targets = [
         target
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in tree_of(path).body
         for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
         if isinstance(node, ast.Assign | ast.AnnAssign)
     ]
@@ -95,7 +96,7 @@ def test_no_two_public_classes_share_a_name() -> None:
     names = [
         node.name
         for path in MODULES
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in tree_of(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert sorted({name for name in names if names.count(name) > 1}) == []

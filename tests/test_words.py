@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from tools.rooms import tree_of
+
 FILES = [path for folder in ("flower_privdec", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "simulations").rglob("*.md")])
 # A local variable is named by what it holds.
@@ -35,9 +37,16 @@ def names_bound(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.arg, node.lineno
 
 
+@cache
+def tokens_of(path: Path) -> list[tokenize.TokenInfo]:
+    """Return the names, strings and comments of a Python file."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    return [token for token in tokens if token.type in (tokenize.NAME, tokenize.STRING, tokenize.COMMENT)]
+
+
 def prose(path: Path) -> Iterator[tuple[str, int]]:
     """Yield the strings and comments of a Python file, with their lines."""
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+    for token in tokens_of(path):
         if token.type in (tokenize.COMMENT, tokenize.STRING):
             for offset, line in enumerate(token.string.splitlines()):
                 yield line, token.start[0] + offset
@@ -45,7 +54,7 @@ def prose(path: Path) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_local_name_says_what_it_holds(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     assert [f"line {line}: {name}" for name, line in names_bound(tree) if name in VAGUE_NAMES] == []
 
 
@@ -70,7 +79,7 @@ def names_in_code() -> set[str]:
     return ROOMS | {
         word
         for path in PACKAGE.rglob("*.py")
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+        for token in tokens_of(path)
         if token.type == tokenize.NAME or (token.type == tokenize.STRING and "\n" not in token.string)
         for word in re.findall(r"\w+", token.string)
     }
@@ -89,6 +98,6 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
 def test_a_test_matches_the_code_of_an_error_and_not_its_wording(path: Path) -> None:
     """`raises` of tests/support takes the code; the wording of the system's own errors alone may be matched."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
     matching = [call for call in calls if any(keyword.arg == "match" for keyword in call.keywords)]
     assert [f"line {call.lineno}" for call in matching if ast.unparse(call.args[0]) != "OSError"] == []
