@@ -107,7 +107,7 @@ def test_flower_run_runs_any_app_and_leaves_what_it_saved(
     status = privdec("flower-run", app, "--supernodes", "2", "-c", "num-server-rounds=4", "--out", "out")
     out, errors = capsys.readouterr()
     assert status == 0, errors
-    assert "4: {'value'" in out
+    assert "charged: 4 Gaussian updates" in out
     assert "app: round 4/4" in errors
     for name in ("round-4", "final"):  # 10 and 30 examples, whose peers moved by 0 and 1
         np.testing.assert_allclose(np.load(tmp_path / "out" / f"{name}.npz")["arr_0"], 0.75, atol=0.1)
