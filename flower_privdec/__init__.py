@@ -24,9 +24,22 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flower_privdec.api.running import Comparison, OnEvaluation, Plan, RunResult, compare, load_run, plan, run
+    from flower_privdec.api.commands import GraphDescription, StudyResult, ledger, report, study, topology, up
+    from flower_privdec.api.running import (
+        Comparison,
+        OnEnd,
+        OnEvaluation,
+        OnRound,
+        Plan,
+        RunResult,
+        compare,
+        load_run,
+        plan,
+        run,
+    )
     from flower_privdec.api.scenarios import load_scenario, make_scenario
     from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
+    from flower_privdec.reporting.progress import scalars
     from flower_privdec.scenario import Scenario
 else:
     from importlib import import_module as _import_module
@@ -34,19 +47,29 @@ else:
     _HOMES = {
         "BudgetError": "common.errors",
         "Comparison": "api.running",
+        "GraphDescription": "api.commands",
+        "OnEnd": "api.running",
         "OnEvaluation": "api.running",
+        "OnRound": "api.running",
         "Plan": "api.running",
         "PrivdecError": "common.errors",
         "RunError": "common.errors",
         "RunResult": "api.running",
         "Scenario": "scenario",
         "ScenarioError": "common.errors",
+        "StudyResult": "api.commands",
         "compare": "api.running",
+        "ledger": "api.commands",
         "load_run": "api.running",
         "load_scenario": "api.scenarios",
         "make_scenario": "api.scenarios",
         "plan": "api.running",
+        "report": "api.commands",
         "run": "api.running",
+        "scalars": "reporting.progress",
+        "study": "api.commands",
+        "topology": "api.commands",
+        "up": "api.commands",
     }
 
     def __getattr__(name):
@@ -63,17 +86,27 @@ else:
 __all__ = [
     "BudgetError",
     "Comparison",
+    "GraphDescription",
+    "OnEnd",
     "OnEvaluation",
+    "OnRound",
     "Plan",
     "PrivdecError",
     "RunError",
     "RunResult",
     "Scenario",
     "ScenarioError",
+    "StudyResult",
     "compare",
+    "ledger",
     "load_run",
     "load_scenario",
     "make_scenario",
     "plan",
+    "report",
     "run",
+    "scalars",
+    "study",
+    "topology",
+    "up",
 ]

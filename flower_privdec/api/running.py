@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario
+from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario, python_words
 from flower_privdec.common.errors import ArgumentError, RunError, ScenarioError
 from flower_privdec.common.formatting import NOTHING, epsilon_text, one_line, setting, shown
 from flower_privdec.common.user_code import require
@@ -26,15 +26,19 @@ from flower_privdec.engine.run import run as run_in_process
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.agreement import build_module, module_facts
 from flower_privdec.experiment.checkpoint import read_checkpoint
-from flower_privdec.experiment.recorder import model_tensors
+from flower_privdec.experiment.recorder import model_tensors, with_more_rounds
 from flower_privdec.planner.plan import make_plan
-from flower_privdec.reporting.console import comparison_text, plan_text
-from flower_privdec.reporting.run_folder import Result, read_result
+from flower_privdec.reporting.console import comparison_row, comparison_text, plan_text
+from flower_privdec.reporting.plots import curves_of, draw_bars, draw_budget, draw_curve, drawing, html_of, picture
+from flower_privdec.reporting.run_folder import Result, RunGroup, read_result
 from flower_privdec.reporting.wording import headline, measured
 from flower_privdec.scenario import Scenario
-from flower_privdec.study.cells import Cell, cell_key, folder_of, is_finished, missing_cells, run_cells
-from flower_privdec.study.results import Group
-from flower_privdec.study.spec import Reading, kinds_of, metric
+from flower_privdec.studies.cells import Cell, cell_key, folder_of, is_finished, missing_cells, run_cells
+from flower_privdec.studies.results import Group
+from flower_privdec.studies.spec import Reading, kinds_of, metric
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @contextmanager
@@ -48,19 +52,21 @@ def threads_kept() -> Iterator[None]:
 
 
 OnEvaluation = Callable[[dict[str, Any]], bool | None]
+OnRound = Callable[[int], None]
+OnEnd = Callable[["RunResult"], None]
 RUNTIMES = ("engine", "flower")
 
 
-class _Stopped(Exception):  # noqa: N818 (no error)
-    """The callback stops the run."""
-
-
+@python_words
 def run(
     scenario: Scenario | str | Path,
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    on_metrics: OnEvaluation | None = None,
+    rounds: int | None = None,
+    on_round: OnRound | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_end: OnEnd | None = None,
     runtime: Literal["engine", "flower"] = "engine",
 ) -> RunResult:
     """Train: run a scenario to its end.
@@ -69,9 +75,15 @@ def run(
         scenario: a scenario, or the path of its file.
         out: the folder of the results. By default it is a temporary one, which is deleted with the result, and the
             ledger with it.
-        resume: resume from the checkpoint in `out`.
-        on_metrics: called after each evaluation with its metrics (a line of metrics.jsonl). When it returns True the
-            run stops: its folder keeps the checkpoint to resume from, and the result has the models of that round.
+        resume: resume from the checkpoint in `out`. A run that is finished, or was stopped, goes on where `rounds` or
+            the scenario's rounds, epsilon or noise_multiplier are others: the further rounds are planned with what the
+            first ones left of the budget, and its ε counts all.
+        rounds: how many in all, in place of the scenario's.
+        on_round: called after each round with the number of rounds that are done; of `engine` alone.
+        on_evaluation: called after each evaluation with its metrics (a line of metrics.jsonl). When it returns True
+            the run stops: the result has the summary, privacy and models of that round, and the folder the checkpoint
+            to resume from. So it is after Ctrl-C, which raises KeyboardInterrupt as always.
+        on_end: called with the result, also of a run that was stopped.
         runtime: `engine` is this process, `flower` is `flwr run` in Flower's simulation.
 
     Raises:
@@ -83,28 +95,55 @@ def run(
         alone.
     """
     if runtime not in RUNTIMES:
-        raise _argument_error(f"runtime={runtime!r} must be one of {', '.join(RUNTIMES)}")
+        raise argument_error(f"runtime={runtime!r} must be one of {', '.join(RUNTIMES)}")
     if out is None and resume:
-        raise _argument_error("resume=True needs out, the folder of the run to resume")
-    if on_metrics is not None and not callable(on_metrics):
-        raise _argument_error(f"on_metrics={shown(on_metrics)} must be a function of an evaluation's metrics")
+        raise argument_error("resume=True needs out, the folder of the run to resume")
+    check_callbacks(on_round=on_round, on_evaluation=on_evaluation, on_end=on_end)
+    if on_round is not None and runtime != "engine":
+        raise argument_error(f"on_round with runtime={runtime!r} must be left out: Flower tells of evaluations alone")
     folder = None if out is None else as_path(out, "out")
     scenario = as_scenario(scenario)
+    if rounds is not None:
+        scenario = make_scenario(scenario, rounds=rounds)
+    if resume and folder is not None:
+        scenario = with_more_rounds(scenario, folder)
     if runtime == "flower":
         check_everywhere(scenario, "Flower runs it in processes of its own")
     experiment = Experiment.build(scenario)
-    watching = _watching(on_metrics, experiment.scenario.rounds)
+    watching = stopping(on_evaluation, experiment.scenario.rounds)
+
+    def train(folder: Path) -> None:
+        if runtime == "engine":
+            run_in_process(experiment, folder, resume=resume, on_metrics=watching, on_round=on_round)
+        else:
+            from flower_privdec.flower.launch.launcher import flower_run
+
+            flower_run(experiment, folder, resume=resume, on_metrics=watching)
+
+    return train_into(train, folder, on_end)
+
+
+def check_callbacks(**callbacks: object) -> None:
+    """Raise if a callback can not be called.
+
+    Raises:
+        ScenarioError: naming it.
+    """
+    for name, callback in callbacks.items():
+        if callback is not None and not callable(callback):
+            raise argument_error(f"{name}={shown(callback)} must be a function")
+
+
+def train_into(train: Callable[[Path], object], folder: Path | None, on_end: OnEnd | None) -> RunResult:
+    """Train into a folder, a temporary one where none is given, and return the result."""
     temporary = mkdtemp(prefix="privdec-") if folder is None else None
     folder = folder or Path(str(temporary)) / "run"
     try:
-        with threads_kept(), suppress(_Stopped):
-            if runtime == "engine":
-                run_in_process(experiment, folder, resume=resume, on_metrics=watching)
-            else:
-                from flower_privdec.flower.launch.launcher import flower_run
-
-                flower_run(experiment, folder, resume=resume, on_metrics=watching)
+        with threads_kept():
+            train(folder)
         result = load_run(folder)
+        if on_end is not None:
+            on_end(result)
     except BaseException:
         if temporary is not None:
             rmtree(temporary, ignore_errors=True)
@@ -114,19 +153,18 @@ def run(
     return result
 
 
-def _watching(callback: OnEvaluation | None, rounds: int) -> Callable[[dict[str, Any]], None]:
-    """Return a function that calls the callback and raises `_Stopped` if it returns True before the last round."""
+def stopping(callback: OnEvaluation | None, rounds: int) -> Callable[[dict[str, Any]], bool]:
+    """Return a function that calls the callback, and returns True if that does before the last round."""
 
-    def on_metrics(metrics: dict[str, Any]) -> None:
+    def on_metrics(metrics: dict[str, Any]) -> bool:
         answer: object = None if callback is None else callback(metrics)
         if answer is not None and not isinstance(answer, bool | np.bool):
             kind = type(answer).__name__
             raise ArgumentError(
-                f"on_metrics returned a {kind}: it must return True to stop the run, or None to go on",
-                code="api.on-metrics",
+                f"on_evaluation returned a {kind}: it must return True to stop the run, or None to go on",
+                code="api.on-evaluation",
             )
-        if answer and metrics["round"] < rounds:
-            raise _Stopped
+        return bool(answer) and metrics["round"] < rounds
 
     return on_metrics
 
@@ -175,7 +213,20 @@ class Plan:
         """Return the plan as `privdec plan` prints it."""
         return plan_text(self.facts)
 
+    def _repr_html_(self) -> str:
+        return html_of(str(self), picture("ε", self.plot) if self.epsilon < float("inf") else [])
 
+    def plot(self) -> Figure:
+        """Return a figure of each peer's ε over the rounds, after each quarter.
+
+        Raises:
+            ScenarioError: matplotlib is not installed.
+        """
+        with drawing():
+            return draw_budget(self.rounds, [row["epsilon_after_quarters"] for row in self.peers])
+
+
+@python_words
 def plan(scenario: Scenario | str | Path) -> Plan:
     """Plan a run: its noise, ε over the rounds, memory and time. Nothing is charged or written.
 
@@ -200,14 +251,15 @@ class RunResult(Result):
         scenario: with every default resolved.
         metrics: a record for each evaluation, in order of the rounds: round, accuracy, loss, consensus_distance,
             epsilon (the largest of the peers; "inf" without privacy) and seconds.
-        summary: summary.json; of a run that is not finished, the same keys as far as they are known.
+        summary: summary.json; of a run that was stopped, with `stopped_at` and `stopped_by`; of a run under way, the
+            same keys as far as they are known.
     """
 
     @property
     def privacy(self) -> list[dict[str, Any]]:
         """Each peer's guarantee: ε (a number, or "inf"), δ, unit, adjacency, a paper's claimed ε, and its scope.
 
-        It is empty before the run is finished.
+        It is empty while the run is under way.
         """
         rows: list[dict[str, Any]] = self.summary["privacy"]
         return rows
@@ -224,7 +276,7 @@ class RunResult(Result):
     def models(self) -> dict[str, StateDict]:
         """The state dicts of the mean model, `mean`, and of every peer's, `peer-0` and so on, on the CPU.
 
-        Of a run that is not finished they are those of its checkpoint.
+        Of a run under way they are those of its checkpoint.
 
         Raises:
             ScenarioError: when the run kept no model, or the file is damaged.
@@ -247,12 +299,12 @@ class RunResult(Result):
             ScenarioError: when there is no such peer or model, or it does not fit the module.
         """
         if into is not None and not isinstance(into, nn.Module):
-            raise _argument_error(f"into is a {type(into).__name__} and must be a torch.nn.Module")
+            raise argument_error(f"into is a {type(into).__name__} and must be a torch.nn.Module")
         n_peers = self.scenario.n_peers
         if peer is not None and (
             isinstance(peer, bool) or not isinstance(peer, int | np.integer) or not 0 <= peer < n_peers
         ):
-            raise _argument_error(f"peer={shown(peer)} must be 0 to {n_peers - 1}, or None for the mean model")
+            raise argument_error(f"peer={shown(peer)} must be 0 to {n_peers - 1}, or None for the mean model")
         tensors, facts = self._tensors("mean/" if peer is None else f"peer-{peer}/")
         module = build_module(self.scenario, **facts) if into is None else into
         state = {key.partition("/")[2]: tensor for key, tensor in tensors.items()}
@@ -268,7 +320,7 @@ class RunResult(Result):
     def _tensors(self, prefix: str = "") -> tuple[StateDict, dict[str, Any]]:
         """Return the tensors whose names have a prefix, and the arguments for building a module for them."""
         path = self.folder / "model.safetensors"
-        if self.finished and path.is_file():
+        if self.privacy and path.is_file():
             try:
                 with safe_open(path, framework="pt") as file:
                     facts = json.loads(file.metadata()["privdec"])
@@ -279,7 +331,7 @@ class RunResult(Result):
                     f"{path}: cannot be read as models ({one_line(error)}); run the scenario again", code="api.no-model"
                 ) from error
         checkpoint = self.folder / "checkpoint"
-        if self.finished or not checkpoint.is_file():
+        if self.privacy or not checkpoint.is_file():
             raise ScenarioError(
                 f"{self.folder}: has no {path.name}: this run kept no models; run the scenario again",
                 code="api.no-model",
@@ -296,7 +348,30 @@ class RunResult(Result):
         """Return the run in a line: its name, its result and its ε."""
         return f"{self.scenario.name}: {headline(self.summary)}"
 
+    def _repr_html_(self) -> str:
+        facts = "\n".join(f"{key}: {value}" for key, value in comparison_row(self.summary).items() if key != "run")
+        return html_of(f"{self}\n{facts}", picture("the run", self.plot) if self.metrics else [])
 
+    def plot(self, metric: str | None = None) -> Figure:
+        """Return a figure of one quantity over the rounds.
+
+        Args:
+            metric: of the task, or loss, consensus, epsilon; by default the task's first.
+
+        Raises:
+            ScenarioError: the run has no such quantity, or matplotlib is not installed.
+        """
+        groups = [RunGroup(self.scenario.name, (self,))]
+        curves = {curve.name: curve for curve in curves_of(groups)}
+        name = next(iter(curves)) if metric is None else metric
+        with drawing():
+            figure = draw_curve(curves[name], groups) if name in curves else None
+        if figure is None:
+            raise argument_error(f"metric={shown(name)} must be one that the run has, of {', '.join(curves)}")
+        return figure
+
+
+@python_words
 def load_run(folder: str | Path) -> RunResult:
     """Read a run's folder, as `run` returned it; of an unfinished run, as far as it went.
 
@@ -368,7 +443,24 @@ class Comparison:
         failed = [f"{label}, seed {seed}, failed: {why}" for (label, seed), why in self.failures.items()]
         return comparison_text(headings, rows, "\n".join([self.note, *failed]))
 
+    def _repr_html_(self) -> str:
+        return html_of(str(self), picture("the comparison", self.plot))
 
+    def plot(self, metric: str | None = None) -> Figure:
+        """Return a figure of one metric, by default the first: the mean of each row, and its deviation over the seeds.
+
+        Raises:
+            ScenarioError: there is no such metric, or matplotlib is not installed.
+        """
+        name = next(iter(self.metrics)) if metric is None else metric
+        if name not in self.metrics:
+            raise argument_error(f"metric={shown(metric)} must be one of {', '.join(self.metrics)}")
+        rows = {row["label"]: row[name] for row in self.rows if row[name] is not None}
+        with drawing():
+            return draw_bars(rows, self.metrics[name].title, share=self.metrics[name].share)
+
+
+@python_words
 def compare(
     scenario: Scenario | str | Path | Mapping[str, Scenario],
     algorithms: Iterable[str | type[Algorithm]] | Mapping[str, AlgorithmChoice] | None = None,
@@ -402,23 +494,25 @@ def compare(
     """
     if isinstance(scenario, Mapping):
         if algorithms is not None or not scenario:
-            raise _argument_error("compare takes one scenario with algorithms, or a mapping of scenarios alone")
+            raise argument_error("compare takes one scenario with algorithms, or a mapping of scenarios alone")
         variants = {label: as_scenario(choice) for label, choice in scenario.items()}
     elif algorithms is None:
         variants = {as_scenario(scenario).algorithm.name: as_scenario(scenario)}
     else:
         base = as_scenario(scenario)
+        if isinstance(algorithms, str | type):
+            raise argument_error(f"algorithms={shown(algorithms)} must be a list, as [{shown(algorithms)}]")
         given = algorithms if isinstance(algorithms, Mapping) else [(_label(choice), choice) for choice in algorithms]
         named = list(given.items()) if isinstance(given, Mapping) else given
         labels = [label for label, _ in named]
         if not labels or len(set(labels)) < len(labels):
-            raise _argument_error(f"algorithms must be at least one, and have labels that differ, not {labels}")
+            raise argument_error(f"algorithms must be at least one, and have labels that differ, not {labels}")
         variants = {label: make_scenario(base, algorithm=_section(base, choice)) for label, choice in named}
     if not isinstance(seeds, Collection) or not seeds or len(set(seeds)) < len(seeds):
-        raise _argument_error(f"seeds={shown(seeds)} must be at least one, each once, in a list")
+        raise argument_error(f"seeds={shown(seeds)} must be at least one, each once, in a list")
     cells = [_cell(label, variant, seed) for label, variant in variants.items() for seed in seeds]
     if not isinstance(jobs, int) or jobs < 1:
-        raise _argument_error(f"jobs={shown(jobs)} must be >= 1, and a whole number")
+        raise argument_error(f"jobs={shown(jobs)} must be >= 1, and a whole number")
     if len({(cell.labels, cell.key) for cell in cells}) < len(cells):
         raise ScenarioError(
             "seeds data, model and run are all given in the scenario, so that another seed changes nothing; leave out "
@@ -457,9 +551,9 @@ def compare(
 
 def _label(algorithm: AlgorithmChoice) -> str:
     if isinstance(algorithm, Mapping):
-        raise _argument_error('a whole section needs a label: algorithms={"mine": {"name": ..., ...}}')
+        raise argument_error('a whole section needs a label: algorithms={"mine": {"name": ..., ...}}')
     if not isinstance(algorithm, str | type):
-        raise _argument_error(f"algorithms: {shown(algorithm)} must be a name, or a subclass of Algorithm")
+        raise argument_error(f"algorithms: {shown(algorithm)} must be a name, or a subclass of Algorithm")
     return algorithm if isinstance(algorithm, str) else algorithm.__name__
 
 
@@ -480,7 +574,8 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     return Cell("comparison", (label,), seed, seeded, cell_key(seeded))
 
 
-def _argument_error(message: str) -> ScenarioError:
+def argument_error(message: str) -> ScenarioError:
+    """Return the error of an argument that breaks a rule."""
     return ScenarioError(message, code="api.argument")
 
 

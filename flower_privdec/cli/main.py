@@ -8,6 +8,8 @@ import gc
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -127,6 +129,13 @@ def run(
     settings: Settings = None,
     runtime: Annotated[Runtime, typer.Option(help="In this process, or by `flwr run`.")] = Runtime.engine,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the folder's checkpoint.")] = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="How many rounds in all. With --resume a finished run goes on, planned by what is left of its budget.",
+            show_default="the scenario's",
+        ),
+    ] = None,
     mode: Annotated[
         FlowerMode | None,
         typer.Option(
@@ -148,6 +157,7 @@ def run(
     """Train: run a scenario to its end and write metrics, models, ledgers and a summary."""
     with starting():
         from flower_privdec.experiment import Experiment
+        from flower_privdec.experiment.recorder import with_more_rounds
         from flower_privdec.reporting import console, progress
         from flower_privdec.reporting.plots import save_run_plots
         from flower_privdec.scenario import load_scenario
@@ -159,15 +169,20 @@ def run(
             flag = f"--{name.removeprefix('n_')}"
             message = f"{flag} {value} is for --runtime flower: add that, or leave {flag} out"
             raise ScenarioError(message, code="cli.flower-option")
-        loaded = load_scenario(scenario, settings or ())
+        loaded = load_scenario(scenario, [*(settings or ()), *([] if rounds is None else [f"rounds={rounds}"])])
         folder = out or Path("runs") / loaded.name
+        loaded = with_more_rounds(loaded, folder) if resume else loaded
         experiment = Experiment.build(loaded)
     interruptible = saying_when_interrupted(
         "nothing was kept yet; run the same command again",
         f"the same command with --resume goes on from {folder}",
         chosen=(folder / "checkpoint").exists,
     )
-    with interruptible, progress.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
+    with (
+        _plots_of_what_is_done(folder),
+        interruptible,
+        progress.progress(loaded, folder, tensorboard=tensorboard) as on_metrics,
+    ):
         if runtime is Runtime.engine:
             from flower_privdec.engine.run import run as run_engine
 
@@ -178,6 +193,19 @@ def run(
             summary = launcher.flower_run(experiment, folder, **for_flower, resume=resume, on_metrics=on_metrics)
     save_run_plots(folder)
     console.print_summary(summary, folder)
+
+
+@contextmanager
+def _plots_of_what_is_done(folder: Path) -> Iterator[None]:
+    """Draw the plots of a run that Ctrl-C stopped."""
+    try:
+        yield
+    except StoppedError:
+        if (folder / "summary.json").is_file():
+            from flower_privdec.reporting.plots import save_run_plots
+
+            save_run_plots(folder)
+        raise
 
 
 @command()

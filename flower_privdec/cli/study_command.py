@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -15,30 +14,65 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import duration
 from flower_privdec.reporting.progress import counting_bar, error_console
 from flower_privdec.scenario.loading import shipped
-from flower_privdec.study.cells import CACHE, Cell, OnCell, Outcome, check_data, expand, missing_cells, run_cells
-from flower_privdec.study.publish import columns, make_folder, publish, row
-from flower_privdec.study.results import PartResult, collect, criterion, judge
-from flower_privdec.study.spec import load_study
+from flower_privdec.studies.cells import CACHE, Cell, OnCell, Outcome, expand, missing_cells
+from flower_privdec.studies.publish import columns, row
+from flower_privdec.studies.results import PartResult, criterion, judge
+from flower_privdec.studies.runner import run_and_publish
+from flower_privdec.studies.spec import load_study
+
+SETTLED = 60.0  # seconds; a cell so long tells the pace even if its process had to compile first
+
+
+class TimeLeft:
+    """Estimates the time that the cells of a study still take, from those that are done.
+
+    The first cell of a process compiles kernels, so it counts only if it was long. Each algorithm has its own pace.
+    """
+
+    def __init__(self, cells: Sequence[Cell], jobs: int) -> None:
+        """Start with all cells to run."""
+        self._waiting = {cell.key: cell for cell in cells}
+        self._jobs = max(1, min(jobs, len(cells)))
+        self._paces: dict[str, list[tuple[float, float]]] = {}  # by algorithm: seconds and work of a cell
+
+    def after(self, outcome: Outcome) -> float | None:
+        """Return the seconds left after a cell, or None where no pace is known yet."""
+        cell = self._waiting.pop(outcome.cell.key)
+        if outcome.warm or outcome.seconds > SETTLED:
+            self._paces.setdefault(cell.scenario.algorithm.name, []).append((outcome.seconds, cell.work))
+        if not self._waiting:
+            return 0.0
+        every = [pair for pairs in self._paces.values() for pair in pairs]
+        if not every:
+            return None
+
+        def expected(cell: Cell) -> float:
+            pairs = self._paces.get(cell.scenario.algorithm.name, every)
+            return cell.work * sum(seconds for seconds, _ in pairs) / sum(work for _, work in pairs)
+
+        seconds = [expected(cell) for cell in self._waiting.values()]
+        begun = sum(seconds[: self._jobs - 1]) / 2  # those that other processes have begun are half done on average
+        return (sum(seconds) - begun) / min(self._jobs, len(seconds))
 
 
 @contextmanager
-def study_progress(name: str, cells: Sequence[Cell], console: Console | None = None) -> Iterator[OnCell]:
+def study_progress(name: str, cells: Sequence[Cell], jobs: int, console: Console | None = None) -> Iterator[OnCell]:
     """Show on stderr how many cells are done while the context lasts; yield a function to call after each."""
     console = console or error_console()
-    total, work_done, done, began = sum(cell.work for cell in cells), 0.0, 0, time.monotonic()
+    time_left, done = TimeLeft(cells, jobs), 0
     with counting_bar(console) as bar:
         task = bar.add_task(f"study {name}", total=len(cells), left="")
 
         def on_cell(outcome: Outcome) -> None:
-            nonlocal work_done, done
+            nonlocal done
             done += 1
-            work_done += outcome.cell.work
-            left = f"{duration(max(0.0, (time.monotonic() - began) / work_done * (total - work_done)))} left"
+            seconds = time_left.after(outcome)
+            left = "" if seconds is None else f"{duration(seconds)} left"
             bar.update(task, completed=done, left=left)
             if outcome.error is not None:
                 console.print(f"failed: {outcome.cell.title}: {outcome.error}", soft_wrap=True)
             elif not console.is_terminal:
-                console.print(f"{done}/{len(cells)}  {outcome.cell.title}  {left}", soft_wrap=True)
+                console.print(f"{done}/{len(cells)}  {outcome.cell.title}  {left}".rstrip(), soft_wrap=True)
 
         yield on_cell
 
@@ -67,32 +101,19 @@ def run_study(
         ScenarioError: a study or a cell that breaks a rule; nothing has run then.
         RunError: when cells failed; the others are published.
     """
-    study, base = load_study(name)
-    chosen, size = study.chosen(only), study.size(size)
-    title = study.name if size is None else f"{study.name}-{size}"
-    out = out or Path("results") / title
-    cells = expand(study, base, size, study.parts, settings)
-    names = {part.name for part in chosen}
-    missing = missing_cells([cell for cell in cells if cell.part in names], cache) if jobs else []
-    check_data(missing)
-    make_folder(out)
-    with study_progress(title, missing, console) as on_cell:
-        failed = run_cells(missing, cache, jobs, on_cell)
-    results = [collect(part, size, cells, cache) for part in study.parts]
-    shown = [result for result in results if result.part.name in names or result.complete]
-    parts = [] if len(shown) == len(study.parts) else [result.part.name for result in shown]
-    options = [("--size", size)] if size is not None else []
-    options += [("--only", part) for part in parts] + [("--set", setting) for setting in settings]
-    command = shlex.join(["privdec", "study", name, *(word for option in options for word in option)])
-    publish(study, size, command, shown, failed, out)
-    print_verdicts(shown, out, console)
+    progress = partial(study_progress, jobs=jobs, console=console)
+    published = run_and_publish(
+        name, progress, size=size, out=out, jobs=jobs, only=only, settings=settings, cache=cache
+    )
+    print_verdicts(published.parts, published.folder, console)
+    failed = published.failed
     if failed:
         raise RunError(
             f"{len(failed)} cells failed, the first: {failed[0].cell.title}: {failed[0].error}; "
             "the others are published; the same command tries the failed ones again",
             code="study.cells-failed",
         )
-    return shown
+    return published.parts
 
 
 def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | None = None) -> None:

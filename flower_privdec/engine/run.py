@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, RunError
 from flower_privdec.common.user_code import raised_at
 from flower_privdec.engine.workers import GoneError, start_engine
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.recorder import OnMetrics, Recorder, again
+from flower_privdec.experiment.checkpoint import read_checkpoint
+from flower_privdec.experiment.recorder import CHECKPOINT, OnMetrics, Recorder, again
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, ledger_folder
 from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.scenario.sections import own_modules
@@ -68,10 +70,10 @@ class Run:
             leave = [self.recorder.close]  # closes, in a forked worker, its copies of the locks that this process holds
             if self.cohort.ledger is not None:
                 leave.append(partial(self.cohort.ledger.close, unlock=False))
-                if checkpoint is None:
-                    check_budget(self.cohort, ledger)
-                else:
+                if checkpoint is not None:
                     self.cohort.ledger.check_head(checkpoint.head)
+                if checkpoint is None or self.recorder.begins_stage:
+                    check_budget(self.cohort, ledger)
             with self._formatting_errors():
                 state = self.recorder.start(lambda: experiment.initial_state(self.cohort), self._head)
             self.engine = start_engine(experiment, self.cohort, state, leave, workers)
@@ -88,14 +90,23 @@ class Run:
         """Return how many rounds are done."""
         return self.engine.state.round_index
 
-    def advance(self) -> dict[str, Any]:
-        """Run up to the next evaluation, record it with a checkpoint, and return its metrics."""
-        scenario, state = self.experiment.scenario, self.engine.state
-        every = scenario.evaluation.every
-        until = min(scenario.rounds, (state.round_index // every + 1) * every)
+    def advance(self, on_round: Callable[[int], None] | None = None) -> dict[str, Any]:
+        """Run up to the next evaluation, record it with a checkpoint, and return its metrics.
+
+        Args:
+            on_round: called after each round, with the number of rounds that are done.
+        """
+        scenario, every = self.experiment.scenario, self.experiment.scenario.evaluation.every
+        until = min(scenario.rounds, (self.round_index // every + 1) * every)
+        while self.round_index < until:
+            started = time.perf_counter()
+            with self._formatting_errors():
+                self.engine.rounds(until - self.round_index if on_round is None else 1)
+            self.recorder.seconds += time.perf_counter() - started
+            if on_round is not None:
+                on_round(self.round_index)
         started = time.perf_counter()
         with self._formatting_errors():
-            self.engine.rounds(until - state.round_index)
             state = self.engine.collected()
             self.recorder.seconds += time.perf_counter() - started
             spent = epsilons(self.cohort, state.round_index)
@@ -130,6 +141,27 @@ class Run:
         self.recorder.coalition_seconds = self.cohort.game_seconds
         return self.recorder.finish(self.engine.state.rows, spent)
 
+    def stop(self, why: str) -> dict[str, Any] | None:
+        """Write models and summary of a run that ends here, as of its last checkpoint, from which it can go on.
+
+        Args:
+            why: what stopped it, `callback` or `interrupt`.
+
+        Returns:
+            The summary; None where no round was recorded yet, or the run is lean.
+        """
+        path = self.recorder.out / CHECKPOINT
+        if self.recorder.lean or not path.is_file():
+            return None
+        state, cohort = read_checkpoint(path, self.experiment.device).state, self.cohort
+        done = state.round_index
+        if not 0 < done < self.experiment.scenario.rounds:
+            return None
+        spent = Spent.of(cohort, done)
+        if self.experiment.own.from_system and cohort.ledger is not None:  # steps after it are charged for good
+            spent = replace(spent, epsilons=epsilons(cohort, -(-cohort.ledger.charged // cohort.steps_per_round)))
+        return self.recorder.finish(state.rows, spent, stopped=(done, why))
+
     def close(self) -> None:
         """End the workers, and release the folder and the ledger."""
         if hasattr(self, "engine"):
@@ -147,24 +179,31 @@ def run(
     resume: bool = False,
     lean: bool = False,
     on_metrics: OnMetrics | None = None,
+    on_round: Callable[[int], None] | None = None,
     workers: int | None = None,
 ) -> dict[str, Any]:
-    """Run a scenario to its end.
+    """Run a scenario to its end, or until a callback or Ctrl-C stops it.
 
     Args:
         lean: save no models, and few checkpoints.
-        on_metrics: called with each evaluation's metrics.
+        on_metrics: called with each evaluation's metrics; the run stops where it returns True.
         workers: how many processes, in place of the scenario's.
 
     Returns:
         The summary, as written to summary.json.
+
+    Raises:
+        KeyboardInterrupt: after the summary of what is done is written.
     """
     under_way = Run(experiment, out, runtime=runtime, resume=resume, lean=lean, workers=workers)
     try:
         while under_way.round_index < experiment.scenario.rounds:
-            metrics = under_way.advance()
-            if on_metrics is not None:
-                on_metrics(metrics)
+            metrics = under_way.advance(on_round)
+            if on_metrics is not None and on_metrics(metrics) is True and (summary := under_way.stop("callback")):
+                return summary
         return under_way.finish()
+    except KeyboardInterrupt:
+        under_way.stop("interrupt")
+        raise
     finally:
         under_way.close()

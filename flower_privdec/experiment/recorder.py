@@ -23,15 +23,22 @@ from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.core import Algorithm, Exchange, State
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
-from flower_privdec.experiment.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
+from flower_privdec.experiment.checkpoint import (
+    Checkpoint,
+    check_run,
+    check_state,
+    read_checkpoint,
+    save_checkpoint,
+)
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
-from flower_privdec.experiment.spent import Spent, json_number, privacy_rows, shortfall
+from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
 from flower_privdec.experiment.view import noise_facts, public_name
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.privacy.mechanism.protection import breaches
-from flower_privdec.scenario import scenario_hash, to_yaml
+from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_yaml
+from flower_privdec.scenario.sections import StageSection
 
 NAME = "metrics.jsonl"
 SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")
@@ -92,8 +99,9 @@ def _readable(name: str, value: Any) -> bool:
     return value is None or isinstance(value, dict)
 
 
-OnMetrics = Callable[[dict[str, Any]], None]
-CHECKPOINT, LEAN_SECONDS = "checkpoint", 60.0
+NODES_PLAN = "the nodes of Flower's modes sharded and relay have planned, and noted, their own noise"
+OnMetrics = Callable[[dict[str, Any]], object]
+CHECKPOINT, SUMMARY, LEAN_SECONDS = "checkpoint", "summary.json", 60.0
 COALITIONS = "coalition_evaluations"
 MEASURED_BY_SOME = ("personalized", "suboptimality", COALITIONS)  # what some algorithms alone have
 
@@ -131,7 +139,7 @@ class Recorder:
         """
         self.agreement, self.own, self.out, self.runtime, self.lean = agreement, own, out, runtime, lean
         self.run = public_name(agreement) if own is None else own.run
-        self._saved = time.monotonic()
+        self._saved, self.begins_stage = time.monotonic(), False
         self.scenario_hash = scenario_hash(agreement.scenario)
         self._lock = FolderLock(out)
         self._lock.check()
@@ -144,7 +152,10 @@ class Recorder:
         path = self.out / CHECKPOINT
         if resume and path.exists():
             peers = np.arange(self.agreement.scenario.n_peers) if self.own is None else self.own.peers
-            checkpoint = load_checkpoint(path, self.scenario_hash, self.run, self.agreement.device)
+            checkpoint = read_checkpoint(path, self.agreement.device)
+            self.begins_stage = _ends_stage(checkpoint, self.agreement.scenario)
+            if not self.begins_stage:
+                check_run(path, checkpoint, self.scenario_hash, self.run)
             rows = () if self.own is None else ("x",)  # who holds no peers keeps what they show, and nothing before
             check_state(path, checkpoint.state, peers, self.agreement.scenario.rounds, rows)
             return checkpoint
@@ -179,11 +190,16 @@ class Recorder:
                 code="run.folder-changed",
             )
         with _writing(self.out):
-            if self.checkpoint is not None:
-                keep_metrics_until(self.out, state.round_index)
+            scenario = to_yaml(self.agreement.scenario).encode()
+            if self.checkpoint is None:
+                self.save(state, head)
+                write_atomically(self.out / "scenario.yaml", scenario)
                 return state
-            self.save(state, head)
-            write_atomically(self.out / "scenario.yaml", to_yaml(self.agreement.scenario).encode())
+            keep_metrics_until(self.out, state.round_index)
+            (self.out / SUMMARY).unlink(missing_ok=True)  # of a run that was stopped, or had fewer rounds
+            if self.begins_stage:
+                write_atomically(self.out / "scenario.yaml", scenario)
+                self.save(state, head)
         return state
 
     def close(self) -> None:
@@ -238,7 +254,12 @@ class Recorder:
         return None if self._objective is None else find_minimum(self._objective)
 
     def finish(
-        self, rows: dict[str, Tensor], spent: Spent, measured: dict[str, Any] | None = None, **entries: Any
+        self,
+        rows: dict[str, Tensor],
+        spent: Spent,
+        measured: dict[str, Any] | None = None,
+        stopped: tuple[int, str] | None = None,
+        **entries: Any,
     ) -> dict[str, Any]:
         """Write the models and the summary, and return the summary.
 
@@ -246,13 +267,17 @@ class Recorder:
             rows: the final state's, at least those that others may see.
             spent: what the peers have spent and run.
             measured: of the models, see `evaluate`, in place of the last line of metrics.jsonl.
+            stopped: after which round the run ends before its plan does, and by what.
             entries: further or other entries of the summary, by name.
         """
-        scenario = self.agreement.scenario
-        known = [record for record in read_metrics(self.out) if record["round"] == scenario.rounds]
-        metrics = known[-1] if known else self.record(rows, scenario.rounds, spent.epsilons)
+        scenario, participation = self.agreement.scenario, self.agreement.participation
+        done = scenario.rounds if stopped is None else stopped[0]
+        known = [record for record in read_metrics(self.out) if record["round"] == done]
+        metrics = known[-1] if known else self.record(rows, done, spent.epsilons)
         metrics |= measured or {}
-        note = spent.note or shortfall(self.agreement.participation, spent.rounds_run, scenario.rounds)
+        note = spent.note or shortfall(participation, spent.rounds_run, done)
+        if stopped is None and (last := last_step(participation, spent.rounds_run, done)) is not None:
+            stopped = last, "budget"
         steps = sum(spent.rounds_run) * self.agreement.algorithm.steps_per_round
         optional: dict[str, Any] = {name: metrics[name] for name in MEASURED_BY_SOME if name in metrics}
         if self._minimum is not None:
@@ -274,6 +299,7 @@ class Recorder:
             "runtime": self.runtime,
             "n_peers": scenario.n_peers,
             "rounds": scenario.rounds,
+            **({} if stopped is None else {"rounds_done": done, "stopped_at": stopped[0], "stopped_by": stopped[1]}),
             "seed": scenario.seed,
             **({} if scenario.seeds is None else {"seeds": scenario.all_seeds()}),
             "metrics": scenario.task.described(),
@@ -282,7 +308,7 @@ class Recorder:
             "consensus_distance": metrics["consensus_distance"],
             **optional,
             "traffic": traffic(self.agreement.algorithm, rows),
-            "privacy": privacy_rows(scenario, spent, self.agreement.participation),
+            "privacy": privacy_rows(scenario, spent, participation, done),
             **protected,
             **entries,
             "wall_seconds": round(self.seconds, 3),
@@ -293,7 +319,7 @@ class Recorder:
                 facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
                 models = save(model_tensors(self.agreement, rows), {"privdec": facts})
                 write_atomically(self.out / "model.safetensors", models)
-            write_atomically(self.out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+            write_atomically(self.out / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
         self.close()
         return summary
 
@@ -309,6 +335,71 @@ def _writing(out: Path) -> Iterator[None]:
             f"make room, then run the same command {again(out)}",
             code="run.unwritable",
         ) from error
+
+
+def with_more_rounds(scenario: Scenario, out: Path) -> Scenario:
+    """Return the scenario of a run that goes on from what its folder holds, with what it did before.
+
+    Where it has another number of rounds than the folder's scenario, or another budget or noise, and all else is equal,
+    the rounds that are done become a stage of its own: the others are planned beside what they cost.
+
+    Raises:
+        ScenarioError: the folder is damaged, or so many rounds are done already.
+    """
+    if not ((out / "scenario.yaml").is_file() and (out / CHECKPOINT).is_file()) or scenario.earlier:
+        return scenario
+    previous = load_scenario(out / "scenario.yaml")
+    if scenario_hash(_planned_as(scenario, previous)) != scenario_hash(previous):
+        return scenario  # of another run, which `Recorder` refuses
+    going_on = scenario.model_copy(update={"earlier": previous.earlier})
+    if scenario_hash(going_on) == scenario_hash(previous):
+        return going_on
+    checkpoint = read_checkpoint(out / CHECKPOINT)
+    done = checkpoint.state.round_index
+    if not 0 < done < scenario.rounds:
+        raise ScenarioError(
+            f"rounds={scenario.rounds} must be > {done}, the rounds that {out} has done"
+            + ("" if done else ": it has none yet, so give another --out"),
+            code="run.rounds-done",
+        )
+    private = previous.private
+    stage = StageSection(
+        until=done,
+        rounds=previous.rounds,
+        epsilon=None if private is None else private.epsilon,
+        noise_multiplier=None if private is None else private.noise_multiplier,
+        run=checkpoint.run.id,
+    )
+    return scenario.model_copy(update={"earlier": [*(previous.earlier or ()), stage]})
+
+
+def check_one_stage(scenario: Scenario, why: str) -> None:
+    """Refuse more rounds where a run cannot be planned again.
+
+    Raises:
+        ScenarioError: with the reason.
+    """
+    if scenario.earlier:
+        raise ScenarioError(
+            f"rounds={scenario.rounds}: a run with more rounds than its first {scenario.first_round} goes on in one "
+            f"process (`privdec run`), for {why}: start another run with all rounds",
+            code="run.more-rounds",
+        )
+
+
+def _planned_as(scenario: Scenario, other: Scenario) -> Scenario:
+    """Return a scenario with what may change in a run that goes on, rounds, budget and noise, as another has it."""
+    privacy, changed = scenario.privacy, {"rounds": other.rounds, "earlier": other.earlier}
+    if scenario.private is not None and other.private is not None:
+        noise = {"epsilon": other.private.epsilon, "noise_multiplier": other.private.noise_multiplier}
+        privacy = scenario.private.model_copy(update=noise)
+    return scenario.model_copy(update=changed | {"privacy": privacy})
+
+
+def _ends_stage(checkpoint: Checkpoint, scenario: Scenario) -> bool:
+    """Return whether a checkpoint is the end of a scenario's last stage, from which the next one begins."""
+    last = scenario.earlier[-1] if scenario.earlier else None
+    return last is not None and (checkpoint.run.id, checkpoint.state.round_index) == (last.run, last.until)
 
 
 def again(out: Path) -> str:

@@ -116,7 +116,7 @@ def ledger_folder(scenario: Scenario, out: Path) -> Path:
     return Path(private.ledger) if private and private.ledger else out / "ledger"
 
 
-def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation) -> list[dict[str, Any]]:
+def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation, rounds: int) -> list[dict[str, Any]]:
     """Return each peer's guarantee as the summary has it; ε is "inf" where there is none.
 
     `epsilon` bounds what colluding peers learn from all that a peer sends: all others, or, where noise cancels between
@@ -126,8 +126,9 @@ def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation)
     Args:
         spent: of all peers, in order.
         participation: who is active, by which the rounds to be expected are counted.
+        rounds: that the run has done.
     """
-    expected = (participation.chances * scenario.rounds).tolist()
+    expected = (participation.chances * rounds).tolist()
     private, rows = scenario.private, []
     scope = f"all runs in {private.ledger}" if private and private.ledger else ALONE
     calibration = "none" if private is None else private.calibration
@@ -194,6 +195,20 @@ def shortfall(participation: Participation, ran: Sequence[int], rounds: int) -> 
         f"the budget of peers {peer_ranges(short)} ends after {taken} of their {wanted} rounds, and they stop "
         "training: raise privacy.epsilon or the noise, or plan fewer rounds"
     )
+
+
+def last_step(participation: Participation, ran: Sequence[int], rounds: int) -> int | None:
+    """Return the round after which no peer trains, where the budgets of all end before these rounds do, or None.
+
+    Args:
+        ran: see `shortfall`.
+    """
+    active = np.stack([participation.active(round_index) for round_index in range(rounds)])
+    counts = np.asarray(ran)
+    if not (counts < active.sum(0)).all():
+        return None
+    trained = np.flatnonzero((active & (active.cumsum(0) <= counts)).any(axis=1))
+    return int(trained[-1]) + 1 if len(trained) else 0
 
 
 def _span(counts: Iterable[int]) -> str:

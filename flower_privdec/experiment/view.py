@@ -509,9 +509,16 @@ class Experiment(Agreement):
         if budget is not None:
             accounts = tuple(replace(account, budget=budget[0], delta=budget[1]) for account in accounts)
         if not own.from_system:
-            return CohortLedger(folder, name, own.run, accounts)
+            return CohortLedger(folder, name, own.run, accounts, **self.stages_paid)
         fresh = replace(own.run, id=secrets.token_hex(16))
         return CohortLedger(folder, name, fresh, accounts, block=block, fresh=True, start=start)
+
+    @property
+    def stages_paid(self) -> dict[str, Any]:
+        """Return the step with which the run begins that was given more rounds, and what the ledger calls it before."""
+        earlier = self.scenario.earlier or ()
+        start = self.scenario.first_round * self.algorithm.steps_per_round
+        return {"start": start, "earlier": [stage.run for stage in earlier]}
 
     def initial_state(self, cohort: Cohort) -> State:
         """Return the state before round 0."""

@@ -150,7 +150,8 @@ def ledger_facts(experiment: Experiment) -> tuple[dict[str, Any] | None, list[st
     private, plan = experiment.scenario.private, experiment.own.protection
     facts = note = None
     if private is not None and plan is not None and private.ledger is not None:
-        spending = spending_of(private.ledger, experiment.public.name, experiment.own.run, plan.accounts)
+        name, run = experiment.public.name, experiment.own.run
+        spending = spending_of(private.ledger, name, run, plan.accounts, **experiment.stages_paid)
         before, after = (json_number(float(spending.epsilons(steps).max())) for steps in (0, spending.steps))
         facts = {"folder": private.ledger, "epsilon_before": before, "epsilon_after": after}
         note = budget_note(spending, experiment.algorithm.steps_per_round)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -83,11 +84,18 @@ OWN = "your own algorithm, topology, model or dataset: module: package.module:na
 ESSENTIAL = ("run", "algorithm", "ε", "mean model", "peers' models", "time")
 
 
+def plain_width() -> int:
+    """Return how many columns text takes that goes to no terminal: COLUMNS, where it is set."""
+    columns = os.environ.get("COLUMNS", "")
+    return max(40, int(columns)) if columns.isdecimal() and 0 < len(columns) < 5 else PLAIN_WIDTH
+
+
 class _Console(Console):
     """Stdout as wide as the terminal, or plain text without trailing blanks where it is none."""
 
     def __init__(self) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+        width = None if sys.stdout.isatty() else plain_width()
+        super().__init__(highlight=False, markup=False, emoji=False, width=width)
 
     def show(self, thing: RenderableType = "", style: str | None = None) -> None:
         """Print something."""
@@ -100,7 +108,7 @@ class _Console(Console):
 def as_text(things: Iterable[RenderableType]) -> str:
     """Return tables and lines as plain text, without trailing blanks."""
     console = Console(
-        file=io.StringIO(), width=PLAIN_WIDTH, highlight=False, markup=False, emoji=False, color_system=None
+        file=io.StringIO(), width=plain_width(), highlight=False, markup=False, emoji=False, color_system=None
     )
     with console.capture() as captured:
         for thing in things:
@@ -253,25 +261,35 @@ def print_topology(description: dict[str, Any], as_json: bool) -> None:
         _print_json(description)
         return
     console = _Console()
+    for i, thing in enumerate(_topology(description, console.width)):
+        console.show(thing, style=None if i else "bold")
+
+
+def topology_text(description: dict[str, Any]) -> str:
+    """Return a graph as `print_topology` prints it, without colours."""
+    return as_text(_topology(description, plain_width()))
+
+
+def _topology(description: dict[str, Any], width: int) -> Iterator[RenderableType]:
+    """Yield the parts of a description of a graph."""
     if description["name"] is None:
-        console.show(description["note"])
+        yield description["note"]
         return
     kind, period = "directed" if description["directed"] else "undirected", description["period"]
     least, most = min(description["edges_per_round"]), max(description["edges_per_round"])
     counts = f"{least:,}" if least == most else f"{least:,} to {most:,}"
     repeating = "drawn again each round" if period is None else f"repeating after {period} rounds"
-    console.show(f"{description['name']}: {description['n_peers']} peers, {kind}", style="bold")
+    yield f"{description['name']}: {description['n_peers']} peers, {kind}"
     facts = [
         ("edges", f"{counts} a round ({'the same every round' if period == 1 else repeating})"),
         ("weights", description["weights"]),
         ("agreement", graph_facts(description)),
         ("picture", description["picture"]),
     ]
-    console.show(_facts(facts))
+    yield _facts(facts)
     if description["picture"] is None and description["edges"] is not None:
-        console.show()
-        for line in adjacency_picture(description["n_peers"], description["edges"], console.width):
-            console.show(line)
+        yield ""
+        yield from adjacency_picture(description["n_peers"], description["edges"], width)
 
 
 def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], width: int) -> list[str]:

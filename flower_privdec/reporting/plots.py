@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
+import importlib.util
 import io
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,11 @@ SERIES = ("#2563c9", "#c2410c", "#15803d", "#8b3fc4", "#c2307a", "#8a6100", "#0d
 DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}  # matplotlib's name: the name in CSS
 PAGE_COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
     colour: f"series-{i}" for i, colour in enumerate(SERIES)
+}
+DARK = {
+    **{"ink": "#e6edf3", "muted": "#9aa5b1", "grid": "#30363d", "paper": "#161b22"},
+    **{"series-0": "#6ea8fe", "series-1": "#ff9a5c", "series-2": "#5fd68a", "series-3": "#c99bff"},
+    **{"series-4": "#ff86b8", "series-5": "#e8c04a", "series-6": "#4fd0c3", "series-7": "#aab4be"},
 }
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -224,6 +231,57 @@ def to_svg(figure: Figure, label: str) -> str:
     head, rest = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     return f'{head} role="img" aria-label="{label}">{rest}'
+
+
+def html_of(text: str, pictures: Iterable[str] = ()) -> str:
+    """Return text, and pictures as SVG below it, as HTML for a notebook, in colours of its light or dark theme."""
+    light, dark = (
+        ";".join(f"--{name}:{colour}" for name, colour in colours)
+        for colours in ([(name, colour) for colour, name in PAGE_COLOURS.items()], DARK.items())
+    )
+    style = (
+        f".privdec{{{light};--font:sans-serif}}[data-jp-theme-light=false] .privdec{{{dark}}}"
+        ".privdec svg{max-width:36em}"
+    )
+    return f'<style>{style}</style><div class="privdec"><pre>{html.escape(text)}</pre>{"".join(pictures)}</div>'
+
+
+def picture(label: str, draw: Callable[[], Figure]) -> list[str]:
+    """Return a figure as SVG, in a list that is empty where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return []
+    with drawing(salt=label):
+        return [to_svg(draw(), html.escape(label))]
+
+
+def draw_budget(rounds: int, after_quarters: Sequence[Sequence[float]]) -> Figure:
+    """Draw each peer's ε after each quarter of the rounds; equal peers are one line. Call it within `drawing`."""
+    figure, axes = _panel("ε of the peers over the rounds, as planned", "round")
+    ticks = [rounds * quarter / 4 for quarter in range(5)]
+    for index, values in enumerate(dict.fromkeys(tuple(map(float, row)) for row in after_quarters)):
+        series, dash = line_style(index)
+        axes.plot(ticks, [0.0, *values], dash, color=SERIES[series], marker="o", markersize=4)
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def draw_bars(rows: Mapping[str, Mapping[str, Any]], title: str, *, share: bool) -> Figure:
+    """Draw means with their deviations over the seeds, by label; call it within `drawing`.
+
+    Args:
+        rows: mean and std (None for one seed), by label.
+        share: whether they are fractions, shown in percent.
+    """
+    figure, axes = _panel(title[:1].upper() + title[1:], "")
+    factor = 100 if share else 1
+    for index, row in enumerate(rows.values()):
+        deviation = None if row["std"] is None else factor * row["std"]
+        axes.errorbar(index, factor * row["mean"], deviation, fmt="o", color=SERIES[line_style(index)[0]], capsize=4)
+    axes.set_xticks(range(len(rows)), list(rows))
+    axes.margins(x=0.2)
+    if share:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    return figure
 
 
 def draw_generalization(metrics: dict[str, Any]) -> Figure | None:

@@ -35,8 +35,9 @@ class Result:
     Attributes:
         scenario: with every default resolved.
         metrics: the lines of metrics.jsonl, in order of the rounds.
-        summary: summary.json; of an unfinished run, the same keys as far as they are known, with
-            `finished` False, `rounds_done` and `epsilon_so_far` (largest of the peers).
+        summary: summary.json, of a run that was stopped with `stopped_at` and `stopped_by` (callback, interrupt or
+            budget); of one under way, the same keys as far as they are known, with `finished` False, `rounds_done` and
+            `epsilon_so_far` (largest of the peers).
     """
 
     folder: Path
@@ -93,7 +94,7 @@ def _read_summary(path: Path, scenario: Scenario) -> dict[str, Any] | None:
             "--resume` writes it again",
             code="reporting.summary-damaged",
         ) from error
-    return {**summary, "finished": True}
+    return {**summary, "finished": summary.get("stopped_by", "budget") == "budget"}
 
 
 def _unfinished(scenario: Scenario, metrics: list[dict[str, Any]]) -> dict[str, Any]:

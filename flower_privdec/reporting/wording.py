@@ -133,7 +133,7 @@ def _span(values: Iterable[float]) -> str:
 def guarantee(summary: dict[str, Any]) -> str:
     """Return each peer's guarantee in one line: ε, δ, unit, adjacency and calibration."""
     rows = summary["privacy"]
-    if not summary.get("finished", True):
+    if not rows:
         spent = summary["epsilon_so_far"]
         if spent is None:
             return "ε is not known before the first evaluation"
@@ -186,5 +186,6 @@ def headline(summary: dict[str, Any]) -> str:
     result = f"{whose} {named_value(summary)} on the test set"
     if not summary.get("finished", True):
         done = f"{summary['rounds_done']} of {summary['rounds']} rounds"
-        return f"unfinished, {done}: {result} so far, {budget(summary)}"
+        kind = "stopped" if "stopped_at" in summary else "unfinished"
+        return f"{kind}, {done}: {result} so far, {budget(summary)}"
     return f"{result}, {budget(summary)}"

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Self, TypeVar, get_args
 
 from pydantic import (
@@ -475,7 +476,7 @@ class ModelSection(Section):
 TAKEN = {  # what else stands beside metrics in a run's files
     *("round", "loss", "consensus_distance", "personalized", "epsilon", "seconds", "name", "algorithm", "runtime"),
     *("n_peers", "rounds", "rounds_done", "seed", "seeds", "metrics", "traffic", "privacy", "budget_note", "noise"),
-    *("numbers", "budget", "spread", "n_runs"),
+    *("numbers", "budget", "spread", "n_runs", "stopped_at", "stopped_by"),
     *("evaluation_private", "wall_seconds", "peer_steps_per_second", "epsilon_so_far", "finished", "consensus"),
     *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note"),
 }
@@ -1553,6 +1554,28 @@ class SeedsSection(Section):
     run: Seed | None = None
 
 
+class StageSection(Section):
+    """An earlier part of a run that has more rounds now; `--resume` with other rounds or another budget writes it.
+
+    Attributes:
+        until: the round at which it ended.
+        rounds: for how many rounds it was planned.
+        epsilon: its privacy.epsilon.
+        noise_multiplier: its privacy.noise_multiplier.
+        run: its name in the ledger.
+    """
+
+    until: Count
+    rounds: Count
+    epsilon: PerPeer | None = None
+    noise_multiplier: NonNegative | None = None
+    run: str
+
+    def _check(self) -> None:
+        if self.until > self.rounds:
+            raise ArgumentError(f"until={self.until} must be <= rounds={self.rounds}", code="scenario.earlier")
+
+
 class LocatedFile(Section):
     """A file's section that remembers the lines of its values."""
 
@@ -1589,6 +1612,7 @@ class Scenario(LocatedFile):
         compute: device, number type and threads.
         plan: constants for `privdec plan`.
         network: where real peers are, and how long they wait; a simulation uses none of it.
+        earlier: what the run did before it was given more rounds; a run writes it, and no one else.
     """
 
     name: Name
@@ -1608,6 +1632,7 @@ class Scenario(LocatedFile):
     compute: ComputeSection = ComputeSection()
     plan: PlanSection | None = None
     network: NetworkSection = NetworkSection()
+    earlier: list[StageSection] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -1635,6 +1660,12 @@ class Scenario(LocatedFile):
     def given(self) -> tuple[Given, ...]:
         """The parts that were given as Python objects."""
         return self._given
+
+    def __str__(self) -> str:
+        """Return the scenario as YAML, with every default."""
+        from flower_privdec.scenario.loading import to_yaml
+
+        return to_yaml(self)
 
     def _check(self) -> None:
         ledger = self.private is not None and self.private.ledger is not None
@@ -1666,6 +1697,12 @@ class Scenario(LocatedFile):
             raise ArgumentError(
                 f"compute.workers={workers} must be at most n_peers={self.n_peers}: a worker hosts peers; use auto",
                 code="compute.workers",
+            )
+        ends = [0, *(stage.until for stage in self.earlier or ()), self.rounds]
+        if any(one >= other for one, other in pairwise(ends)):
+            raise ArgumentError(
+                f"earlier ends at the rounds {ends[1:-1]}, which must ascend and be below rounds={self.rounds}",
+                code="scenario.earlier",
             )
         _check_addresses(self)
         cancelling = self.private is not None and isinstance(self.private.noise, CancellingSection)
@@ -1725,6 +1762,21 @@ class Scenario(LocatedFile):
     def private(self) -> PrivacySection | None:
         """Return the privacy section, or None when there is no privacy."""
         return self.privacy if isinstance(self.privacy, PrivacySection) else None
+
+    @property
+    def first_round(self) -> int:
+        """Return the round at which the stage under way began: 0, unless the run was given more rounds."""
+        return self.earlier[-1].until if self.earlier else 0
+
+    def stage_before(self) -> Scenario:
+        """Return the scenario as it was before the run was given more rounds."""
+        if not self.earlier:
+            raise ValueError("the run has one stage")
+        *before, last = self.earlier
+        noise = {"epsilon": last.epsilon, "noise_multiplier": last.noise_multiplier}
+        private = None if self.private is None else self.private.model_copy(update=noise)
+        changed = {"rounds": last.rounds, "earlier": before or None, "privacy": private or self.privacy}
+        return self.model_copy(update=changed)
 
 
 class AppPrivacySection(Section):

@@ -36,7 +36,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_every_name_of_the_api_is_there_and_described() -> None:
     assert set(fp.__all__) <= set(dir(fp))
     for name in fp.__all__:
-        assert getattr(fp, name).__doc__ or name == "OnEvaluation"
+        assert getattr(fp, name).__doc__ or name.startswith("On")
     with pytest.raises(AttributeError):
         fp.rnu  # type: ignore[attr-defined]  # noqa: B018
 
@@ -121,7 +121,7 @@ WRONG = [
     (lambda: fp.plan(None), "api.argument", "NoneType"),
     (lambda: fp.run(fp.make_scenario(SECTIONS), out=""), "api.path", "out=''"),
     (lambda: fp.run(fp.make_scenario(SECTIONS), out=3), "api.path", "out=3"),
-    (lambda: fp.run(fp.make_scenario(SECTIONS), on_metrics=3), "api.argument", "on_metrics=3"),
+    (lambda: fp.run(fp.make_scenario(SECTIONS), on_evaluation=3), "api.argument", "on_evaluation=3"),
     (lambda: fp.load_scenario(b"digits"), "api.path", "path=b'digits'"),
     (lambda: fp.load_scenario("x" * 300), "", "xxx"),
     (lambda: fp.load_scenario("digits", ["rounds=1"]), "api.mapping", r"settings=\['rounds=1'\]"),
@@ -173,7 +173,7 @@ def test_a_mistake_in_a_file_has_its_line_and_one_laid_over_it_does_not(tiny_tex
 def test_a_run_says_what_the_command_line_would(tmp_path: Path) -> None:
     scenario = fp.make_scenario(SECTIONS)
     seen: list[dict[str, Any]] = []
-    result = fp.run(scenario, out=tmp_path / "run", on_metrics=seen.append)
+    result = fp.run(scenario, out=tmp_path / "run", on_evaluation=seen.append)
     assert result.folder == tmp_path / "run"
     assert [record["round"] for record in result.metrics] == [2, 4, 6]
     assert seen == result.metrics
@@ -230,12 +230,13 @@ def test_metrics_are_a_frame_where_pandas_is(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_callback_stops_a_run_that_goes_on_later_to_the_same_end(tmp_path: Path) -> None:
     scenario = fp.make_scenario(SECTIONS)
     whole = fp.run(scenario)
-    part = fp.run(scenario, out=tmp_path / "run", on_metrics=lambda metrics: np.bool(metrics["round"] >= 4))
+    part = fp.run(scenario, out=tmp_path / "run", on_evaluation=lambda metrics: np.bool(metrics["round"] >= 4))
     assert not part.finished
-    assert (part.summary["rounds_done"], part.privacy) == (4, [])
+    assert (part.summary["rounds_done"], part.summary["stopped_at"], part.summary["stopped_by"]) == (4, 4, "callback")
+    assert [0 < row["epsilon"] < 3 for row in part.privacy] == [True] * 4
     assert part.models["mean"].keys() == whole.models["mean"].keys()
     assert not torch.equal(part.models["mean"]["1.weight"], whole.models["mean"]["1.weight"])
-    assert "unfinished, 4 of 6 rounds" in str(part)
+    assert "stopped, 4 of 6 rounds" in str(part)
     rest = fp.run(scenario, out=tmp_path / "run", resume=True)
     assert rest.finished
     assert torch.equal(rest.models["peer-2"]["1.weight"], whole.models["peer-2"]["1.weight"])
@@ -243,7 +244,7 @@ def test_a_callback_stops_a_run_that_goes_on_later_to_the_same_end(tmp_path: Pat
 
 def test_a_stopped_runs_models_are_those_of_a_run_of_so_many_rounds() -> None:
     scenario = fp.make_scenario(SECTIONS, privacy="none")
-    part = fp.run(scenario, on_metrics=lambda metrics: metrics["round"] == 4)
+    part = fp.run(scenario, on_evaluation=lambda metrics: metrics["round"] == 4)
     whole = fp.run(fp.make_scenario(scenario, rounds=4))
     for peer in (None, 0, 3):
         one, other = part.model(peer).state_dict(), whole.model(peer).state_dict()
@@ -251,18 +252,37 @@ def test_a_stopped_runs_models_are_those_of_a_run_of_so_many_rounds() -> None:
 
 
 def test_a_run_that_is_stopped_at_its_end_is_finished() -> None:
-    assert fp.run(fp.make_scenario(SECTIONS), on_metrics=lambda metrics: metrics["round"] == 6).finished
+    assert fp.run(fp.make_scenario(SECTIONS), on_evaluation=lambda metrics: metrics["round"] == 6).finished
+
+
+def test_callbacks_are_called_at_each_round_evaluation_and_end(tmp_path: Path) -> None:
+    calls: list[tuple[str, object]] = []
+    callbacks: dict[str, Any] = {
+        "on_round": lambda done: calls.append(("round", done)),
+        "on_evaluation": lambda metrics: calls.append(("evaluation", metrics["round"])),
+        "on_end": lambda result: calls.append(("end", result)),
+    }
+    result = fp.run(fp.make_scenario(SECTIONS), **callbacks)
+    rounds = [event for k in range(1, 7) for event in [("round", k), *([("evaluation", k)] if k % 2 == 0 else [])]]
+    assert calls == [*rounds, ("end", result)]
+    plain = fp.run(fp.make_scenario(SECTIONS))
+    assert torch.equal(result.models["mean"]["1.weight"], plain.models["mean"]["1.weight"])
+    calls.clear()
+    stopped = fp.run(fp.make_scenario(SECTIONS), **callbacks | {"on_evaluation": lambda metrics: True})
+    assert calls == [("round", 1), ("round", 2), ("end", stopped)]
+    with raises(fp.ScenarioError, "api.argument", "on_round"):
+        fp.run(fp.make_scenario(SECTIONS), on_round=print, runtime="flower")
 
 
 def test_a_callback_that_returns_something_else_or_raises_is_heard(tmp_path: Path) -> None:
-    with raises(ArgumentError, "api.on-metrics", "on_metrics"):
-        fp.run(fp.make_scenario(SECTIONS), on_metrics=lambda metrics: metrics["epsilon"])
+    with raises(ArgumentError, "api.on-evaluation", "on_evaluation"):
+        fp.run(fp.make_scenario(SECTIONS), on_evaluation=lambda metrics: metrics["epsilon"])
 
     def angry(metrics: dict[str, Any]) -> None:
         raise LookupError
 
     with pytest.raises(LookupError):
-        fp.run(fp.make_scenario(SECTIONS), out=tmp_path / "run", on_metrics=angry)
+        fp.run(fp.make_scenario(SECTIONS), out=tmp_path / "run", on_evaluation=angry)
     assert fp.run(fp.make_scenario(SECTIONS), out=tmp_path / "run", resume=True).finished  # its ledger is free again
 
 

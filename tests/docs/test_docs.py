@@ -29,7 +29,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console import parts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
 from flower_privdec.scenario.loading import shipped
-from flower_privdec.study.spec import Axis, Study, load_study
+from flower_privdec.studies.spec import Axis, Study, load_study
 from tools.docs import house, made
 from tools.rooms import FLOOR_OF, MODULES, PACKAGE, imported, room_of
 

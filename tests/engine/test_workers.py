@@ -414,7 +414,7 @@ def test_a_shared_copy_lies_as_the_original_does(dtype):
 
 
 def test_a_study_runs_its_cells_in_one_process_each(tmp_path, monkeypatch):
-    from flower_privdec.study import cells
+    from flower_privdec.studies import cells
 
     seen = {}
     monkeypatch.setattr("flower_privdec.engine.run.run", lambda *_, **given: seen.update(given))

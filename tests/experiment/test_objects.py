@@ -494,7 +494,7 @@ def test_a_stopped_run_of_objects_goes_on_with_the_same_objects_alone(tmp_path: 
     def made(source: str) -> fp.Scenario:
         return given(model=inside(source))
 
-    fp.run(made(NET), out=tmp_path / "run", on_metrics=lambda metrics: True)
+    fp.run(made(NET), out=tmp_path / "run", on_evaluation=lambda metrics: True)
     with raises(fp.ScenarioError, "checkpoint.other-data", "model's"):
         fp.run(made(NET.replace("Tanh", "ReLU")), out=tmp_path / "run", resume=True)
     gc.collect()

@@ -9,7 +9,7 @@ import flower_privdec as fp
 
 def script() -> None:
     """Never run."""
-    result = fp.run(fp.load_scenario("a.yaml", {"rounds": 3}), on_metrics=lambda metrics: None)
+    result = fp.run(fp.load_scenario("a.yaml", {"rounds": 3}), on_evaluation=lambda metrics: None)
     assert_type(result, fp.RunResult)
     assert_type(result.metrics, list[dict[str, Any]])
     assert_type(result.model(), torch.nn.Module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from flower_privdec.common.catalogue import METRIC_KINDS
-from flower_privdec.study.spec import (
+from flower_privdec.studies.spec import (
     ALWAYS,
     Above,
     Axis,

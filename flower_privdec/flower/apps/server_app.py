@@ -29,7 +29,7 @@ from flower_privdec.common.errors import RunError, ScenarioError, did_you_mean
 from flower_privdec.core import Exchange, State
 from flower_privdec.engine.shards.process_group import LOST
 from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.recorder import Recorder, again, evaluation_rounds
+from flower_privdec.experiment.recorder import NODES_PLAN, Recorder, again, check_one_stage, evaluation_rounds
 from flower_privdec.experiment.spent import Spent
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.flower.apps.records import (
@@ -221,6 +221,7 @@ class ScenarioStrategy(Strategy):
 
     def _open_recorder(self) -> None:
         """Open the run's folder; its lock is released when `start` returns or raises."""
+        check_one_stage(self.scenario, NODES_PLAN)
         self.agreement = Agreement.of(self.scenario)
         self.recorder = Recorder(self.agreement, None, self.out, "flower", self.resume)
         self._closing.callback(self.recorder.close)

@@ -25,8 +25,9 @@ from flower_privdec import __version__
 from flower_privdec.common.catalogue import FLOWER_MODES
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import FolderLock
+from flower_privdec.engine.run import Run
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.recorder import OnMetrics, Recorder
+from flower_privdec.experiment.recorder import CHECKPOINT, NODES_PLAN, OnMetrics, Recorder, check_one_stage
 from flower_privdec.flower.launch import supervisor
 from flower_privdec.flower.launch.local_grid import read_app
 from flower_privdec.flower.node_settings import FOLDER
@@ -90,10 +91,11 @@ def flower_run(
         cpus, gpus: what each ClientApp gets; where the scenario computes on a GPU and gpus is 0, the
             ClientApps share one.
         resume: continue from the checkpoint in `out`.
-        on_metrics: called with each evaluation's metrics.
+        on_metrics: called with each evaluation's metrics. Where it returns True the run stops, and in cohort mode
+            leaves a summary, as after Ctrl-C.
 
     Returns:
-        The summary, as written to summary.json.
+        The summary, as written to summary.json; empty where there is none.
 
     Raises:
         ScenarioError: when the input is wrong, or Flower's simulation is not installed; nothing was started or written.
@@ -105,14 +107,32 @@ def flower_run(
     if gpus == 0 and experiment.device.type == "cuda":
         gpus = 1 / nodes
     own = experiment.own if mode == "cohort" else None  # in the other modes nodes read their peers' own parts
+    if own is None:
+        check_one_stage(experiment.scenario, NODES_PLAN)
     Recorder(experiment, own, out, "flower", resume)  # refuses a folder that holds another run
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
-    with LocalSuperLink() as superlink:
-        _write_app(superlink.folder, experiment.scenario, config)
-        poll = _metrics_poll(out / "metrics.jsonl", resume, on_metrics)
-        superlink.run(APP, _resources(nodes, cpus, gpus), [RUN_CONFIG], out / LOG, poll)
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    try:
+        with LocalSuperLink() as superlink:
+            _write_app(superlink.folder, experiment.scenario, config)
+            poll = _metrics_poll(out / "metrics.jsonl", resume, on_metrics)
+            superlink.run(APP, _resources(nodes, cpus, gpus), [RUN_CONFIG], out / LOG, poll)
+    except (_Stopped, KeyboardInterrupt) as stop:
+        interrupted = isinstance(stop, KeyboardInterrupt)
+        if own is not None and (out / CHECKPOINT).is_file():
+            under_way = Run(experiment, out, runtime="flower", resume=True, workers=1)
+            try:
+                under_way.stop("interrupt" if interrupted else "callback")
+            finally:
+                under_way.close()
+        if interrupted:
+            raise
+    path = out / "summary.json"
+    summary: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return summary
+
+
+class _Stopped(Exception):  # noqa: N818 (no error)
+    """The callback stops the run."""
 
 
 def run_flower_app(
@@ -229,7 +249,8 @@ def _metrics_poll(path: Path, resume: bool, on_metrics: OnMetrics | None) -> Pol
         for metrics in read() if on_metrics else ():
             if on_metrics and metrics["round"] not in reported:
                 reported.add(metrics["round"])
-                on_metrics(metrics)
+                if on_metrics(metrics) is True:
+                    raise _Stopped
 
     reported = {metrics["round"] for metrics in read()} if resume else set()
     return poll

@@ -21,7 +21,7 @@ from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.core import State
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.evaluation import evaluate
-from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds
+from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds, with_more_rounds
 from flower_privdec.experiment.spent import Spent
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
@@ -87,6 +87,7 @@ class Up:
             ScenarioError: a part cannot be had, or the folder holds another run, or nothing to resume; or --kill would
                 leave the others waiting.
         """
+        scenario = with_more_rounds(scenario, out) if resume else scenario
         self.scenario, self.out, self._kills = on_this_machine(scenario), out, list(kills)
         if scenario.network.mode == "synchronous" and not all(kill.comes_back for kill in kills):
             raise ScenarioError(
@@ -133,7 +134,8 @@ class Up:
                 self._wait()
             facts = {"noise": INSECURE, "publishable": False} if self._insecure else noise_facts(self._noise)
             facts = (facts if self.scenario.private else {}) | {"numbers": NUMBERS[self.scenario.network.mode]}
-            return self.recorder.finish(self._last_rows(), self._spent, self._measured(), **facts, **self._exceptions())
+            facts |= self._exceptions()
+            return self.recorder.finish(self._last_rows(), self._spent, self._measured(), **facts)
         finally:
             self.recorder.close()
 

@@ -28,7 +28,7 @@ from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
-from flower_privdec.experiment.recorder import evaluation_rounds, state_dict_of
+from flower_privdec.experiment.recorder import check_one_stage, evaluation_rounds, state_dict_of
 from flower_privdec.experiment.spent import (
     Spent,
     check_budget,
@@ -714,6 +714,7 @@ def network_mixing(agreement: Agreement) -> Mixing:
             share a secret.
     """
     mixing = agreement.mixing
+    check_one_stage(agreement.scenario, "each peer of a network has planned, and noted, its own noise")
     if mixing is None:
         raise ScenarioError(
             f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`",

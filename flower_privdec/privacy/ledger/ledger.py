@@ -44,7 +44,7 @@ import re
 import stat
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -918,6 +918,7 @@ class Spending:
         accounts: Sequence[Account],
         charged: Mapping[int, int] | None = None,
         start: int = 0,
+        counted: int | None = None,
     ) -> None:
         """Compute the limits.
 
@@ -926,8 +927,9 @@ class Spending:
             accounts: of the peers hosted here.
             charged: the step up to which each peer was charged for this run, whatever the budget is now.
             start: the step from which this run continues.
+            counted: the step from which the accounts' cost is not in `past`; by default `start`.
         """
-        self.start = start
+        self.start, self._counted = start, start if counted is None else counted
         self._past, self.accounts = tuple(past), tuple(accounts)
         self.steps = max((account.spends[-1].to_step for account in accounts if account.spends), default=0)
         self._epsilons: dict[tuple[object, ...], float] = {}
@@ -950,7 +952,7 @@ class Spending:
         """Return ε after `stop` steps of this run, over all runs."""
         key = (id(account.spends), stop, account.delta)
         if key not in self._epsilons:
-            own = account.releases(self.start, stop)
+            own = account.releases(self._counted, stop)
             runs: list[Alternatives] = [*self._past, (own,)] if own else list(self._past)
             self._epsilons[key] = epsilon_of_runs(runs, account.delta)
         return self._epsilons[key]
@@ -981,6 +983,7 @@ class CohortLedger(Ledger):
         block: int | None = None,
         fresh: bool = False,
         start: int = 0,
+        earlier: Collection[str] = (),
     ) -> None:
         """Open the ledger of a data source for some peers' accounts.
 
@@ -989,6 +992,7 @@ class CohortLedger(Ledger):
                 the wall time (for simulations, where a crashed run can be resumed exactly).
             fresh: whether the run draws fresh noise, so that every step it takes is charged.
             start: the first step that it may take.
+            earlier: the ids under which the steps before it were charged, where they were to the same peers.
 
         Raises:
             BudgetError: the ledger is in use, fails verification, or has this run with another plan.
@@ -996,8 +1000,7 @@ class CohortLedger(Ledger):
         super().__init__(directory, source)
         try:
             self._check_same_plan(run, {account.peer: account.spends for account in accounts})
-            past = [cost for other, cost in runs_in(self.entries).items() if other != run.id]
-            self.spending = Spending(past, accounts, charged_by_peer(self.entries, run.id), start)
+            self.spending = _spending(self.entries, run, accounts, start, earlier)
         except BaseException:
             self.close()
             raise
@@ -1150,12 +1153,35 @@ class CohortLedger(Ledger):
                     )
 
 
-def spending_of(directory: Path | str, source: str, run: RunName, accounts: Sequence[Account]) -> Spending:
+def _spending(
+    entries: Sequence[Entry], run: RunName, accounts: Sequence[Account], start: int, earlier: Collection[str]
+) -> Spending:
+    """Return the cost of a run beside the others in a ledger.
+
+    Earlier stages of it were charged to the peers that hold the same examples still. So what they cost is added up peer
+    by peer, where the ledger has exactly what the accounts say; else as another run's, an upper bound.
+    """
+    paid: dict[int, list[Release]] = {}
+    for charge in (charge for entry in entries if entry.run.id in earlier for charge in entry.charges):
+        for peer in charge.peers:
+            paid.setdefault(peer, []).extend(charge.releases)
+    known = bool(paid) and all(canonical(paid.get(one.peer, ())) == one.releases(0, start) for one in accounts)
+    own = {run.id, *earlier} if known else {run.id}
+    past = [cost for other, cost in runs_in(entries).items() if other not in own]
+    return Spending(past, accounts, charged_by_peer(entries, run.id), start, 0 if known else start)
+
+
+def spending_of(
+    directory: Path | str,
+    source: str,
+    run: RunName,
+    accounts: Sequence[Account],
+    start: int = 0,
+    earlier: Collection[str] = (),
+) -> Spending:
     """Return the cost of a run beside a ledger's other runs, without locking or changing it.
 
     Raises:
         BudgetError: the ledger cannot be read or fails verification.
     """
-    entries = read_entries(directory, source)
-    past = [cost for other, cost in runs_in(entries).items() if other != run.id]
-    return Spending(past, accounts, charged_by_peer(entries, run.id))
+    return _spending(read_entries(directory, source), run, accounts, start, earlier)

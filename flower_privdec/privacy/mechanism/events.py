@@ -222,6 +222,14 @@ class Spend:
             return self
         return Spend(start, stop, self.release.times(stop - start))
 
+    def cut(self, start: int, stop: int) -> Spend | None:
+        """Return the part of this spend in the steps [start, stop), or None; any part of an epoch costs all of it.
+
+        A run that is given more rounds within an epoch goes on in an order of its own, so both parts are paid for.
+        """
+        part = self.between(start, stop)
+        return part and replace(part, from_step=max(start, part.from_step), to_step=min(stop, part.to_step))
+
 
 def epoch_steps(dataset_size: int, batch_size: int) -> int:
     """Return how many steps an epoch of `shuffle` lasts: floor(J / b), there is no incomplete batch."""

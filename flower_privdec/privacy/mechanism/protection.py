@@ -24,7 +24,7 @@ from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing, joint_release, to_one
 from flower_privdec.privacy.mechanism.events import Release, Spend, plan_spends
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import OwnSection, PrivacySection, dynamic
+from flower_privdec.scenario.sections import CancellingSection, OwnSection, PrivacySection, dynamic
 
 UNLIMITED = "inf"  # an unbounded ε in JSON, which has no infinity
 
@@ -33,6 +33,7 @@ Solution = tuple[float, "Claim | None", Account]
 FACTORS = {"moments": 1.0, "moments-table": 3.0}  # of eq. 11: how far an example moves a step, in clip norms
 UNSCHEDULED = ("moments-table", "cross-gradients", "subsampling")  # formulas for steps that are all alike
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
+MOST_SPENT = 0.98  # of a budget, after which more rounds are not planned
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,6 +267,9 @@ def build_protection(
     Who is active is public and decided beforehand, so a peer's noise is solved for its own number of
     active rounds: activity amplifies nothing and idle rounds cost nothing.
 
+    A run that was given more rounds has paid for those before them, which its accounts begin with; the noise of the
+    others is solved from what they leave of the budget.
+
     Args:
         algorithm: declares its steps' releases.
         drawings: how each of these peers draws its examples.
@@ -277,9 +281,15 @@ def build_protection(
             factor of its sums, float64 [steps, m]; None where noise does not cancel.
 
     Raises:
-        ScenarioError: a budget is below what any noise can keep, the algorithm declares no release, or a
+        ScenarioError: a budget is below what any noise can keep, or spent; the algorithm declares no release, or a
             paper's formula does not apply.
     """
+    before = None
+    if scenario.earlier:
+        _check_more_rounds(section)
+        earlier = scenario.stage_before()
+        assert earlier.private is not None
+        before = build_protection(earlier, earlier.private, algorithm, drawings, participation, peers, noised=noised)
 
     def of_peers(value: float | Sequence[float]) -> list[float]:
         return list(np.broadcast_to(np.asarray(value, dtype=np.float64), (scenario.n_peers,))[peers].tolist())
@@ -287,6 +297,8 @@ def build_protection(
     per_round = algorithm.steps_per_round
     schedule = build_schedule(scenario).repeated(per_round)
     active = np.stack([participation.active(k)[peers] for k in range(scenario.rounds)]).repeat(per_round, axis=0)
+    first = scenario.first_round * per_round  # the step with which the plan begins
+    active[:first] = False
     deltas = of_peers(section.delta)
     budgets = [None] * len(peers) if section.epsilon is None else of_peers(section.epsilon)
     by_drawing = {drawing: build_mechanism(algorithm, drawing, schedule, noised) for drawing in dict.fromkeys(drawings)}
@@ -321,9 +333,22 @@ def build_protection(
         mu_0 = paper.gdp_mu_0(total, drawing.rate, shape**-2.0)
         return 1 / mu_0, Claim(budget, total, mu_0)
 
-    def solve(mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float) -> Solution:
-        """Return the scale of one peer's noise, the claim where a paper's formula gave it, and the peer's account."""
-        claim = None
+    def solve(
+        mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float, paid: tuple[Spend, ...]
+    ) -> Solution:
+        """Return the scale of one peer's noise, the claim where a paper's formula gave it, and the peer's account.
+
+        Args:
+            paid: what it spent in the steps before the plan.
+        """
+        claim, past = None, [spend.release for spend in paid]
+        if past and budget is not None and (spent := epsilon(past, delta)) > MOST_SPENT * budget:
+            raise ScenarioError(
+                f"rounds={scenario.rounds}: the first {scenario.first_round} rounds have spent ε = {spent:.4g} of "
+                f"privacy.epsilon={budget:g}, which leaves nothing for others: raise it, as by --set "
+                f"privacy.epsilon={2 * budget:g}, or end here",
+                code="run.budget-spent",
+            )
         if budget is not None and None in mechanism.kinds:
             own = section.noise
             under = f" under privacy.noise.module={own.module!r}" if isinstance(own, OwnSection) else ""
@@ -339,17 +364,18 @@ def build_protection(
         elif section.calibration == "paper":
             scale, claim = by_paper(mechanism.drawing, active, budget, delta)
         else:
-            scale = scale_for_budget(lambda scale: mechanism.releases(active, scale), budget, delta)
+            scale = scale_for_budget(lambda scale: [*past, *mechanism.releases(active, scale)], budget, delta)
         budget = None if claim else budget
-        account = Account(0, mechanism.spends(active, scale), budget, delta)
+        account = Account(0, paid + _cut(mechanism.spends(active, scale), first, len(active)), budget, delta)
         if budget is not None and cost(account, len(active)) > budget:  # the noise was not solved for
-            last = last_that_fits(lambda stop: cost(account, stop) <= budget, 0, len(active))
+            last = last_that_fits(lambda stop: cost(account, stop) <= budget, first, len(active))
             parts = (spend.between(0, last) for spend in account.spends)
             present = tuple(part for part in parts if part is not None)
-            if not present:
+            if present == paid:
+                next_step = account.spends[len(paid)].from_step
                 raise ScenarioError(
                     f"privacy.epsilon={budget:g} is below what a peer's first step costs, "
-                    f"{cost(account, account.spends[0].from_step + 1):.3g}; raise it or privacy.noise_multiplier",
+                    f"{cost(account, next_step + 1):.3g}; raise it or privacy.noise_multiplier",
                     code="privacy.budget",
                 )
             account = replace(account, spends=present)
@@ -358,9 +384,10 @@ def build_protection(
     solved: dict[tuple[Any, ...], Solution] = {}  # equal peers share one tuple of spends
     noise, scales, accounts, claims = np.empty(active.shape), np.empty(len(peers)), [], []
     for row, (mechanism, budget, delta) in enumerate(zip(mechanisms, budgets, deltas, strict=True)):
-        key = (mechanism.drawing, active[:, row].tobytes(), budget, delta)
+        paid = () if before is None else before.accounts[row].spends
+        key = (mechanism.drawing, active[:, row].tobytes(), budget, delta, id(paid))
         if key not in solved:
-            solved[key] = solve(mechanism, active[:, row], budget, delta)
+            solved[key] = solve(mechanism, active[:, row], budget, delta, _cut(paid, 0, first))
         scales[row], claim, account = solved[key]
         noise[:, row] = scales[row] * schedule.noise_shape
         accounts.append(replace(account, peer=int(peers[row])))
@@ -372,10 +399,17 @@ def build_protection(
         by_own = {(id(one), own.tobytes()): (one, own) for one, own in zip(mechanisms, plan.own.T, strict=True)}
         weaker = {key: replace(one, shape=one.shape * own) for key, (one, own) in by_own.items()}
         alone = [weaker[id(one), own.tobytes()] for one, own in zip(mechanisms, plan.own.T, strict=True)]
+    if before is not None:
+        clip_norms = np.concatenate([before.clip_norms[:first], clip_norms[first:]])
+        noise[:first] = before.noise_multipliers[:first]
     kinds, kind_of = _kinds(list(by_drawing.values()))
     to_some = {part.name for m in mechanisms for kind in m.kinds for part in kind or () if part.to == "neighbour"}
     of_one = {id(one): replace(one, kinds=tuple(map(to_one, one.kinds))) for one in by_drawing.values()}
     one_each = [of_one[id(one)] for one in mechanisms]
+    replies = _other_accounts(accounts, one_each, active, scales) if to_some else ()
+    if before is not None:
+        pairs_of_replies = zip(replies, before.replies, strict=True)
+        replies = tuple(replace(one, spends=_cut(paid.spends, 0, first) + one.spends) for one, paid in pairs_of_replies)
     return Protection(
         clip_norms=clip_norms,
         noise_multipliers=noise,
@@ -386,10 +420,28 @@ def build_protection(
         kind_of=kind_of,
         steps_per_round=per_round,
         receivers={name: np.stack([m.receivers(name) for m in mechanisms], axis=1) for name in sorted(to_some)},
-        replies=_other_accounts(accounts, one_each, active, scales) if to_some else (),
+        replies=replies,
         pairs=plan,
         own_alone=() if plan is None else _other_accounts(accounts, alone, active, scales),
     )
+
+
+def _check_more_rounds(section: PrivacySection) -> None:
+    """Refuse more rounds where what the first ones cost does not follow from what is noted of them."""
+    why = "calibration=paper, whose formula is for one plan" if section.calibration == "paper" else ""
+    if isinstance(section.noise, CancellingSection):
+        why = "noise.kind=cancelling, whose noise was to cancel at the end of the first plan"
+    if why:
+        raise ScenarioError(
+            f"more rounds cannot be planned with privacy.{why}: start another run with all rounds",
+            code="run.more-rounds",
+        )
+
+
+def _cut(spends: Iterable[Spend], start: int, stop: int) -> tuple[Spend, ...]:
+    """Return what some spends cost in the steps [start, stop)."""
+    parts = (spend.cut(start, stop) for spend in spends)
+    return tuple(part for part in parts if part is not None)
 
 
 def breaches(plan: Protection) -> list[str]:

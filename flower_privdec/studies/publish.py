@@ -15,9 +15,9 @@ from flower_privdec import __version__
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, setting, shown
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure
-from flower_privdec.study.cells import Outcome
-from flower_privdec.study.results import Group, PartResult, criterion, judge, value_text
-from flower_privdec.study.spec import Figure, Pivot, Study
+from flower_privdec.studies.cells import Outcome
+from flower_privdec.studies.results import Group, PartResult, criterion, judge, value_text
+from flower_privdec.studies.spec import Figure, Pivot, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,16 +22,16 @@ from rich.console import Console
 from run_folders import metrics_line, privacy_row, summary_of
 
 from flower_privdec.cli.main import main
-from flower_privdec.cli.study_command import run_study
+from flower_privdec.cli.study_command import TimeLeft, run_study
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.loading import shipped
-from flower_privdec.study.cells import Cell, expand, folder_of, missing_cells, run_cells
-from flower_privdec.study.publish import _draw_panel, budgets_text, columns, publish, row, to_csv
-from flower_privdec.study.results import Estimate, PartResult, Verdict, collect, judge
-from flower_privdec.study.spec import Part, load_study
+from flower_privdec.studies.cells import Cell, Outcome, expand, folder_of, missing_cells, run_cells
+from flower_privdec.studies.publish import _draw_panel, budgets_text, columns, publish, row, to_csv
+from flower_privdec.studies.results import Estimate, PartResult, Verdict, collect, judge
+from flower_privdec.studies.spec import Part, load_study
 
 BASE = """
 name: base
@@ -677,6 +677,28 @@ def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(
     assert [cell.labels for cell in missing_cells(cells_of(path), tmp_path / "cells")] == [("1e25",)] * 2
 
 
+@pytest.mark.parametrize("jobs", [1, 2, 3, 8])
+def test_the_first_time_left_is_within_a_factor_of_two(study_at: Callable[..., Path], jobs: int) -> None:
+    """Cells take seconds as their work has it, and the first of each process 5 more, in which it compiles."""
+    axes = {
+        "rounds": {"key": "rounds", "values": [40, 90, 60, 20, 80]},
+        "rate": {"key": "seeds.run", "values": [1, 2, 3, 4]},
+    }
+    cells = cells_of(study_at(axes=axes, checks=[], figures=[], pivot=None))
+    seconds = [cell.work / 1e4 for cell in cells]
+    free, ends = [0.0] * jobs, []
+    for cell, took in zip(cells, seconds, strict=True):
+        process = free.index(min(free))
+        warm = free[process] > 0
+        free[process] += took + (0 if warm else 5)
+        ends.append((free[process], Outcome(cell, None, took + (0 if warm else 5), warm)))
+    time_left = TimeLeft(cells, jobs)
+    guesses = [(end, time_left.after(outcome)) for end, outcome in sorted(ends, key=lambda pair: pair[0])]
+    first, guess = next((end, guess) for end, guess in guesses if guess is not None)
+    assert 0.5 <= guess / (max(free) - first) <= 2
+    assert guesses[-1][1] == 0
+
+
 def test_a_cell_cut_short_goes_on_another_time(study_at: Callable[..., Path], tmp_path: Path) -> None:
     (cell, *_) = cells_of(study_at())
     folder = folder_of(tmp_path, cell.key)
@@ -726,7 +748,7 @@ def test_the_command_lists_counts_and_asks_for_a_name(
 ENDLESS = """
 import multiprocessing, time
 from concurrent.futures import ProcessPoolExecutor
-from flower_privdec.study.cells import _end_with_the_study
+from flower_privdec.studies.cells import _end_with_the_study
 
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_end_with_the_study)

@@ -21,8 +21,8 @@ from flower_privdec.experiment.recorder import traffic
 from flower_privdec.planner.plan import network_warnings
 from flower_privdec.reporting import plots
 from flower_privdec.reporting.wording import own_labels, sent
-from flower_privdec.study.cells import expand
-from flower_privdec.study.spec import load_study, metric
+from flower_privdec.studies.cells import expand
+from flower_privdec.studies.spec import load_study, metric
 
 DEPER = ["algorithm.name=feddeper", "algorithm.local_steps=3", "topology.name=server", "privacy=none"]
 OWN_LABELS = ["data.partition={kind: pathological, classes_per_peer: 2}", "n_peers=5"]

@@ -93,11 +93,15 @@ def test_sections_classes_and_scenarios_are_compared_under_their_labels() -> Non
 def test_finished_cells_are_kept_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = fp.make_scenario(SHORT)
     first = fp.compare(base, ["privsgp"], seeds=[1, 2], folder=tmp_path / "cells")
-    built: list[fp.Scenario] = []
-    build = fp.Scenario.model_validate
-    monkeypatch.setattr("flower_privdec.study.cells.attempt", lambda text, folder: built.append(build) or "no")
+    attempts: list[Path] = []
+
+    def attempt(text: str, folder: Path) -> tuple[str, float, bool]:
+        attempts.append(folder)
+        return "no", 0.0, False
+
+    monkeypatch.setattr("flower_privdec.studies.cells.attempt", attempt)
     assert fp.compare(base, ["privsgp"], seeds=[2, 1], folder=tmp_path / "cells").rows == first.rows
-    assert built == []
+    assert attempts == []
     with raises(fp.RunError, "api.all-failed", names="privsgp, seed 3: no"):
         fp.compare(base, ["privsgp"], seeds=[3], folder=tmp_path / "cells")
     partly = fp.compare(base, ["privsgp"], seeds=[1, 3], folder=tmp_path / "cells")

@@ -28,7 +28,7 @@ from flower_privdec.data.datasets import open_dataset, read_public
 from flower_privdec.experiment.run_key import code_of
 from flower_privdec.scenario import Scenario, own_parts, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import read_text
-from flower_privdec.study.spec import Part, Point, Size, Study, kinds_of, metric
+from flower_privdec.studies.spec import Part, Point, Size, Study, kinds_of, metric
 
 RESULT_FILES = {"summary.json", "metrics.jsonl", "scenario.yaml", "cell.json", "lock"}
 CACHE = Path("runs") / "cells"
@@ -264,10 +264,18 @@ def _clear(folder: Path, keep: set[str]) -> None:
 
 
 class Outcome(NamedTuple):
-    """A cell, and the reason why its run failed, or None."""
+    """A cell that has run.
+
+    Attributes:
+        error: why it failed, or None.
+        seconds: how long it took.
+        warm: whether another cell had run in its process before.
+    """
 
     cell: Cell
     error: str | None = None
+    seconds: float = 0.0
+    warm: bool = False
 
 
 def missing_cells(cells: Sequence[Cell], cache: Path) -> list[Cell]:
@@ -289,7 +297,7 @@ def run_cells(cells: Sequence[Cell], cache: Path, jobs: int, on_cell: OnCell) ->
     """
     failed = []
     runs = [(cell, to_yaml(cell.scenario), folder_of(cache, cell.key)) for cell in cells]
-    here = (Outcome(cell, attempt(text, folder)) for cell, text, folder in runs)
+    here = (Outcome(cell, *attempt(text, folder)) for cell, text, folder in runs)
     for outcome in here if jobs == 1 else _in_processes(runs, jobs):
         on_cell(outcome)
         if outcome.error is not None:
@@ -306,10 +314,10 @@ def _in_processes(runs: Sequence[tuple[Cell, str, Path]], jobs: int) -> Iterator
         waiting = {pool.submit(attempt, text, folder): cell for cell, text, folder in runs}
         for future in as_completed(waiting):
             try:
-                error = future.result()
+                yield Outcome(waiting[future], *future.result())
             except BrokenProcessPool:
                 error = "its process was ended from outside (out of memory?); the same command resumes it"
-            yield Outcome(waiting[future], error)
+                yield Outcome(waiting[future], error)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -327,12 +335,17 @@ def _end_with_the_study() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def attempt(text: str, folder: Path) -> str | None:
-    """Run a cell; return why it failed, or None."""
+_attempts = itertools.count()  # of this process
+
+
+def attempt(text: str, folder: Path) -> tuple[str | None, float, bool]:
+    """Run a cell; return why it failed, or None, the seconds it took, and whether this process had run one before."""
+    warm, began = next(_attempts) > 0, time.monotonic()
+    error = None
     try:
         run_cell(text, folder)
-    except PrivdecError as error:
-        return str(error)
-    except Exception as error:  # one cell's bug must not cost the others
-        return f"{raised_at(error)}: {error}"
-    return None
+    except PrivdecError as failure:
+        error = str(failure)
+    except Exception as failure:  # one cell's bug must not cost the others
+        error = f"{raised_at(failure)}: {failure}"
+    return error, time.monotonic() - began, warm

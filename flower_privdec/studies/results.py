@@ -18,8 +18,20 @@ from flower_privdec.common.formatting import NOTHING, number
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.reporting.wording import measured
 from flower_privdec.scenario.sections import steps_per_round
-from flower_privdec.study.cells import Cell, Labels, folder_of, is_finished
-from flower_privdec.study.spec import Above, Axis, Best, Check, Ordered, Part, Reading, Slope, Speedup, kinds_of, metric
+from flower_privdec.studies.cells import Cell, Labels, folder_of, is_finished
+from flower_privdec.studies.spec import (
+    Above,
+    Axis,
+    Best,
+    Check,
+    Ordered,
+    Part,
+    Reading,
+    Slope,
+    Speedup,
+    kinds_of,
+    metric,
+)
 
 
 @dataclass(frozen=True)

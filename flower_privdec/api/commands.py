@@ -1,0 +1,292 @@
+"""What other commands of `privdec` do, from Python: networks on this machine, graphs, reports, ledgers and studies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flower_privdec.api.running import (
+    OnEnd,
+    OnEvaluation,
+    RunResult,
+    argument_error,
+    as_frame,
+    check_callbacks,
+    stopping,
+    train_into,
+)
+from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, python_words
+from flower_privdec.common.formatting import shown
+from flower_privdec.common.user_code import require
+from flower_privdec.reporting.console import comparison_text, topology_text
+from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
+from flower_privdec.reporting.page import write_report
+from flower_privdec.reporting.plots import build_graph, describe, draw_topology, drawing, html_of, picture
+from flower_privdec.scenario import Scenario
+from flower_privdec.studies.cells import CACHE
+from flower_privdec.studies.publish import columns, row
+from flower_privdec.studies.results import criterion, judge
+from flower_privdec.studies.runner import Publication, run_and_publish
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class _PeersStopped(Exception):  # noqa: N818 (no error)
+    """The callback stops the peers."""
+
+
+@python_words
+def up(
+    scenario: Scenario | str | Path,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    loss: float = 0.0,
+    kill: Mapping[int, int] | None = None,
+    restart: Mapping[int, int] | None = None,
+    insecure_seeds: bool = False,
+    on_evaluation: OnEvaluation | None = None,
+    on_end: OnEnd | None = None,
+) -> RunResult:
+    """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices.
+
+    Args:
+        scenario: a scenario, or the path of its file.
+        out: the folder of the results. By default it is a temporary one, deleted with the result, ledgers included.
+        resume: continue from the checkpoints in `out`.
+        loss: share of all messages that a proxy between the peers loses, from 0 to 1.
+        kill: the round after which a peer is killed for good, by peer.
+        restart: the round after which a peer is killed and restarted, by peer.
+        insecure_seeds: INSECURE: draw noise and batches from the scenario's seed, for tests.
+        on_evaluation: called with each evaluation's metrics. When it returns True the peers stop; `resume` continues.
+        on_end: as of `run`.
+
+    Raises:
+        ScenarioError: when something does not fit, or the folder holds another run.
+        RunError: when a peer failed.
+
+    Privacy: as the scenario declares; each peer has its own ledger in the folder, and noise of the operating system.
+    """
+    network = require("flower_privdec.network.local.up", "up", "pip install grpcio")
+    check_callbacks(on_evaluation=on_evaluation, on_end=on_end)
+    if out is None and resume:
+        raise argument_error("resume=True needs out, the folder of the run to resume")
+    folder = None if out is None else as_path(out, "out")
+    loaded = as_scenario(scenario)
+    check_everywhere(loaded, "every peer is a process of its own")
+    if isinstance(loss, bool) or not isinstance(loss, int | float):
+        raise argument_error(f"loss={shown(loss)} must be a share, from 0 to 1")
+    faults = [[f"{peer}@{when}" for peer, when in _rounds(value, name)] for name, value in _named(kill, restart)]
+    kills = network.injected_kills(*faults, loaded.n_peers, loaded.rounds)
+
+    watching = stopping(on_evaluation, loaded.rounds)
+
+    def on_metrics(metrics: dict[str, Any]) -> None:
+        if watching(metrics):
+            raise _PeersStopped
+
+    def train(folder: Path) -> None:
+        with network.losing(loss) as proxy, suppress(_PeersStopped):
+            options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "kills": kills}
+            network.Up(loaded, folder, **options).run(on_metrics)
+
+    return train_into(train, folder, on_end)
+
+
+def _named(kill: Any, restart: Any) -> list[tuple[str, Any]]:
+    return [("kill", kill or {}), ("restart", restart or {})]
+
+
+def _rounds(value: Any, name: str) -> Sequence[tuple[int, int]]:
+    if not isinstance(value, Mapping):
+        raise argument_error(f"{name}={shown(value)} must be a mapping from peers to rounds, as {{3: 100}}")
+    return list(value.items())
+
+
+@dataclass(frozen=True, eq=False)
+class GraphDescription:
+    """The graph of a scenario; printed, the output of `privdec topology`.
+
+    Attributes:
+        facts: all of it, as `privdec topology --json` prints it.
+    """
+
+    scenario: Scenario
+    facts: dict[str, Any]
+
+    def __str__(self) -> str:
+        """Return the facts, and the edges of a small graph."""
+        return topology_text(self.facts)
+
+    def _repr_html_(self) -> str:
+        mixing = build_graph(self.scenario)
+        draw = None if mixing is None else partial(draw_topology, mixing.topology)
+        return html_of(str(self), [] if draw is None else picture("the graph", draw))
+
+    def plot(self) -> Figure:
+        """Return a figure of the graph, a circle for each of its first rounds.
+
+        Raises:
+            ScenarioError: nothing is exchanged, or matplotlib is not installed.
+        """
+        mixing = build_graph(self.scenario)
+        if mixing is None:
+            raise argument_error(str(self.facts["note"]))
+        with drawing():
+            return draw_topology(mixing.topology)
+
+
+@python_words
+def topology(scenario: Scenario | str | Path, *, out: str | Path | None = None) -> GraphDescription:
+    """Describe the graph of a scenario: edges, spectral gap, rounds until jointly connected.
+
+    Args:
+        scenario: a scenario, or the path of its file.
+        out: a .png, .svg or .pdf file to draw it to.
+
+    Raises:
+        ScenarioError: a graph that can never agree, or a file that cannot be written.
+    """
+    loaded = as_scenario(scenario)
+    return GraphDescription(loaded, describe(loaded, None if out is None else as_path(out, "out")))
+
+
+@python_words
+def report(runs: RunResult | str | Path | Sequence[RunResult | str | Path], out: str | Path = "report.html") -> Path:
+    """Write a self-contained HTML page about one run, or comparing several.
+
+    Args:
+        runs: results, or folders of runs, finished or under way.
+        out: the page to write.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ScenarioError: a folder that is not a run, or a page that cannot be written.
+    """
+    several = [runs] if isinstance(runs, RunResult | str | Path) else list(runs)
+    if not several:
+        raise argument_error("runs is empty: give the folders of runs, or their results")
+    folders = [one.folder if isinstance(one, RunResult) else as_path(one, "runs") for one in several]
+    page = as_path(out, "out")
+    write_report(folders, page)
+    return page
+
+
+@python_words
+def ledger(path: str | Path, delta: float, *, epsilon: float | None = None) -> list[dict[str, Any]]:
+    """Verify ledgers, and return what each run spent, the ε of all together, and what is left of a budget.
+
+    Args:
+        path: a ledger, SOURCE.jsonl, or a folder with some.
+        delta: δ at which ε is computed, in (0, 1): a ledger holds releases, and no δ.
+        epsilon: a budget of which to return what is left.
+
+    Returns:
+        For each ledger what `privdec ledger --json` prints.
+
+    Raises:
+        BudgetError: a ledger cannot be read or fails verification, which names the line.
+        ScenarioError: there is no ledger, or an argument breaks a rule.
+    """
+    return [ledger_facts(file, delta, epsilon) for file in ledgers_below(as_path(path, "path"))]
+
+
+@dataclass(frozen=True, eq=False)
+class StudyResult:
+    """A study's published parts; printed, its verdicts and tables.
+
+    Attributes:
+        folder: of README.md, the tables as CSV and the figures.
+        failures: the errors of failed runs, by their titles.
+    """
+
+    folder: Path
+    failures: dict[str, str]
+    _publication: Publication
+
+    @property
+    def verdicts(self) -> dict[str, list[str]]:
+        """For each part what its checks come to, one sentence each."""
+        return {
+            result.part.name: [f"{criterion(check, result)}: {judge(check, result).sentence}" for check in checks]
+            for result in self._publication.parts
+            for checks in [result.part.checks]
+        }
+
+    def frame(self, part: str | None = None) -> Any:
+        """Return the table of a part, by default the first, as a pandas DataFrame of texts.
+
+        Raises:
+            ScenarioError: there is no such part, or pandas is not installed.
+        """
+        by_name = {result.part.name: result for result in self._publication.parts}
+        name = next(iter(by_name)) if part is None else part
+        if name not in by_name:
+            raise argument_error(f"part={shown(part)} must be one of {', '.join(by_name)}")
+        heads = columns(by_name[name])
+        rows = [dict(zip(heads, row(by_name[name], group), strict=True)) for group in by_name[name].groups]
+        return as_frame(rows)
+
+    def __str__(self) -> str:
+        """Return each part's table and verdicts."""
+        blocks = []
+        for result in self._publication.parts:
+            rows = [row(result, group) for group in result.groups]
+            note = "\n".join(self.verdicts[result.part.name])
+            blocks.append(f"{result.part.heading}\n{comparison_text(columns(result), rows, note)}")
+        failed = [f"{title} failed: {why}" for title, why in self.failures.items()]
+        return "\n".join([*blocks, *failed, f"published: {self.folder}/README.md"])
+
+    def _repr_html_(self) -> str:
+        return html_of(str(self))
+
+
+@python_words
+def study(
+    name: str | Path,
+    *,
+    size: str | None = None,
+    out: str | Path | None = None,
+    jobs: int = 1,
+    only: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    cache: str | Path = CACHE,
+) -> StudyResult:
+    """Run a grid of scenarios, a paper's or your own, and write tables, plots and whether its claims are reproduced.
+
+    Args:
+        name: of a bundled study, or the path of its file.
+        size: one of the study's sizes; by default its first.
+        out: folder to publish to; by default results/NAME[-SIZE].
+        jobs: processes, one thread each; 1 runs all in this one, and 0 publishes what is finished.
+        only: parts to run.
+        settings: values that override each scenario, by dotted key, as `{"rounds": 10}`.
+        cache: folder of finished runs, so that the same study resumes after an interrupt.
+
+    Raises:
+        ScenarioError: a study or a cell that breaks a rule; nothing has run then.
+    """
+    if not isinstance(name, str | Path):
+        raise argument_error(f"name={shown(name)} must be the name of a study, or the path of its file")
+    if isinstance(only, str) or isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 0:
+        raise argument_error(f"only={shown(only)} must be a list of parts, and jobs={shown(jobs)} a whole number >= 0")
+    published = run_and_publish(
+        str(name),
+        lambda title, cells: nullcontext(lambda outcome: None),
+        size=size,
+        out=None if out is None else as_path(out, "out"),
+        jobs=jobs,
+        only=only,
+        settings=[f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()],
+        cache=as_path(cache, "cache"),
+    )
+    failures = {outcome.cell.title: str(outcome.error) for outcome in published.failed}
+    return StudyResult(published.folder, failures, published)
