@@ -73,6 +73,7 @@ def test_a_process_that_fails_is_told_with_its_last_words_and_none_stays() -> No
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others() -> None:
     with raises(RunError, "bench.process-failed"):
         together([(signal.raise_signal, (signal.SIGKILL,)), (signal.pause, ())])
