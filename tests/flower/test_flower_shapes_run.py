@@ -68,6 +68,7 @@ class Custom({base}):
     def start(self, grid, initial_arrays, num_rounds=3, timeout=3600, train_config=None, **options):
         result, arrays = Result(), initial_arrays
         for current in range(1, num_rounds + 1):
+            print(f"[ROUND {{current}}/{{num_rounds}}]", flush=True)
             messages = self.configure_train(current, arrays, train_config or ConfigRecord(), grid)
             replies = grid.send_and_receive(messages, timeout=timeout)
             arrays, metrics = self.aggregate_train(current, replies)
