@@ -377,7 +377,7 @@ def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
         raise RefusedError(f"shares for peers {sorted(weights.keys() - others)} must be for others that are there")
 
 
-FORMAT = "flower-privdec-peer-6"
+FORMAT = "flower-privdec-peer-7"
 BOOT, WITNESSED = "boot", "witnessed"  # files of a peer's folder
 WITNESSES = 4  # on either side, in the order of peers' numbers
 
