@@ -213,6 +213,10 @@ class Plan:
         """Return the plan as `privdec plan` prints it."""
         return plan_text(self.facts)
 
+    def details(self) -> str:
+        """Return all of it as text, as `privdec plan --verbose` prints it."""
+        return plan_text(self.facts, verbose=True)
+
     def _repr_html_(self) -> str:
         return html_of(str(self), picture("ε", self.plot) if self.epsilon < float("inf") else [])
 

@@ -16,16 +16,18 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import PrivdecError, ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
+from flower_privdec.data.table_files import from_frame
 from flower_privdec.experiment.run_key import object_hash
 from flower_privdec.graph.topology import Topology, networkx
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.findings import Location
 from flower_privdec.scenario.loading import DEEPEST, find_scenario, put, read_text, read_yaml, validated
-from flower_privdec.scenario.sections import PEER, own_modules
+from flower_privdec.scenario.sections import PEER, TableSection, TaskSection, own_modules
 
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -45,8 +47,11 @@ class Arrays:
     per_peer: bool
 
     @classmethod
-    def of(cls, train: Any, test: Any) -> Arrays:
+    def of(cls, train: Any, test: Any, read: Callable[[Any, str], Pair | None] = lambda value, key: None) -> Arrays:
         """Take data in one of the forms that `make_scenario` describes.
+
+        Args:
+            read: returns the arrays of a table, or None of what is none.
 
         Raises:
             ScenarioError: they are something else.
@@ -57,11 +62,72 @@ class Arrays:
         parts = [(f"data.train[{i}]", part) for i, part in enumerate(train)] if per_peer else [("data.train", train)]
         if test is None:
             raise _data_error("data.test is missing: give a public test set beside data.train")
-        return cls([_pair(part, where) for where, part in parts], _pair(test, "data.test"), per_peer)
+        return cls(
+            [read(part, where) or _pair(part, where) for where, part in parts],
+            read(test, "data.test") or _pair(test, "data.test"),
+            per_peer,
+        )
 
     def __call__(self, part: str, root: str = "0") -> Pair:
         """Return a part, `train` or `test`; root is the peer's number where each has its own data."""
         return self.test if part == "test" else self.train[int(root)]
+
+
+@dataclass(frozen=True)
+class _FrameReader:
+    """Reads pandas frames and Hugging Face datasets by the columns that `data.table` names.
+
+    Attributes:
+        table: the section, or None where it is left out.
+        labels: data.labels.
+        targets: of the task.
+    """
+
+    table: Any
+    labels: Any
+    targets: Targets
+
+    def __call__(self, value: Any, key: str) -> Pair | None:
+        """Return x and y of a table, or None of what is none."""
+        kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+        if kind not in ("pandas.DataFrame", "datasets.Dataset"):
+            return None
+        if self.table is None:
+            raise _data_error(
+                f"{key} is a {type(value).__name__}: name its columns in data.table, as "
+                "{'target': 'outcome', 'numbers': {'age': [60, 12]}, 'categories': {'ward': ['A', 'B']}}, "
+                "with constants that are public"
+            )
+        header = [str(name) for name in (value.columns if kind.startswith("pandas") else value.column_names)]
+
+        def column(name: str) -> list[Any]:
+            if kind.startswith("datasets"):
+                return list(value[name])
+            cells = value.iloc[:, header.index(name)]
+            return list(cells.astype(object).where(cells.notna(), None))
+
+        return from_frame(header, column, key, self.table, self.labels, self.targets)
+
+
+def _frame_reader(section: Data, task: Any) -> _FrameReader:
+    """Return the reader of the frames in a scenario's data, whose own keys it takes out of the section."""
+    if not any(_is_frame(part) for key in ("train", "test") for part in _parts(section.get(key))):
+        return _FrameReader(None, None, "classes")
+    table, labels = section.pop("table", None), section.pop("labels", None)
+    read = None if table is None else validated(TableSection, plain(table), "data.table")
+    try:
+        targets = TaskSection.model_validate(plain(task or {})).targets
+    except (ValueError, ScenarioError):  # which the whole scenario's check reports
+        targets = "classes"
+    return _FrameReader(read, labels, targets)
+
+
+def _parts(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_frame(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in ("pandas", "datasets")
 
 
 def _pair(value: Any, key: str) -> Pair:
@@ -139,7 +205,7 @@ def name_objects(data: Data) -> list[Given]:
             task["metrics"] = [namer.metric(part) for part in task["metrics"]]
     if isinstance(section, dict):
         namer.name_section(section, "dataset", namer.code, "data.")
-        namer.arrays(section)
+        namer.arrays(section, task)
     return namer.named
 
 
@@ -205,7 +271,7 @@ class _Namer:
         label = getattr(function, "__name__", type(function).__name__)
         return {"name": label, **section, "module": self.code(function, "task.metrics")}
 
-    def arrays(self, section: Data) -> None:
+    def arrays(self, section: Data, task: Any) -> None:
         """Name the data of the keys `train` and `test`."""
         if "train" not in section:
             return
@@ -218,7 +284,8 @@ class _Namer:
                 raise ScenarioError(
                     f"data.{key} names data, and data.train gives them: remove one of them", code="api.data-twice"
                 )
-        arrays = Arrays.of(section.pop("train"), section.pop("test", None))
+        read = _frame_reader(section, task)
+        arrays = Arrays.of(section.pop("train"), section.pop("test", None), read)
         section["dataset"] = {"module": self._register(give(arrays, "data", object_hash((arrays.train, arrays.test))))}
         if arrays.per_peer:
             section |= {"root": PEER, "test": "test"}
@@ -273,7 +340,8 @@ def make_scenario(
     - `task`, as its `loss`: a function of one example's outputs and target; among its `metrics`: functions of a model's
       outputs and the targets of the test set.
     - `data`, as its `train` and `test` in place of a dataset: a pair (x, y) of arrays or tensors, or a torch dataset of
-      such pairs. A list of these as `train` has one for each peer, and then nothing is partitioned. Data are copied.
+      such pairs; or, with `table` (and `labels`) as of a CSV file, a pandas frame or a Hugging Face `Dataset`. A list
+      of these as `train` has one for each peer, and then nothing is partitioned. Data are copied.
 
     A class or function of an importable module is stored as its import path. A scenario with any other object runs in
     this process alone; the scenario.yaml of its run cannot be run again.
@@ -354,7 +422,7 @@ def as_path(path: str | Path, name: str) -> Path:
         raise ScenarioError(
             f"{name}={shown(path)} must be a path: text that is not empty, or a pathlib.Path", code="api.path"
         )
-    return Path(path)
+    return Path(path).expanduser()
 
 
 def _checked(

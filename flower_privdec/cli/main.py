@@ -26,6 +26,7 @@ from flower_privdec.cli.typer_parts import (
     ScenarioFile,
     Settings,
     checkout_tool,
+    finite,
     saying_when_interrupted,
     starting,
 )
@@ -42,7 +43,7 @@ def flower_run(
     ] = None,
     supernodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes to simulate.")] = 8,
     cpus: Annotated[int, typer.Option(min=1, help="CPUs for each ClientApp.")] = 1,
-    gpus: Annotated[float, typer.Option(min=0, help="GPUs for each ClientApp.")] = 0.0,
+    gpus: Annotated[float, typer.Option(min=0, help="GPUs for each ClientApp.", callback=finite)] = 0.0,
     run_config: Annotated[
         list[str] | None, typer.Option("--run-config", "-c", metavar="KEY=VALUE", help="Lay over the app's run-config.")
     ] = None,
@@ -150,7 +151,7 @@ def run(
     ] = None,
     cpus: Annotated[int | None, typer.Option(min=1, help="flower: CPUs for each ClientApp.", show_default="1")] = None,
     gpus: Annotated[
-        float | None, typer.Option(min=0, help="flower: GPUs for each ClientApp.", show_default="0")
+        float | None, typer.Option(min=0, help="flower: GPUs for each ClientApp.", show_default="0", callback=finite)
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")] = False,
 ) -> None:
@@ -219,17 +220,27 @@ def show(scenario: ScenarioFile, settings: Settings = None) -> None:
 
 
 @command("list")
-def list_parts(as_json: Json = False) -> None:
+def list_parts(
+    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="Of these alone, such as models.")] = None,
+    as_json: Json = False,
+) -> None:
     """List everything a scenario can name: algorithms, topologies, models, datasets and more."""
     with starting():
         from flower_privdec.reporting import console
 
-    console.print_parts(as_json)
+    console.print_parts(as_json, kind)
 
 
 @command()
-def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = False) -> None:
-    """Plan a run: its noise, ε over the rounds, memory and time; run nothing."""
+def plan(
+    scenario: ScenarioFile,
+    settings: Settings = None,
+    as_json: Json = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also each peer's noise and ε, graph, best rounds and gradients.")
+    ] = False,
+) -> None:
+    """Plan a run: its rounds, ε, noise, memory and time; run nothing."""
     with starting():
         from flower_privdec.experiment import Experiment
         from flower_privdec.planner.plan import make_plan
@@ -237,7 +248,7 @@ def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = Fals
         from flower_privdec.scenario import load_scenario
 
         experiment = Experiment.build(load_scenario(scenario, settings or ()))
-    console.print_plan(make_plan(experiment), as_json)
+    console.print_plan(make_plan(experiment), as_json, verbose)
 
 
 @command()
@@ -270,6 +281,28 @@ def ledger(
         from flower_privdec.reporting import ledgers
 
     ledgers.print_ledgers(path, delta, epsilon, as_json)
+
+
+@command()
+def audit(
+    scenario: ScenarioFile,
+    settings: Settings = None,
+    trials: Annotated[int, typer.Option(min=8, help="Canaries to look for in the scenario's own steps.")] = 2000,
+    replica: Annotated[int, typer.Option(min=8, help="Trials of the declared releases without a model.")] = 100_000,
+    seed: Annotated[int, typer.Option(help="Keys coins, batches and noise.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Attack a scenario's ε: the lower bound that canaries show, beside the printed and the claimed one.
+
+    Exits with 1 where the printed ε is refuted, or where noise, clipping or ledger are not as planned.
+    """
+    with starting():
+        from flower_privdec.audits import report as audits
+        from flower_privdec.experiment import Experiment
+        from flower_privdec.scenario import load_scenario
+
+        experiment = Experiment.build(load_scenario(scenario, settings or ()))
+    audits.print_audit(experiment, as_json, trials=trials, replica=replica, seed=seed)
 
 
 @command()

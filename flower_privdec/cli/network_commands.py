@@ -108,7 +108,7 @@ def up(
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoints.")] = False,
     insecure_seeds: InsecureSeeds = False,
-    loss: Annotated[float, typer.Option(help="Share of all messages that a proxy between the peers loses.")] = 0.0,
+    loss: Annotated[float, typer.Option(help="Share of all messages, below 1, that a proxy loses.")] = 0.0,
     kill: Annotated[
         list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer for good after a round. Repeatable.")
     ] = None,

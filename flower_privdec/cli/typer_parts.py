@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,13 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the scenario, as privacy.epsilon=1."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def finite(value: float | None) -> float | None:
+    """Return an option's number, or raise where it is infinite or NaN."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value:g} must be a finite number")
+    return value
 
 
 class Command(TyperCommand):

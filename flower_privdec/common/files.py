@@ -37,6 +37,12 @@ def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
         time.sleep(0.02)
 
 
+def tried(path: str | Path) -> str:
+    """Return a path as a message shows it: as it was given, and where that is, when it is relative."""
+    full = Path(path).expanduser()
+    return str(path) if full == Path(path) and full.is_absolute() else f"{path} ({full.absolute()})"
+
+
 AGAIN = "then run the same command again"
 DISK = {
     errno.ENOSPC: ("disk.full", f"free some space on its disk, {AGAIN}"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -278,6 +279,7 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
         ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
     """
     name, requested = section.dataset, Wanted(targets, section.vocabulary, key, section.n_features)
+    root = None if root is None else os.path.expanduser(root)
     if not isinstance(name, str):
         return read_own(name.module, root, name.arguments, requested)
     DATASETS.check(name, "data.dataset")
@@ -428,14 +430,15 @@ def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
     Raises:
         ScenarioError: naming both shapes, or the label.
     """
+    place = "data.train" if root in (None, PEER) else f"data.root={root}"
     for what, own, test in (("examples", examples.x, public.x), ("targets", examples.y, public.y)):
         if own.shape[1:] != test.shape[1:]:
             raise ScenarioError(
-                f"data.root={root} has training {what} of shape {list(own.shape[1:])} and test {what} of shape "
-                f"{list(test.shape[1:])}: they must be equal; mend the file",
+                f"{place} has training {what} of shape {list(own.shape[1:])} and test {what} of shape "
+                f"{list(test.shape[1:])}: they must be equal; mend the data",
                 code="data.shapes",
             )
-    _check_labels(examples.y.numpy(), public.n_classes, f"data.root={root}: the training set")
+    _check_labels(examples.y.numpy(), public.n_classes, f"{place}: the training set")
 
 
 def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarray, targets: Targets) -> Examples:

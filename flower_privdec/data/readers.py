@@ -30,9 +30,10 @@ from torch import Tensor
 
 from flower_privdec.common.catalogue import TARGETS, Targets
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
-from flower_privdec.common.user_code import load_own, require, users_code
+from flower_privdec.common.user_code import is_given, load_own, require, users_code
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import LARGEST_INDEX, Features, SparseRows
 
@@ -210,7 +211,7 @@ def read_images(kind: str, root: str | None, wanted: Wanted) -> Source:
         for file in files:
             if not (path / file).is_file():
                 raise ScenarioError(
-                    f"{key}={root} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
+                    f"{key}={tried(root)} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
                     f"{kind}; point it there (from where the command runs), or use digits, which needs no file",
                     code="data.no-file",
                 )
@@ -403,8 +404,8 @@ def read_npz(root: str | None, wanted: Wanted) -> Source:
     """
     if root is None or not Path(root).is_file():
         raise ScenarioError(
-            f"{wanted.key}={root} is no file: dataset npz needs the path of an .npz with x_train, y_train, x_test and "
-            "y_test",
+            f"{wanted.key}={root and tried(root)} is no file: dataset npz needs the path of an .npz with x_train, "
+            "y_train, x_test and y_test",
             code="data.no-file",
         )
     train, test = (partial(_read_half, root, part, wanted) for part in ("train", "test"))
@@ -433,9 +434,12 @@ def _read_half(root: str, part: str, wanted: Wanted) -> Split:
     return Split(binary_labels(labels, where), lambda rows: _decode(stream, offset, rows, f"{where}: {part}_jpeg"))
 
 
-def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wanted) -> Split:
-    """Return one half of a dataset from arrays in memory, read like those of an .npz file."""
-    name, labels = f"{where}: x_{part}", read_targets(y, wanted.targets, f"{where}: y_{part}")
+def from_arrays(
+    x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wanted, names: tuple[str, str] | None = None
+) -> Split:
+    """Return one half of a dataset from arrays in memory, read like those of an .npz file; `names` are for errors."""
+    name, y_name = names or (f"{where}: x_{part}", f"{where}: y_{part}")
+    labels = read_targets(y, wanted.targets, y_name)
     if x.dtype.kind not in "buif" or x.ndim < 2 or 0 in x.shape[1:]:
         raise ScenarioError(f"{name} is {x.dtype} {list(x.shape)}: it must be numbers, [examples, features...]")
     if len(x) != len(labels):
@@ -569,7 +573,7 @@ def read_own(target: str, root: str | None, arguments: Mapping[str, Any], wanted
 
 
 def _call_for_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, part: str) -> Split:
-    where = f"data.dataset.module={target!r}"
+    where = "data.dataset" if is_given(target) else f"data.dataset.module={target!r}"
     with users_code(f"{where} fails on {part!r} with {dict(arguments)}", code="code.fails"):
         arrays = load_own(target, "data.dataset.module")(part, **arguments)
     if not isinstance(arrays, tuple | list) or len(arrays) != 2:
@@ -580,7 +584,7 @@ def _call_for_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, pa
         raise ScenarioError(
             f"{where} returns for {part!r} what are no arrays: {one_line(error)}", code="data.no-arrays"
         ) from error
-    return from_arrays(x, y, part, where, wanted)
+    return from_arrays(x, y, part, where, wanted, (f"data.{part}: x", f"data.{part}: y") if is_given(target) else None)
 
 
 LONGEST_LINE = 1 << 26  # bytes; an example of a million features has a third of it
@@ -623,7 +627,8 @@ def read_svmlight(root: str | None, wanted: Wanted) -> Source:
     """Read one svmlight file: the training set at `data.root`, or the test set at `data.test`; indices count from 1."""
     if root is None or not Path(root).is_file():
         raise ScenarioError(
-            f"{wanted.key}={root} is no file: dataset svmlight needs the path of one; give it", code="data.no-file"
+            f"{wanted.key}={root and tried(root)} is no file: dataset svmlight needs the path of one; give it",
+            code="data.no-file",
         )
     where, features = f"{wanted.key}={root}", wanted.n_features
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import require
@@ -67,12 +68,38 @@ def read_table(section: DataSection, root: str | None, wanted: Wanted) -> Source
         columns = read(root, where, table)
         if not columns.rows:
             raise ScenarioError(f"{where} holds no row; give another file", code="data.empty")
-        y = _targets(section, table, columns, wanted)
+        y = _targets(section.labels, table, columns, wanted.targets)
         x = torch.from_numpy(_features(table, columns))
         return Split(y, lambda rows: x[rows])
 
     n_classes = None if section.labels is None or wanted.targets != "classes" else len(section.labels)
     return Source(half, half, n_classes, wanted.targets)
+
+
+def from_frame(
+    header: Sequence[str],
+    column: Callable[[str], list[Any]],
+    where: str,
+    table: TableSection,
+    labels: Sequence[str] | None,
+    targets: Targets,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y of a table in memory, by the same public constants.
+
+    Args:
+        header: its columns.
+        column: gives the values of one.
+        where: names it in errors, before the row, which counts from 0.
+
+    Raises:
+        ScenarioError: a column, a row or a value is wrong.
+    """
+    content = {name: column(name) for name in _places(header, where, table)}
+    values = {name: [None if _is_missing(value, table) else value for value in content[name]] for name in content}
+    columns = Columns(where, values, list(range(len(next(iter(values.values()))))))
+    if not columns.rows:
+        raise ScenarioError(f"{where} holds no row", code="data.empty")
+    return _features(table, columns), _targets(labels, table, columns, targets)
 
 
 def _names(table: TableSection) -> list[str]:
@@ -208,20 +235,20 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _targets(section: DataSection, table: TableSection, columns: Columns, wanted: Wanted) -> np.ndarray:
+def _targets(listed: Sequence[str] | None, table: TableSection, columns: Columns, targets: Targets) -> np.ndarray:
     name, values = table.target, columns.values[table.target]
     gone = next((row for row, value in enumerate(values) if value is None), None)
     if gone is not None:
         raise _wrong(columns, gone, name, "holds no target: leave the row out", "data.missing")
-    if wanted.targets == "numbers":
+    if targets == "numbers":
         center, scale = table.target_scale or (0.0, 1.0)
         numbers = np.array([_number(columns, row, name, value) for row, value in enumerate(values)])
         return ((numbers - center) / scale).astype(np.float32)[:, None]
-    classes = {text: at for at, text in enumerate(section.labels or ())}
+    classes = {text: at for at, text in enumerate(listed or ())}
     labels = np.empty(len(values), dtype=np.int64)
     for row, value in enumerate(values):
         text = _text(value)
-        if section.labels is None and text.isascii() and text.isdigit() and len(text) < 10:
+        if listed is None and text.isascii() and text.isdigit() and len(text) < 10:
             labels[row] = int(text)
         elif text in classes:
             labels[row] = classes[text]
@@ -229,8 +256,8 @@ def _targets(section: DataSection, table: TableSection, columns: Columns, wanted
             rule = (
                 "holds no class 0, 1, 2, ...: name the classes by data.labels, or for regression set task: {loss: mse}"
             )
-            listed = "holds a class that data.labels does not list: add it"
-            raise _wrong(columns, row, name, listed if classes else rule, "data.labels")
+            unlisted = "holds a class that data.labels does not list: add it"
+            raise _wrong(columns, row, name, unlisted if classes else rule, "data.labels")
     return labels
 
 

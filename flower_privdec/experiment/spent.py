@@ -113,7 +113,7 @@ def rounds_run(cohort: Cohort, rounds: int) -> list[int]:
 def ledger_folder(scenario: Scenario, out: Path) -> Path:
     """Return where the ledger of a run lies."""
     private = scenario.private
-    return Path(private.ledger) if private and private.ledger else out / "ledger"
+    return Path(private.ledger).expanduser() if private and private.ledger else out / "ledger"
 
 
 def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation, rounds: int) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ import scipy
 
 from flower_privdec.common.catalogue import PARTICIPATIONS, TOPOLOGIES
 from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.rows.keys import keyed_generator
@@ -451,12 +452,12 @@ def _edge_list(
     if not isinstance(directed, bool):
         raise ScenarioError(f"topology.directed={directed!r} must be true or false", code="topology.option")
     try:
-        with Path(file).open("rb") as binary:
+        with Path(file).expanduser().open("rb") as binary:
             content = binary.read(LONGEST + 1)
         lines = content.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        message = f"topology.file={file} cannot be read ({reason}); name a text file of edges"
+        message = f"topology.file={tried(file)} cannot be read ({reason}); name a text file of edges"
         raise ScenarioError(message, code="topology.file") from None
     pairs: list[list[int]] = []
     problem = f"more than {LONGEST >> 20} MiB: give a sparser graph" if len(content) > LONGEST else ""

@@ -18,7 +18,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from flower_privdec.common import catalogue
-from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, percent, setting
+from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, percent, setting, shown
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.reporting import wording
 from flower_privdec.scenario import Scenario
@@ -351,9 +352,20 @@ def _lines(choice: catalogue.Choice, options: Callable[[str], Mapping[str, Any]]
     return lines
 
 
-def print_parts(as_json: bool) -> None:
-    """Print everything a scenario can name."""
+def print_parts(as_json: bool, kind: str | None = None) -> None:
+    """Print everything a scenario can name, or the names of one kind.
+
+    Raises:
+        ScenarioError: there is no such kind.
+    """
     groups = parts()
+    if kind is not None:
+        chosen = kind if kind in groups else f"{kind}s"  # `model` for models
+        if chosen not in groups:
+            raise ScenarioError(
+                f"KIND={shown(kind)} must be one of {', '.join(groups)}{did_you_mean(kind, groups)}", code="cli.kind"
+            )
+        groups = {chosen: groups[chosen]}
     if as_json:
         _print_json(groups)
         return
@@ -365,7 +377,8 @@ def print_parts(as_json: bool) -> None:
         for name, line in group.items():
             table.add_row(f"  {name}", line)
         console.show(table)
-    console.show(OWN)
+    if kind is None:
+        console.show(OWN)
 
 
 OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -378,6 +391,9 @@ OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
     "mu_total": ("μ_tot", number),
     "mu_0": ("μ_0", number),
 }
+MORE = (
+    "--verbose adds each peer's noise and ε over the rounds, the graph, the best rounds, gradients and memory by part"
+)
 SYMBOLS = {
     **{"smoothness": "L", "gradient_bound": "G", "initial_gap": "F0", "heterogeneity": "b²"},
     **{"initial_norm_squared": "‖x0‖²", "dimension": "d", "dataset_size": "J", "c_2": "c_2"},
@@ -390,39 +406,79 @@ SOURCES = {
 }
 
 
-def print_plan(plan: dict[str, Any], as_json: bool) -> None:
-    """Print a plan: noise and ε of each peer, the best K, cost, graph and warnings."""
+def print_plan(plan: dict[str, Any], as_json: bool, verbose: bool = False) -> None:
+    """Print a plan: ε, noise, memory, time and warnings; verbose also each peer's, graph, best K and gradients."""
     if as_json:
         _print_json(plan)
         return
     console = _Console()
-    for thing, style in _plan(plan):
+    for thing, style in _plan(plan, verbose):
         console.show(thing, style=style)
+    if not verbose:
+        console.show()
+        console.show(MORE, style="dim")
 
 
-def plan_text(plan: dict[str, Any]) -> str:
+def plan_text(plan: dict[str, Any], verbose: bool = False) -> str:
     """Return a plan as `print_plan` prints it, without colours."""
-    return as_text(thing for thing, _ in _plan(plan))
+    return as_text(thing for thing, _ in _plan(plan, verbose))
 
 
-def _plan(plan: dict[str, Any]) -> Iterator[tuple[RenderableType, str | None]]:
+def _plan(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[RenderableType, str | None]]:
     """Yield the parts of a plan, each with its style."""
     yield f"{plan['name']}: {plan['algorithm']}, {len(plan['peers'])} peers, {plan['rounds']:,} rounds", "bold"
-    yield _peers(plan), None
-    graph, ledger = plan["topology"], "the run's own: ε counts this run alone"
-    if plan["ledger"] is not None:
-        before, after = (epsilon_text(plan["ledger"][key]) for key in ("epsilon_before", "epsilon_after"))
-        ledger = f"{plan['ledger']['folder']}: ε = {before} before this run, {after} after it"
-    connected = None if graph is None else graph_facts(graph)
-    if graph is not None and graph["final_mixing"] is not None:
-        connected = f"{connected}; on a network {graph['final_mixing']} rounds of final mixing follow"
-    yield _facts([("graph", connected), ("ledger", ledger), *_pairs(plan), *_optimum(plan), *_cost(plan)]), None
+    if verbose:
+        yield _peers(plan), None
+        yield _facts(_theory(plan)), None
+    else:
+        yield _facts([*_promise(plan), *_cost(plan, verbose)]), None
     if plan["warnings"]:
         yield "", None
         table = Table.grid(padding=(0, 1))
         for warning in plan["warnings"]:
             table.add_row("warning:", warning)
         yield table, "yellow"
+
+
+def _range(values: Iterable[float], text: Callable[[float], str]) -> str:
+    ascending = sorted(map(float, values))
+    low, high = text(ascending[0]), text(ascending[-1])
+    return low if low == high else f"{low} to {high}"
+
+
+def _promise(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what the run would spend of each peer's budget, and with which noise."""
+    rows = plan["peers"]
+    if all(float(row["epsilon"]) == float("inf") for row in rows):
+        yield "ε", "∞ (no privacy)"
+        return
+    deltas = [row["delta"] for row in rows if row["delta"]]
+    at_delta = f" at δ = {_range(deltas, setting)}" if deltas else ""
+    counted = "of this run alone" if plan["ledger"] is None else "of this run"
+    yield "ε", f"{_range((row['epsilon'] for row in rows), epsilon_text)}{at_delta} at each peer in the end, {counted}"
+    for key in ("epsilon_if_all_collude", "epsilon_of_replies_to_one", "claimed_epsilon"):
+        values = [row[key] for row in rows if row[key] is not None]
+        if values:
+            yield "", f"{OPTIONAL[key][0]}: {_range(values, OPTIONAL[key][1])}"
+    if plan["ledger"] is not None:
+        yield "ledger", _shared_ledger(plan["ledger"])
+    yield "noise", f"{_range((row['noise_multiplier'] for row in rows), number)} clip norms in each private step"
+
+
+def _shared_ledger(ledger: dict[str, Any]) -> str:
+    before, after = (epsilon_text(ledger[key]) for key in ("epsilon_before", "epsilon_after"))
+    return f"{ledger['folder']}: ε = {before} before this run, {after} after it"
+
+
+def _theory(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]:
+    """Yield all facts of a plan."""
+    graph, ledger = plan["topology"], "the run's own: ε counts this run alone"
+    if plan["ledger"] is not None:
+        ledger = _shared_ledger(plan["ledger"])
+    connected = None if graph is None else graph_facts(graph)
+    if graph is not None and graph["final_mixing"] is not None:
+        connected = f"{connected}; on a network {graph['final_mixing']} rounds of final mixing follow"
+    yield from [("graph", connected), ("ledger", ledger), *_pairs(plan), *_optimum(plan), *_cost(plan, verbose=True)]
 
 
 def _peers(plan: dict[str, Any]) -> Table:
@@ -499,12 +555,13 @@ def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]
     yield "by ε", _strip({"ε": [setting(epsilon) for epsilon, _ in curve], "K*": [f"{k:,}" for _, k in curve]})
 
 
-def _cost(plan: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yield memory, by part and by kind of table, and time."""
-    sizes = [f"{name} {memory(size)}" for name, size in plan["memory"].items() if size]
-    yield "memory", f"about {memory(plan['memory_bytes'])}: {', '.join(sizes)}"
-    yield "gradients", plan["gradients"]
-    if plan["tables"] is not None:
+def _cost(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str | None]]:
+    """Yield memory and time; verbose also memory by part and by kind of table, and how gradients are computed."""
+    sizes = [f"{name} {memory(size)}" for name, size in plan["memory"].items() if size] if verbose else []
+    yield "memory", f"about {memory(plan['memory_bytes'])}{': ' if sizes else ''}{', '.join(sizes)}"
+    if verbose:
+        yield "gradients", plan["gradients"]
+    if verbose and plan["tables"] is not None:
         texts = {name: NOTHING if size is None else memory(size) for name, size in plan["tables"].items()}
         used = {plan["table"]: " (chosen)"}
         yield "tables", ", ".join(f"{name} {text}{used.get(name, '')}" for name, text in texts.items())

@@ -18,6 +18,7 @@ from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.scenario.findings import Location, Places, explain
@@ -198,6 +199,8 @@ def read_yaml(text: str, where: str, form: str = SCENARIO) -> tuple[dict[str, An
         ScenarioError: see `read_plain`; or it is no mapping.
     """
     data, lines = read_plain(text, where)
+    if data is None:
+        raise ScenarioError(f"{where}: is empty; {form}", code="scenario.no-mapping")
     if not isinstance(data, dict):
         raise ScenarioError(f"{where}: {form}, not {shown(data)}", code="scenario.no-mapping")
     return data, lines
@@ -300,7 +303,7 @@ def read_text(path: Path, what: str = "a scenario file") -> str:
     except (OSError, UnicodeDecodeError) as error:
         cut = isinstance(error, UnicodeDecodeError) and len(content) > 4 * LONGEST  # in the middle of a character
         reason = "too long" if cut else getattr(error, "strerror", None) or "not UTF-8 text"
-        name = shown(str(path))[1:-1]
+        name = shown(tried(path) if isinstance(error, FileNotFoundError) else str(path))[1:-1]
         raise ScenarioError(
             f"{name}: cannot be read as {what} ({reason}); give the path of a YAML file", code="scenario.unreadable"
         ) from error
@@ -410,7 +413,7 @@ def find_scenario(path: Path | str) -> Path:
     Raises:
         ScenarioError: a name that is neither a file's nor known.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     with suppress(OSError):  # too long a name: the reader reports it
         if path.exists():
             return path

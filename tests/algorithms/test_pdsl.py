@@ -317,7 +317,7 @@ def test_the_summary_tells_the_budget_and_the_replies_apart(build: Build, tmp_pa
         assert row["epsilon_of_replies_to_one"] == pytest.approx(reply)
     peers = make_plan(build(*PDSL_STAR))["peers"]
     assert [row["epsilon_of_replies_to_one"] for row in peers] == pytest.approx(plan.reply_epsilons(6))
-    assert "ε of the replies to one neighbour alone" in plan_text(make_plan(build(*PDSL_STAR)))
+    assert "ε of the replies to one neighbour alone" in plan_text(make_plan(build(*PDSL_STAR)), verbose=True)
 
 
 def test_the_values_of_a_round_share_what_its_whole_neighbourhood_is_worth(build: Build) -> None:

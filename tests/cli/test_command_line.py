@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import privdec
+from paths import ROOT
 
 from flower_privdec import __version__
 from flower_privdec.cli import main
@@ -106,6 +107,56 @@ def test_ctrl_c_elsewhere_is_one_line_too(
     monkeypatch.setattr("flower_privdec.planner.plan.make_plan", _pressed)
     assert privdec("plan", scenario) == 130
     assert capsys.readouterr().err == "interrupted: run the same command again\n"
+
+
+PRESSED_WHILE_IMPORTING = """
+import os, signal, sys
+from flower_privdec.__main__ import main
+
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == "flower_privdec.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Press())
+main()
+"""
+
+
+def test_ctrl_c_in_the_first_half_second_is_one_line() -> None:
+    ended = subprocess.run([sys.executable, "-c", PRESSED_WHILE_IMPORTING], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 130
+    assert ended.stderr == "interrupted: nothing has begun; run the same command again\n"
+
+
+def test_plan_begins_with_what_will_happen(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert privdec("plan", scenario) == 0
+    brief = capsys.readouterr().out
+    assert [line.split()[0] for line in brief.splitlines()[:5]] == ["tiny:", "ε", "noise", "memory", "time"]
+    assert "K*" not in brief
+    assert privdec("plan", scenario, "--verbose") == 0
+    whole = capsys.readouterr().out
+    assert all(word in whole for word in ("ε after each quarter", "graph", "gradients", "memory"))
+
+
+def test_one_kind_of_parts_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in ("models", "model"):
+        assert privdec("list", kind) == 0
+        listed = capsys.readouterr().out
+        assert "resnet18-gn" in listed
+        assert "privsgp" not in listed
+
+
+def test_columns_count_where_there_is_no_terminal(
+    scenario: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths = []
+    for columns in ("60", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert privdec("list", "algorithms") == 0
+        widths.append(max(map(len, capsys.readouterr().out.splitlines())))
+    assert widths[0] <= 60 < widths[1] <= 200
 
 
 def test_memory_that_runs_out_is_one_line(

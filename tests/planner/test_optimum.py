@@ -114,7 +114,7 @@ def test_a_constant_that_cannot_be_estimated_is_asked_for(build: Build, capsys: 
     found = optimum(experiment)
     assert found["optimal_rounds"] is None
     assert found["optimal_rounds_note"].startswith("plan.heterogeneity is missing and 6 test examples are too few")
-    console.print_plan(make_plan(experiment), as_json=False)
+    console.print_plan(make_plan(experiment), as_json=False, verbose=True)
     assert "best rounds  not known: plan.heterogeneity" in capsys.readouterr().out
     hinge = build(
         "data={dataset: breast-cancer, batch: {sampling: poisson, size: 12}}",

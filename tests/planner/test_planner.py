@@ -106,13 +106,13 @@ def test_without_privacy_epsilon_is_infinite_and_said(build: Build, capsys: pyte
     assert plan["peers"][0]["sigma"] == [0.0, 0.0, 0.0]
     assert plan["topology"] is None
     assert "privacy is none" in plan["warnings"][0]
-    console.print_plan(plan, as_json=False)
+    console.print_plan(plan, as_json=False, verbose=True)
     assert "∞" in capsys.readouterr().out
 
 
 def test_equal_peers_are_one_row_of_text(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan(build("privacy.epsilon=[1,1,1,3]"))
-    console.print_plan(plan, as_json=False)
+    console.print_plan(plan, as_json=False, verbose=True)
     shown = capsys.readouterr().out
     assert "\n 0-2 " in shown
     assert "\n 3 " in shown
@@ -153,7 +153,7 @@ def test_every_kind_of_table_is_told_and_the_chosen_one_is_in_the_need(build: Bu
 def test_convolutions_have_no_factored_table(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
     experiment = build(vr("snapshot"), "model={name: cnn-pdsl}", "rounds=2")
     assert table_bytes(experiment)["factored"] is None
-    console.print_plan(make_plan(experiment), as_json=False)
+    console.print_plan(make_plan(experiment), as_json=False, verbose=True)
     assert "tables       factored –, blocks" in capsys.readouterr().out
 
 
@@ -251,7 +251,7 @@ def test_claims_of_privsgp_vr_stand_beside_the_exact_epsilon(build: Build, capsy
     assert [row["claimed_epsilon"] for row in rows] == [1, 2, 3, 3]
     assert all(row["epsilon"] > row["claimed_epsilon"] for row in rows)
     assert all(row["mu_total"] is row["mu_0"] is row["mu_bar"] is None for row in rows)
-    console.print_plan(make_plan(experiment), as_json=False)
+    console.print_plan(make_plan(experiment), as_json=False, verbose=True)
     shown = capsys.readouterr().out
     assert "claimed ε" in shown
     assert "the accountant gives ε = " in shown
@@ -271,7 +271,7 @@ def test_mu_of_dyn_d2p(build: Build, capsys: pytest.CaptureFixture[str]) -> None
     constant = build(PAPER, named("dyn-c-d2p"))
     row = peer_rows(constant)[0]
     assert row["mu_bar"] == row["mu_0"] == pytest.approx(gdp_mu_0(total, rate, np.ones(6)))
-    console.print_plan(make_plan(constant), as_json=False)
+    console.print_plan(make_plan(constant), as_json=False, verbose=True)
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("claimed ε", "μ_tot", "μ̄"))
     rigorous = peer_rows(build(named("dyn-mu-d2p")))[0]
@@ -291,7 +291,7 @@ def test_the_plan_section_is_strict_and_decides_nothing_of_a_run(tiny_text: str)
 
 
 def test_text_shows_the_best_rounds_the_curve_and_the_tables(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_plan(make_plan(build(vr("factored"), "rounds=1")), as_json=False)
+    console.print_plan(make_plan(build(vr("factored"), "rounds=1")), as_json=False, verbose=True)
     shown = capsys.readouterr().out
     for text in (
         "best rounds  K* = ",

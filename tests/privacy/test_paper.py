@@ -273,7 +273,7 @@ def test_a_broken_condition_of_dp_dda_is_named_in_plan_and_summary(build, tmp_pa
     assert [row["expected_rounds"] for row in plan["peers"]] == [10.0] * 4
     summary = run(experiment, tmp_path / "run")
     assert said in summary["claim_note"]
-    assert "active rounds" in plan_text(plan)
+    assert "active rounds" in plan_text(plan, verbose=True)
 
 
 # --- what the claims are worth at the papers' own settings ---

@@ -29,6 +29,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "text").write_text("x")
     (folder / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     (folder / "loop.yaml").symlink_to("loop.yaml")
+    (folder / "empty.yaml").write_text("")
+    (folder / "tab.yaml").write_text("name: a\n\tseed: 1\n")
     (folder / "own.yaml").write_text(STUDY)
     (folder / "capital.yaml").write_text(STUDY.replace("own", "Own"))
     (folder / "broken").mkdir()

@@ -156,7 +156,7 @@ SETTINGS = {  # laid over the tiny scenario of two rounds
     "topology={name: erdos-renyi, p: 0.5}": "unknown key 'topology.p'; did you mean 'probability'?",
     "topology={name: torus, rows: 3}": "n_peers=4 on topology torus with rows=3 must be rows x cols, both >= 2;",
     "topology={name: edge-list}": "topology.file is missing: edge-list reads its edges from a text file; add",
-    "topology={name: edge-list, file: nowhere.txt}": "topology.file=nowhere.txt cannot be read (No such file or",
+    "topology={name: edge-list, file: nowhere.txt}": "/nowhere.txt) cannot be read (No such file or",
     "topology={name: random-edges, edges: 7}": "topology.edges=7 must be <= 6, the undirected edges of",
     "topology={name: random-edges, supergraph: directed-ring}": "topology.supergraph=directed-ring on",
     "topology.weights=metropolis": "topology.weights=metropolis on topology directed-exponential must have an",
@@ -264,7 +264,7 @@ EDGES: dict[str, tuple[bytes | None, str]] = {
 }
 
 TEXTS: dict[str, tuple[str, str]] = {  # whole scenario files, with {} where the tiny scenario stands
-    "nothing": ("", "a scenario is a mapping of sections (name, n_peers, data, ...), not None"),
+    "nothing": ("", "s.yaml: is empty; a scenario is a mapping of sections"),
     "a word": ("hello", "not 'hello'"),
     "a list": ("- 1", "not [1]"),
     "an open bracket": ("{}x: [1", "s.yaml:11: not valid YAML"),
@@ -304,7 +304,33 @@ COMMANDS: dict[tuple[str, ...], str] = {
     (
         "run",
         "nowhere.yaml",
-    ): "nowhere.yaml: cannot be read as a scenario file (No such file or directory); give the path",
+    ): "/nowhere.yaml): cannot be read as a scenario file (No such file or directory)",
+    ("run", "~/nowhere.yaml"): "/nowhere.yaml: cannot be read as a scenario file (No such file or directory)",
+    ("plan", "empty.yaml"): "empty.yaml: is empty; a scenario is a mapping of sections",
+    ("plan", "tab.yaml"): "tab.yaml:2: not valid YAML (found character '\\t'",
+    (
+        "plan",
+        "s.yaml",
+        "--set",
+        "data.dataset=mnist",
+        "--set",
+        "data.root=~/nowhere",
+    ): "/nowhere has no MNIST/raw/",
+    (
+        "plan",
+        "s.yaml",
+        "--set",
+        "data.dataset=npz",
+        "--set",
+        "data.root=no.npz",
+    ): "/no.npz) is no file: dataset",
+    ("list", "modells"): "KIND='modells' must be one of algorithms, tables",
+    ("up", "s.yaml", "--loss", "1"): "--loss 1 must be a share, from 0 to below 1",
+    ("up", "s.yaml", "--loss", "nan"): "--loss nan must be a share",
+    ("run", "s.yaml", "--runtime", "flower", "--gpus", "nan"): "'--gpus': nan must be a finite number",
+    ("flower-run", "folder", "--gpus", "inf"): "'--gpus': inf must be a finite number",
+    ("certs", "s.yaml", "--authority", "no.pem", "--authority-key", "no.key"): "no.pem: cannot be read",
+    ("certs", "s.yaml", "--authority", "no.pem"): "give both --authority and --authority-key",
     ("run", "folder"): "folder: cannot be read as a scenario file (Is a directory); give the path",
     ("run", "bytes.yaml"): "bytes.yaml: cannot be read as a scenario file (not UTF-8 text)",
     ("run", "/dev/zero"): "/dev/zero: has more than 1,048,576 characters; give a shorter one",
@@ -331,9 +357,9 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("study", "own.yaml", "--size", "small"): "--size small: study own has no sizes; leave --size out",
     ("study", "capital.yaml"): "capital.yaml:1: name='Own' must be as the pattern ^[a-z0-9-]+$ has it",
     ("bench", "--rounds", "1000000000000000000000"): "'--rounds': 1000000000000000000000 is not in the range",
-    ("plan", "nowhere.yaml"): "nowhere.yaml: cannot be read as a scenario file",
-    ("show", "nowhere.yaml"): "nowhere.yaml: cannot be read as a scenario file",
-    ("topology", "nowhere.yaml"): "nowhere.yaml: cannot be read as a scenario file",
+    ("plan", "nowhere.yaml"): "/nowhere.yaml): cannot be read as a scenario file",
+    ("show", "nowhere.yaml"): "/nowhere.yaml): cannot be read as a scenario file",
+    ("topology", "nowhere.yaml"): "/nowhere.yaml): cannot be read as a scenario file",
     ("plan", "s.yaml", "--set", "n_peers=0"): "--set: n_peers=0 must be >= 1",
     ("plan", "s.yaml", "--json", "--set", "x"): "--set x: must read key.path=value",
     ("plan", "s.yaml", "--set", "n_peers=241"): "--set: n_peers=241 must be 1 to 240, the number of training examples",
@@ -363,7 +389,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("run", "s.yaml", "--set"): "'--set' requires an argument",
     ("rum",): "No such command 'rum'. Did you mean 'run'",
     ("--nope",): "No such option",
-    ("list", "more"): "unexpected extra argument (more)",
+    ("list", "more"): "KIND='more' must be one of algorithms, tables",
     ("topology", "s.yaml", "--out", "x.gif"): "--out x.gif: must end in .png, .svg, .pdf; rename it",
     ("topology", "s.yaml", "--out", "text/x.png"): "--out text/x.png: cannot be written",
     (
@@ -451,7 +477,7 @@ def _flipped(content: bytearray) -> None:
 
 
 ARCHIVES: dict[str, tuple[bytes | None, str]] = {
-    "absent": (None, "data.root=d.npz is no file: dataset npz needs the path of an .npz with x_train"),
+    "absent": (None, "/d.npz) is no file: dataset npz needs the path of an .npz with x_train"),
     "empty": (b"", "cannot be read as .npz (BadZipFile: File is not a zip file): save the arrays again"),
     "text": (b"hello", "cannot be read as .npz"),
     "one array": (npy("(4,)"), "cannot be read as .npz (a single array)"),

@@ -46,8 +46,10 @@ def losing(share: float) -> Iterator[FaultProxy | None]:
     Raises:
         ScenarioError: the share is none.
     """
-    if not 0 <= share <= 1:
-        raise ScenarioError(f"--loss {share:g} must be a share, from 0 to 1", code="up.loss")
+    if not 0 <= share < 1:
+        raise ScenarioError(
+            f"--loss {share:g} must be a share, from 0 to below 1: of 1 no message would arrive", code="up.loss"
+        )
     if not share:
         yield None
         return

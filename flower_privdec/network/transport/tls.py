@@ -379,8 +379,8 @@ def make_certificates(
     Raises:
         ScenarioError: the authority cannot be read, or one of its two files is missing.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     signing = _authority(scenario, folder, authority, authority_key)
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / AUTHORITY, signing.pem)
     done = {}
     for peer, identity in enumerate(identities(scenario)):
@@ -413,6 +413,7 @@ def _authority(scenario: Scenario | AppScenario, folder: Path, certificate: Path
     own, own_key = certificate or folder / AUTHORITY, key or folder / AUTHORITY_KEY
     if certificate is None and not own.exists() and not own_key.exists():
         made = Authority.create(scenario.name)
+        folder.mkdir(parents=True, exist_ok=True)
         made.write(own, own_key)
         return made
     return Authority.read(own, own_key)
