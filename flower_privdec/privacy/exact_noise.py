@@ -101,9 +101,12 @@ class SystemNormals:
         np.add(words[:pairs] >> np.uint64(1), 0.5, out=radius, casting="unsafe")
         np.log(np.multiply(radius, 2.0**-63, out=radius), out=radius)
         np.sqrt(np.multiply(radius, -2.0, out=radius), out=radius)
-        np.multiply(words[pairs:].view(np.int64), math.pi * 2.0**-63, out=angle)
-        np.multiply(np.cos(angle, out=out[:pairs]), radius, out=out[:pairs])
-        np.multiply(np.sin(angle, out=out[pairs:]), radius, out=out[pairs:])
+        cosines, sines = out[:pairs], out[pairs:]  # (1 - t²) / (1 + t²) and 2 t / (1 + t²) of t = tan(angle / 2)
+        tangents = np.tan(np.multiply(words[pairs:].view(np.int64), math.pi * 2.0**-64, out=angle), out=angle)
+        squares = np.multiply(tangents, tangents, out=cosines)
+        np.divide(radius, np.add(squares, 1.0, out=sines), out=radius)
+        np.multiply(np.subtract(1.0, squares, out=cosines), radius, out=cosines)
+        np.multiply(np.add(tangents, tangents, out=sines), radius, out=sines)
         return out[:count]
 
     def next_word(self) -> int:
@@ -131,11 +134,16 @@ def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> n
     step = grid_steps(stds)
     noise_steps = stds / step  # the noise's standard deviation in steps
     with np.errstate(over="ignore", invalid="ignore"):
-        in_steps = sums / step
-        fractions = in_steps - np.trunc(in_steps)
-    fractions[~np.isfinite(fractions)] = 0.0  # a sum of infinitely many steps, which is on the grid
-    noised = fractions + noise_steps * normals.draw(sums.size).reshape(sums.shape)
-    rounded = np.floor(noised + 0.5)
+        fractions = sums / step
+        whole = np.trunc(fractions)
+        fractions -= whole
+        is_far = not math.isfinite(float(fractions.sum()))
+    if is_far:
+        fractions[~np.isfinite(fractions)] = 0.0  # a sum of infinitely many steps, which is on the grid
+    noised = normals.draw(sums.size).reshape(sums.shape)
+    noised *= noise_steps
+    noised += fractions
+    rounded = np.rint(noised)
     noised -= rounded
     undecided = _undecided(noised.reshape(-1), normals.words)
     if len(undecided):
@@ -143,7 +151,11 @@ def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> n
         offsets = fractions.reshape(-1)[undecided].tolist()
         rounded.reshape(-1)[undecided] = _decided(undecided, offsets, scales, normals)
     with np.errstate(over="ignore"):
-        return np.asarray(sums - fractions * step + rounded * step)
+        if is_far:
+            return np.asarray(sums - fractions * step + rounded * step)
+        rounded += whole
+        rounded *= step
+        return np.asarray(rounded)
 
 
 def _undecided(remainders: np.ndarray, words: np.ndarray) -> np.ndarray:
