@@ -167,7 +167,9 @@ def type_name(dtype: torch.dtype | np.dtype[Any] | str) -> str:
 
 def formats_of(values: Mapping[str, Tensor]) -> RowFormats:
     """Return the formats of rows as encoded for the wire, in the order in which they are sent; `w` is a weight."""
-    return {name: RowFormat(tuple(value.shape), value.dtype, name == "w") for name, value in values.items()}
+    return {
+        name: RowFormat(tuple(value.shape), value.dtype, name in ("w", "average.w")) for name, value in values.items()
+    }
 
 
 def frame_size(formats: RowFormats) -> int:
