@@ -159,6 +159,7 @@ class Hello:
         seen, seen_boot: number and boot of the last share that came from the receiver, on disk or not.
         want: what the sender lacks of weight, for the driver alone: 0 where that is not known, 1 where it has none to
             spare, 2 where it waits for some.
+        level: how often the sender's weight floor sank, 0 to 15, for the driver alone.
     """
 
     sender: int
@@ -177,6 +178,7 @@ class Hello:
     seen: int
     seen_boot: int
     want: int = 0
+    level: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -520,7 +522,7 @@ class PushSumProtocol(Generic[V]):
     def introduce(self, neighbor: int, incarnation: int) -> None:
         """Open an edge by the word of a directory that both sides trust, in place of a handshake.
 
-        What was absorbed from the neighbour is acknowledged again.
+        What was absorbed from the neighbour is acknowledged again, unless the edge is open already.
 
         Args:
             neighbor: another peer, also one that was not known before.
@@ -530,6 +532,8 @@ class PushSumProtocol(Generic[V]):
             RefusedError: it is earlier than one that was introduced before; the edge closes.
         """
         edge = self.edges.setdefault(neighbor, Edge())
+        if incarnation == edge.incarnation and neighbor in self._open:
+            return
         if incarnation < edge.incarnation:
             self.close(neighbor)
             raise RefusedError(

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumP
     from flower_privdec.core import State
 
 Buffer = bytes | bytearray | memoryview
-MAGIC, VERSION = b"prvd", 6
+MAGIC, VERSION = b"prvd", 7
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
@@ -58,7 +58,7 @@ AXES = 4
 DATA_AT, ROW_AT = 64, 8  # the rows begin at a multiple of the first, each at one of the second
 CHUNK = 2**18  # numbers checked at a time
 LAYOUTS = 64  # of frames with rows that are remembered
-OPENED, SEALED, WANT = 1, 2, 4  # flags; times WANT stands what the sender of a hello lacks, 0 to 3
+OPENED, SEALED, WANT, LEVEL = 1, 2, 4, 16  # flags; times WANT a hello's `want`, 0 to 3, and times LEVEL its `level`
 WIRE_TYPES = {1: "float16", 2: "float32", 3: "float64", 4: "bfloat16", 5: "uint8"}
 INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # of as many bytes as a number
 CODES = {dtype: code for code, dtype in WIRE_TYPES.items()}
@@ -119,10 +119,10 @@ KIND_OF = {
 }
 BODY_BYTES = {FrameKind.HELLO: HELLO.size, FrameKind.ACKNOWLEDGEMENT: ACKNOWLEDGEMENT.size, FrameKind.PROGRESS: 0}
 SEALABLE = (FrameKind.SHARE, FrameKind.LEDGER_REPORT)
+HEADER_FIELDS = ("sender", "receiver", "round_index", "at", "incarnation", "addressed", "boot", "number")
 
 
-@dataclass(frozen=True)
-class FrameHeader:
+class FrameHeader(NamedTuple):
     """The first bytes of a frame, field by field; see the module."""
 
     magic: bytes
@@ -167,7 +167,9 @@ def type_name(dtype: torch.dtype | np.dtype[Any] | str) -> str:
 
 def formats_of(values: Mapping[str, Tensor]) -> RowFormats:
     """Return the formats of rows as encoded for the wire, in the order in which they are sent; `w` is a weight."""
-    return {name: RowFormat(tuple(value.shape), value.dtype, name == "w") for name, value in values.items()}
+    return {
+        name: RowFormat(tuple(value.shape), value.dtype, name in ("w", "average.w")) for name, value in values.items()
+    }
 
 
 def frame_size(formats: RowFormats) -> int:
@@ -279,15 +281,15 @@ class FrameCodec:
 
     def _header(self, message: Message, length: int) -> bytes:
         """Return the header of a message; what its kind does not have is 0."""
-        names = ("sender", "receiver", "round_index", "at", "values", "incarnation", "addressed", "boot", "number")
-        fields: dict[str, Any] = {name: getattr(message, name, 0) for name in names}
-        fields["values"] = len(fields["values"] or ())
-        if isinstance(message, Progress | LedgerReport):
-            fields["number"] = message.exchanges if isinstance(message, Progress) else len(message.own)
         kind = KIND_OF[type(message)]
-        flags = OPENED * getattr(message, "opened", False) | SEALED * (self._seal is not None and kind in SEALABLE)
-        flags |= WANT * getattr(message, "want", 0)
-        return HEADER.pack(MAGIC, VERSION, kind, flags, *fields.values(), length, self.run)
+        facts = [getattr(message, name, 0) for name in HEADER_FIELDS]
+        ends, counters = facts[:4], [len(getattr(message, "values", ())), *facts[4:]]
+        if isinstance(message, Progress | LedgerReport):
+            counters[-1] = message.exchanges if isinstance(message, Progress) else len(message.own)
+        flags = SEALED if self._seal is not None and kind in SEALABLE else 0
+        if isinstance(message, Hello):
+            flags |= OPENED * message.opened | WANT * message.want | LEVEL * message.level
+        return HEADER.pack(MAGIC, VERSION, kind, flags, *ends, *counters, length, self.run)
 
     # --- bytes to messages ---
 
@@ -317,7 +319,7 @@ class FrameCodec:
         elif header.run != self.run:
             problem = f"is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario and one model"
             code = "run"
-        elif header.kind not in set(FrameKind):
+        elif not 1 <= header.kind <= len(FrameKind):
             problem, code = f"is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}", "kind"
         elif header.round_index >= 2**63:
             problem, code = f"is of round {header.round_index}, which must be < 2^63", "round"
@@ -397,7 +399,7 @@ class FrameCodec:
         if header.kind == FrameKind.HELLO:
             challenge, answers, *counters = HELLO.unpack(body)
             opened = bool(header.flags & OPENED)
-            counters.append(header.flags // WANT % WANT)
+            counters += [header.flags // WANT % WANT, header.flags // LEVEL]
             return Hello(
                 *ends, header.incarnation, header.boot, challenge, answers, opened, header.round_index, *counters
             )
@@ -444,15 +446,6 @@ def _integers_of(value: Tensor | np.ndarray) -> np.ndarray:
     return np.asarray(flat.view(getattr(torch, INTEGERS[value.element_size()])).numpy())
 
 
-def _row_of(integers: np.ndarray, dtype: torch.dtype | np.dtype[Any]) -> Any:
-    """Return the row of some bits, [n], of a type of torch or of NumPy."""
-    if isinstance(dtype, np.dtype):
-        return integers.view(dtype)
-    import torch
-
-    return torch.from_numpy(integers).view(dtype)
-
-
 def _has_finite_sum(part: Any) -> bool:
     """Return whether numbers have a finite sum, as no infinite one and no NaN among them leaves."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -484,7 +477,12 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
         little = np.dtype(INTEGERS[row.dtype.itemsize]).newbyteorder("<")
         whole = np.frombuffer(body, little, math.prod(row.shape), begin)
         native = whole.astype(little.newbyteorder("="), copy=False)
-        flat = _row_of(native if native.flags.writeable else native.copy(), row.dtype)
+        bits: Any = native
+        if not isinstance(row.dtype, np.dtype):
+            import torch
+
+            bits = torch.from_numpy(native if native.flags.writeable else native.copy())  # it has no read-only rows
+        flat = bits.view(row.dtype)
         for start in range(0, len(flat) if "float" in type_name(row.dtype) else 0, CHUNK):
             part = flat[start : start + CHUNK]
             if not row.nonnegative and _has_finite_sum(part):
