@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flower_privdec.api.commands import GraphDescription, StudyResult, ledger, report, study, topology, up
+    from flower_privdec.api.commands import GraphDescription, StudyResult, audit, ledger, report, study, topology, up
     from flower_privdec.api.running import (
         Comparison,
         OnEnd,
@@ -58,6 +58,7 @@ else:
         "Scenario": "scenario",
         "ScenarioError": "common.errors",
         "StudyResult": "api.commands",
+        "audit": "api.commands",
         "compare": "api.running",
         "ledger": "api.commands",
         "load_run": "api.running",
@@ -97,6 +98,7 @@ __all__ = [
     "Scenario",
     "ScenarioError",
     "StudyResult",
+    "audit",
     "compare",
     "ledger",
     "load_run",

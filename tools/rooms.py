@@ -18,7 +18,7 @@ FLOORS = [
     ("algorithms", "pushsum"),
     ("experiment",),
     ("engine", "network", "reporting"),
-    ("flower", "planner", "studies", "testing"),
+    ("audits", "flower", "planner", "studies", "testing"),
     ("api", "cli"),
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -18,11 +18,15 @@ from flower_privdec.api.running import (
     as_frame,
     check_callbacks,
     stopping,
+    threads_kept,
     train_into,
 )
 from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, python_words
+from flower_privdec.audits.audit import Audit
+from flower_privdec.audits.audit import audit as attack
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import require
+from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console import comparison_text, topology_text
 from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
 from flower_privdec.reporting.page import write_report
@@ -155,6 +159,24 @@ def topology(scenario: Scenario | str | Path, *, out: str | Path | None = None) 
     """
     loaded = as_scenario(scenario)
     return GraphDescription(loaded, describe(loaded, None if out is None else as_path(out, "out")))
+
+
+@python_words
+def audit(scenario: Scenario | str | Path, *, trials: int = 2000, replica: int = 100_000, seed: int = 0) -> Audit:
+    """Attack a scenario's ε: the lower bound that canaries show, beside the printed and the claimed one.
+
+    Args:
+        scenario: a scenario, or the path of its file; its ledger is not touched.
+        trials: how many canaries are looked for, at least; each run of the scenario has one at each peer.
+        replica: how many trials of the declared releases without a model, with an example and as many without.
+        seed: keys coins, batches and noise; two audits of one seed are the same.
+
+    Raises:
+        ScenarioError: there is no ε that can be audited, or an argument is out of its range.
+    """
+    loaded = as_scenario(scenario)
+    with threads_kept():
+        return attack(Experiment.build(loaded), trials=trials, replica=replica, seed=seed)
 
 
 @python_words

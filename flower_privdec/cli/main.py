@@ -284,6 +284,28 @@ def ledger(
 
 
 @command()
+def audit(
+    scenario: ScenarioFile,
+    settings: Settings = None,
+    trials: Annotated[int, typer.Option(min=8, help="Canaries to look for in the scenario's own steps.")] = 2000,
+    replica: Annotated[int, typer.Option(min=8, help="Trials of the declared releases without a model.")] = 100_000,
+    seed: Annotated[int, typer.Option(help="Keys coins, batches and noise.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Attack a scenario's ε: the lower bound that canaries show, beside the printed and the claimed one.
+
+    Exits with 1 where the printed ε is refuted, or where noise, clipping or ledger are not as planned.
+    """
+    with starting():
+        from flower_privdec.audits import report as audits
+        from flower_privdec.experiment import Experiment
+        from flower_privdec.scenario import load_scenario
+
+        experiment = Experiment.build(load_scenario(scenario, settings or ()))
+    audits.print_audit(experiment, as_json, trials=trials, replica=replica, seed=seed)
+
+
+@command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `privdec run` wrote.")],
     out: Annotated[Path, typer.Option(help="A page (.html), a table (.csv, .tex) or curves (.pdf, .png).")] = Path(

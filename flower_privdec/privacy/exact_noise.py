@@ -109,9 +109,12 @@ class SystemNormals:
         np.add(words[:pairs] >> np.uint64(1), 0.5, out=radius, casting="unsafe")
         np.log(np.multiply(radius, 2.0**-63, out=radius), out=radius)
         np.sqrt(np.multiply(radius, -2.0, out=radius), out=radius)
-        np.multiply(words[pairs:].view(np.int64), math.pi * 2.0**-63, out=angle)
-        np.multiply(np.cos(angle, out=out[:pairs]), radius, out=out[:pairs])
-        np.multiply(np.sin(angle, out=out[pairs:]), radius, out=out[pairs:])
+        cosines, sines = out[:pairs], out[pairs:]  # (1 - t²) / (1 + t²) and 2 t / (1 + t²) of t = tan(angle / 2)
+        tangents = np.tan(np.multiply(words[pairs:].view(np.int64), math.pi * 2.0**-64, out=angle), out=angle)
+        squares = np.multiply(tangents, tangents, out=cosines)
+        np.divide(radius, np.add(squares, 1.0, out=sines), out=radius)
+        np.multiply(np.subtract(1.0, squares, out=cosines), radius, out=cosines)
+        np.multiply(np.add(tangents, tangents, out=sines), radius, out=sines)
         return out[:count]
 
     def more(self) -> int:
@@ -139,18 +142,27 @@ def add_exactly(sums: np.ndarray, scales: np.ndarray, normals: SystemNormals) ->
     grid = grid_steps(scales)
     ratio = scales / grid
     with np.errstate(over="ignore", invalid="ignore"):
-        steps = sums / grid
-        over = steps - np.trunc(steps)
-    over[~np.isfinite(over)] = 0.0  # a sum of infinitely many steps, which is on the grid
-    noised = over + ratio * normals.draw(sums.size).reshape(sums.shape)
-    rounded = np.floor(noised + 0.5)
+        over = sums / grid
+        whole = np.trunc(over)
+        over -= whole
+        is_far = not math.isfinite(float(over.sum()))
+    if is_far:
+        over[~np.isfinite(over)] = 0.0  # a sum of infinitely many steps, which is on the grid
+    noised = normals.draw(sums.size).reshape(sums.shape)
+    noised *= ratio
+    noised += over
+    rounded = np.rint(noised)
     noised -= rounded
     doubtful = _doubtful(noised.reshape(-1), normals.words)
     if len(doubtful):
         facts = (over.reshape(-1)[doubtful].tolist(), np.broadcast_to(ratio, sums.shape).reshape(-1)[doubtful].tolist())
         rounded.reshape(-1)[doubtful] = _resolved(doubtful, *facts, normals)
     with np.errstate(over="ignore"):
-        return np.asarray(sums - over * grid + rounded * grid)
+        if is_far:
+            return np.asarray(sums - over * grid + rounded * grid)
+        rounded += whole
+        rounded *= grid
+        return np.asarray(rounded)
 
 
 def _doubtful(rests: np.ndarray, words: np.ndarray) -> np.ndarray:

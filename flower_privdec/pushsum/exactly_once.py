@@ -520,7 +520,7 @@ class PushSumProtocol(Generic[V]):
     def introduce(self, neighbor: int, incarnation: int) -> None:
         """Open an edge by the word of a directory that both sides trust, in place of a handshake.
 
-        What was absorbed from the neighbour is acknowledged again.
+        What was absorbed from the neighbour is acknowledged again, unless the edge is open already.
 
         Args:
             neighbor: another peer, also one that was not known before.
@@ -530,6 +530,8 @@ class PushSumProtocol(Generic[V]):
             RefusedError: it is earlier than one that was introduced before; the edge closes.
         """
         edge = self.edges.setdefault(neighbor, Edge())
+        if incarnation == edge.incarnation and neighbor in self._open:
+            return
         if incarnation < edge.incarnation:
             self.close(neighbor)
             raise RefusedError(

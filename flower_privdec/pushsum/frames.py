@@ -119,10 +119,10 @@ KIND_OF = {
 }
 BODY_BYTES = {FrameKind.HELLO: HELLO.size, FrameKind.ACKNOWLEDGEMENT: ACKNOWLEDGEMENT.size, FrameKind.PROGRESS: 0}
 SEALABLE = (FrameKind.SHARE, FrameKind.LEDGER_REPORT)
+HEADER_FIELDS = ("sender", "receiver", "round_index", "at", "incarnation", "addressed", "boot", "number")
 
 
-@dataclass(frozen=True)
-class FrameHeader:
+class FrameHeader(NamedTuple):
     """The first bytes of a frame, field by field; see the module."""
 
     magic: bytes
@@ -279,15 +279,15 @@ class FrameCodec:
 
     def _header(self, message: Message, length: int) -> bytes:
         """Return the header of a message; what its kind does not have is 0."""
-        names = ("sender", "receiver", "round_index", "at", "values", "incarnation", "addressed", "boot", "number")
-        fields: dict[str, Any] = {name: getattr(message, name, 0) for name in names}
-        fields["values"] = len(fields["values"] or ())
-        if isinstance(message, Progress | LedgerReport):
-            fields["number"] = message.exchanges if isinstance(message, Progress) else len(message.own)
         kind = KIND_OF[type(message)]
-        flags = OPENED * getattr(message, "opened", False) | SEALED * (self._seal is not None and kind in SEALABLE)
-        flags |= WANT * getattr(message, "want", 0)
-        return HEADER.pack(MAGIC, VERSION, kind, flags, *fields.values(), length, self.run)
+        facts = [getattr(message, name, 0) for name in HEADER_FIELDS]
+        ends, counters = facts[:4], [len(getattr(message, "values", ())), *facts[4:]]
+        if isinstance(message, Progress | LedgerReport):
+            counters[-1] = message.exchanges if isinstance(message, Progress) else len(message.own)
+        flags = SEALED if self._seal is not None and kind in SEALABLE else 0
+        if isinstance(message, Hello):
+            flags |= OPENED * message.opened | WANT * message.want
+        return HEADER.pack(MAGIC, VERSION, kind, flags, *ends, *counters, length, self.run)
 
     # --- bytes to messages ---
 
@@ -317,7 +317,7 @@ class FrameCodec:
         elif header.run != self.run:
             problem = f"is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario and one model"
             code = "run"
-        elif header.kind not in set(FrameKind):
+        elif not 1 <= header.kind <= len(FrameKind):
             problem, code = f"is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}", "kind"
         elif header.round_index >= 2**63:
             problem, code = f"is of round {header.round_index}, which must be < 2^63", "round"
@@ -484,7 +484,8 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
         little = np.dtype(INTEGERS[row.dtype.itemsize]).newbyteorder("<")
         whole = np.frombuffer(body, little, math.prod(row.shape), begin)
         native = whole.astype(little.newbyteorder("="), copy=False)
-        flat = _row_of(native if native.flags.writeable else native.copy(), row.dtype)
+        is_usable = native.flags.writeable or isinstance(row.dtype, np.dtype)  # torch has no read-only rows
+        flat = _row_of(native if is_usable else native.copy(), row.dtype)
         for start in range(0, len(flat) if "float" in type_name(row.dtype) else 0, CHUNK):
             part = flat[start : start + CHUNK]
             if not row.nonnegative and _has_finite_sum(part):

@@ -114,8 +114,11 @@ def counting_bar(console: Console) -> Progress:
 
 
 @contextmanager
-def rounds(name: str) -> Iterator[Callable[[int, int], None]]:
+def rounds(name: str, unit: str = "round") -> Iterator[Callable[[int, int], None]]:
     """Show the round of a run on stderr: a bar on a terminal, a few lines elsewhere.
+
+    Args:
+        unit: what is counted, where it is not rounds.
 
     Yields:
         A function to call with the round and the number of rounds.
@@ -130,7 +133,7 @@ def rounds(name: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done, total=total, left="")
             if not console.is_terminal and PLAIN_LINES * done // total > tenths_shown:
                 tenths_shown = PLAIN_LINES * done // total
-                console.print(f"{name}: round {done}/{total}", soft_wrap=True)
+                console.print(f"{name}: {unit} {done}/{total}", soft_wrap=True)
 
         yield show
 

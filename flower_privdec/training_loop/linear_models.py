@@ -88,8 +88,8 @@ def fit_privately(
     options |= {"delta": delta, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
     options |= {"learning_rate": learning_rate, "insecure_seed": insecure_seed}
     check_options({**options, "ledger": ledger, "report": report})
-    objective = _objective(model, classes, len(x))
-    size = len(x)
+    size = _count_of(x)
+    objective = _objective(model, classes, size)
     count = local_epochs * math.ceil(size / min(batch_size, size))
     steps = None if rounds is None else rounds * count
     budget = PrivacyBudget.of(ledger, size, batch_size, epsilon, delta, steps, noise_multiplier, insecure_seed)
@@ -152,12 +152,15 @@ class _Objective:
         Raises:
             ScenarioError: there are not as many as examples, or a label is none of the classes.
         """
-        values = np.asarray(y)
-        if len(values) != examples or values.ndim > 2 or (self.classes is not None and values.ndim > 1):
+        values = _array("y", y)
+        is_flat = values.ndim == 1 or (values.ndim == 2 and self.classes is None and values.size > 0)
+        if not is_flat or len(values) != examples:
             raise ScenarioError(
                 f"y has the shape {values.shape}, and x {examples} rows: give one target each", code=DATA
             )
         if self.classes is None:
+            if values.dtype.kind not in "fiub":
+                raise ScenarioError(f"y is of type {values.dtype}: a regression's targets must be numbers", code=DATA)
             numbers = torch.as_tensor(values, dtype=torch.float64).reshape(examples, -1)
             self.outputs = numbers.shape[1]
             self.l2 /= self.outputs  # over which the loss is averaged
@@ -209,9 +212,24 @@ def _is(model: Any, name: str) -> bool:
     return any(kind.__name__ == name for kind in type(model).__mro__)
 
 
+def _count_of(x: Any) -> int:
+    """Return how many examples there are, which is public; raises ScenarioError where there are none."""
+    count = x.shape[0] if getattr(x, "shape", ()) else len(x) if hasattr(x, "__len__") else 0
+    if count == 0:
+        raise ScenarioError("x has no examples: it must be [examples, features], of numbers", code=DATA)
+    return int(count)
+
+
+def _array(name: str, given: Any) -> np.ndarray:
+    try:
+        return np.asarray(given)
+    except (ValueError, TypeError):
+        raise ScenarioError(f"{name} has rows of several lengths, or cannot be an array", code=DATA) from None
+
+
 def _features(x: Any) -> Tensor:
-    values = x.toarray() if hasattr(x, "toarray") else np.asarray(x)
-    if values.ndim != 2 or values.dtype.kind not in "fiub":
+    values = x.toarray() if hasattr(x, "toarray") else _array("x", x)
+    if values.ndim != 2 or values.shape[1] == 0 or values.dtype.kind not in "fiub":
         raise ScenarioError(
             f"x is of shape {values.shape} and type {values.dtype}: it must be [examples, features], of numbers",
             code=DATA,

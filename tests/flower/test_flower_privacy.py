@@ -345,6 +345,23 @@ def test_a_deployed_node_reads_its_own_data_not_the_servers(tiny: Tiny, tmp_path
     assert "data.root=None is no file" in refused.error.reason
 
 
+@pytest.mark.parametrize("label", ["PLANTED", "4711.25"])
+def test_what_is_wrong_with_a_table_stays_with_its_node(
+    label: str, tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [f"{row},{row % 2}" for row in range(8)]
+    (tmp_path / "test.csv").write_text("\n".join(["age,sick", *rows]) + "\n")
+    (tmp_path / "own.csv").write_text("\n".join(["age,sick", *rows, f"1,{label}"]) + "\n")
+    table = "{numbers: {age: [4, 2]}, target: sick}"
+    data = f"data={{dataset: csv, root: a.csv, test: a.csv, table: {table}, batch: {{sampling: poisson, size: 1}}}}"
+    config = {"data-root": str(tmp_path / "own.csv"), "data-test": str(tmp_path / "test.csv")}
+    reply = answer(deployed(tmp_path / "node", **config), order(tiny(data)))
+    assert "peers [0] cannot build them from the scenario and its own data" in reply.error.reason
+    for word in (label, "own.csv", "sick", "row"):
+        assert word not in reply.error.reason
+    assert "own.csv:10: column 'sick'" in caplog.text  # the owner's own log
+
+
 SIMULATED = {"partition-id": 0, "num-partitions": 4}  # a node-config of Flower's simulation
 
 

@@ -92,8 +92,8 @@ def same(a: Any, b: Any) -> bool:
 def changed(**values: int | bytes) -> bytes:
     """Return the frame of the share with some fields of its header changed."""
     data = encode(SHARE)
-    header = replace(read_header(data, len(data)), **values)
-    return HEADER.pack(*vars(header).values()) + bytes(data[HEADER.size :])
+    header = read_header(data, len(data))._replace(**values)
+    return HEADER.pack(*header._asdict().values()) + bytes(data[HEADER.size :])
 
 
 def patched(at: int, part: bytes) -> bytes:

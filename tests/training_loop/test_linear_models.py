@@ -101,22 +101,36 @@ def test_noise_clipping_and_ledger_are_those_of_the_torch_loop(name: str, tmp_pa
     assert len(charged[0]) == 8
 
 
-def test_an_infinite_example_and_a_huge_one_move_the_model_by_no_more_than_the_clip_norm(tmp_path: Path) -> None:
-    x, moved = X.copy(), []
-    for value in (0.0, 1e12, np.inf, np.nan):
-        x[0] = value
-        model, folder = LinearRegression(), tmp_path / str(value)
-        options = {
-            "noise_multiplier": 1e-9,
-            "clip_norm": 0.5,
-            "insecure_seed": 1,
-            "batch_size": 60,
-            "learning_rate": 1.0,
-        }
-        fit_privately(model, x, SCORES[:, 0], ledger=folder / "ours.jsonl", **options, **QUIET)
+HOSTILE = [np.nan, np.inf, -np.inf, 1e200, 1e300]
+TRIED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "logistic": (LogisticRegression, BINARY, {"classes": (0, 1)}),
+    "softmax": (LogisticRegression, CLASSES, {"classes": (0, 1, 2)}),
+    "hinge": (SGDClassifier, BINARY, {"classes": (0, 1)}),
+    "least squares": (LinearRegression, SCORES[:, 0], {}),
+    "ridge of three": (Ridge, SCORES, {}),
+}
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("where", ["x", "y"])
+@pytest.mark.parametrize("name", TRIED)
+def test_one_hostile_number_moves_the_model_by_no_more_than_the_clip_norm(
+    name: str, where: str, value: float, tmp_path: Path
+) -> None:
+    kind, y, more = TRIED[name]
+    if where == "y" and more:
+        with raises(ScenarioError, "linear.data"):  # a label that is none of the classes
+            fit_privately(kind(), X, [value, *y[1:]], noise_multiplier=1.0, ledger=tmp_path / "l", **more, **QUIET)
+        return
+    options = {"noise_multiplier": 1e-9, "clip_norm": 0.5, "insecure_seed": 1, "batch_size": 60, "learning_rate": 1.0}
+    moved = []
+    for number, first in enumerate((0.0, value)):
+        inputs, targets, model = X.copy(), y.copy(), kind()
+        (inputs if where == "x" else targets)[0] = first
+        fit_privately(model, inputs, targets, ledger=tmp_path / f"{number}.jsonl", **options, **more, **QUIET)
         moved.append(np.append(model.coef_, model.intercept_))
-    for other in moved[1:]:
-        assert np.linalg.norm(other - moved[0]) <= 2 * 0.5 / 60 + 1e-6
+    assert np.isfinite(moved[1]).all()
+    assert np.linalg.norm(moved[1] - moved[0]) <= 2 * 0.5 / 60 + 1e-6
 
 
 def test_scikit_learn_predicts_with_what_was_trained(tmp_path: Path) -> None:
@@ -162,6 +176,20 @@ def test_a_spent_budget_reads_no_example_and_a_line_names_the_remedy(tmp_path: P
         (LogisticRegression(), {"classes": (5, 6)}, "linear.data"),
         (LinearRegression(), {"y": BINARY[:7]}, "linear.data"),
         (LinearRegression(), {"x": np.array([["a"] * 5] * 60)}, "linear.data"),
+        (LinearRegression(), {"x": X.astype(object)}, "linear.data"),
+        (LinearRegression(), {"x": X[:, 0]}, "linear.data"),
+        (LinearRegression(), {"x": X[:, :0]}, "linear.data"),
+        (LinearRegression(), {"x": X[:0], "y": BINARY[:0]}, "linear.data"),
+        (LinearRegression(), {"x": None}, "linear.data"),
+        (LinearRegression(), {"x": [[1.0], [1.0, 2.0]] * 30}, "linear.data"),
+        (LinearRegression(), {"y": None}, "linear.data"),
+        (LinearRegression(), {"y": ["a"] * 60}, "linear.data"),
+        (LinearRegression(), {"y": X.astype(complex)}, "linear.data"),
+        (LinearRegression(), {"y": np.zeros((60, 0))}, "linear.data"),
+        (LinearRegression(), {"y": [[1], [1, 2]] * 30}, "linear.data"),
+        (LogisticRegression(), {"y": BINARY[:, None], "classes": (0, 1)}, "linear.data"),
+        (LogisticRegression(), {"y": BINARY.astype(str), "classes": (0, 1)}, "linear.data"),
+        (LogisticRegression(), {"y": np.zeros(60), "classes": (0,)}, "linear.model"),
         (LinearRegression(), {"batch_size": 0}, "training-loop.argument"),
         (LinearRegression(), {"learning_rate": -1.0}, "training-loop.argument"),
     ],
@@ -171,6 +199,14 @@ def test_what_cannot_be_private_is_refused_by_name(model: Any, options: Any, cod
     with raises(ScenarioError, code):
         fit_privately(model, given.pop("x"), given.pop("y"), **given)
     assert not (tmp_path / "ours.jsonl").exists()
+
+
+def test_a_peer_with_examples_of_one_class_trains_like_any_other(tmp_path: Path) -> None:
+    model = LogisticRegression()
+    options: dict[str, Any] = {"noise_multiplier": 1e-3, "local_epochs": 40, "classes": (0, 1)}
+    fit_privately(model, X, np.zeros(60, int), ledger=tmp_path / "ours.jsonl", **options, **QUIET)
+    assert (model.predict(X) == 0).mean() > 0.9
+    assert model.classes_.tolist() == [0, 1]
 
 
 def test_a_flower_peer_of_scikit_learn_ends_with_the_examples_epsilon(tmp_path: Path) -> None:

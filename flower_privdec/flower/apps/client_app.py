@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from flower_privdec.common.errors import RunError
+from flower_privdec.common.errors import RAISED_BY_USERS, RunError
 from flower_privdec.core import Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.run import Run
@@ -53,7 +54,9 @@ from flower_privdec.flower.error_formatting import one_line_replies
 from flower_privdec.flower.node_settings import HostSettings, in_simulation
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 
+log = logging.getLogger("flwr.privdec")
 RUN = "run"  # the record of a context's state that names its run and the steps that are paid for
+OPEN_CODES = ("data.no-file", "data.no-root", "code.not-allowed")  # of errors that tell nothing of data
 GENERATIONS = 2  # checkpoints: the server may have lost the reply to the last message
 
 
@@ -158,9 +161,18 @@ def _build(settings: HostSettings, text: str, peers: tuple[int, ...], base: str,
     request = WorkRequest(text, 0, list(peers), base=base, shards=shards, nodes=nodes)
     with settings.allowing():
         scenario = settings.scenario(request)
-        # Shards compute at the same time, in threads where all are in one process, and share no model.
-        agreement = Agreement.of(scenario) if shards else _agreement(to_yaml(scenario))
-        return Experiment.joined(agreement, settings.parts(agreement, request))
+        try:
+            # Shards compute at the same time, in threads where all are in one process, and share no model.
+            agreement = Agreement.of(scenario) if shards else _agreement(to_yaml(scenario))
+            return Experiment.joined(agreement, settings.parts(agreement, request))
+        except RAISED_BY_USERS as error:
+            if settings.simulated or getattr(error, "code", "") in OPEN_CODES:
+                raise
+            log.exception("peers %s cannot be built", list(peers))  # of the node's own data: a row, a value
+    raise RunError(
+        f"the SuperNode of peers {list(peers)} cannot build them from the scenario and its own data: see its own log",
+        code="node.data",
+    )
 
 
 @lru_cache(maxsize=2)

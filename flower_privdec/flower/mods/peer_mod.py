@@ -93,7 +93,7 @@ class _Record:
 
     def record(self) -> ConfigRecord:
         """Return the fields as a record, without those that are as by default."""
-        given, defaults = {name: getattr(self, name) for name in _KINDS[type(self)]}, _DEFAULTS[type(self)]
+        given, defaults = self.__dict__, _DEFAULTS[type(self)]
         return ConfigRecord({name: value for name, value in given.items() if value != defaults.get(name)})
 
     @classmethod
@@ -118,8 +118,11 @@ class _Record:
 def _is(value: object, kind: str) -> bool:
     """Return whether a value is of a field's type, as the type is written here."""
     if kind.startswith("list["):
-        return isinstance(value, list) and all(_is(part, kind[5:-1]) for part in value)
-    return type(value) is {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}[kind]
+        return isinstance(value, list) and {*map(type, value)} <= {_TYPES[kind[5:-1]]}
+    return type(value) is _TYPES[kind]
+
+
+_TYPES = {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}
 
 
 @dataclass(frozen=True)
@@ -274,7 +277,9 @@ class RequestHandler:
         self._known_path = place.known_peers or folder / KNOWN
         self.known: KnownPeers = held.get(self._known_path, lambda: KnownPeers(folder, place.known_peers))
         saved = held.get(self.path, lambda: load_state(self.path))
-        self.state: PeerState | None = saved.restored() if isinstance(saved, SavedState) else saved
+        self.state: PeerState | None = (
+            saved.taken(request.kind == INTRODUCE) if isinstance(saved, SavedState) else saved
+        )
         self._dual = DualStep.from_json(request.dual) if request.dual else None
         if self.state is not None and self._dual is not None:
             self.state.dual = (self._dual, max(1, request.round_index))
@@ -292,7 +297,8 @@ class RequestHandler:
     def note_app_budgets(self, budgets: Iterable[tuple[Path, float, str]]) -> None:
         """Remember which ledgers of examples the app's training pays into, for `PeerReport.app_spent`."""
         if self.state is not None:
-            self.state.app_ledgers |= {str(path): (delta, caveat) for path, delta, caveat in budgets}
+            noted = {str(path): (delta, caveat) for path, delta, caveat in budgets}
+            self.state.app_ledgers = self.state.app_ledgers | noted
 
     def _app_spent(self) -> tuple[str, float]:
         """Return what the app's own ledgers hold, in words and as ε, when the run ends; nothing before."""
@@ -377,9 +383,15 @@ class RequestHandler:
         self._introduce(state)
         shares = [(name, frame) for name, frame in inbox if not name.startswith(LEDGER)]
         try:
-            for name, frame in [*(("acknowledgement", frame) for frame in request.acknowledgements), *shares]:
+            for frame in request.acknowledgements:
+                if frame not in state.acknowledged:
+                    with self._refusing("acknowledgement"):
+                        self._receive(state, frames.decode(frame))
+                        state.acknowledged.add(frame)
+            for name, frame in shares:
                 with self._refusing(name):
                     self._receive(state, frames.decode(frame))
+            state.acknowledged.intersection_update(request.acknowledgements)
         except StaleStateError as error:
             log.warning("peer %s begins again without a model: %s", state.peer, error)
             state.shares.reset()
@@ -539,6 +551,12 @@ class RequestHandler:
         pair = [[peer, states.get(peer)] for peer in sorted((state.peer, other))]
         purpose = json.dumps(["mask", request.run, request.round_index, sorted(set(request.mean_of)), pair]).encode()
         return self.identity.key_for(self.known.key(other), b"", purpose)
+
+    def keep(self) -> None:
+        """Let the process's next message go on with the state where it lies."""
+        saved = self.place.cache.get(self.path, lambda: None)
+        if isinstance(saved, SavedState):
+            saved.live = self.state
 
     def answer(self) -> dict[str, Any]:
         """Save the state and return what to answer, once it is on disk."""
@@ -751,7 +769,9 @@ class PeerMod:
             with closing(RequestHandler(request, place, self.privacy_of(context), seals)) as peer:
                 peer.facts["keeps_metrics"] = self.keeps_metrics
                 theirs = self._work(peer, message, context, app)
-                return Message(RecordDict({**theirs, **peer.answer()}), reply_to=message)
+                answer = Message(RecordDict({**theirs, **peer.answer()}), reply_to=message)
+                peer.keep()
+                return answer
 
     def _work(self, peer: RequestHandler, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
         """Handle a request, and return what of the app's own answer is sent along."""
@@ -782,7 +802,7 @@ class PeerMod:
         elif kind == EVALUATE and (model := record_in(content, MODEL, ArrayRecord)) is not None:
             call(model)
         elif kind == EVALUATE and state.w > 0:
-            call(state.layout.record(state.result(), state.unmixed))
+            call(state.layout.record(state.average if state.average_weight else state.given_model(), state.unmixed))
         elif kind == DELIVER:
             peer.deliver()
         return self._leaving(peer, theirs)

@@ -116,12 +116,26 @@ class Layout:
         """Return the floating arrays as one vector, float64 [size]."""
         return np.concatenate([np.ravel(arrays[name]) for name, _, _ in self._floating], dtype=np.float64)
 
+    def moved_by(self, arrays: Arrays, start: np.ndarray) -> np.ndarray:
+        """Return the floating arrays minus a vector, float64 [size]."""
+        update, begin = np.empty(self.size), 0
+        for name, _, shape in self._floating:
+            end = begin + math.prod(shape)
+            np.subtract(np.ravel(arrays[name]), start[begin:end], out=update[begin:end], dtype=np.float64)
+            begin = end
+        return update
+
+    @cached_property
+    def only_kind(self) -> np.dtype[np.floating] | None:
+        """Return the type of all floating arrays; None where they have several."""
+        kinds = {kind for _, kind, _ in self._floating}
+        return np.dtype(kinds.pop()) if len(kinds) == 1 else None
+
     def rounded(self, vector: np.ndarray) -> np.ndarray:
         """Return a vector as its `record` has it, rounded to the arrays' types, [size]."""
-        kinds = {kind for _, kind, _ in self._floating}
         with np.errstate(over="ignore"):
-            if len(kinds) == 1:
-                return vector.astype(kinds.pop())
+            if self.only_kind is not None:
+                return vector.astype(self.only_kind, copy=False)
             ends = np.cumsum([math.prod(shape) for _, _, shape in self._floating])[:-1]
             parts = zip(np.split(vector, ends), self._floating, strict=True)
             return np.concatenate([part.astype(kind).astype(np.float64) for part, (_, kind, _) in parts])
@@ -140,7 +154,7 @@ class Layout:
                 continue
             stop = start + math.prod(shape)
             with np.errstate(over="ignore"):
-                arrays[name] = Array(vector[start:stop].reshape(shape).astype(kind))
+                arrays[name] = Array(vector[start:stop].reshape(shape).astype(kind, copy=False))
             start = stop
         return ArrayRecord(arrays)
 
@@ -170,21 +184,19 @@ def mass_of(x: np.ndarray, w: float) -> dict[str, np.ndarray]:
 
 
 class ArrayArithmetic:
-    """NumPy's rows, which leave as they are; see `pushsum.exactly_once.Arithmetic`."""
+    """NumPy's rows, which leave as they are and are never written over; see `pushsum.exactly_once.Arithmetic`."""
 
     def part(self, value: np.ndarray, weight: float) -> np.ndarray:
         """See Arithmetic."""
         return np.asarray(value * weight)
 
     def subtract(self, value: np.ndarray, part: np.ndarray) -> np.ndarray:
-        """See Arithmetic; in place."""
-        np.subtract(value, part, out=value)
-        return value
+        """See Arithmetic."""
+        return np.asarray(value - part)
 
     def add(self, value: np.ndarray, part: np.ndarray) -> np.ndarray:
-        """See Arithmetic; in place."""
-        np.add(value, part, out=value)
-        return value
+        """See Arithmetic."""
+        return np.asarray(value + part)
 
     def nothing(self, value: np.ndarray) -> np.ndarray:
         """See Arithmetic."""
@@ -192,19 +204,17 @@ class ArrayArithmetic:
 
     def copy(self, value: np.ndarray) -> np.ndarray:
         """See Arithmetic."""
-        return value.copy()
+        return value
 
     def same(self, value: np.ndarray, part: np.ndarray) -> bool:
-        """See Arithmetic; -0 is not 0 here."""
-        if (value.dtype, value.shape) != (part.dtype, part.shape):
-            return False
-        ours, theirs = (np.ascontiguousarray(row).reshape(-1).view(np.uint8) for row in (value, part))
-        return np.array_equal(ours, theirs)
+        """See Arithmetic; a copy costs nothing, so none is looked for."""
+        return value is part
 
     def fits(self, value: np.ndarray, part: np.ndarray) -> bool:
         """See Arithmetic."""
         with np.errstate(over="ignore", invalid="ignore"):
-            return bool(np.isfinite(value + part).all())
+            total = value + part
+            return math.isfinite(float(total.sum())) or bool(np.isfinite(total).all())
 
 
 def new_incarnation() -> int:
@@ -253,6 +263,7 @@ class PeerState:
         average: of dual averaging, over the models with which it took part; empty before the first.
         average_weight: what that average has added up.
         dual: how x / w gives the model in dual averaging, and the round for which; None elsewhere. Not on disk.
+        acknowledged: the frames of acknowledgements that this process has taken in. Not on disk.
     """
 
     run: str
@@ -273,6 +284,7 @@ class PeerState:
     average: np.ndarray = field(default_factory=lambda: np.empty(0))
     average_weight: float = 0.0
     dual: tuple[DualStep, int] | None = None
+    acknowledged: set[bytes] = field(default_factory=set)
 
     @classmethod
     def begun(cls, run: str, peer: int, arrays: Mapping[str, np.ndarray], founding: bool) -> PeerState:
@@ -319,6 +331,16 @@ class PeerState:
             raise RunError(f"peer {self.peer} has no model yet: its first share has not come")
         z = np.asarray(np.divide(self.x, self.w, dtype=np.float64))
         return z if self.dual is None else self.dual[0].point(z, self.dual[1])
+
+    def given_model(self) -> np.ndarray:
+        """Return the model as the app's train function is given it, rounded to the arrays' types, [d]."""
+        kind = self.layout.only_kind
+        if kind is None or self.dual is not None or not self.w > 0:
+            return self.layout.rounded(self.model())
+        with np.errstate(over="ignore"):
+            out = np.empty(self.layout.size, kind)
+            np.divide(self.x, self.w, out=out, dtype=np.float64, casting="unsafe")
+        return out
 
     def result(self) -> np.ndarray:
         """Return the model to evaluate and to hand in, float64 [d]: z, or in dual averaging the average."""
@@ -426,24 +448,34 @@ def state_path(folder: Path, run: str) -> Path:
     return folder / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}.safetensors"
 
 
-@dataclass(frozen=True)
+@dataclass
 class SavedState:
-    """A state as it is on disk, or instead of it in memory; see `restored`.
+    """A state as it is on disk, or instead of it in memory.
 
     Attributes:
         state: whose shares are those of the snapshot.
         snapshot: does not change.
+        live: the same state, as the message that saved it went on with it to its end; None where it failed.
     """
 
     state: PeerState
     snapshot: Durable[np.ndarray]
+    live: PeerState | None = None
 
-    def restored(self) -> PeerState:
-        """Return the state, as a process that has read it begins with."""
+    def taken(self, as_read: bool) -> PeerState:
+        """Return the state for one message: as the last one left it, or as a process begins that has read it.
+
+        Args:
+            as_read: whether to begin as such a process in any case.
+        """
+        live, self.live = self.live, None  # what the message does to it counts once it has saved it
+        return self._restored() if live is None or as_read else live
+
+    def _restored(self) -> PeerState:
         snapshot, state = self.snapshot, self.state
         shares = protocol(state.peer, dict(snapshot.mass), snapshot.incarnation, snapshot.edges)
         shares.restore(snapshot)
-        return replace(state, shares=shares, paid=dict(state.paid), app_ledgers=dict(state.app_ledgers))
+        return replace(state, shares=shares, acknowledged=set())
 
 
 def save_state(path: Path, state: PeerState, *, durable: bool = True, cache: PeerCache | None = None) -> None:
@@ -778,6 +810,10 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> Arrays:
 
 def norm(vector: np.ndarray) -> float:
     """Return the Euclidean norm of a vector, float64 [d], without overflow below it; NaN or ∞ where it has such."""
+    with np.errstate(over="ignore"):
+        length = math.sqrt(float(np.square(vector).sum()))  # pairwise, and on one core
+    if 1e-100 < length < 1e100:  # no square of a number that matters was 0 or infinite
+        return length
     largest = float(np.max(np.abs(vector), initial=0.0))
     if largest == 0 or not math.isfinite(largest):
         return largest
@@ -791,10 +827,14 @@ def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
         update: finite, float64 [d].
         clip_norm: C.
     """
-    if norm(update) <= clip_norm:
+    length = norm(update)
+    if length <= clip_norm:
         return update
-    direction = update / float(np.max(np.abs(update)))  # of the longest update too, whose norm is no finite number
-    short = direction * (clip_norm / float(np.linalg.norm(direction)))
+    if math.isfinite(length):
+        short = update * (clip_norm / length)
+    else:
+        direction = update / float(np.max(np.abs(update)))
+        short = direction * (clip_norm / float(np.linalg.norm(direction)))
     length = norm(short)
     return short if length <= clip_norm else short * (clip_norm / length)  # rounding could leave it a hair too long
 
@@ -905,13 +945,13 @@ def take_step(
     if ledger is not None and not ledger.charge(round_index, noise):
         why = f"its next update would exceed epsilon = {ledger.budget:g}; it stops training and only exchanges"
         return NoStep(why, for_good=True)
-    model = state.model()
+    given = state.given_model()
     try:
-        returned = train(state.layout.record(model, state.unmixed))
+        returned = train(state.layout.record(given, state.unmixed))
     except BudgetError:
         return NoStep(APP_SPENT, for_good=True)
     with np.errstate(all="ignore"):  # also where the app has numpy raise
-        update = _update(state, state.layout.rounded(model), returned, round_index)
+        update = _update(state, given, returned, round_index)
         if clip_norm is not None:
             update = protected(clip_norm, noise, update)
         _move(state, update, clip_norm is None, round_index)
@@ -920,8 +960,7 @@ def take_step(
 
 def _update(state: PeerState, given: np.ndarray, returned: Arrays, round_index: int) -> np.ndarray:
     """Return what the arrays moved by from a model; zeros, and a word in the log, where that is no number."""
-    update = state.layout.vector(returned)
-    update -= given
+    update = state.layout.moved_by(returned, given)
     if wrong := unsound(update):
         _count_as_zero(state, wrong, round_index)
         return np.zeros_like(update)
@@ -932,7 +971,8 @@ def _update(state: PeerState, given: np.ndarray, returned: Arrays, round_index: 
 def _move(state: PeerState, update: np.ndarray, bare: bool, round_index: int) -> None:
     """Add an update to x, times what the peer counts by, unless that would make the model infinite for ever."""
     weight = min(state.examples, 2 * state.w) * (1.0 if state.dual is None else state.dual[0].weight(state.dual[1]))
-    after = (state.x + (update if weight == 1 else weight * update)).astype(state.x.dtype)
+    step, after = update if weight == 1 else weight * update, np.empty_like(state.x)
+    np.add(state.x, step, out=after, dtype=np.float64, casting="same_kind")
     if wrong := unsound(after):
         _count_as_zero(state, wrong, round_index)
     else:

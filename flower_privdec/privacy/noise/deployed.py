@@ -98,7 +98,7 @@ class ExactNoise(SystemNoise):
     `add_` raises ValueError also where a sum or its noise is not a finite number, or the noise is too small for a grid.
 
     Privacy: exact for the sum as it was computed, whose own rounding `noise_inflation` pays for, as long
-    as this machine's log, sqrt, sin and cos in float64 are right to 2^-45, where its libraries document 2^-50. How
+    as this machine's log, sqrt and tan in float64 are right to 2^-45, where its libraries document 2^-50. How
     long a draw takes, and what is left of it in memory, is not protected.
     """
 

@@ -1,0 +1,271 @@
+"""Canaries: one example of each peer that moves a sum as far as clipping lets it, and what is released of it.
+
+The peers run their whole scenario: algorithm, schedule, sampling, clipping, noise and exchanges are those of every
+run. Only model and data are replaced. The model is one linear layer without a bias, and the loss a multiple of its
+output, so large that each gradient is clipped: the gradient is that multiple of the features, whatever the
+parameters. A peer's first example, its canary, has large features along e_0; the others have e_1, and coordinates 2
+and 3 hold noise alone. Coordinate 0 of a release is then all that an observer needs to tell the two neighbouring data
+sets apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.data import Examples
+from flower_privdec.engine.engine import Engine
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.view import drawings_of
+from flower_privdec.gradients import build_kernel
+from flower_privdec.models import flatten
+from flower_privdec.privacy.mechanism.declared import Declaration, joint_release
+from flower_privdec.privacy.mechanism.events import Release, epoch_steps
+from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
+from flower_privdec.rows.keys import digest, keyed_generator
+from flower_privdec.scenario.sections import CancellingSection
+from flower_privdec.tasks.losses import Loss
+
+FEATURES = 4
+STEEP = 1e12  # the loss's derivative in the output: any clip norm is below it
+LONG = 1e6  # a canary's features beside the others', so that a batch that is clipped as a whole is its own
+NOISE_ALONE = 2  # the first coordinate that no example has
+NOISE_KEPT = 10_000  # calls of the mechanism whose noise is looked at
+SLACK = 1e-6  # of a move, for rounding
+LEAST = 1e-150  # a noise multiplier of 0, to divide by
+
+
+class Observer:
+    """An observer of every published sum of a run with canaries, who knows the plan and the declarations.
+
+    A step's sums at one row are normal around 0 without the canary; with it each is shifted by what is declared, as
+    far as an example that is drawn moves it with chance q, and else as far as an idle one does. A row's score is the
+    log of the likelihood ratio of the two, added over steps; its σ, q and shifts are the plan's and the
+    declaration's, whatever the code under test did.
+
+    Attributes:
+        scores: float64 [m].
+        defects: what is not as planned and declared, a line each; the first of each kind.
+        noise: what the coordinates without examples held, over the planned σ; of `NOISE_KEPT` sums at most.
+        cost: for each row, the releases that it made, as they were declared and planned; empty unless `counts_cost`.
+    """
+
+    def __init__(self, experiment: Experiment, mechanism: NoiseMechanism, *, counts_cost: bool = False) -> None:
+        own = experiment.own
+        if own.protection is None:
+            raise TypeError("a run without privacy publishes its sums as they are")
+        self._plan, self._algorithm, self._mechanism = own.protection, experiment.algorithm, mechanism
+        self._counts_cost = counts_cost
+        drawings = drawings_of(experiment, own.peers, own.sampler)
+        self._drawings = list(dict.fromkeys(drawings))
+        self._drawing_of = np.array([self._drawings.index(drawing) for drawing in drawings])
+        self._facts: dict[tuple[Declaration, ...], dict[str, np.ndarray]] = {}
+        self._rates = np.array([drawing.rate for drawing in drawings])
+        self._step, self._sums = -1, np.zeros((4, len(own.peers)))
+        self._chance, self._active = np.ones(len(own.peers)), np.zeros(len(own.peers), dtype=bool)
+        self._draws: dict[bytes, str] = {}
+        self.scores = np.zeros(len(own.peers))
+        self.defects: dict[str, str] = {}
+        self.noise: list[np.ndarray] = []
+        self.cost: list[Counter[Release]] = [Counter() for _ in own.peers]
+        self._epochs: list[set[int]] = [set() for _ in own.peers]
+
+    def see(self, before: Tensor, after: Tensor, noised: NoisedSum) -> None:
+        """Count one published sum of some rows.
+
+        Args:
+            before, after: the sum without its noise and with it, [r, d]; only the second is used for scores.
+        """
+        if noised.step != self._step:
+            self.close()
+            self._step = noised.step
+        idle, drawn, noise, everyone = self._declared(noised.step)[noised.name][:, noised.rows]
+        sigma = self._plan.noise_multipliers[noised.step, noised.rows] * noise
+        unit = noised.scale if noised.clip_norm is None else noised.scale * noised.clip_norm
+        clean, seen = (rows.div(unit.unsqueeze(1)).double().cpu().numpy() for rows in (before, after))
+        self._chance[noised.rows] = np.where(everyone, 1.0, self._rates[noised.rows])
+        idle = np.where(everyone, drawn, idle)
+        value, variance = seen[:, 0], np.maximum(sigma, LEAST) ** 2
+        moves = np.array([value * idle, idle**2, value * drawn, drawn**2]) / variance
+        for total, move in zip(self._sums, moves, strict=True):
+            np.add.at(total, noised.rows, move)
+        self._check(clean, (seen - clean)[:, NOISE_ALONE:], sigma, drawn, noised)
+
+    def _declared(self, step: int) -> dict[str, np.ndarray]:
+        """Return idle, drawn, noise and whether all examples enter it, of each published sum of a step, [4, m]."""
+        declared = self._sums_of(step)
+        if declared not in self._facts:
+            facts: dict[str, np.ndarray] = {}
+            for number, sums in enumerate(declared):
+                for part in sums or ():
+                    numbers = (part.idle, part.drawn, part.noise, part.over == "all")
+                    facts.setdefault(part.name, np.zeros((4, len(self._drawings))))[:, number] = numbers
+            self._facts[declared] = {name: numbers[:, self._drawing_of] for name, numbers in facts.items()}
+        return self._facts[declared]
+
+    def _sums_of(self, step: int) -> tuple[Declaration, ...]:
+        """Return what a step publishes by each way of drawing examples."""
+        sums = (self._algorithm.released(step, drawing) for drawing in self._drawings)
+        return tuple(self._mechanism.released(part) for part in sums)
+
+    def _pay(self) -> None:
+        """Count the cost of the step under way to the rows that took it; an epoch of `shuffle` costs once."""
+        for declared, drawing in zip(self._sums_of(self._step), self._drawings, strict=True):
+            release = joint_release(declared, drawing)
+            for row in np.flatnonzero(self._active).tolist():
+                if release is None or self._drawings[self._drawing_of[row]] != drawing:
+                    continue
+                if drawing.sampling == "shuffle":
+                    epoch = self._step // epoch_steps(drawing.size, release.batch_size)
+                    if epoch in self._epochs[row]:
+                        continue
+                    self._epochs[row].add(epoch)
+                noise = float(self._plan.noise_multipliers[self._step, row]) * release.noise_multiplier
+                self.cost[row][replace(release, noise_multiplier=noise)] += 1
+
+    def _check(
+        self, clean: np.ndarray, noise: np.ndarray, sigma: np.ndarray, drawn: np.ndarray, noised: NoisedSum
+    ) -> None:
+        """Note what is not as planned: how far the canary moved the sum, and whether a draw of noise was seen before.
+
+        A sum that is made of earlier releases too, whose noise it holds before its own, moves by more than the canary.
+        """
+        where = f"step {noised.step}: sum {noised.name!r} of peer"
+        fresh = (np.abs(clean[:, NOISE_ALONE:]) <= SLACK).all(1)
+        for row in np.flatnonzero(fresh & (np.abs(clean[:, 0]) > drawn * (1 + SLACK)))[:1].tolist():
+            moved = f"{abs(clean[row, 0]):.4g} clip norms by one example, declared {drawn[row]:.4g}"
+            text = f"{where} {noised.peers[row]} is moved {moved}"
+            self.defects.setdefault("clipping", text)
+        self._active[noised.rows] = True
+        if len(self.noise) < NOISE_KEPT:
+            self.noise.append(noise / np.maximum(sigma, LEAST)[:, None])
+            for row, draw in enumerate(np.round(self.noise[-1], 6)):
+                peer = f"peer {noised.peers[row]}, step {noised.step}, {noised.name!r}"
+                other = self._draws.setdefault(draw.tobytes(), peer)
+                if other is not peer and draw.any():
+                    self.defects.setdefault("noise reused", f"two releases have the same noise: {other}; {peer}")
+
+    def close(self) -> None:
+        """Finish the step under way."""
+        self.scores += log_ratio(self._sums[0] - self._sums[1] / 2, self._sums[2] - self._sums[3] / 2, self._chance)
+        if self._counts_cost and self._step >= 0:
+            self._pay()
+        self._sums[:], self._active[:], self._step = 0, False, -1
+
+
+def log_ratio(idle: np.ndarray, drawn: np.ndarray, chance: np.ndarray | float) -> np.ndarray:
+    """Return log((1 - q) e^idle + q e^drawn), elementwise."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.logaddexp(np.log1p(-np.asarray(chance)) + idle, np.log(chance) + drawn))
+
+
+class Observed(NoiseMechanism):
+    """The noise of a mechanism, before an observer's eyes."""
+
+    def __init__(self, inner: NoiseMechanism, observer: Observer) -> None:
+        self._inner, self._observer = inner, observer
+        self.state = inner.state  # type: ignore[misc]
+
+    def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
+        """See NoiseMechanism."""
+        before = out.clone()
+        self._inner.add_(out, std, noised)
+        self._observer.see(before, out, noised)
+
+
+def with_canaries(experiment: Experiment) -> Experiment:
+    """Return an experiment with the model and the data of canaries, and all else as it was.
+
+    Raises:
+        ScenarioError: there is no privacy to be audited, or noise cancels between peers.
+    """
+    scenario = experiment.scenario
+    if scenario.private is None:
+        raise ScenarioError(
+            "privacy: none promises no ε that could be audited; give the scenario a privacy section",
+            code="audit.no-privacy",
+        )
+    if isinstance(scenario.private.noise, CancellingSection):
+        raise ScenarioError(
+            "privacy.noise.kind=cancelling hides an example in the sums of several peers, and an audit looks at one "
+            "peer's releases: audit the scenario with independent noise (--set privacy.noise=null)",
+            code="audit.cancelling",
+        )
+    module = nn.Linear(FEATURES, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    initial = flatten(module).to(experiment.device, torch.float64)
+    loss = Loss("steep", lambda outputs, _: STEEP * outputs.sum(-1), _steep_derivative, single=True)
+    memory = scenario.compute.memory_mib << 20
+    kernel = build_kernel(module.to(initial), loss, (FEATURES,), memory_bytes=memory)
+    test = replace(
+        experiment.public,
+        x=torch.zeros(2, FEATURES),
+        y=torch.zeros(2, dtype=torch.int64),
+        n_classes=2,
+        n_tokens=None,
+        validation=None,
+    )
+    public = test if experiment.public.validation is None else replace(test, validation=test)
+    return replace(
+        experiment,
+        module=module,
+        initial=initial,
+        loss=loss,
+        metrics=(),
+        kernel=kernel,
+        public=public,
+        own=replace(experiment.own, examples=examples_with(experiment.own.examples.sizes, None)),
+    )
+
+
+def _steep_derivative(outputs: Tensor, _: Tensor) -> Tensor:
+    return torch.full_like(outputs, STEEP)
+
+
+def examples_with(sizes: np.ndarray, present: np.ndarray | None) -> Examples:
+    """Return the peers' examples, the first of each its canary; where it is not present its gradient is zero."""
+    ends = np.cumsum(sizes)
+    parts = tuple(np.arange(end - size, end) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True))
+    x = torch.zeros(int(ends[-1]), FEATURES)
+    x[:, 1] = 1
+    firsts = torch.from_numpy(ends - sizes)
+    x[firsts] = 0
+    if present is not None:
+        x[firsts[torch.from_numpy(present)], 0] = LONG
+    return Examples(x, torch.zeros(len(x), dtype=torch.int64), parts)
+
+
+def run_once(
+    experiment: Experiment, seed: int, number: int, ledger_dir: Path | None = None
+) -> tuple[np.ndarray, Observer]:
+    """Run a scenario with canaries once, each there by a fair coin.
+
+    Args:
+        experiment: from `with_canaries`.
+        seed, number: of the audit and of the run in it: together they key coins, batches and noise, which no other run
+            uses.
+        ledger_dir: where the run's ledger lies; None keeps none.
+
+    Returns:
+        Which peers' canaries were there, bool [m], and who saw what all peers released.
+    """
+    own = experiment.own
+    keys = {peer: digest(32, "audit", seed, number, peer) for peer in own.peers.tolist()}
+    present = keyed_generator(seed, "audit coins", number).random(len(own.peers)) < 0.5
+    examples = examples_with(own.examples.sizes, present)
+    own = replace(own, examples=examples, keys=keys, sampler=own.sampler.like(keys=keys))
+    cohort = replace(experiment, own=own).cohort(ledger_dir)
+    observer = Observer(experiment, cohort.mechanism, counts_cost=ledger_dir is not None)
+    cohort.apart, cohort.mechanism = True, Observed(cohort.mechanism, observer)
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+    engine.rounds(experiment.scenario.rounds)
+    observer.close()
+    if cohort.ledger is not None:
+        cohort.ledger.close()
+    return present, observer

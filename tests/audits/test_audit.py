@@ -1,0 +1,323 @@
+"""Audits: no algorithm's ε is refuted, papers' claims are, and code that is broken on purpose is found by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from raising import raises
+from scipy import stats
+from tiny_scenario import TINY
+from torch import Tensor
+from variants import VARIANTS, settings_for
+
+from flower_privdec.audits.audit import Audit, audit
+from flower_privdec.audits.bounds import epsilon_from_guesses, epsilon_from_scores
+from flower_privdec.audits.canaries import run_once, with_canaries
+from flower_privdec.audits.replica import replica_scores
+from flower_privdec.cli.main import main
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.experiment import Experiment
+from flower_privdec.gradients.stacked import StackedKernel
+from flower_privdec.privacy.accountant.accounting import epsilon
+from flower_privdec.privacy.ledger.ledger import Account
+from flower_privdec.privacy.mechanism import paper
+from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
+from flower_privdec.privacy.noise.philox import PhiloxNoise
+from flower_privdec.scenario import parse_scenario
+
+SHORT = ["rounds=3", "data.samples=48", "privacy.clip_norm=0.05", "data.batch={sampling: poisson, size: 4}"]
+FULL = [*SHORT, "data.batch={sampling: full}"]  # whose privacy a test of one score can show whole
+CROSS = [*FULL, *settings_for("algorithm.name=dp-cga")]
+
+
+def experiment_of(*overrides: str) -> Experiment:
+    return Experiment.build(parse_scenario(TINY, overrides=list(overrides)))
+
+
+# --- bounds ---
+
+
+@given(st.floats(0.1, 4), st.sampled_from([1e-5, 1e-3]), st.integers(0, 2**32))
+@settings(max_examples=20, deadline=None)
+def test_a_bound_from_scores_is_below_what_gaussians_cost(sigma: float, delta: float, seed: int) -> None:
+    """Each fails with a chance of 1e-9: so many cases need no luck."""
+    draws = np.random.default_rng(seed)
+    absent, present = draws.normal(0, sigma, 4000), draws.normal(1, sigma, 4000)
+    cost = epsilon([Release("full", 1.0, 1, 1, sigma)], delta)
+    assert 0 <= epsilon_from_scores(absent, present, delta, 1 - 1e-9) <= cost
+
+
+def test_a_bound_from_scores_is_near_what_they_can_show() -> None:
+    count = 20_000
+    apart = epsilon_from_scores(np.zeros(count), np.ones(count), 1e-5, 0.95)
+    assert apart == pytest.approx(math.log(count / 2 / -math.log(0.025)), abs=0.01)  # no false alarm in the second half
+    assert epsilon_from_scores(np.zeros(count), np.zeros(count), 1e-5, 0.95) == 0
+    assert epsilon_from_scores(np.zeros(1), np.ones(1), 1e-5, 0.95) == 0
+
+
+def test_a_bound_from_guesses_is_that_of_a_binomial_without_delta() -> None:
+    shown = epsilon_from_guesses(1000, 1000, 800, 0.0, 0.95)
+    assert stats.binom.sf(799, 1000, 1 / (1 + math.exp(-shown))) == pytest.approx(0.05, rel=1e-4)
+    assert epsilon_from_guesses(1000, 1000, 800, 1e-4, 0.95) < shown
+    assert epsilon_from_guesses(1000, 1000, 510, 0.0, 0.95) == 0
+    assert epsilon_from_guesses(1000, 0, 0, 0.0, 0.95) == 0
+
+
+# --- what holds is not refuted ---
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
+def test_no_algorithms_epsilon_is_refuted(variant: list[str]) -> None:
+    batch = [] if any(setting.startswith("data.batch") for setting in variant) else SHORT[-1:]
+    experiment = experiment_of(*SHORT[:-1], *settings_for(*variant), *batch)
+    found = audit(experiment, trials=40, replica=20_000, confidence=1 - 1e-6)
+    assert found.holds, found.verdict
+    assert {peer for group in found.groups for peer in group.peers} == set(range(experiment.scenario.n_peers))
+    assert all(group.shown <= group.epsilon for group in found.groups)
+
+
+def test_the_replica_has_the_likelihoods_of_the_real_steps() -> None:
+    """The mean log ratio of both worlds, within five standard errors."""
+    experiment = experiment_of(*SHORT, "privacy.epsilon=6")
+    runs = [run_once(with_canaries(experiment), 3, number) for number in range(150)]
+    there, scores = np.array([run[0] for run in runs]), np.array([run[1].scores for run in runs])
+    plan = experiment.own.protection
+    assert plan is not None
+    for real, drawn in zip(
+        (scores[~there], scores[there]), replica_scores(plan.accounts[0].releases(0, 3), 20_000, 1), strict=True
+    ):
+        assert abs(real.mean() - drawn.mean()) < 5 * real.std() / math.sqrt(real.size)
+        assert real.std() == pytest.approx(drawn.std(), rel=0.25)
+
+
+def test_an_audit_repeats_by_its_seed() -> None:
+    one, again, other = (
+        audit(experiment_of(*SHORT), trials=40, replica=100, seed=seed).to_json() for seed in (1, 1, 2)
+    )
+    assert one == again
+    assert one["groups"] != other["groups"] or one == other  # the figures of few trials may agree
+
+
+# --- what is broken is found, by name ---
+
+
+@contextmanager
+def half_the_noise() -> Iterator[None]:
+    add = NoiseMechanism.add_
+
+    def add_half(self: NoiseMechanism, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
+        add(self, out, std / 2, noised)
+
+    with patch.object(NoiseMechanism, "add_", add_half):
+        yield
+
+
+@contextmanager
+def clipped_by_batch() -> Iterator[None]:
+    """Clip the sum of a batch to the norm that so many clipped examples may have."""
+    add = StackedKernel.add_clipped_
+
+    def add_by_batch(
+        self: StackedKernel, out: Tensor, params: Tensor, batch: Any, clip: Tensor, scale: Tensor, *rest: Any
+    ) -> Tensor:
+        total = out.new_zeros(out.shape)
+        norms = add(self, total, params, batch, None, scale, *rest)
+        most = clip * scale.abs() * batch.weight.sum(1)
+        out += total * (most / total.norm(dim=1).clamp_min(1e-30)).clamp_max(1).unsqueeze(1)
+        return norms
+
+    with patch.object(StackedKernel, "add_clipped_", add_by_batch):
+        yield
+
+
+@contextmanager
+def charged_for_one_round() -> Iterator[None]:
+    """Let a peer forget at each round what it paid before."""
+    releases = Account.releases
+
+    def last(self: Account, start: int, stop: int) -> tuple[Release, ...]:
+        return releases(self, max(start, stop - 1), stop)
+
+    with patch.object(Account, "releases", last):
+        yield
+
+
+@contextmanager
+def same_noise_for_all_receivers() -> Iterator[None]:
+    add = PhiloxNoise.add_
+
+    def add_same(self: PhiloxNoise, out: Tensor, std: Tensor, step: int, peers: np.ndarray, *rest: Any) -> None:
+        purpose = rest[0] if rest else "noise"
+        add(self, out, std, step, peers, purpose, None)
+
+    with patch.object(PhiloxNoise, "add_", add_same):
+        yield
+
+
+@contextmanager
+def half_of_the_steps_charged() -> Iterator[None]:
+    from flower_privdec.privacy.ledger.ledger import CohortLedger
+
+    charges = CohortLedger._charges
+
+    def half(self: CohortLedger, start: int, stop: int) -> Any:
+        return charges(self, start, max(start + 1, stop // 2))
+
+    with patch.object(CohortLedger, "_charges", half):
+        yield
+
+
+BROKEN = {
+    "noise at half": (half_the_noise, FULL, "noise too small"),
+    "clipped by batch": (clipped_by_batch, FULL, "clipping"),
+    "noise reused for two neighbours": (same_noise_for_all_receivers, CROSS, "noise reused"),
+    "half of the steps charged": (half_of_the_steps_charged, FULL, "ledger"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_broken_is_found_by_name(kind: str) -> None:
+    broken, overrides, name = BROKEN[kind]
+    experiment = experiment_of(*overrides)
+    assert audit(experiment, trials=40, replica=100).defects == {}
+    with broken():
+        found = audit(experiment, trials=40, replica=100)
+    assert name in found.defects
+    assert not found.holds
+    assert found.defects[name] in found.verdict
+
+
+MANY = ["n_peers=32", "data.samples=320", "data.batch={sampling: full}", "privacy.clip_norm=0.05"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "trials"), [("noise at half", 16_000), ("clipped by batch", 2000)])
+def test_canaries_alone_refute_what_is_broken(kind: str, trials: int) -> None:
+    experiment = experiment_of(*MANY, "rounds=1", "privacy.epsilon=2")
+    with BROKEN[kind][0]():
+        group = audit(experiment, trials=trials, replica=100).groups[0]
+    assert group.canary_lower_bound > group.epsilon
+    assert group.violated
+
+
+@pytest.mark.slow
+def test_an_accountant_that_forgets_is_refuted() -> None:
+    noise = "privacy={epsilon: null, noise_multiplier: 3.0, delta: 1.0e-3}"
+    experiment = experiment_of(*MANY, "rounds=40", noise)
+    with charged_for_one_round():
+        found = audit(experiment, trials=1000, replica=100)
+    assert found.groups[0].canary_lower_bound > found.groups[0].epsilon
+    assert not found.holds
+
+
+# --- claims of papers ---
+
+
+CLAIMS = {  # the release of the paper's noise, its claim, and what an audit shows at least
+    "PrivSGP-VR, K = 3120, J = 3125": (3.0, 1e-5, 5.0),
+    "Const-D2P, one example drawn uniformly": (1.0, 1e-4, 3.5),
+    "DP-DDA, a tenth of the peers active": (1.0, 1e-2, 5.0),
+}
+
+
+def released_by_paper(name: str) -> Release:
+    claimed, delta, _ = CLAIMS[name]
+    if name.startswith("PrivSGP"):
+        noise = paper.moments_sigma(claimed, delta, rounds=3120, dataset_size=3125, clip_norm=1.0, c_2=0.3724)
+        return Release("poisson", 1 / 3125, 3125, 1, noise / 3, 3120)
+    if name.startswith("Const"):
+        mu = paper.gdp_mu_0(paper.gdp_mu(claimed, delta), 1 / 2500, np.ones(2000))
+        return Release("uniform", 1 / 2500, 2500, 1, 1 / mu, 2000)
+    rounds = 3 * 1628
+    noise = paper.subsampled_sigma(claimed, delta, rounds=10 * rounds, dataset_size=1628, share=0.1)
+    return Release("poisson", 1 / 1628, 1628, 1, noise, rounds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_replica_exposes_what_papers_claim(name: str) -> None:
+    claimed, delta, least = CLAIMS[name]
+    release = released_by_paper(name)
+    shown = epsilon_from_scores(*replica_scores([release], 4000, 1), delta, 0.95)
+    assert claimed < least < shown <= epsilon([release], delta)
+
+
+def test_a_claim_that_is_refuted_is_named_and_the_printed_epsilon_holds() -> None:
+    paper_noise = "privacy={epsilon: 3.0, delta: 1.0e-3, calibration: paper, c_2: 0.3724}"
+    experiment = experiment_of(
+        *SHORT[:-1], "data.batch={sampling: poisson, size: 1}", *settings_for("algorithm.name=privsgp-vr"), paper_noise
+    )
+    group = audit(experiment, trials=8, replica=20_000).groups[0]
+    assert group.claimed_epsilon == 3.0
+    assert group.claim_refuted
+    assert not group.violated
+
+
+# --- what cannot be audited, and how it is printed ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (["privacy=none"], "audit.no-privacy"),
+        (
+            ["privacy.noise={kind: cancelling, colluding: 1, secrets: complete}", "topology.name=complete"],
+            "audit.cancelling",
+        ),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(overrides: list[str], code: str) -> None:
+    experiment = experiment_of(*SHORT, *overrides)
+    with raises(ScenarioError, code):
+        audit(experiment)
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    experiment = experiment_of(*SHORT)
+    with raises(ScenarioError, "audit.trials", "trials=2"):
+        audit(experiment, trials=2)
+    with raises(ScenarioError, "audit.trials", "replica=0"):
+        audit(experiment, replica=0)
+    with raises(ScenarioError, "audit.confidence", "1.0"):
+        audit(experiment, confidence=1.0)
+
+
+def test_the_command_prints_a_table_or_json_and_exits_with_1_for_what_is_broken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["audit", "digits", "--set", "rounds=2", "--trials", "16", "--replica", "100"]
+    with pytest.raises(SystemExit) as done:
+        main(command)
+    text = capsys.readouterr().out
+    assert done.value.code == 0
+    assert "printed ε" in text
+    assert "nothing was found" in text
+    with half_the_noise(), pytest.raises(SystemExit) as done:
+        main([*command, "--json"])
+    printed = capsys.readouterr()
+    facts = json.loads(printed.out)
+    assert done.value.code == 1
+    assert "times as large as planned" in printed.err
+    assert {"claimed_epsilon", "epsilon", "epsilon_lower_bound", "method", "trials"} <= facts.keys()
+    assert facts["holds"] is False
+
+
+def test_the_nearest_to_being_refuted_comes_first() -> None:
+    experiment = experiment_of(*SHORT, "privacy.epsilon=[1, 2, 3, 4]")
+    found: Audit = audit(experiment, trials=40, replica=2000)
+    margins = [group.epsilon - group.shown for group in found.groups]
+    assert len(margins) == 4
+    assert margins == sorted(margins)
+    worse = replace(found.groups[-1], canary_lower_bound=9.0)
+    assert replace(found, groups=(worse,)).verdict.startswith(f"ε = {worse.epsilon:.4g} is refuted")
