@@ -260,6 +260,19 @@ def to_svg(figure: Figure, label: str) -> str:
     return f'{head} role="img" aria-label="{label}">{rest}'
 
 
+def themed(svg: str) -> str:
+    """Return an SVG file whose colours follow the reader's theme, light or dark."""
+    dark = {colour: DARK[name] for colour, name in PAGE_COLOURS.items()} | {"#ffffff": DARK["paper"]}
+    rules = "".join(
+        f'[style*="{what}: {colour}"]{{{what}:{shade}!important}}'
+        for colour, shade in dark.items()
+        for what in ("fill", "stroke")
+    )
+    start = svg.index(">", svg.index("<svg")) + 1
+    rules += f"text{{fill:{DARK['ink']}}}"
+    return f"{svg[:start]}<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{svg[start:]}"
+
+
 def html_of(text: str, pictures: Iterable[str] = ()) -> str:
     """Return text, and pictures as SVG below it, as HTML for a notebook, in colours of its light or dark theme."""
     light, dark = (
@@ -461,6 +474,8 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
             try:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 draw_topology(topology).savefig(out, dpi=150, facecolor="white")
+                if out.suffix.lower() == ".svg":
+                    out.write_text(themed(out.read_text(encoding="utf-8")), encoding="utf-8")
             except OSError as error:
                 raise ScenarioError(
                     f"--out {out}: cannot be written ({error.strerror}); give another path", code="reporting.unwritable"

@@ -318,6 +318,13 @@ def test_plots_leave_out_what_a_run_does_not_have(tmp_path: Path) -> None:
     assert not (early / "plots").exists()
 
 
+def test_a_figure_of_its_own_follows_a_dark_theme() -> None:
+    svg = plots.themed('<?xml version="1.0"?><svg width="3"><path style="fill: #ffffff; stroke: #2563c9"/></svg>')
+    assert ET.fromstring(svg)[0].tag == "style"
+    assert '[style*="stroke: #2563c9"]{stroke:#6ea8fe!important}' in svg
+    assert '[style*="fill: #ffffff"]{fill:#161b22!important}' in svg
+
+
 def test_curves_that_hide_each_other_differ_by_their_dashes(tmp_path: Path) -> None:
     styles = [plots.line_style(i) for i in range(2 * len(plots.SERIES))]
     assert all(first[1] != second[1] for first, second in pairwise(styles))
