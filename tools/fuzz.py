@@ -22,7 +22,7 @@ FRAMES = FrameCodec(bytes(range(32)), formats_of(ROWS), {1: formats_of(ROWS)})
 
 def examples() -> list[Message]:
     """Return a message of each kind."""
-    hello = Hello(1, 2, 2**32, 77, 78, 79, True, 4, 2**32, 9, 77, 8, 6, 7, 55, 2)
+    hello = Hello(1, 2, 2**32, 77, 78, 79, True, 4, 2**32, 9, 77, 8, 6, 7, 55, 2, 3)
     share = FrozenShare(1, 2, 2**32, 2**33, 5, 77, 4, ROWS)
     acknowledgement = Acknowledgement(1, 2, 2**32, 2**33, 77, 5, 66)
     return [hello, share, acknowledgement, RowMessage(1, 2, 4, 1, ROWS), Progress(1, 2, 9)]

@@ -239,16 +239,23 @@ def plan(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Also each peer's noise and ε, graph, best rounds and gradients.")
     ] = False,
+    privacy: Annotated[
+        bool, typer.Option("--privacy", help="Print what is released instead, and the ε towards each observer.")
+    ] = False,
 ) -> None:
     """Plan a run: its rounds, ε, noise, memory and time; run nothing."""
     with starting():
         from flower_privdec.experiment import Experiment
+        from flower_privdec.planner.observers import print_statement
         from flower_privdec.planner.plan import make_plan
         from flower_privdec.reporting import console
         from flower_privdec.scenario import load_scenario
 
         experiment = Experiment.build(load_scenario(scenario, settings or ()))
-    console.print_plan(make_plan(experiment), as_json, verbose)
+    if privacy:
+        print_statement(experiment, as_json)
+    else:
+        console.print_plan(make_plan(experiment), as_json, verbose)
 
 
 @command()

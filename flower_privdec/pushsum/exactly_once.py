@@ -159,6 +159,7 @@ class Hello:
         seen, seen_boot: number and boot of the last share that came from the receiver, on disk or not.
         want: what the sender lacks of weight, for the driver alone: 0 where that is not known, 1 where it has none to
             spare, 2 where it waits for some.
+        level: how often the sender's weight floor sank, 0 to 15, for the driver alone.
     """
 
     sender: int
@@ -177,6 +178,7 @@ class Hello:
     seen: int
     seen_boot: int
     want: int = 0
+    level: int = 0
 
 
 @dataclass(frozen=True, eq=False)

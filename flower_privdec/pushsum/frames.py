@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumP
     from flower_privdec.core import State
 
 Buffer = bytes | bytearray | memoryview
-MAGIC, VERSION = b"prvd", 6
+MAGIC, VERSION = b"prvd", 7
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
@@ -58,7 +58,7 @@ AXES = 4
 DATA_AT, ROW_AT = 64, 8  # the rows begin at a multiple of the first, each at one of the second
 CHUNK = 2**18  # numbers checked at a time
 LAYOUTS = 64  # of frames with rows that are remembered
-OPENED, SEALED, WANT = 1, 2, 4  # flags; times WANT stands what the sender of a hello lacks, 0 to 3
+OPENED, SEALED, WANT, LEVEL = 1, 2, 4, 16  # flags; times WANT a hello's `want`, 0 to 3, and times LEVEL its `level`
 WIRE_TYPES = {1: "float16", 2: "float32", 3: "float64", 4: "bfloat16", 5: "uint8"}
 INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # of as many bytes as a number
 CODES = {dtype: code for code, dtype in WIRE_TYPES.items()}
@@ -286,7 +286,7 @@ class FrameCodec:
             counters[-1] = message.exchanges if isinstance(message, Progress) else len(message.own)
         flags = SEALED if self._seal is not None and kind in SEALABLE else 0
         if isinstance(message, Hello):
-            flags |= OPENED * message.opened | WANT * message.want
+            flags |= OPENED * message.opened | WANT * message.want | LEVEL * message.level
         return HEADER.pack(MAGIC, VERSION, kind, flags, *ends, *counters, length, self.run)
 
     # --- bytes to messages ---
@@ -397,7 +397,7 @@ class FrameCodec:
         if header.kind == FrameKind.HELLO:
             challenge, answers, *counters = HELLO.unpack(body)
             opened = bool(header.flags & OPENED)
-            counters.append(header.flags // WANT % WANT)
+            counters += [header.flags // WANT % WANT, header.flags // LEVEL]
             return Hello(
                 *ends, header.incarnation, header.boot, challenge, answers, opened, header.round_index, *counters
             )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from raising import raises
 from tiny_scenario import Tiny
 from variants import settings_for
 
-from flower_privdec.common.errors import BudgetError
+from flower_privdec.common.errors import BudgetError, StoppedError
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.network.peer.asynchronous import LOST
 from flower_privdec.network.peer.foreground import running_peer
@@ -63,6 +64,25 @@ def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
         assert 0 <= reserved <= (peer == 1), f"peer {peer}"
 
 
+def test_a_peer_that_died_after_its_last_step_needs_no_neighbour_to_come_to_its_end(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("topology.name=ring", "rounds=6", QUICK)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=True)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], POINTS["at the end"], 1)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        for peer, future in zip((0, 2, 3), (futures[0], *futures[2:]), strict=True):
+            peers[peer].stop()
+            with suppress(StoppedError):
+                future.result(LONG)
+    second, leaving = again(scenario, theirs[1]), Event()
+    second._leave = leaving.set  # type: ignore[method-assign]
+    with running([second]):
+        wait_until(leaving.is_set)
+    assert second.state.round_index == 6
+
+
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd", "pdsl", "dp-dda"])
 def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_path: Path) -> None:
     setting = "algorithm={name: dp-dda}" if name == "dp-dda" else f"algorithm.name={name}"
@@ -90,7 +110,7 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
         assert set(peer.status()["down"]) <= {"3"}
 
 
-def test_who_joins_late_brings_no_mass_and_takes_over_a_neighbours_model(tiny: Tiny, tmp_path: Path) -> None:
+def test_who_joins_late_has_a_neighbours_model_and_the_weight_of_a_peer_that_begins(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
     start = peers[0].state.rows["x"][0].clone()
@@ -101,8 +121,8 @@ def test_who_joins_late_brings_no_mass_and_takes_over_a_neighbours_model(tiny: T
     assert float(last["w"]) > 0
     torch.testing.assert_close(last["x"][0] / last["w"], start)
     found = mass_on_disk([tmp_path / name for name in FOLDERS])
-    torch.testing.assert_close(found["w"], torch.tensor(3.0, dtype=torch.float64))
-    torch.testing.assert_close(found["x"], 3 * start)
+    torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64))
+    torch.testing.assert_close(found["x"], 4 * start)
 
 
 def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_path: Path) -> None:
@@ -143,12 +163,21 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
             wait_until(lambda: taken_from(second) >= before + 3)
             stop_all([second], [future])
         shutil.copy(older, theirs[1].folder / "checkpoints")
-        third = again(scenario, theirs[1])
+        third: Any = again(scenario, theirs[1])
+        fill, brought = third._fill, list[float]()
+
+        def fill_and_count() -> None:
+            weight = third._weight()
+            fill()
+            brought.append(third._weight() - weight)
+
+        third._fill = fill_and_count
         with running([third]) as (future,):
-            wait_until(lambda: third.protocol.incarnation > FIRST and float(third.protocol.mass["w"]) > 0)  # type: ignore[attr-defined]
+            wait_until(lambda: third.protocol.incarnation > FIRST and float(third.protocol.mass["w"]) > 0)
             stop_all([third, peers[0], *peers[2:]], [future, futures[0], *futures[2:]])
     found = mass_on_disk([device.folder for device in theirs])
-    assert float(found["w"]) < 4.0
+    assert len(brought) == 1
+    assert float(found["w"]) - sum(brought) < 4.0
     torch.testing.assert_close(found["x"], found["w"] * initial(scenario), rtol=0, atol=1e-9)
 
 

@@ -14,6 +14,8 @@ import pytest
 from flower_privdec.network.peer import pace
 
 LEAD, FURTHER, SWEEPS = 3, 12, 200
+POOR = 0.1  # of the mean weight of the peers that are up: a step with less would be far too long
+BACK = 0.3  # of that mean: what each has again soon after the last fault
 UNDER_WAY = 1000  # the round of those that nothing happened to: one that comes back needs as many to catch up
 SCHEDULES = 200
 
@@ -32,11 +34,11 @@ class Walker:
     alive: bool = True
     inbox: list[tuple[int, float]] = field(default_factory=list)  # the sender and the weight of each share
     owed: dict[int, float] = field(default_factory=dict)  # shares that were not acknowledged, by receiver
-    wants: dict[int, int] = field(default_factory=dict)
+    wants: dict[int, tuple[int, int]] = field(default_factory=dict)  # what the others lack, and their levels
     known: dict[int, tuple[int, int]] = field(default_factory=dict)  # round and boot of the others
     want: int = 0
     announced: int = 0
-    relieved: bool = False
+    sank: bool = False
     met: bool = True  # whether another one exchanged with it since its last step
 
     def __post_init__(self) -> None:
@@ -44,21 +46,43 @@ class Walker:
 
 
 class Schedule:
-    """One run of random events: messages come late and in any order, and peers die, are lost, or join late."""
+    """One run of random events: messages come late and in any order, and peers die, are lost, cut off, or join late.
+
+    Some are twenty times as fast as others. In half of the runs a peer that lost everything has the weight of one that
+    begins; in the others, what it lost is missing.
+    """
 
     def __init__(self, draw: Random, code: Any = pace, calm: bool = False) -> None:
         self.draw, self.calm, n = draw, calm, draw.randint(2, 5)
         self.lead = draw.choice([LEAD, LEAD, None])
         self.walkers = [Walker(i, n, code, self.lead) for i in range(n)]
         self.messages: list[tuple[int, int, str, Any]] = []  # sender, receiver, kind, content
-        self.lost = 0.0  # weight that went with peers
+        self.speeds = [draw.choice([1.0, 1.0, 20.0]) for _ in self.walkers]
+        self.refills = draw.random() < 0.5
+        self.sides = [0] * n  # peers on different sides do not reach each other
+        self.lost, self.brought = 0.0, 0.0  # weight that went with peers, and that those who lost theirs brought
         if not calm and draw.random() < 0.3:  # one is there from the beginning on, and has nothing
             self.lose(self.walkers[-1])
         for walker in self.walkers:
             self.greet(walker)
 
     def up(self, walker: Walker) -> list[Walker]:
-        return [other for other in self.walkers if other is not walker and other.alive]
+        side = self.sides[walker.number]
+        return [w for w in self.walkers if w is not walker and w.alive and self.sides[w.number] == side]
+
+    def mean(self, walker: Walker) -> float:
+        """Return the mean weight of a peer and all that it reaches, with what is under way between them."""
+        side = {other.number: other for other in (walker, *self.up(walker))}
+        held = sum(other.weight + sum(share for _, share in other.inbox) for other in side.values())
+        return (held + sum(share for _, share in self.under_way(side))) / len(side)
+
+    def under_way(self, among: Any) -> list[tuple[int, float]]:
+        """Return receiver and weight of the shares that were sent and did not come yet."""
+        return [
+            (receiver, content[2])
+            for sender, receiver, kind, content in self.messages
+            if kind == "share" and sender in among and receiver in among
+        ]
 
     # --- messages ---
 
@@ -67,11 +91,13 @@ class Schedule:
 
     def greet(self, walker: Walker) -> None:
         for other in self.up(walker):
-            self.post(walker, other.number, "hello", (walker.rounds, walker.boot, walker.want))
+            self.post(walker, other.number, "hello", (walker.rounds, walker.boot, (walker.want, walker.floor.level)))
 
     def deliver(self) -> None:
         """Deliver a message; those of one edge come in order."""
         sender, receiver, *_ = self.draw.choice(self.messages)
+        if self.sides[sender] != self.sides[receiver]:
+            return
         at = next(i for i, message in enumerate(self.messages) if message[:2] == (sender, receiver))
         _, _, kind, content = self.messages.pop(at)
         walker, other = self.walkers[receiver], self.walkers[sender]
@@ -100,9 +126,13 @@ class Schedule:
     # --- what a peer does ---
 
     def absorb(self, walker: Walker) -> None:
+        is_empty = walker.weight == 0
         for sender, share in walker.inbox:
             walker.weight += share
             self.post(walker, sender, "ack", None)
+        if self.refills and is_empty and walker.inbox:
+            self.brought += 1.0
+            walker.weight += 1.0
         walker.inbox.clear()
 
     def turn(self, walker: Walker) -> None:
@@ -120,18 +150,23 @@ class Schedule:
 
     def step(self, walker: Walker, up: list[Walker]) -> None:
         least = (1 - pace.SLACK) * pace.LEAST
-        assert walker.relieved or walker.weight >= least * 0.999, f"a step at {walker.weight}"
-        walker.relieved &= walker.weight < 1.0
+        assert walker.sank or walker.weight >= least * 0.999, f"a step at {walker.weight}"
+        usual = self.mean(walker)
+        assert walker.weight >= POOR * usual, f"a step at {walker.weight}, where {usual} is usual"
+        level = walker.floor.level
+        assert not level or walker.weight < walker.floor.usual_at(level - 1), "the weight is back, and the floor is not"
+        walker.sank &= level > 0
         walker.want, walker.announced, walker.met = 0, 0, False
         walker.rounds += 1
         others = [other.number for other in up if other.number not in walker.owed]
         before = walker.weight
         self.send(walker, walker.floor.parts(walker.weight, dict.fromkeys(others, 1 / walker.n)))
-        assert walker.relieved or walker.weight >= min(before, pace.LEAST * 0.999), "sent more than it may"
+        assert walker.sank or walker.weight >= min(before, pace.LEAST * 0.999), "sent more than it may"
         self.greet(walker)
 
     def wait(self, walker: Walker, up: list[Walker]) -> None:
-        poor = [other.number for other in up if walker.wants.get(other.number) == 2 and other.number not in walker.owed]
+        wants = {j: want for j, (want, _) in walker.wants.items() if j not in walker.owed}
+        poor = [other.number for other in up if wants.get(other.number) == 2]
         if poor and not walker.floor.want(walker.weight, False):
             self.send(walker, walker.floor.parts(walker.weight, dict.fromkeys(poor, 0.5 / len(poor))))
         under_way = any(other.number in walker.owed for other in up)
@@ -139,18 +174,18 @@ class Schedule:
         if not (want or walker.met or under_way):
             self.send(walker, walker.floor.parts(walker.weight, {other.number: 0.5 / len(up) for other in up}))
         self.report(walker, 2 if want and not walker.met else want)
-        others = [walker.wants.get(other.number, 0) for other in up]
-        if walker.floor.is_relieved_by(walker.weight) and walker.floor.is_stuck(walker.want, others):
-            assert not self.calm, "took little weight for its usual one, and all the weight was there"
-            assert walker.want > 0, "took little weight for its usual one, and lacks none"
-            assert min(others) > 0, "took little weight for its usual one, and some peer has weight to spare"
-            walker.floor.relieve(walker.weight)
-            walker.relieved = True
+        others = [walker.wants.get(other.number, (0, 0)) for other in up]
+        if walker.floor.is_stuck(walker.want, others):
+            assert not self.calm, "a floor sank, and all the weight was there"
+            assert walker.want > 0, "a floor sank, and its peer lacks nothing"
+            assert min(want for want, _ in others) > 0, "a floor sank, and some peer has weight to spare"
+            walker.floor.sink()
+            walker.sank = True
             self.report(walker, 0)
 
     def report(self, walker: Walker, want: int) -> None:
         walker.want, walker.announced = want, min(want, walker.announced)
-        if want > walker.announced and 2 in (want, *walker.wants.values()):
+        if want > walker.announced and 2 in (want, *(theirs for theirs, _ in walker.wants.values())):
             walker.announced = want
             self.greet(walker)
 
@@ -159,21 +194,51 @@ class Schedule:
     def fault(self) -> None:
         walker = self.draw.choice(self.walkers)
         others = [other for other in self.up(walker) if other.weight > 0.1]  # with which not everything would be gone
-        if walker.alive and others and self.draw.random() < 0.4 and len(self.up(walker)) > 1:
+        event = self.draw.random()
+        if event < 0.2:
+            self.sides = [self.draw.randint(0, 1) for _ in self.walkers]
+        elif event < 0.4:
+            self.sides = [0] * len(self.walkers)
+        elif event < 0.6 and walker.alive:
+            self.restart(walker)
+        elif event < 0.75 and walker.alive and others and len(self.up(walker)) > 1:
             walker.alive = False  # for good
+            self.forget(walker.number)
         elif walker.alive and others:
             self.lose(walker)
+
+    def restart(self, walker: Walker) -> None:
+        """End a peer's process; another one goes on from what is on disk."""
+        walker.boot += 1
+        walker.pace, walker.floor = walker.code.Pace(self.lead), walker.code.WeightFloor(1.0, float("inf"), 0.0)
+        walker.want, walker.announced, walker.sank, walker.met = 0, 0, False, False
+        walker.wants, walker.known = {}, {}
+        for other in self.up(walker):
+            self.post(other, walker.number, "hello", (other.rounds, other.boot, (other.want, other.floor.level)))
+        self.greet(walker)
+
+    def forget(self, number: int) -> None:
+        """Take a peer's mass away, with what is on its edges."""
+        walker, everybody = self.walkers[number], range(len(self.walkers))
+        inbox = sum(share for _, share in walker.inbox)
+        edges = sum(share for receiver, share in self.under_way(everybody) if receiver == number)
+        self.lost += walker.weight + inbox + edges
+        self.lost += sum(share for _, share in self.under_way(everybody)) - edges
+        self.messages = [message for message in self.messages if number not in message[:2]]
+        self.lost -= sum(share for _, share in self.under_way(everybody))
+        for other in self.walkers:
+            other.owed.pop(number, None)
+            other.wants.pop(number, None)
+            self.lost += sum(share for sender, share in other.inbox if sender == number and other.alive)
+            other.inbox = [(sender, share) for sender, share in other.inbox if sender != number]
 
     def lose(self, walker: Walker) -> None:
         """Let a peer come back with nothing; what was on its edges is gone."""
         number = walker.number
-        self.messages = [message for message in self.messages if number not in message[:2]]
+        self.forget(number)
         self.walkers[number] = new = Walker(number, walker.n, walker.code, self.lead, 0.0, 0, walker.boot + 1)
         for other in self.up(new):
-            other.owed.pop(number, None)
-            other.wants.pop(number, None)
-            other.inbox = [(sender, share) for sender, share in other.inbox if sender != number]
-            self.post(other, number, "hello", (other.rounds, other.boot, other.want))
+            self.post(other, number, "hello", (other.rounds, other.boot, (other.want, other.floor.level)))
         self.greet(new)
 
     def run(self) -> Schedule:
@@ -184,9 +249,10 @@ class Schedule:
             elif event > 0.99 and not self.calm:
                 self.fault()
             else:
-                walker = self.draw.choice(self.walkers)
+                (walker,) = self.draw.choices(self.walkers, self.speeds)
                 if walker.alive:
                     self.turn(walker)
+        self.sides = [0] * len(self.walkers)
         self.settle()
         return self
 
@@ -201,6 +267,10 @@ class Schedule:
                 self.deliver()
             if all(walker.rounds >= before[walker.number] + FURTHER for walker in alive):
                 break
+        held = sum(walker.weight + sum(share for _, share in walker.inbox) for walker in alive)
+        assert held == pytest.approx(len(self.walkers) - self.lost + self.brought), "weight was lost, or counted twice"
+        for walker in alive:
+            assert walker.weight >= BACK * held / len(alive), f"its weight did not come back: {walker.weight}"
         moved = {walker.number: walker.rounds - before[walker.number] for walker in alive}
         assert min(moved.values()) >= FURTHER, f"stuck: {moved}, weights {[walker.weight for walker in alive]}"
         for one in alive if self.lead is not None else ():
@@ -236,15 +306,15 @@ MUTANTS = {
     "rounds count from the beginning": ("reached - met[j][1] for j", "reached for j"),
     "a process that began again is the one before": ("if boot == before else behind", "if True else behind"),
     "nobody is waited for": ("ahead[slowest] >= self._lead", "ahead[slowest] >= 1000 * self._lead"),
-    "the floor never sinks": ("self._relief = weight / self.usual", "pass"),
+    "the floor never sinks": ("min(self.level + 1, LEVELS)", "0"),
+    "a floor sinks before a higher one": ("level >= self.level", "level >= 0"),
+    "a floor never rises": ("self.level -= 1", "break"),
     "the floor sinks below what there is": ("(1 - SLACK) * self.value", "3 * self.value"),
     "more is sent than is to spare": ("max(0.0, 1 - self.value / weight)", "1.0"),
     "what is under way is not waited for": ("if under_way or weight", "if weight"),
     "nothing is lacking": ("return Want.WAITS if", "return Want.UNKNOWN if"),
-    "one that lacks nothing is stuck": (
-        "own > Want.UNKNOWN and bool(others) and min(others)",
-        "bool(others) and max(others)",
-    ),
+    "one that lacks nothing is stuck": ("if own == Want.UNKNOWN or not", "if not"),
+    "one whose neighbours have some to spare is stuck": ("want > Want.UNKNOWN and level", "level"),
 }
 
 
@@ -284,24 +354,27 @@ def test_what_a_neighbour_catches_up_it_does_not_lose_again() -> None:
 
 
 def test_a_neighbour_that_lies_about_weight_delays_a_step_by_the_patience_at_most() -> None:
-    floor = pace.WeightFloor(1.0, 30.0, 0.0)
+    floor, waits, unknown = pace.WeightFloor(1.0, 30.0, 0.0), pace.Want.WAITS, pace.Want.UNKNOWN
     assert floor.lacks(0.1, 29.0)
-    assert not floor.is_stuck(pace.Want.WAITS, [pace.Want.WAITS, pace.Want.UNKNOWN])  # one has some, it reports
+    assert not floor.is_stuck(waits, [(waits, 0), (unknown, 0)])  # one has some, it reports
     assert not floor.lacks(0.1, 31.0)
-    assert not floor.lacks(0.05, 31.0)
-    assert not floor.is_stuck(pace.Want.WAITS, [])
+    assert not floor.lacks(0.07, 31.0)
+    assert not floor.is_stuck(waits, [])
+    assert not floor.is_stuck(waits, [(waits, 0)])  # whose floor is higher, it reports
+    assert not floor.lacks(0.01, 62.0)
 
 
 def test_a_peer_whose_weight_does_not_come_back_never_sends_it_all_away() -> None:
-    """It took what it had for its usual weight again and again, until a share of it had rounded to 0."""
+    """Its floor sank again and again, until a share of what it had left rounded to 0."""
     floor, weight = pace.WeightFloor(1.0, patience=5.0, now=0.0), 1.0
     for now in range(2_000):
-        floor.relieve(weight)
+        floor.sink()
         floor.lacks(weight, float(now))
         weight *= 1 - sum(floor.parts(weight, {1: 0.3, 2: 0.3}).values())
     assert weight > 1e-7
     assert floor.parts(weight, {1: 0.3}) == {}
     assert floor.lacks(weight / 2, 2_000.0), "it waits until it is given some"
+    assert not floor.is_stuck(pace.Want.WAITS, [(pace.Want.WAITS, pace.LEVELS)])
 
 
 @pytest.mark.parametrize("weight", [0.0, 1e-45, 1e-31])

@@ -13,7 +13,6 @@ from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.experiment.checkpoint import Checkpoint, read_checkpoints
 from flower_privdec.network.peer.peer import APART, final_path
 from flower_privdec.privacy.ledger.ledger import read_chain
-from flower_privdec.pushsum.exactly_once import FIRST
 from tools.mass_on_disk import mass_on_disk
 from tools.soak.release_counter import counted_in
 
@@ -96,7 +95,7 @@ class Weight:
 
     Attributes:
         total: Σw, with what is on its way.
-        expected: the number of peers that still have the mass they began with.
+        expected: the number of peers that have mass.
         rounding: by how much the two may differ.
     """
 
@@ -115,7 +114,7 @@ def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
 
     Each w_i is 1 at the beginning and mixing is column-stochastic, so that Σw stays what it was. Where peers wait for
     each other, what is on its way is on no disk, and only the end tells. Where they do not, shares are on the disks of
-    their senders; a peer that joined later, without mass, is not counted.
+    their senders; a peer that joined later begins with the same weight, once its first share has come.
 
     Args:
         folders: of all peers, by number, while none of them runs.
@@ -129,7 +128,7 @@ def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
     rounding = torch.finfo(states[0].rows["w"].dtype).eps * additions
     shares = [c.transport["shares"] for c in newest if c is not None and "shares" in c.transport]
     if len(shares) == len(folders):
-        began = sum(facts["incarnation"] == FIRST for facts in shares)
+        began = sum(bool(state.rows["w"].any()) for state in states)
         return Weight(float(mass_on_disk(folders, ["w"])["w"]), began, rounding)
     total = float(torch.cat([state.rows["w"] for state in states]).double().sum())
     return Weight(total, len(states), rounding) if at_the_end else None

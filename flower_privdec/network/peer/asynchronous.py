@@ -10,9 +10,10 @@ waits; meanwhile it acknowledges, relays, and mixes without a step every `networ
 can reach each other never wait for each other for ever. After the last round it mixes without steps, in rounds in which
 it waits for its neighbours, until its model agrees with theirs in all rounds of a period of the graph.
 
-A peer that has nothing of a run that others have begun without it joins them as they are: in push-sum with no mass,
-which comes with the model of its first share; else with the rows of the first neighbour that sends some. A peer whose
-checkpoint is an old copy learns it from its neighbours, and is reset the same way.
+A peer that has nothing of a run that others have begun without it joins them as they are: with the rows of the first
+neighbour that sends some, and in push-sum with the model of its first share, and the weight of a peer that begins. With
+the weight of that share alone, each lost state would take its part of all weight with it, and steps, which are 1 / w
+times as long, would grow. A peer whose checkpoint is an old copy learns it from its neighbours, and is reset so too.
 """
 
 from __future__ import annotations
@@ -226,7 +227,9 @@ class AsynchronousSession(Session):
         informed: the last round of this peer that each neighbour is known to have heard of; -1 for none.
         reported_to: the last round of this peer in a call or an answer to each neighbour; -1 for none.
         want: what this peer lacks of push-sum weight while it waits, which its hellos report.
+        level: how often its weight floor sank, which they report too.
         wants: what each neighbour lacks, as far as it reported since its last share.
+        levels: of the weight floors of the neighbours, as far as they reported.
     """
 
     def __init__(
@@ -251,6 +254,7 @@ class AsynchronousSession(Session):
         self.stepped: dict[int, int] = {}
         self._silent = silent
         self.want, self._announced, self.wants = Want.UNKNOWN, Want.UNKNOWN, dict[int, int]()
+        self.level, self.levels = 0, dict[int, int]()
         self.is_new = self.joins = False
         self.places: dict[int, tuple[int, int]] = {}
         self.stale: str | None = None
@@ -291,9 +295,9 @@ class AsynchronousSession(Session):
         """Return the newest rows of an exchange from each of some neighbours, and forget them."""
         return {neighbor: self._rows[at].pop(neighbor) for neighbor in sorted(senders) if neighbor in self._rows[at]}
 
-    def report(self, want: Want) -> None:
+    def report(self, want: Want, level: int) -> None:
         """Report what this peer lacks: at once where one waits for weight, and else with the next hello."""
-        self.want, self._announced = want, min(want, self._announced)
+        self.want, self.level, self._announced = want, level, min(want, self._announced)
         if self.has_report():
             self._announced = want
             for queue in self._queues.values():
@@ -445,7 +449,7 @@ class AsynchronousSession(Session):
             self.stepped.pop(neighbor, None)
             queue.failures = 0  # to reach the process before
         self.rounds[neighbor] = max(hello.round_index, self.rounds[neighbor])
-        self.wants[neighbor] = hello.want
+        self.wants[neighbor], self.levels[neighbor] = hello.want, hello.level
         if queue.share is not None and queue.share.number > hello.seen:
             queue.share = None  # it did not come
         if not has_shares and self.protocol.is_open(neighbor) and neighbor not in self._checked:
@@ -460,7 +464,7 @@ class AsynchronousSession(Session):
     def _completed(self, hello: Hello) -> Hello:
         """Return a hello that reports what this peer lacks of weight, or which rows of a neighbour were the last."""
         if self.frames.shares is not None:
-            return replace(hello, want=int(self.want)) if self.want else hello
+            return replace(hello, want=int(self.want), level=self.level) if self.want else hello
         return replace(hello, seen=self.places.get(hello.receiver, (-1, 0))[0] + 1)
 
     def has_news(self, neighbor: int, now: float) -> bool:
@@ -560,11 +564,11 @@ class AsynchronousPeer(RunningPeer):
         )
         self._resumed, self._sent = bool(checkpoints), False
         self.session.resumed_at = self.state.round_index
-        self._unit_weight = self._weight() == 1.0
+        self._first_weight = self._weight()  # of the peer at the beginning of the run: 1, or its number of examples
         if checkpoints:
             self._restore(checkpoints[-1])
         self._span = self.mixing.topology.period or SPAN
-        usual = self._lowest() if "w" in mass and self._unit_weight else self._weight()
+        usual = self._lowest() if "w" in mass and self._first_weight == 1 else self._weight()
         self.floor = WeightFloor(usual if "w" in mass else 0.0, deadline, time.monotonic())
         self._pace, self._is_alone = Pace(self.network.lead), False  # whether it waits for a quorum
         self._came: dict[int, int] = {}  # the round of the last share of each neighbour that was added
@@ -582,7 +586,7 @@ class AsynchronousPeer(RunningPeer):
             durable = unpack(self.device.peer, facts["shares"], checkpoint.carried, dict(self.protocol.mass))
             replied = {int(neighbor): int(k) for neighbor, k in facts["replied"].items()}
             distances = {int(neighbor): float(part) for neighbor, part in facts["distances"].items()}
-            self._unit_weight = bool(facts["unit_weight"])
+            self._first_weight = float(facts["weights"]["first"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScenarioError(
                 f"{self.device.folder}/{CHECKPOINTS} cannot be read as a checkpoint ({one_line(error)}); restore it "
@@ -595,6 +599,10 @@ class AsynchronousPeer(RunningPeer):
         is_final = self.state.round_index >= self.rounds  # else the final place is only where a round is over
         places = {self.timetable.final_at} if is_final else self.timetable.exchanges
         self._sent = self.state.at in places and durable.round_index > self.state.round_index
+
+    def _has_steps(self) -> bool:
+        """See RunningPeer: none where the shares of the last round are on disk, whatever became of the neighbours."""
+        return super()._has_steps() and not (self._sent and self.state.round_index + 1 >= self.rounds)
 
     def _begin(self) -> None:
         if not self._resumed:
@@ -621,7 +629,7 @@ class AsynchronousPeer(RunningPeer):
             "shares": facts,
             "replied": {str(neighbor): k for neighbor, k in self._replied.items()},
             "distances": {str(neighbor): part for neighbor, part in self.distances.items()},
-            "unit_weight": int(self._unit_weight),
+            "weights": {"first": self._first_weight},
         }
         self._save(self._commits, replace(self.state, rows=rows), transport, carried)
         with self.connections.changed:
@@ -705,7 +713,7 @@ class AsynchronousPeer(RunningPeer):
             self._tend(lambda: not self._held(round_index), round_index, every=self.network.retry)
         self.waits_for = ""
         with self.connections.changed:
-            self.session.report(Want.UNKNOWN)
+            self.session.report(Want.UNKNOWN, self.floor.level)
         turns = [self._turn(round_index, at) for at in self.timetable.exchanges]
         is_exchanged = self._is_due(round_index) or not self.mixing.sends_shares
         if is_exchanged and any(turn.senders | turn.receivers for turn in turns):
@@ -838,15 +846,26 @@ class AsynchronousPeer(RunningPeer):
         k = self.state.round_index
         own = self._model(self.protocol.mass).clone() if k >= self.rounds and self.protocol.mass else None
         with self.connections.changed:
+            is_empty = self._weight() == 0
             absorbed = self.protocol.absorb(None if k < self.rounds else k)
+            if is_empty and absorbed:
+                self._fill()
         if absorbed:
-            if not self._unit_weight:
+            if self._first_weight != 1:
                 self.floor.usual = self._weight()
             self._absorbed |= {share.sender for share in absorbed}
             self._came |= {share.sender: share.round_index for share in absorbed}
         if own is not None:
             shares = [share for share in absorbed if self.rounds <= share.round_index]
             self._measure({share.sender: self._decoded(share.values) for share in shares}, own)
+
+    def _fill(self) -> None:
+        """Give a peer that has nothing but its first shares the weight that it began the run with, at their model."""
+        weight, mass = self._weight(), self.protocol.mass
+        factor = 1 + self._first_weight / weight if weight > 0 else math.inf
+        filled = {name: value * factor for name, value in mass.items()}
+        if all(bool(value.isfinite().all()) for value in filled.values()):
+            mass.update(filled)
 
     def _weight(self) -> float:
         """Return this peer's push-sum weight; 1 where there is none."""
@@ -1175,10 +1194,10 @@ class AsynchronousPeer(RunningPeer):
                 want = Want.WAITS if self._is_alone else want
             elif want:
                 want = Want.NOTHING_TO_SPARE  # final mixing takes any weight
-            self.session.report(want)
+            self.session.report(want, self.floor.level)
             if self._is_stuck():
-                self.floor.relieve(self._weight())
-                self.session.report(Want.UNKNOWN)
+                self.floor.sink()
+                self.session.report(Want.UNKNOWN, self.floor.level)
             self.connections.notify()
         return bool(waiting or poor)
 
@@ -1207,8 +1226,9 @@ class AsynchronousPeer(RunningPeer):
 
     def _is_stuck(self) -> bool:
         """Return whether neither this peer nor a neighbour that is up has weight to spare, so that its floor sinks."""
-        wants = [self.session.wants.get(j, Want.UNKNOWN) for j in self._neighbors if self._is_up(j, at_the_end=True)]
-        return self.floor.is_relieved_by(self._weight()) and self.floor.is_stuck(self.session.want, wants)
+        session, up = self.session, [j for j in self._neighbors if self._is_up(j, at_the_end=True)]
+        others = [(session.wants.get(j, Want.UNKNOWN), session.levels.get(j, 0)) for j in up]
+        return self.floor.is_stuck(session.want, others)
 
     def _behind(self, neighbors: Iterable[int], round_index: int) -> list[int]:
         """Return which of some neighbours are in earlier rounds."""

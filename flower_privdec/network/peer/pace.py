@@ -13,7 +13,7 @@ LEAST = 0.4  # of the weight that it would have without delays: a peer keeps so 
 SLACK = 0.02  # of the floor: a weight that is less below it is at it, as rounding leaves it
 SPARE = 0.1  # of the floor: a peer that has not as much more has none to spare
 LITTLE = 1e-3  # of a share: less is not sent
-LOWEST = 1e-6  # of the usual weight: with less a peer waits until it is given some
+LEVELS = 15  # to which a floor sinks, each LEAST times the one before: a millionth of the usual weight at last
 TINY = 1e-30  # of which a part may round to 0: a peer with less sends nothing
 
 
@@ -63,25 +63,31 @@ class WeightFloor:
 
     A step at x / w is 1 / w times as long, so a peer has to have LEAST of its usual weight. What a lost peer took with
     it is missing at all others. Once a peer and all neighbours that are up have none to spare, and none is under way
-    between them, they would wait for ever: each takes what it has for its usual weight, until it has that again. One
-    that has next to nothing goes on waiting: the others then have some to spare, and a step at x / w would be far off.
+    between them, they would wait for ever: those of them whose floors are highest sink by a level, until they have the
+    weight of the level above again. So floors sink together. If one sank before the others, it would give them what it
+    has, have none to spare again, and sink again, while they wait for more than there is.
 
     Args:
-        patience: seconds after which it does so in any case, as neighbours may report what they like.
+        patience: seconds after which it sinks in any case, as neighbours may report what they like.
         now: a timestamp of any clock that never goes back.
 
     Attributes:
         usual: the weight that the peer would have if all were as fast and no weight were lost.
+        level: how many times the floor sank.
     """
 
     def __init__(self, usual: float, patience: float, now: float) -> None:
-        self.usual, self._patience = usual, patience
-        self._relief, self._above = 1.0, now  # the floor is lowered by this; when the weight was at it last
+        self.usual, self.level, self._patience = usual, 0, patience
+        self._above = now  # when the weight was at the floor last
 
     @property
     def value(self) -> float:
         """Return the floor."""
-        return LEAST * self._relief * self.usual
+        return LEAST * self.usual_at(self.level)
+
+    def usual_at(self, level: int) -> float:
+        """Return what counts as the usual weight at a level."""
+        return self.usual * LEAST**level
 
     def is_below(self, weight: float) -> bool:
         """Return whether a weight is below the floor."""
@@ -89,23 +95,19 @@ class WeightFloor:
 
     def lacks(self, weight: float, now: float) -> bool:
         """Return whether a peer has to wait for weight before it takes a step."""
-        if weight >= self.usual:
-            self._relief = 1.0
+        while self.level > 0 and weight >= self.usual_at(self.level - 1):
+            self.level -= 1
         if not self.is_below(weight):
             self._above = now
         elif now - self._above > self._patience:
-            self.relieve(weight)
+            while self.is_below(weight) and self.level < LEVELS:
+                self.sink()
             self._above = now
         return self.is_below(weight)
 
-    def is_relieved_by(self, weight: float) -> bool:
-        """Return whether a weight is less than what counts as the usual one, and not next to nothing."""
-        return max(0.0, LOWEST * self.usual) < weight < self._relief * self.usual
-
-    def relieve(self, weight: float) -> None:
-        """Take a weight for the usual one, see `is_relieved_by`."""
-        if self.is_relieved_by(weight):
-            self._relief = weight / self.usual
+    def sink(self) -> None:
+        """Sink by a level, see `is_stuck`."""
+        self.level = min(self.level + 1, LEVELS)
 
     def want(self, weight: float, under_way: bool) -> Want:
         """Return what a peer that waits lacks.
@@ -118,10 +120,16 @@ class WeightFloor:
             return Want.UNKNOWN
         return Want.WAITS if weight <= 0 or self.is_below(weight) else Want.NOTHING_TO_SPARE
 
-    @staticmethod
-    def is_stuck(own: Want, others: Collection[int]) -> bool:
-        """Return whether a peer that wants weight, and all neighbours that are up, have none to spare."""
-        return own > Want.UNKNOWN and bool(others) and min(others) > Want.UNKNOWN
+    def is_stuck(self, own: Want, others: Collection[tuple[int, int]]) -> bool:
+        """Return whether the floor has to sink: no peer has weight to spare, and no higher floor has to sink before.
+
+        Args:
+            own: what the peer lacks.
+            others: what each neighbour that is up lacks, and the level of its floor.
+        """
+        if own == Want.UNKNOWN or not others or self.level == LEVELS:
+            return False
+        return all(want > Want.UNKNOWN and level >= self.level for want, level in others)
 
     def parts(self, weight: float, weights: Mapping[int, float]) -> dict[int, float]:
         """Return which parts of its mass a peer may send, so that the floor is left; none where they are too small.

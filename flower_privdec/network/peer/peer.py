@@ -234,7 +234,7 @@ class RunningPeer(ABC):
         evaluated = set(evaluation_rounds(self.rounds, self.trainer.scenario.evaluation.every))
         self._meet()
         self.waits_for = ""
-        if self.state.round_index < self.rounds:
+        if self._has_steps():
             self._await_witness()
         while self.state.round_index < self.rounds:
             if self.state.at == 0:
@@ -251,6 +251,10 @@ class RunningPeer(ABC):
             self._mix_finally()
         self.trainer.finish(self._trained)
         self._leave()
+
+    def _has_steps(self) -> bool:
+        """Return whether steps are left to take."""
+        return self.state.round_index < self.rounds
 
     @property
     def _trained(self) -> State:

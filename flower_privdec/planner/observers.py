@@ -1,0 +1,125 @@
+"""Who learns what of one example: the releases of a scenario, and the ε of each observer."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import typer
+
+from flower_privdec.common.formatting import epsilon_text
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.spent import json_number
+from flower_privdec.experiment.view import drawings_of
+from flower_privdec.privacy.mechanism.declared import ReleasedSum
+from flower_privdec.reporting.console import comparison_text
+
+UNIT = "one example of one peer"
+ADJACENCY = "zero-out: the example's gradient is replaced by zero wherever it would be used; its peer's size is public"
+MOST_STEPS = 10_000  # whose declarations are listed
+HOW_DRAWN = {
+    "poisson": "each example is in a step's batch by an independent draw",
+    "uniform": "a batch of fixed size is drawn without replacement in each step",
+    "shuffle": "an epoch's batches are disjoint; drawing amplifies nothing",
+    "full": "all examples are in every step; nothing is amplified",
+    "blocks": "one of some fixed batches is drawn in each step; which one counts as public",
+}
+SEES = {
+    "all": "to everybody who sees the peer's messages",
+    "neighbour": "a sum of its own to each neighbour",
+    "self": "kept by the peer, without noise",
+}
+
+
+def privacy_statement(experiment: Experiment) -> dict[str, Any]:
+    """Return what a scenario promises, from its declared releases alone.
+
+    Returns:
+        unit, adjacency; sampling and participation in words; releases: for each kind of step the sums that it makes;
+        observers: of each who it is, what it sees, and the least and the largest ε of the peers towards it, "inf" where
+        there is no bound.
+    """
+    own, scenario = experiment.own, experiment.scenario
+    drawings = drawings_of(experiment, own.peers, own.sampler)
+    steps = range(min(scenario.rounds * experiment.algorithm.steps_per_round, MOST_STEPS))
+    kinds = dict.fromkeys(experiment.algorithm.released(step, drawings[0]) for step in steps)
+    who = scenario.participation.kind
+    active = "all peers are active in every round"
+    if who != "all":
+        active = f"{who}: who is active is public, so that inactive rounds cost nothing and hide nothing"
+    return {
+        "unit": UNIT,
+        "adjacency": ADJACENCY,
+        "sampling": {drawing.sampling: HOW_DRAWN[drawing.sampling] for drawing in drawings},
+        "participation": active,
+        "releases": [None if sums is None else [_sum(part) for part in sums] for sums in kinds],
+        "observers": _observers(experiment),
+    }
+
+
+def _sum(part: ReleasedSum) -> dict[str, Any]:
+    return {
+        "sum": part.name,
+        "to": SEES[part.to],
+        "drawn_example_moves_it": part.drawn,
+        "other_example_moves_it": part.idle,
+        "over": part.over,
+    }
+
+
+def _observers(experiment: Experiment) -> list[dict[str, Any]]:
+    """Return each observer, what it sees, and the least and the largest ε of the peers towards it."""
+    plan, rounds = experiment.own.protection, experiment.scenario.rounds
+    if plan is None:
+        return [_row("everybody", "sums without noise", [math.inf])]
+    everything, others = plan.epsilons(rounds), "all other peers, relays and servers together"
+    if plan.pairs is not None:
+        others = f"up to {plan.pairs.colluding} other peers, relays and servers together"
+    rows = [
+        _row("a reader of the final models", "functions of the releases", everything),
+        _row("an eavesdropper, relay or server", "at most every message of the run", everything),
+        _row("one neighbour", "what the peer sends it, and what others pass on", everything),
+    ]
+    if plan.replies:
+        sees = "the gradients for it alone, of all that it receives"
+        rows.append(_row("one neighbour, by its replies", sees, plan.reply_epsilons(rounds)))
+    rows.append(_row(others, "every message and every model", everything))
+    if plan.pairs is not None:
+        sees = "every message, and the secrets of all pairs"
+        rows.append(_row("all other peers together", sees, plan.collusion_epsilons(rounds)))
+    return rows
+
+
+def _row(observer: str, sees: str, epsilons: list[float]) -> dict[str, Any]:
+    return {"observer": observer, "sees": sees, "epsilon": [json_number(min(epsilons)), json_number(max(epsilons))]}
+
+
+def print_statement(experiment: Experiment, as_json: bool) -> None:
+    """Print what a scenario promises towards each observer."""
+    statement = privacy_statement(experiment)
+    typer.echo(json.dumps(statement, indent=2) if as_json else statement_text(statement))
+
+
+def statement_text(statement: dict[str, Any]) -> str:
+    """Return a statement in words, with a table of observers."""
+    lines = [f"unit: {statement['unit']}", f"adjacency: {statement['adjacency']}"]
+    lines += [f"sampling {name}: {text}" for name, text in statement["sampling"].items()]
+    lines += [f"participation: {statement['participation']}"]
+    for sums in statement["releases"]:
+        lines += ["a step declares nothing: ε = ∞"] if sums is None else [_sentence(part) for part in sums]
+    rows = []
+    for one in statement["observers"]:
+        low, high = map(epsilon_text, one["epsilon"])
+        rows.append([one["observer"], one["sees"], low if low == high else f"{low} to {high}"])
+    note = "ε of each peer after all rounds, an upper bound; what protects from more also protects from less"
+    return "\n".join([*lines, "", comparison_text(["observer", "sees", "ε"], rows, note)])
+
+
+def _sentence(part: dict[str, Any]) -> str:
+    idle = part["other_example_moves_it"]
+    rest = f", one that was not drawn by {idle:g}" if idle else ""
+    return (
+        f"a step makes the sum {part['sum']!r}, {part['to']}: a drawn example moves it by "
+        f"{part['drawn_example_moves_it']:g} clip norms at most{rest}"
+    )
