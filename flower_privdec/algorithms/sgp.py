@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from flower_privdec.core.algorithm import Algorithm, Step, push_weights
@@ -34,7 +32,7 @@ class SGP(Algorithm):
 
     weights = "column-stochastic"
     program: tuple[Step | Exchange, ...] = (descend, Mix(("x", "w")))
-    open_rows: ClassVar[tuple[str, ...]] = ("x", "w")
+    open_rows: tuple[str, ...] = ("x", "w")
     released = one_sum
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:

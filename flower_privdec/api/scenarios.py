@@ -369,7 +369,7 @@ def make_scenario(
         flower_privdec.common.errors.ScenarioError: scenario: rounds=0 must be >= 1
     """
     if isinstance(base, Scenario):
-        base = json.loads(base.model_dump_json(exclude_none=True))
+        base = json.loads(base.model_dump_json(exclude_none=True, by_alias=True))
     return _checked(dict(_mapping(base or {}, "base")), "scenario", settings, sections)
 
 

@@ -17,7 +17,13 @@ from flower_privdec.core.optimizers import LocalOptimizer
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise
-from flower_privdec.scenario.sections import AlgorithmSection, OptimizerSection, OwnAlgorithmSection, steps_per_round
+from flower_privdec.scenario.sections import (
+    AlgorithmSection,
+    AverageSection,
+    OptimizerSection,
+    OwnAlgorithmSection,
+    steps_per_round,
+)
 
 if TYPE_CHECKING:
     from flower_privdec.data import PublicSet
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
     from flower_privdec.tasks.losses import Loss
 
 
+AVERAGE = "average."  # before the names of averaged rows
 Step = Callable[["Cohort", State], None]
 
 
@@ -51,6 +58,8 @@ class Algorithm:
         tried_on_own_labels: whether its models are tried on each peer's own labels too, where that costs no privacy.
         steadied_by: the keys of its section that steady a run that diverged, when they are lowered.
         mixing_steps: how often the peers exchange in a round.
+        decay: of the averages of iterates that are its models; None where the last iterates are.
+        averaged: the rows of which it keeps averages, under their names after AVERAGE.
         paper_noise: whose formula `calibration: paper` computes the noise by; None where no paper claims an ε.
     """
 
@@ -59,10 +68,12 @@ class Algorithm:
     program: tuple[Step | Exchange, ...]
     slots: int = 1
     edge_slots: ClassVar[int] = 0
-    open_rows: ClassVar[tuple[str, ...]] = ("x",)
+    open_rows: tuple[str, ...] = ("x",)
     paper_noise: ClassVar[PaperNoise | None] = None
     tried_on_own_labels: ClassVar[bool] = False
     steadied_by: ClassVar[tuple[str, ...]] = ("learning_rate",)
+    decay: float | None = None
+    averaged: tuple[str, ...] = ()
     remembers_clipped: bool = False
     table: str | None = None
     mixing_steps: int = 1
@@ -70,6 +81,10 @@ class Algorithm:
     def __init__(self, section: AlgorithmSection) -> None:
         self.section = section
         self.steps_per_round = steps_per_round(section)
+        average: AverageSection | None = getattr(section, "average", None)
+        self.decay = None if average is None else average.decay
+        self.averaged = () if average is None else tuple(name for name in ("x", "w") if name in self.open_rows)
+        self.open_rows = (*self.open_rows, *(AVERAGE + name for name in self.averaged))
 
     @property
     def name(self) -> str:
@@ -80,7 +95,8 @@ class Algorithm:
     def final_exchange(self) -> Mix:
         """Return the exchange that makes the peers' models agree: the last mixing of the program, or one of x."""
         mixes = [item for item in self.program if isinstance(item, Mix)]
-        return replace(mixes[-1], mixing_step=0) if mixes else Mix(("x",))
+        last = replace(mixes[-1], mixing_step=0) if mixes else Mix(("x",))
+        return replace(last, names=tuple(AVERAGE + name for name in self.averaged)) if self.averaged else last
 
     def repeat_mixing(self, steps: int, topology: str) -> None:
         """Exchange several times in a round, each time by the next matrix of the sequence.
@@ -215,6 +231,47 @@ class Algorithm:
         """Return each peer's model, [m, d]."""
         return rows["x"]
 
+    def models(self, rows: dict[str, Tensor]) -> Tensor:
+        """Return what each peer hands out, [m, d]: its model, or that of its averaged rows."""
+        return self.debiased(self._averages(rows))
+
+    def mean_model(self, rows: dict[str, Tensor]) -> Tensor:
+        """Return the mean of the network's models, or of their averages, [d]."""
+        return self.network_mean(self._averages(rows))
+
+    def _averages(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        return rows | {name: rows[AVERAGE + name] for name in self.averaged}
+
+    def initial_averages(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows of averages before round 0.
+
+        Raises:
+            ScenarioError: the algorithm's models are of other rows than those that are averaged.
+        """
+        if self.averaged:
+            moved = self.debiased(rows | {"x": rows["x"] + 1})
+            if torch.equal(moved, self.debiased(rows)):
+                raise ScenarioError(
+                    f"algorithm.average must be left out: the models of {self.name} do not follow from its rows x, of "
+                    "which averages are taken",
+                    code="algorithm.average",
+                )
+        return {AVERAGE + name: rows[name].clone() for name in self.averaged}
+
+    def average_(self, state: State) -> None:
+        """Take the rows after a round k into their averages: a ← β a + (1 - β) x, with β = min(decay, k / (k + 1)).
+
+        All rows of a peer are averaged alike, so the averages keep every sum that mixing conserves: the mean model is
+        the average of the mean models.
+
+        Privacy: post-processing of releases, so it costs no ε.
+
+        Source: Polyak and Juditsky 1992, with exponential weights.
+        """
+        k = state.round_index
+        for name in self.averaged:
+            state.rows[AVERAGE + name].lerp_(state.rows[name], 1 - min(self.decay or 0.0, k / (k + 1)))
+
     def extra_metrics(self, rows: dict[str, Tensor], rounds: range, mixing: Mixing | None) -> dict[str, Any]:
         """Return what a line of the metrics has beside the models' quality: nothing by default.
 
@@ -250,6 +307,7 @@ def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | No
         cohort.state = state
         item(cohort, state)
         state.at += 1
+    algorithm.average_(state)
     state.at = 0
     state.round_index += 1
     return None

@@ -62,7 +62,7 @@ class Run:
         self.recorder = Recorder(experiment, experiment.own, out, runtime, resume, lean)
         if experiment.own.from_system:
             _log.warning(SYSTEM)
-        ledger, checkpoint = ledger_folder(experiment.scenario, out), self.recorder.checkpoint
+        ledger, checkpoint = ledger_folder(experiment.scenario, out, experiment.inherited), self.recorder.checkpoint
         steps, every = experiment.algorithm.steps_per_round, experiment.scenario.evaluation.every
         first = 0 if checkpoint is None else checkpoint.state.round_index * steps
         self.cohort = experiment.cohort(ledger, start=first, block=min(every, experiment.scenario.rounds) * steps)
@@ -84,6 +84,12 @@ class Run:
     @property
     def _head(self) -> Head | None:
         return None if self.cohort.ledger is None else self.cohort.ledger.head
+
+    @property
+    def _charged(self) -> tuple[Path, Head] | None:
+        """The folder of the ledger, and its head."""
+        ledger = self.cohort.ledger
+        return None if ledger is None else (ledger.path.parent, ledger.head)
 
     @property
     def round_index(self) -> int:
@@ -137,7 +143,7 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Write models and summary of a run whose rounds are done; return the summary."""
-        spent = Spent.of(self.cohort, self.experiment.scenario.rounds)
+        spent, self.recorder.ledger = Spent.of(self.cohort, self.experiment.scenario.rounds), self._charged
         self.recorder.coalition_seconds = self.cohort.game_seconds
         return self.recorder.finish(self.engine.state.rows, spent)
 
@@ -160,6 +166,7 @@ class Run:
         spent = Spent.of(cohort, done)
         if self.experiment.own.from_system and cohort.ledger is not None:  # steps after it are charged for good
             spent = replace(spent, epsilons=epsilons(cohort, -(-cohort.ledger.charged // cohort.steps_per_round)))
+        self.recorder.ledger = self._charged
         return self.recorder.finish(state.rows, spent, stopped=(done, why))
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from flower_privdec.core import Algorithm
 from flower_privdec.core.cohort import LearningRate
 from flower_privdec.data import PublicSet, read_public
 from flower_privdec.data.features import apply_features
+from flower_privdec.experiment.checkpoint import numbers_of
+from flower_privdec.experiment.origin import Origin, model_section, read_origin
 from flower_privdec.experiment.run_key import constants_hash
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.graph.mixing import Mixing
@@ -43,7 +47,10 @@ class Agreement:
         mixing: the graph's weights; None for an algorithm that exchanges nothing.
         loss, metrics: what models are trained by, and tried by.
         module, initial: the model and the trained parameters [d] that every peer starts from.
-        constants: a hash of the model's other parameters and buffers; "" where it has none.
+        constants: a hash of the model's other parameters and buffers, and of those that it starts from in another
+            run; "" where it has none.
+        origin: the run that it starts from.
+        inherited: the folder of the ledger that is charged for both.
     """
 
     scenario: Scenario
@@ -59,6 +66,8 @@ class Agreement:
     device: torch.device
     learning_rate: LearningRate
     constants: str
+    origin: Origin | None
+    inherited: Path | None
 
     @staticmethod
     @placed
@@ -76,6 +85,9 @@ class Agreement:
         public = _with_features(public, scenario.features)
         algorithm.check_public(public, loss)
         module, dtype = build_module(scenario, **module_facts(public, loss)), DTYPES[scenario.compute.dtype]
+        origin = read_origin(scenario)
+        if origin is not None:
+            origin.load_into_(module.to(dtype))
         initial = flatten(module).to(device, dtype)
         batch = scenario.data.batch
         kernel = build_kernel(
@@ -101,8 +113,15 @@ class Agreement:
             initial=initial,
             device=device,
             learning_rate=algorithm.step_sizes(scenario.n_peers, scenario.rounds),
-            constants=constants_hash(module),
+            constants=constants_hash(module) if origin is None else _hash_of_all(module),
+            origin=origin,
+            inherited=None if origin is None else origin.ledger(scenario, public),
         )
+
+
+def _hash_of_all(module: nn.Module) -> str:
+    """Return a hash of a model that does not follow from the scenario alone, which all peers must have alike."""
+    return hashlib.sha256(constants_hash(module).encode() + numbers_of(flatten(module))).hexdigest()
 
 
 def _with_features(public: PublicSet, section: FeaturesSection | None) -> PublicSet:
@@ -202,7 +221,7 @@ def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int, n
     Raises:
         ScenarioError: the model cannot be had, or does not fit.
     """
-    section = scenario.model
+    section = model_section(scenario)
     return build_model(
         section.name or str(section.module),
         input_shape,

@@ -55,10 +55,10 @@ def evaluate(
         RunError: when the run has diverged.
     """
     algorithm, kernel = agreement.algorithm, agreement.kernel
-    models = algorithm.debiased(rows)
+    models = algorithm.models(rows)
     _check_finite(agreement, models, round_index)
     x, targets = inputs_like(agreement.public.x, models), agreement.public.y.to(models.device)
-    outputs = kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)
+    outputs = kernel.logits(algorithm.mean_model(rows).unsqueeze(0), x)
     value = _sound_loss(agreement, outputs[0], targets, round_index)
     if all(torch.equal(model, models[0]) for model in models):  # one that all share is tried once
         parts = [_try(agreement, models[:1])]
@@ -83,6 +83,12 @@ def evaluate(
     return metrics | algorithm.extra_metrics(rows, since, agreement.mixing)
 
 
+def peers_metrics(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, list[float | None]]:
+    """Return each of the task's metrics for every peer's model, None where it is no finite number."""
+    measured = _try(agreement, agreement.algorithm.debiased(rows))
+    return {name: [finite(value) for value in values] for name, values in measured.items()}
+
+
 def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float | None]:
     """Return the loss of each peer's model on public test examples, in nats; None where it is not finite.
 
@@ -91,7 +97,7 @@ def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float |
 
     Privacy: none is spent; the rows follow from what was released, and the examples are public.
     """
-    models = agreement.algorithm.debiased(rows)
+    models = agreement.algorithm.models(rows)
     x, targets = inputs_like(agreement.public.x, models), agreement.public.y.to(models.device)
     few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)
     x, targets = x[few], targets[few]
@@ -123,7 +129,7 @@ def try_models(agreement: Agreement, rows: Mapping[str, Tensor]) -> dict[str, li
     Args:
         rows: the state's rows of these peers, at least those that others may see.
     """
-    return _try(agreement, agreement.algorithm.debiased(dict(rows)))
+    return _try(agreement, agreement.algorithm.models(dict(rows)))
 
 
 def _try(agreement: Agreement, models: Tensor) -> dict[str, list[float]]:

@@ -20,6 +20,7 @@ from flower_privdec.algorithms.dual_averaging import DPDDA
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import FolderLock, write_atomically
 from flower_privdec.common.formatting import one_line, shown
+from flower_privdec.common.machine import provenance
 from flower_privdec.core import Algorithm, Exchange, State
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
@@ -30,8 +31,9 @@ from flower_privdec.experiment.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
+from flower_privdec.experiment.evaluation import Trial, evaluate, finite, peers_metrics, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
+from flower_privdec.experiment.origin import ORIGIN, TrainedRun, origin_facts
 from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
 from flower_privdec.experiment.view import noise_facts, public_name
 from flower_privdec.models import unflatten
@@ -41,6 +43,7 @@ from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_y
 from flower_privdec.scenario.sections import StageSection
 
 NAME = "metrics.jsonl"
+MOST_LISTED = 64  # peers whose own metrics a summary has, one by one
 SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")
 SINGLE_OR_NONE = ("suboptimality",)
 
@@ -146,6 +149,7 @@ class Recorder:
         self.checkpoint, self._read_from = self._previous(resume), _identity(self.out / CHECKPOINT)
         self.seconds = self.checkpoint.seconds if self.checkpoint else 0.0
         self._before, self.coalition_seconds = self.seconds, 0.0  # the latter of the rounds since then
+        self.ledger: tuple[Path, Head] | None = None  # and its head, where one process is charged for all peers
         self.transport: dict[str, Any] = {}  # the transport's own state, see `Checkpoint`
 
     def _previous(self, resume: bool) -> Checkpoint | None:
@@ -227,7 +231,7 @@ class Recorder:
         """
         measured = evaluate(self.agreement, rows, round_index, self.own, trial)
         if self._objective is not None and self._minimum is not None:  # F(mean x̃) - F(x*)
-            above = self._objective.value(self.agreement.algorithm.network_mean(rows)) - self._minimum.value
+            above = self._objective.value(self.agreement.algorithm.mean_model(rows)) - self._minimum.value
             measured["suboptimality"] = finite(above)
         return self.append(measured, max(epsilons))
 
@@ -308,8 +312,11 @@ class Recorder:
             "consensus_distance": metrics["consensus_distance"],
             **optional,
             "traffic": traffic(self.agreement.algorithm, rows),
-            "privacy": privacy_rows(scenario, spent, participation, done),
+            "privacy": privacy_rows(scenario, spent, participation, done, self.agreement.inherited),
             **protected,
+            **({} if self.lean or scenario.n_peers > MOST_LISTED else {"peers": peers_metrics(self.agreement, rows)}),
+            **({} if self.lean else {"made": provenance()}),
+            **({} if self.agreement.origin is None else {"started_from": str(self.agreement.origin.folder)}),
             **entries,
             "wall_seconds": round(self.seconds, 3),
             "peer_steps_per_second": round(steps / max(self.seconds, 1e-9), 1),
@@ -317,8 +324,11 @@ class Recorder:
         with _writing(self.out):
             if not self.lean:
                 facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
-                models = save(model_tensors(self.agreement, rows), {"privdec": facts})
-                write_atomically(self.out / "model.safetensors", models)
+                models, origin = model_tensors(self.agreement, rows), self.agreement.origin
+                this = TrainedRun.of(scenario, self.agreement.public, *(self.ledger or (None, None)))
+                runs = [*(() if origin is None else origin.runs), this]
+                write_atomically(self.out / "model.safetensors", save(models, {"privdec": facts}))
+                write_atomically(self.out / ORIGIN, origin_facts(runs, models).encode())
             write_atomically(self.out / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
         self.close()
         return summary
@@ -387,6 +397,20 @@ def check_one_stage(scenario: Scenario, why: str) -> None:
         )
 
 
+def check_own_ledgers(agreement: Agreement) -> None:
+    """Refuse a start from a run on the same data where each peer has a ledger of its own, which does not count that.
+
+    Raises:
+        ScenarioError: naming the run.
+    """
+    if agreement.origin is not None and agreement.inherited is not None:
+        raise ScenarioError(
+            f"model.from={agreement.origin.folder}: was trained on the same data, and the peers' own ledgers do not "
+            "count that: run it in one process (`privdec run`), or start from a run on other data",
+            code="origin.own-ledgers",
+        )
+
+
 def _planned_as(scenario: Scenario, other: Scenario) -> Scenario:
     """Return a scenario with what may change in a run that goes on, rounds, budget and noise, as another has it."""
     privacy, changed = scenario.privacy, {"rounds": other.rounds, "earlier": other.earlier}
@@ -422,8 +446,8 @@ def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Te
     Args:
         rows: the state's, at least those that others may see.
     """
-    models = {"mean": agreement.algorithm.network_mean(rows)}
-    models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.debiased(rows))}
+    models = {"mean": agreement.algorithm.mean_model(rows)}
+    models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.models(rows))}
     return {
         f"{owner}/{name}": value
         for owner, row in models.items()

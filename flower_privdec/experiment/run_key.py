@@ -124,6 +124,7 @@ _PARSING = threading.Lock()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
+@functools.cache
 def installed_version(package: str) -> str:
     """Return the version of an installed package, or "missing"."""
     try:

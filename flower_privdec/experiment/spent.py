@@ -110,13 +110,16 @@ def rounds_run(cohort: Cohort, rounds: int) -> list[int]:
     return ran
 
 
-def ledger_folder(scenario: Scenario, out: Path) -> Path:
-    """Return where the ledger of a run lies."""
+def ledger_folder(scenario: Scenario, out: Path, inherited: Path | None = None) -> Path:
+    """Return where the ledger of a run lies; `inherited` is that of the run it starts from."""
     private = scenario.private
-    return Path(private.ledger).expanduser() if private and private.ledger else out / "ledger"
+    own = inherited or out / "ledger"
+    return Path(private.ledger).expanduser() if private and private.ledger else own
 
 
-def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation, rounds: int) -> list[dict[str, Any]]:
+def privacy_rows(
+    scenario: Scenario, spent: Spent, participation: Participation, rounds: int, inherited: Path | None = None
+) -> list[dict[str, Any]]:
     """Return each peer's guarantee as the summary has it; ε is "inf" where there is none.
 
     `epsilon` bounds what colluding peers learn from all that a peer sends: all others, or, where noise cancels between
@@ -127,10 +130,12 @@ def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation,
         spent: of all peers, in order.
         participation: who is active, by which the rounds to be expected are counted.
         rounds: that the run has done.
+        inherited: the folder of the ledger of the run that it starts from, in which it is charged.
     """
     expected = (participation.chances * rounds).tolist()
     private, rows = scenario.private, []
-    scope = f"all runs in {private.ledger}" if private and private.ledger else ALONE
+    shared = private and (private.ledger or inherited)
+    scope = f"all runs in {shared}" if shared else ALONE
     calibration = "none" if private is None else private.calibration
     facts = zip(spent.epsilons, spent.deltas, spent.claimed, spent.rounds_run, strict=True)
     for peer, (total, delta, claimed, ran) in enumerate(facts):

@@ -527,6 +527,7 @@ class Experiment(Agreement):
             rows[STATE_PREFIX + name] = torch.zeros(len(cohort.peers), *cohort.initial.shape).to(cohort.initial)
         if cohort.optimizer is not None:
             rows |= cohort.optimizer.initial(len(cohort.peers), cohort.initial)
+        rows |= self.algorithm.initial_averages(rows)
         return State(peers=cohort.peers, rows=rows)
 
 
@@ -596,8 +597,8 @@ def _state_bytes(experiment: Experiment) -> int:
 
 
 def _moments(experiment: Experiment) -> int:
-    optimizer = experiment.algorithm.optimizer
-    return 0 if optimizer is None else len(optimizer.moments)
+    optimizer, averages = experiment.algorithm.optimizer, "x" in experiment.algorithm.averaged
+    return averages + (0 if optimizer is None else len(optimizer.moments))
 
 
 def _checkpoint_bytes(experiment: Experiment, table: int) -> int:

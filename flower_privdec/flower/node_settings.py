@@ -306,6 +306,8 @@ class HostSettings:
             problem = f"privacy: none breaks this SuperNode's epsilon={self.epsilon}: set a privacy section"
         elif isinstance(topology, TopologySection) and topology.file is not None:
             problem = f"topology.file={topology.file!r} is not a server's to name: name a graph"
+        elif scenario.model.origin is not None:
+            problem = f"model.from={scenario.model.origin!r} is not a server's to name: name a model"
         elif data.each_its_own and (self.data_root is None or self.data_test is None):
             problem = (
                 f"data.root={data.root}: each peer has its own file, so this SuperNode's own data-root and data-test "

@@ -46,7 +46,6 @@ from flower_privdec.flower.mods.peer_state import (
     PeerLedger,
     PeerState,
     UnfitAnswerError,
-    bare_words,
     keep_metrics,
     mass_of,
     new_incarnation,
@@ -55,6 +54,7 @@ from flower_privdec.flower.mods.peer_state import (
     protocol,
     returned_arrays,
     take_step,
+    unprotected_words,
     working_in,
 )
 from flower_privdec.flower.node_settings import PeerSettings
@@ -474,7 +474,7 @@ class AppTrainer:
             return
         self.idle = ""
         state.rows["x"][0].copy_(torch.from_numpy(mass.x))
-        state.rows["unprotected"].fill_(mass.bare)
+        state.rows["unprotected"].fill_(mass.unprotected)
         state.rows.update(_unmixed_rows(mass.unmixed))
 
     def _mass(self, state: State) -> PeerState:
@@ -486,7 +486,7 @@ class AppTrainer:
             unmixed[name] = state.rows[f"{UNMIXED}{number}"][0].numpy().view(kind).reshape(shape).copy()
         unprotected = int(state.rows["unprotected"][0])
         shares = protocol(self._peer, mass_of(x, w), new_incarnation())
-        return PeerState(self.scenario.name, self._layout, shares, unmixed, bare=unprotected)
+        return PeerState(self.scenario.name, self._layout, shares, unmixed, unprotected=unprotected)
 
     def result(self, state: State) -> PeerState:
         """Return the mass as it is now, and the arrays that are not mixed."""
@@ -533,7 +533,7 @@ class AppTrainer:
         if self.ledger is None:
             return {"epsilon": json_number(math.inf), "privacy": UNPROTECTED}
         if unprotected := int(state.rows["unprotected"][0]):
-            return {"epsilon": json_number(math.inf), "privacy": bare_words(unprotected)}
+            return {"epsilon": json_number(math.inf), "privacy": unprotected_words(unprotected)}
         return {"epsilon": json_number(self.ledger.spent.epsilon), "privacy": str(self.ledger.spent)}
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from flower_privdec.gradients.protocol import (
     unknown_tokens,
 )
 from flower_privdec.models import flatten
-from flower_privdec.tasks.losses import Loss, no_own_rules
+from flower_privdec.tasks.losses import Loss, no_custom_vmap_rules
 
 _KEPT = 4  # tensors for each output of a layer, while gradients are computed
 _WRITTEN_BYTES = 2**26  # gradients written out at once; a call of vmap costs about 2 ms whatever it does
@@ -64,7 +64,7 @@ class VmapKernel(RowKernel):
             x = (x * self._n_tokens).long().clamp_(max=self._n_tokens - 1)
         row = flatten(module)
         try:
-            with torch.random.fork_rng(devices=[]), no_own_rules():
+            with torch.random.fork_rng(devices=[]), no_custom_vmap_rules():
                 self._activations = self._count(row, x[:1])
                 y = self._loss.blank(self._outputs(row, x[:1]))
                 self._gradients(row, x, y.expand(2, *y.shape[1:]))

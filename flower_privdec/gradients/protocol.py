@@ -243,14 +243,9 @@ class Parameter:
     start: int
     shape: torch.Size
 
-    @property
-    def stop(self) -> int:
-        """Return the index behind its last number."""
-        return self.start + math.prod(self.shape)
-
     def view(self, rows: Tensor) -> Tensor:
         """View it in rows [..., d] as [..., *shape], without a copy."""
-        return rows.narrow(-1, self.start, self.stop - self.start).view((*rows.shape[:-1], *self.shape))
+        return rows.narrow(-1, self.start, self.shape.numel()).view((*rows.shape[:-1], *self.shape))
 
 
 def layout(module: nn.Module) -> dict[str, Parameter]:
@@ -258,7 +253,7 @@ def layout(module: nn.Module) -> dict[str, Parameter]:
     parameters, start = {}, 0
     for name, parameter in trained(module).items():
         parameters[name] = Parameter(name, start, parameter.shape)
-        start = parameters[name].stop
+        start += parameter.numel()
     return parameters
 
 

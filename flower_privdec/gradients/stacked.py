@@ -154,7 +154,13 @@ class StackedKernel(GradientKernel):
             triples = zip(self.layers, inputs, deltas, strict=False)
             parts = [layer.norms(a, delta, len(self.layers)) for layer, a, delta in triples]
             norms = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
-            return _finite(Factors(deltas, inputs[:-1], norms))
+            activations = inputs[:-1]
+            bad = beyond(norms, wait=norms.is_cpu)
+            if bad is not None:  # zeros for examples whose gradients are not finite; the others are unchanged
+                deltas = [delta.masked_fill(bad.unsqueeze(-1), 0) for delta in deltas]
+                activations = [torch.nan_to_num(a, nan=0.0, posinf=0.0, neginf=0.0) for a in activations]
+                norms = norms.masked_fill(bad, 0)
+            return Factors(deltas, activations, norms)
 
     def accumulate_(self, out: Tensor, factors: Factors, coefficient: Tensor) -> Tensor:
         """Add sum_b coefficient[i, b] * gradient[i, b] to out[i], in place, and return out."""
@@ -201,16 +207,6 @@ class StackedKernel(GradientKernel):
                     a = layer.forward(models, a, None)
                 out[:, part] = a
         return out
-
-
-def _finite(factors: Factors) -> Factors:
-    """Return the factors with zeros for examples whose gradients are not finite; the others are unchanged."""
-    bad = beyond(factors.norms, wait=factors.norms.is_cpu)
-    if bad is None:
-        return factors
-    deltas = [delta.masked_fill(bad.unsqueeze(-1), 0) for delta in factors.deltas]
-    activations = [torch.nan_to_num(a, nan=0.0, posinf=0.0, neginf=0.0) for a in factors.activations]
-    return Factors(deltas, activations, factors.norms.masked_fill(bad, 0))
 
 
 def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | None:

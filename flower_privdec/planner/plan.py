@@ -149,11 +149,12 @@ def ledger_facts(experiment: Experiment) -> tuple[dict[str, Any] | None, list[st
     """
     private, plan = experiment.scenario.private, experiment.own.protection
     facts = note = None
-    if private is not None and plan is not None and private.ledger is not None:
+    folder = None if private is None else private.ledger or experiment.inherited
+    if private is not None and plan is not None and folder is not None:
         name, run = experiment.public.name, experiment.own.run
-        spending = spending_of(private.ledger, name, run, plan.accounts, **experiment.stages_paid)
+        spending = spending_of(folder, name, run, plan.accounts, **experiment.stages_paid)
         before, after = (json_number(float(spending.epsilons(steps).max())) for steps in (0, spending.steps))
-        facts = {"folder": private.ledger, "epsilon_before": before, "epsilon_after": after}
+        facts = {"folder": str(folder), "epsilon_before": before, "epsilon_after": after}
         note = budget_note(spending, experiment.algorithm.steps_per_round)
     if note is None and plan is not None:  # noise from the scenario may use the budget up before the last round
         rounds = experiment.scenario.rounds

@@ -1,9 +1,10 @@
-"""Exact noise in NumPy: normals of the operating system's entropy with all their digits, added and rounded to a grid.
+"""Exact Gaussian noise in NumPy: infinitely precise normals, added to a sum and rounded to a grid once.
 
-How it is drawn. Z is Box-Muller of two uniform numbers of infinitely many random bits, of which the first 63 and 64 are
-drawn. Where these decide to what the sum is rounded, whatever the others are, it is rounded so; else (8 in a million)
-more bits are drawn, and the rest is done in intervals of as many digits as it takes. What it is for:
-`privacy.noise.deployed`.
+A normal is Box-Muller's: sqrt(-2 ln U) times the cosine or sine of π V, with U in (0, 1) and V in (-1, 1) uniform
+numbers of infinitely many random bits. The first 63 bits of U and 64 of V are drawn, and nearly always they determine
+to which point of the grid the noised sum is rounded, whatever the remaining bits are. Where they do not (8 in a
+million), more bits are drawn, and the normal is computed in interval arithmetic until they do.
+`privacy.noise.deployed` has the reason to draw noise so.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from flower_privdec.common.errors import ArgumentError, ScenarioError
 
 PIECE = 2**15  # elements drawn at a time (a few hundred kB)
 GRID_BITS = 20  # the grid's step is 2^-20 to 2^-21 of the noise
-FLOAT_ERROR = 2.0**-40  # of a normal in float64, at most, where the radius is none of the extreme ones
-DOUBT = 2.0**-18  # of a step: that error, 2^21 times, and what is lost in adding
-LEAST_SHARE, MOST_SHARE = 2**38, 2**63 - 2**42  # of U, in units of 2^-63: beyond, the radius is not as exact
+MARGIN = 2.0**-18  # of a step: no float64 error of a noised sum is larger (2^21 times 2^-40, and that of the addition)
+LEAST_U, MOST_U = 2**38, 2**63 - 2**42  # in units of 2^-63: beyond, sqrt(-2 ln U) has a larger error in float64
 LEAST_STD = 2.0**-900  # below, a grid would have no room in float64
+NOT_FINITE = "noise is added to a sum that is not finite: clip what is summed"
 
 
-def imported_ciphers() -> Any:
-    """Return the module of ciphers.
+def key_stream(key: bytes | None = None) -> Any:
+    """Return the key stream of AES-256 in counter mode, as an encryptor of zeros.
+
+    Args:
+        key: 32 bytes, for one stream alone; drawn by the operating system when not given.
 
     Raises:
         ScenarioError: the package cryptography is not installed.
@@ -38,22 +42,7 @@ def imported_ciphers() -> Any:
             "noise of the operating system needs cryptography, which is not installed: pip install cryptography",
             code="noise.cryptography",
         ) from error
-    return ciphers
-
-
-def system_normals(count: int, key: bytes | None = None) -> SystemNormals:
-    """Return normals from a new key of the operating system's entropy, or from a given one.
-
-    Args:
-        count: the most that are drawn at a time, up to PIECE.
-        key: 32 bytes, for one call alone.
-
-    Raises:
-        ScenarioError: see `imported_ciphers`.
-    """
-    ciphers = imported_ciphers()
-    cipher = ciphers.Cipher(ciphers.algorithms.AES(key or os.urandom(32)), ciphers.modes.CTR(bytes(16)))
-    return SystemNormals(cipher.encryptor(), min(PIECE, count))
+    return ciphers.Cipher(ciphers.algorithms.AES(key or os.urandom(32)), ciphers.modes.CTR(bytes(16))).encryptor()
 
 
 def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
@@ -69,14 +58,11 @@ def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
     check_std(np.array([std]))
     if not np.isfinite(values).all():
         raise ValueError(NOT_FINITE)
-    normals, out = system_normals(values.size), np.empty(values.size)
+    normals, out = SystemNormals(key_stream(), values.size), np.empty(values.size)
     for start in range(0, values.size, PIECE):
         part = values[None, start : start + PIECE].astype(np.float64)
         out[start : start + PIECE] = add_exactly(part, np.array([[std]]), normals)[0]
     return out
-
-
-NOT_FINITE = "noise is added to a sum that is not finite: clip what is summed"
 
 
 def check_std(stds: np.ndarray) -> None:
@@ -87,15 +73,21 @@ def check_std(stds: np.ndarray) -> None:
 
 
 class SystemNormals:
-    """Normals from the key stream of a cipher, in buffers that are reused.
+    """Standard normals from a key stream, in buffers that are reused.
+
+    Normals n and n + pairs are a Box-Muller pair, the cosine's and the sine's.
+
+    Args:
+        encryptor: the key stream, see `key_stream`.
+        most: how many are drawn at a time; more than PIECE never are.
 
     Attributes:
-        words: the bits of the last normals, uint64 [2 pairs]: U's first 63 bits, above one that is not used, of
-            every pair (n, n + pairs), whose radius is sqrt(-2 ln U), and then the first 64 of its angle over π, signed.
+        words: the bits of the last normals, uint64 [2 pairs]: for each pair the first 63 bits of U, above one that is
+            not used; then for each pair the first 64 bits of V, a signed number.
     """
 
     def __init__(self, encryptor: Any, most: int) -> None:
-        pairs = (most + 1) // 2
+        pairs = (min(PIECE, most) + 1) // 2
         self._encryptor, self._zeros = encryptor, memoryview(bytes(16 * pairs))
         self._stream = bytearray(16 * pairs + 15)  # the cipher needs a block more, less one byte
         self._radius, self._angle, self._out = np.empty(pairs), np.empty(pairs), np.empty(2 * pairs)
@@ -117,79 +109,80 @@ class SystemNormals:
         np.multiply(np.add(tangents, tangents, out=sines), radius, out=sines)
         return out[:count]
 
-    def more(self) -> int:
+    def next_word(self) -> int:
         """Return the next 64 bits of the key stream."""
         return int.from_bytes(self._encryptor.update(bytes(8)), "little")
 
 
-def grid_steps(scales: np.ndarray) -> np.ndarray:
+def grid_steps(stds: np.ndarray) -> np.ndarray:
     """Return the step of the grid for each standard deviation, a power of two."""
-    _, exponent = np.frexp(scales)
+    _, exponent = np.frexp(stds)
     return np.asarray(np.ldexp(1.0, exponent - (1 + GRID_BITS)))
 
 
-def add_exactly(sums: np.ndarray, scales: np.ndarray, normals: SystemNormals) -> np.ndarray:
+def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> np.ndarray:
     """Return sums with noise, rounded to the grid.
 
-    Every operation on a sum before its noise is exact, and so is the result but for one last rounding to float64, of a
-    number that is on the grid already.
+    Only the fraction of a grid step by which a sum is off the grid is added to the noise and rounded. Every operation
+    on the sum itself is exact, but for one last rounding to float64 of a number that is on the grid already.
 
     Args:
         sums: float64 [r, c].
-        scales: standard deviations, float64 [r, 1].
+        stds: standard deviations, float64 [r, 1].
         normals: of the noise.
     """
-    grid = grid_steps(scales)
-    ratio = scales / grid
+    step = grid_steps(stds)
+    noise_steps = stds / step  # the noise's standard deviation in steps
     with np.errstate(over="ignore", invalid="ignore"):
-        over = sums / grid
-        whole = np.trunc(over)
-        over -= whole
-        is_far = not math.isfinite(float(over.sum()))
+        fractions = sums / step
+        whole = np.trunc(fractions)
+        fractions -= whole
+        is_far = not math.isfinite(float(fractions.sum()))
     if is_far:
-        over[~np.isfinite(over)] = 0.0  # a sum of infinitely many steps, which is on the grid
+        fractions[~np.isfinite(fractions)] = 0.0  # a sum of infinitely many steps, which is on the grid
     noised = normals.draw(sums.size).reshape(sums.shape)
-    noised *= ratio
-    noised += over
+    noised *= noise_steps
+    noised += fractions
     rounded = np.rint(noised)
     noised -= rounded
-    doubtful = _doubtful(noised.reshape(-1), normals.words)
-    if len(doubtful):
-        facts = (over.reshape(-1)[doubtful].tolist(), np.broadcast_to(ratio, sums.shape).reshape(-1)[doubtful].tolist())
-        rounded.reshape(-1)[doubtful] = _resolved(doubtful, *facts, normals)
+    undecided = _undecided(noised.reshape(-1), normals.words)
+    if len(undecided):
+        scales = np.broadcast_to(noise_steps, sums.shape).reshape(-1)[undecided].tolist()
+        offsets = fractions.reshape(-1)[undecided].tolist()
+        rounded.reshape(-1)[undecided] = _decided(undecided, offsets, scales, normals)
     with np.errstate(over="ignore"):
         if is_far:
-            return np.asarray(sums - over * grid + rounded * grid)
+            return np.asarray(sums - fractions * step + rounded * step)
         rounded += whole
-        rounded *= grid
+        rounded *= step
         return np.asarray(rounded)
 
 
-def _doubtful(rests: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Return the indices of numbers whose rounding more bits of their normals may change, int64 [doubtful].
+def _undecided(remainders: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Return the indices of numbers whose rounding further bits of their normals may change, int64 [undecided].
 
     Args:
-        rests: what rounding took away, float64 [n].
+        remainders: what rounding took away, float64 [n].
         words: see `SystemNormals`.
     """
-    pairs, unsure = len(words) // 2, np.abs(rests) > 0.5 - DOUBT
-    first = words[:pairs]  # twice the share of U
-    if first.min() < 2 * LEAST_SHARE or first.max() > 2 * MOST_SHARE + 1:
-        for pair in np.flatnonzero((first < 2 * LEAST_SHARE) | (first > 2 * MOST_SHARE + 1)):
+    pairs, unsure = len(words) // 2, np.abs(remainders) > 0.5 - MARGIN
+    doubled = words[:pairs]  # 2 U, and the bit that is not used
+    if doubled.min() < 2 * LEAST_U or doubled.max() > 2 * MOST_U + 1:
+        for pair in np.flatnonzero((doubled < 2 * LEAST_U) | (doubled > 2 * MOST_U + 1)):
             unsure[pair::pairs] = True
     return np.flatnonzero(unsure)
 
 
-def _resolved(doubtful: np.ndarray, over: list[float], ratio: list[float], normals: SystemNormals) -> list[float]:
-    """Return the rounded values of some numbers; two normals of one pair share their bits."""
-    words, drawn_pairs, values = normals.words, dict[int, _Pair](), []
+def _decided(undecided: np.ndarray, offsets: list[float], scales: list[float], normals: SystemNormals) -> list[float]:
+    """Return the rounded values of some numbers, offset + scale Z; two normals of one pair share their bits."""
+    words, drawn_pairs, values = normals.words, dict[int, _NormalPair](), []
     pairs = len(words) // 2
-    for number, offset, scale in zip(doubtful.tolist(), over, ratio, strict=True):
-        half, pair = divmod(number, pairs)
+    for number, offset, scale in zip(undecided.tolist(), offsets, scales, strict=True):
+        is_sine, pair = divmod(number, pairs)
         if pair not in drawn_pairs:
-            angle = int(words[pairs + pair])
-            drawn_pairs[pair] = _Pair(int(words[pair]) >> 1, angle - (angle >> 63 << 64), normals)
-        values.append(float(drawn_pairs[pair].rounded(half, offset, scale)))
+            v = int(words[pairs + pair])
+            drawn_pairs[pair] = _NormalPair(int(words[pair]) >> 1, v - (v >> 63 << 64), normals)
+        values.append(float(drawn_pairs[pair].rounded(bool(is_sine), offset, scale)))
     return values
 
 
@@ -200,33 +193,35 @@ def _intervals() -> Any:
     return MPIntervalContext()
 
 
-class _Pair:
-    """A pair of normals of which bits are drawn until a rounding is decided.
+class _NormalPair:
+    """A Box-Muller pair of which bits are drawn until a rounding is decided.
 
-    Its U lies between share and share + 1 units of 2^-bits; its angle is π times a number between angle and angle + 1
-    of them.
+    Args:
+        u, v: the bits so far: U and V lie between u and u + 1, v and v + 1 units of 2^-63.
+        normals: draws the further bits.
     """
 
-    def __init__(self, share: int, angle: int, normals: SystemNormals) -> None:
-        self._share, self._share_bits, self._angle, self._angle_bits = share, 63, angle, 63
-        self._normals = normals
+    def __init__(self, u: int, v: int, normals: SystemNormals) -> None:
+        self._u, self._v, self._bits, self._normals = u, v, 63, normals
 
-    def rounded(self, half: int, offset: float, scale: float) -> int:
-        """Return floor(offset + scale Z + 1/2), Z being the first (cos) or the second (sin) of the pair."""
+    def rounded(self, is_sine: bool, offset: float, scale: float) -> int:
+        """Return floor(offset + scale Z + 1/2), with Z the normal of the sine or of the cosine."""
         from mpmath.libmp import round_floor, to_int
 
         while True:
-            if self._share > 0:  # else U may be 0, so far, and Z infinite
-                ends = (self._normal(half) * scale + offset + 0.5)._mpi_
+            if self._u > 0:  # else U may be 0, so far, and Z infinite
+                ends = (self._normal(is_sine) * scale + offset + 0.5)._mpi_
                 low, high = (int(to_int(end, round_floor)) for end in ends)
                 if low == high:
                     return low
-            self._share, self._share_bits = self._share << 64 | self._normals.more(), self._share_bits + 64
-            self._angle, self._angle_bits = self._angle << 64 | self._normals.more(), self._angle_bits + 64
+            self._u = self._u << 64 | self._normals.next_word()
+            self._v = self._v << 64 | self._normals.next_word()
+            self._bits += 64
 
-    def _normal(self, half: int) -> Any:
+    def _normal(self, is_sine: bool) -> Any:
+        """Return the interval in which the normal lies."""
         iv = _intervals()  # valid at any precision: threads may share it
-        iv.prec = self._share_bits + 64
-        share = iv.mpf([self._share, self._share + 1]) / 2**self._share_bits
-        angle = iv.pi * iv.mpf([self._angle, self._angle + 1]) / 2**self._angle_bits
-        return iv.sqrt(-2 * iv.log(share)) * (iv.sin(angle) if half else iv.cos(angle))
+        iv.prec = self._bits + 64
+        u = iv.mpf([self._u, self._u + 1]) / 2**self._bits
+        angle = iv.pi * iv.mpf([self._v, self._v + 1]) / 2**self._bits
+        return iv.sqrt(-2 * iv.log(u)) * (iv.sin(angle) if is_sine else iv.cos(angle))

@@ -167,7 +167,9 @@ def type_name(dtype: torch.dtype | np.dtype[Any] | str) -> str:
 
 def formats_of(values: Mapping[str, Tensor]) -> RowFormats:
     """Return the formats of rows as encoded for the wire, in the order in which they are sent; `w` is a weight."""
-    return {name: RowFormat(tuple(value.shape), value.dtype, name == "w") for name, value in values.items()}
+    return {
+        name: RowFormat(tuple(value.shape), value.dtype, name in ("w", "average.w")) for name, value in values.items()
+    }
 
 
 def frame_size(formats: RowFormats) -> int:
@@ -444,15 +446,6 @@ def _integers_of(value: Tensor | np.ndarray) -> np.ndarray:
     return np.asarray(flat.view(getattr(torch, INTEGERS[value.element_size()])).numpy())
 
 
-def _row_of(integers: np.ndarray, dtype: torch.dtype | np.dtype[Any]) -> Any:
-    """Return the row of some bits, [n], of a type of torch or of NumPy."""
-    if isinstance(dtype, np.dtype):
-        return integers.view(dtype)
-    import torch
-
-    return torch.from_numpy(integers).view(dtype)
-
-
 def _has_finite_sum(part: Any) -> bool:
     """Return whether numbers have a finite sum, as no infinite one and no NaN among them leaves."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -484,8 +477,12 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
         little = np.dtype(INTEGERS[row.dtype.itemsize]).newbyteorder("<")
         whole = np.frombuffer(body, little, math.prod(row.shape), begin)
         native = whole.astype(little.newbyteorder("="), copy=False)
-        is_usable = native.flags.writeable or isinstance(row.dtype, np.dtype)  # torch has no read-only rows
-        flat = _row_of(native if is_usable else native.copy(), row.dtype)
+        bits: Any = native
+        if not isinstance(row.dtype, np.dtype):
+            import torch
+
+            bits = torch.from_numpy(native if native.flags.writeable else native.copy())  # it has no read-only rows
+        flat = bits.view(row.dtype)
         for start in range(0, len(flat) if "float" in type_name(row.dtype) else 0, CHUNK):
             part = flat[start : start + CHUNK]
             if not row.nonnegative and _has_finite_sum(part):

@@ -199,7 +199,8 @@ class Timetable:
         self.final_at, self.final_exchange = len(algorithm.program), algorithm.final_exchange
         self.final_mixing = everybody(mixing)
         self._mixing = mixing
-        self.neighbours, self.turn = cache(self._neighbours), lru_cache(TURNS)(self._turn)
+        self.neighbours, self.receivers_ever = cache(self._neighbours), cache(self._receivers_ever)
+        self.turn = lru_cache(TURNS)(self._turn)
 
     def place(self, round_index: int, at: int) -> int:
         """Return the place of the exchange at an index of the program, in a round.
@@ -227,7 +228,7 @@ class Timetable:
         ends = (senders, {*weights}) if isinstance(exchange, Reply) else ({*weights}, senders)
         return Turn(round_index, at, exchange, mixing, *ends, weights)
 
-    def receivers_ever(self, peer: int) -> list[int]:
+    def _receivers_ever(self, peer: int) -> list[int]:
         """Return the peers that a peer may ever send to."""
         edges = self._mixing.topology.support()
         return sorted(set(edges[edges[:, 0] == peer, 1].tolist()) - {peer})

@@ -34,13 +34,13 @@ def complete_yaml(scenario: Scenario) -> str:
 
     A comment has the default value, or describes what it follows from; keys that do not apply have none.
     """
-    data = json.loads(scenario.model_dump_json(exclude_none=True))
+    data = json.loads(scenario.model_dump_json(exclude_none=True, by_alias=True))
     return "".join(f"{line}\n" for line in _yaml_lines(scenario, data, ""))
 
 
 def _yaml_lines(section: Section, data: dict[str, Any], indent: str) -> Iterator[str]:
     for key, value in data.items():
-        inner = getattr(section, key)
+        inner = getattr(section, key, None)  # `from` is no attribute
         if isinstance(inner, Section):
             yield f"{indent}{key}:"
             yield from _yaml_lines(inner, value, f"{indent}  ")

@@ -338,7 +338,7 @@ def to_yaml(scenario: Scenario | AppScenario) -> str:
 
     Parts that were given as Python objects are there by names that hold in this process alone, and it says so.
     """
-    data = json.loads(scenario.model_dump_json(exclude_none=True))
+    data = json.loads(scenario.model_dump_json(exclude_none=True, by_alias=True))
     has_objects = any(is_given(module) for _, module in own_modules(scenario))
     return (UNNAMEABLE if has_objects else "") + write_yaml(data)
 

@@ -419,6 +419,8 @@ class ModelSection(Section):
     """The model every peer trains.
 
     Attributes:
+        from: the folder of a finished run whose mean model this one starts from; name may be left out then. On the
+            same data it must be private where this run is, and both are charged in its ledger.
         name: of a model that `privdec list` describes; left out where module is given.
         init: torch's own initial parameters, drawn by the seed, or all zero.
         bias: whether each output has one, of linear and softmax; left out, true.
@@ -435,6 +437,7 @@ class ModelSection(Section):
         arguments: what the factory is called with, by name.
     """
 
+    origin: PathText | None = Field(default=None, alias="from")
     name: Annotated[str, catalogue.MODELS] | None = None
     init: Annotated[str, catalogue.INITS] = "default"
     bias: bool | None = None
@@ -449,7 +452,8 @@ class ModelSection(Section):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     def _check(self) -> None:
-        if (self.name is None) == (self.module is None):
+        both = self.name is not None and self.module is not None
+        if both or (self.name is None and self.module is None and self.origin is None):
             raise ArgumentError("give either a model's name, or module: package.module:factory", code="model.one-of")
         if self.module is not None and ":" not in self.module:
             raise ArgumentError(f"module={self.module!r} must be 'package.module:factory'", code="code.name")
@@ -461,7 +465,8 @@ class ModelSection(Section):
         for key in sorted(keys - set(own)):
             takers = ", ".join(name for name, options in catalogue.MODEL_OPTIONS.items() if key in options)
             raise ArgumentError(
-                f"{key} belongs to {takers}, not to {self.name or self.module}: remove it", code="scenario.other-choice"
+                f"{key} belongs to {takers}, not to {self.name or self.module or self.origin}: remove it",
+                code="scenario.other-choice",
             )
 
     def _given(self) -> dict[str, Any]:
@@ -476,7 +481,7 @@ class ModelSection(Section):
 TAKEN = {  # what else stands beside metrics in a run's files
     *("round", "loss", "consensus_distance", "personalized", "epsilon", "seconds", "name", "algorithm", "runtime"),
     *("n_peers", "rounds", "rounds_done", "seed", "seeds", "metrics", "traffic", "privacy", "budget_note", "noise"),
-    *("numbers", "budget", "spread", "n_runs", "stopped_at", "stopped_by"),
+    *("numbers", "budget", "spread", "n_runs", "stopped_at", "stopped_by", "started_from"),
     *("evaluation_private", "wall_seconds", "peer_steps_per_second", "epsilon_so_far", "finished", "consensus"),
     *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note"),
 }
@@ -688,6 +693,11 @@ class DualAveragingSection(Section):
                 "optimizer must be left out: dual averaging sums its gradients and takes no step along them",
                 code="algorithm.optimizer",
             )
+        if isinstance(data, dict) and "average" in data:
+            raise ArgumentError(
+                "average must be left out: the models of dual averaging are running averages already",
+                code="algorithm.average",
+            )
         return data
 
     def _check(self) -> None:
@@ -732,6 +742,18 @@ class OptimizerSection(Section):
                     )
 
 
+class AverageSection(Section):
+    """Averaged iterates, which are evaluated and handed out in the place of the last ones; they cost no ε.
+
+    Attributes:
+        kind: `ema`, an exponential moving average over the rounds.
+        decay: the share of the last average in the new one; in round k = 0, 1, ... at most k / (k + 1).
+    """
+
+    kind: Literal["ema"] = "ema"
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+
+
 class DescentSection(Section):
     """Keys of all algorithms that descend along gradients.
 
@@ -742,6 +764,7 @@ class DescentSection(Section):
             rounds where learning_rate_decay is 0.
         learning_rate_warmup: the share of the rounds, at the beginning, over which the rate rises linearly to γ.
         optimizer: what each peer makes of its noised gradient; left out, the step is γ times the gradient.
+        average: what is evaluated and handed out is each peer's average over the rounds; left out, its last model.
     """
 
     learning_rate: PerPeer
@@ -749,6 +772,7 @@ class DescentSection(Section):
     learning_rate_schedule: Literal["linear", "cosine"] | None = None
     learning_rate_warmup: Fraction | None = None
     optimizer: OptimizerSection | None = None
+    average: AverageSection | None = None
 
     no_optimizer: ClassVar[str] = ""  # why the algorithm takes plain steps alone
 

@@ -144,7 +144,7 @@ LOSSES = {
 }
 
 
-TRIED = 2  # examples, of public random numbers
+TRIAL_EXAMPLES = 2  # examples, of public random numbers
 
 
 def own_loss(target: str, targets: Targets, outputs: int | None = None) -> Loss:
@@ -161,12 +161,12 @@ def own_loss(target: str, targets: Targets, outputs: int | None = None) -> Loss:
     Raises:
         ScenarioError: the function cannot be had.
     """
-    one = _of_one(target)
-    value, derivative = (_of_each(target, part) for part in (one, grad(one)))
+    one = _on_copies(target)
+    value, derivative = (_example_by_example(target, part) for part in (one, grad(one)))
     return Loss(target, value, derivative, targets, outputs=outputs)
 
 
-def _of_one(target: str) -> Callable[[Tensor, Tensor], Tensor]:
+def _on_copies(target: str) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a user's function of an example, which gets copies."""
     function = load_own(target, "task.loss.module", must_be="a function of an example's outputs and target")
 
@@ -177,7 +177,7 @@ def _of_one(target: str) -> Callable[[Tensor, Tensor], Tensor]:
     return one
 
 
-def _of_each(target: str, function: OutputFunction) -> OutputFunction:
+def _example_by_example(target: str, function: OutputFunction) -> OutputFunction:
     """Call a function of one example for every example [...] by itself.
 
     The messages of its errors, which may reveal examples, are withheld.
@@ -209,9 +209,9 @@ def try_loss(loss: Loss, outputs: int) -> None:
     Raises:
         ScenarioError: it fails, returns no number, or would see examples together.
     """
-    one, x = _of_one(loss.name), torch.randn(TRIED, outputs, generator=torch.Generator().manual_seed(0))
+    one, x = _on_copies(loss.name), torch.randn(TRIAL_EXAMPLES, outputs, generator=torch.Generator().manual_seed(0))
     try:
-        with torch.random.fork_rng(devices=[]), no_own_rules():
+        with torch.random.fork_rng(devices=[]), no_custom_vmap_rules():
             shape = list(vmap(one)(x, loss.blank(x)).shape[1:])
             if not shape:
                 vmap(grad(one))(x, loss.blank(x))
@@ -229,7 +229,7 @@ def try_loss(loss: Loss, outputs: int) -> None:
 
 
 @contextmanager
-def no_own_rules() -> Iterator[None]:
+def no_custom_vmap_rules() -> Iterator[None]:
     """Raise for every autograd.Function whose own vmap rule would see all examples at once.
 
     What is called under vmap cannot depend on an example's numbers, so that trying it once finds all that is called.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chunks, upper
 from flower_privdec.models import fix_norms
-from flower_privdec.tasks.losses import no_own_rules
+from flower_privdec.tasks.losses import no_custom_vmap_rules
 
 WAYS = ("auto", "vmap", "loop")
 BOTH = "the model or the criterion, on one example at a time,"
@@ -90,7 +90,7 @@ class ClippedSum:
         total, examples = torch.zeros(self.d, dtype=like.dtype, device=like.device), len(tensors[0])
         if examples == 0:
             return total, 0
-        self._way = self._way or self._settle(rebuild, tensors)
+        self._way = self._way or self._first_way_that_works(rebuild, tensors)
         for part in row_chunks(examples, self.d * like.element_size(), self._memory):
             some = [tensor[part] for tensor in tensors]
             gradients = without_revealing(BOTH, lambda *some: self._gradients(self._way, rebuild, some), some)
@@ -106,13 +106,13 @@ class ClippedSum:
         """Return the number of parameters."""
         return sum(parameter.numel() for parameter in self._parameters.values())
 
-    def _settle(self, rebuild: Rebuild, tensors: list[Tensor]) -> str:
+    def _first_way_that_works(self, rebuild: Rebuild, tensors: list[Tensor]) -> str:
         """Return the first way that works on zeros of the examples' shapes, whose errors reveal nothing of the data."""
         zeros = [torch.zeros_like(tensor[:1]).expand(2, *tensor.shape[1:]).clone() for tensor in tensors]
         reasons = []
         for way in self._ways:
             try:
-                with torch.random.fork_rng(devices=[]), no_own_rules() if way == "vmap" else nullcontext():
+                with torch.random.fork_rng(devices=[]), no_custom_vmap_rules() if way == "vmap" else nullcontext():
                     self._gradients(way, rebuild, zeros)
             except RAISED_BY_USERS as error:  # the user's forward may raise anything
                 reasons.append(reason(error))

@@ -193,6 +193,7 @@ def test_pages_ask_only_for_parts_that_are_made_and_every_part_is_asked_for() ->
 def _keys(model: type[BaseModel], path: str = "") -> Iterator[str]:
     """Yield every key of a section, and of the sections in it, from the fields themselves."""
     for name, info in model.model_fields.items():
+        name = info.alias or name
         yield f"{path}{name}"
         for section in _sections(info.annotation):
             yield from _keys(section, f"{path}{name}.")

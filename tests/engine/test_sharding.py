@@ -85,6 +85,7 @@ def assert_as_engine(scenario: Scenario, folder: Path, count: int) -> None:
         close(rows, expected.rows[name])
 
 
+@pytest.mark.slow
 def test_shards_do_what_the_engine_does(tiny: Tiny, tmp_path: Path) -> None:
     for number, settings in enumerate(WHOLE):
         assert_as_engine(tiny(*SHORT, *settings), tmp_path, 2 + number % 2)

@@ -184,21 +184,6 @@ def test_the_round_of_a_log_is_passed_on_when_it_changes(tmp_path):
 
 
 @pytest.mark.slow
-def test_flower_run_runs_any_app_and_leaves_what_it_saved(tmp_path, monkeypatch, capsys):
-    app = QUICKSTARTS["sklearn"] / "after"
-    monkeypatch.chdir(tmp_path)
-    status = privdec("flower-run", app, "--supernodes", "4", "-c", "num-server-rounds=2", "--out", "out")
-    out, errors = capsys.readouterr()
-    assert status == 0, errors
-    assert re.search(r"2: \{'accuracy'", out)
-    assert "after: round 2/2" in errors
-    assert (tmp_path / "out" / "final_model.npz").is_file()
-    ledgers = sorted((tmp_path / "out" / "peers").glob("*/peer-*/peer-updates.jsonl"))
-    assert [len(ledger.read_text().splitlines()) for ledger in ledgers] == [3] * 4
-    assert not list(app.rglob("*.fab"))
-
-
-@pytest.mark.slow
 def test_flower_run_of_an_app_that_fails_exits_with_1_and_shows_the_log(tmp_path, monkeypatch, capsys):
     app = tmp_path / "app"
     shutil.copytree(QUICKSTARTS["sklearn"] / "before", app)

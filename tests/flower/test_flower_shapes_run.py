@@ -68,6 +68,7 @@ class Custom({base}):
     def start(self, grid, initial_arrays, num_rounds=3, timeout=3600, train_config=None, **options):
         result, arrays = Result(), initial_arrays
         for current in range(1, num_rounds + 1):
+            print(f"[ROUND {{current}}/{{num_rounds}}]", flush=True)
             messages = self.configure_train(current, arrays, train_config or ConfigRecord(), grid)
             replies = grid.send_and_receive(messages, timeout=timeout)
             arrays, metrics = self.aggregate_train(current, replies)
@@ -97,15 +98,23 @@ def app_in(folder: Path, base: str, options: str, mods: str) -> Path:
     return folder
 
 
-def test_a_start_of_ones_own_that_saves_and_weighs_by_flwr_run_over_gossip_on_two(
+def test_flower_run_runs_any_app_and_leaves_what_it_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    app = app_in(tmp_path / "app", "Gossip", '"complete"', "[PeerMod()]")
+    """An app with a start of its own that saves and weighs, over gossip on two peers, with next to no noise."""
+    mods = "[PeerMod(clip_norm=9.0, noise_multiplier=1e-4, delta=1e-3, share_metrics=True)]"
+    app = app_in(tmp_path / "app", "Gossip", '"complete"', mods)
     monkeypatch.chdir(tmp_path)
-    status = privdec("flower-run", app, "--supernodes", "2", "--out", "out")
-    assert status == 0, capsys.readouterr().err
-    for name in ("round-3", "final"):  # 10 and 30 examples, whose peers moved by 0 and 1
-        np.testing.assert_allclose(np.load(tmp_path / "out" / f"{name}.npz")["arr_0"], 0.75, atol=1e-12)
+    status = privdec("flower-run", app, "--supernodes", "2", "-c", "num-server-rounds=4", "--out", "out")
+    out, errors = capsys.readouterr()
+    assert status == 0, errors
+    assert "charged: 4 Gaussian updates" in out
+    assert "app: round 4/4" in errors
+    for name in ("round-4", "final"):  # 10 and 30 examples, whose peers moved by 0 and 1
+        np.testing.assert_allclose(np.load(tmp_path / "out" / f"{name}.npz")["arr_0"], 0.75, atol=0.1)
+    ledgers = sorted((tmp_path / "out" / "peers").glob("*/peer-*/peer-updates.jsonl"))
+    assert [len(ledger.read_text().splitlines()) for ledger in ledgers] == [5] * 2
+    assert not list(app.rglob("*.fab"))
 
 
 @pytest.mark.parametrize("shape", ["start", "sklearn"])

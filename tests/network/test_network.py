@@ -404,10 +404,11 @@ def test_a_device_has_its_own_model_at_the_end(name: str, tiny: Tiny, tmp_path: 
     ("setting", "handed"), [("network={}", True), ("network.hand_in=false", False), ("network.hand_in=true", True)]
 )
 def test_a_peer_hands_in_where_that_is_allowed(setting: str, handed: bool, tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny(QUICK, setting, "rounds=1")
+    scenario = tiny(QUICK, setting, "rounds=2", "evaluation.every=1")
     run_network(scenario, tmp_path)
     for peer in range(4):
-        assert rows_path(tmp_path / f"peer-{peer}", 1).exists() == handed
+        handed_in = [rows_path(tmp_path / f"peer-{peer}", round_index).exists() for round_index in (1, 2)]
+        assert handed_in == [handed, handed]  # `privdec up` deletes those of rounds before, and no peer does
 
 
 def test_on_devices_nothing_is_handed_in_unless_it_is_allowed(tiny: Tiny, tmp_path: Path) -> None:

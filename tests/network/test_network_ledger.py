@@ -168,6 +168,33 @@ def test_no_moment_to_die_leaves_a_step_unpaid(
         assert len(payments_of(theirs[peer].folder)) >= len(observer.steps[peer]) >= 3
 
 
+@pytest.mark.parametrize(("mode", "algorithm"), [("synchronous", "privsgp"), ("asynchronous", "d-psgd")])
+def test_final_mixing_takes_no_step_and_charges_none_where_a_peer_dies_in_it(
+    mode: str, algorithm: str, tiny: Tiny, tmp_path: Path, observer: Observer
+) -> None:
+    scenario = tiny("rounds=3", quick(mode).replace(", final_mixing: 0", ""), f"algorithm.name={algorithm}")
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=True)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mix = peers[1]._mix_finally
+
+    def dying() -> None:  # once its first round of final mixing is on disk
+        peers[1]._mix_finally = mix  # type: ignore[method-assign]
+        mortal(peers[1], ("_save", "after"), 1)
+        mix()
+
+    peers[1]._mix_finally = dying  # type: ignore[method-assign]
+    with running(peers) as futures:
+        assert isinstance(futures[1].exception(LONG), Killed)
+        peers[1] = running_peer(scenario, theirs[1])
+        go_on(peers[1], futures[:1] + futures[2:])
+    check_ends(peers, theirs)
+    assert peers[0].final > 0
+    assert [peer.shortcoming() for peer in peers] == [None] * 4
+    for peer in range(4):
+        assert sum(entry.to_step - entry.from_step for entry in payments_of(theirs[peer].folder)) == 3
+        assert len(observer.steps[peer]) == 3
+
+
 # --- a ledger that is not what it was
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shlex
+import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -26,10 +27,12 @@ pytest.importorskip("grpc")
 
 import grpc
 from networked import LONG, wait_until
+from paths import TESTS
 from ports import own_addresses
 from raising import raises
 
 from flower_privdec.common.errors import RunError
+from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.local.peer_processes import PRIVDEC
 from flower_privdec.network.transport import grpc_transport
 from flower_privdec.network.transport.grpc_transport import (
@@ -320,8 +323,11 @@ def test_a_flood_of_one_address_leaves_room_for_the_others(authority: Authority)
 
 
 @pytest.mark.slow
-def test_a_flood_at_a_low_limit_of_open_files_ends_no_peer(tiny_text: str, tmp_path: Path) -> None:
+def test_a_flood_at_a_low_limit_of_open_files_ends_no_peer(
+    tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More silent connections than peer 0 may have files open; peer 1 joins it during the flood, and both finish."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]))
     addresses, scenario = own_addresses(2), tmp_path / "tiny.yaml"
     scenario.write_text(tiny_text)
     settings = ["n_peers=2", "rounds=20", "network.start=300", "network.deadline=60"]
@@ -329,17 +335,16 @@ def test_a_flood_at_a_low_limit_of_open_files_ends_no_peer(tiny_text: str, tmp_p
     options = [argument for setting in settings for argument in ("--set", setting)]
     assert privdec("certs", scenario, "--out", tmp_path / "certs", *options) == 0
 
-    def started(peer: int) -> subprocess.Popen[bytes]:
-        command = [*PRIVDEC, "peer", scenario, "--id", peer, "--out", tmp_path / f"peer-{peer}"]
-        command += ["--certs", tmp_path / "certs", *options]
+    def started(peer: int) -> Process:
+        command = [sys.executable, "-m", "few_files", "256", *PRIVDEC[2:], "peer", scenario, "--id", peer]
+        command += ["--out", tmp_path / f"peer-{peer}", "--certs", tmp_path / "certs", *options]
         with (tmp_path / f"{peer}.log").open("wb") as log:
-            limited = "ulimit -n 256 && exec " + shlex.join(map(str, command))
-            return subprocess.Popen(["bash", "-c", limited], stdout=log, stderr=log)
+            return start_process("with few files", [*map(str, command)], log)
 
     host, _, port = addresses[0].partition(":")
     with ExitStack() as stack:
         peers = [started(0)]
-        stack.callback(lambda: [peer.kill() for peer in peers])
+        stack.callback(lambda: [os.kill(peer.pid, signal.SIGKILL) for peer in peers if peer.poll() is None])
         over, held = threading.Event(), list[socket.socket]()
         stack.callback(over.set)
         wait_until(lambda: can_connect(host, int(port)))

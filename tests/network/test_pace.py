@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from types import ModuleType
 from typing import Any
 
 import pytest
+from mutants import mutated
 
 from flower_privdec.network.peer import pace
 
@@ -279,19 +278,6 @@ class Schedule:
                 assert one.rounds - other.rounds <= behind + LEAD, f"{one.number} is ahead of {other.number}"
 
 
-def mutated(old: str, new: str) -> ModuleType:
-    """Return the module with one line changed."""
-    text = Path(str(pace.__file__)).read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    module = ModuleType("mutated")
-    sys.modules["mutated"] = module
-    try:
-        exec(compile(text.replace(old, new), "mutated", "exec"), module.__dict__)
-    finally:
-        del sys.modules["mutated"]
-    return module
-
-
 def test_all_get_further_at_one_pace_whatever_was_lost() -> None:
     for seed in range(SCHEDULES):
         Schedule(Random(seed)).run()
@@ -326,7 +312,7 @@ def run_all(code: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_caught(name: str) -> None:
-    code = mutated(*MUTANTS[name])
+    code = mutated(pace, *MUTANTS[name])
     with pytest.raises(AssertionError):
         run_all(code)
 

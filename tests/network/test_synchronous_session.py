@@ -170,7 +170,7 @@ def test_no_message_of_a_member_moves_what_others_sent_or_ends_a_run_without_its
     assert fuzz_peer.fuzz(Random(1), 300) > 50
     monkeypatch.setattr(sys, "argv", ["fuzz_peer", "--minutes", "0.001"])
     fuzz_peer.main()
-    assert "calls taken, all others refused in one line" in capsys.readouterr().out
+    assert " taken, all others refused in one line" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mistake", ["numbers are not checked", "places are not checked", "the last message counts"])

@@ -189,7 +189,7 @@ def test_floats_are_as_exact_as_is_said() -> None:
     g = np.random.default_rng(5)
     drawn = [2**place + int(g.integers(2**38)) for place in g.integers(38, 63, 500).tolist()]
     drawn += [2**63 - 2**place - 1 for place in g.integers(42, 62, 500).tolist()]
-    shares = np.array([*drawn, exact_noise.LEAST_SHARE, exact_noise.MOST_SHARE], dtype=np.uint64)
+    shares = np.array([*drawn, exact_noise.LEAST_U, exact_noise.MOST_U], dtype=np.uint64)
     angles = g.integers(-(2**63), 2**63, len(shares))
     angles[:6] = [0, -1, 2**62, -(2**62), -(2**63), 2**63 - 1]
     normals, _ = normals_of(shares, angles)
@@ -240,9 +240,9 @@ def test_both_normals_of_a_pair_are_of_the_same_bits() -> None:
 
 def test_doubt_is_rare(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     doubts: list[int] = []
-    resolved = exact_noise._resolved
+    resolved = exact_noise._decided
     monkeypatch.setattr(
-        exact_noise, "_resolved", lambda which, *rest: (doubts.append(len(which)), resolved(which, *rest))[1]
+        exact_noise, "_decided", lambda which, *rest: (doubts.append(len(which)), resolved(which, *rest))[1]
     )
     noised(torch.zeros(1, 1_000_000), 1.0)
     assert 0 < sum(doubts) < 40  # about 8 in a million, and never none

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 from random import Random
 from types import ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from hosting import hosting
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutants import mutated
 from raising import raises
 from relay_schedules import run_relay_schedule
 from safetensors.torch import load, save
@@ -118,26 +118,11 @@ MUTANTS = {
     "a share is taken back from the dead": ("if share in on_disk:", "if False:"),
     "a liar is believed": ("if theirs.sender in self._greeted or far:", "if far:"),
 }
-SOURCE = Path(exactly_once.__file__ or "").read_text(encoding="utf-8")
-
-
-def mutated(*changes: str) -> ModuleType:
-    """Return the module with some texts replaced; each must be there once."""
-    text, module = SOURCE, ModuleType("mutated")
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert text.count(old) == 1, f"{old!r} must be in the code once"
-        text = text.replace(old, new)
-    sys.modules["mutated"] = module  # where dataclasses look their annotations up
-    try:
-        exec(compile(text, "mutated", "exec"), module.__dict__)
-    finally:
-        del sys.modules["mutated"]
-    return module
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_caught(name: str) -> None:
-    code = mutated(*MUTANTS[name])
+    code = mutated(exactly_once, *MUTANTS[name])
     with pytest.raises((AssertionError, RunError)):
         run_schedules(range(TRIES), code)
 
@@ -183,7 +168,7 @@ RELAY_MUTANTS = {
 
 @pytest.mark.parametrize("name", RELAY_MUTANTS)
 def test_a_mutant_is_caught_by_the_schedules_of_a_relay(name: str) -> None:
-    code = mutated(*RELAY_MUTANTS[name])
+    code = mutated(exactly_once, *RELAY_MUTANTS[name])
     with pytest.raises((AssertionError, RunError, KeyError)):
         run_relay_schedules(range(TRIES), code)
 
@@ -483,7 +468,7 @@ def test_a_share_that_would_make_the_mass_infinite_is_not_taken() -> None:
 
 def test_the_machine_has_no_sockets_clocks_or_files() -> None:
     allowed = {"__future__", "collections", "collections.abc", "dataclasses", "typing", "flower_privdec.common.errors"}
-    tree = ast.parse(SOURCE)
+    tree = ast.parse(inspect.getsource(exactly_once))
     assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
     assert {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} <= allowed
 

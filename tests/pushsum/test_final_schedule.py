@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from random import Random
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from mutants import mutated
 from torch import Tensor
 
 from flower_privdec.core import Mix
@@ -102,21 +100,8 @@ MUTANTS = {
 }
 
 
-def mutated(old: str, new: str) -> ModuleType:
-    """Return the module with one line changed."""
-    text = Path(str(lockstep.__file__)).read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    module = ModuleType("mutated")
-    sys.modules["mutated"] = module
-    try:
-        exec(compile(text.replace(old, new), "mutated", "exec"), module.__dict__)
-    finally:
-        del sys.modules["mutated"]
-    return module
-
-
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_caught(name: str) -> None:
-    code = mutated(*MUTANTS[name])
+    code = mutated(lockstep, *MUTANTS[name])
     with pytest.raises(AssertionError):
         check_all(code)

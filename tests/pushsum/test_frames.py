@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-import subprocess
 import sys
 import tracemalloc
 from dataclasses import fields, is_dataclass, replace
@@ -238,13 +237,6 @@ def test_the_command_that_fuzzes_for_longer(
     monkeypatch.setattr(sys, "argv", ["fuzz", "--minutes", "0.002"])
     fuzz.main()
     assert "taken, all others refused in one line" in capsys.readouterr().out
-
-
-def test_frames_and_shares_need_no_grpc() -> None:
-    names = ("flower_privdec.pushsum.frames", "flower_privdec.pushsum.frames", "tools.fuzz")
-    lines = ["import sys", "sys.modules['grpc'] = None"]
-    lines += [f"import {name}" for name in names]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 def test_a_layout_of_no_rows_is_a_header() -> None:

@@ -164,7 +164,12 @@ def test_what_the_schema_accepts_is_listed() -> None:
     choices |= {"task.loss.targets", "task.metrics.better", "data.batch.small_peers"}
     choices |= {"privacy.noise.kind", "privacy.noise.strength", "algorithm.acceleration", "algorithm.shapley"}
     choices |= {"compute.device", "compute.dtype", "compute.generator", "compute.workers", "network.mode"}
-    choices |= {"data.table.missing", "algorithm.optimizer.name", "algorithm.learning_rate_schedule"}
+    choices |= {
+        "data.table.missing",
+        "algorithm.optimizer.name",
+        "algorithm.average.kind",
+        "algorithm.learning_rate_schedule",
+    }
     choices |= {"network.alone", "network.final_mixing", "network.robust.kind"}
     assert set(accepted) == choices
 

@@ -28,6 +28,7 @@ VARIANTS = [
     ["algorithm.name=feddeper", "algorithm.rho=0"],
     ["algorithm.name=privsgp", "algorithm.optimizer={name: momentum}"],
     ["algorithm.name=fedavg", "algorithm.optimizer={name: adam}", "algorithm.learning_rate=0.05"],
+    *([f"algorithm.name={name}", "algorithm.average={decay: 0.5}"] for name in ("privsgp", "d-psgd", "feddeper")),
     ["algorithm.name=muffliato", "algorithm.acceleration=chebyshev"],
     ["algorithm.name=pdsl", "algorithm.shapley=monte-carlo", "algorithm.permutations=3", "algorithm.truncation=0.01"],
     *(

@@ -66,12 +66,14 @@ def test_a_pace_follows_from_the_stamps() -> None:
     assert (pace.sync_ms, pace.syncs, pace.bytes) == pytest.approx((200, 2, 8))
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_told_with_its_last_words_and_none_stays() -> None:
     with raises(RunError, "bench.process-failed"):
         together([(divmod, (1, 0))] * 2)
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others() -> None:
     with raises(RunError, "bench.process-failed"):
         together([(signal.raise_signal, (signal.SIGKILL,)), (signal.pause, ())])

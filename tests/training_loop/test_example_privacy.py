@@ -7,8 +7,7 @@ import errno
 import json
 import math
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import dp_accounting
 import numpy as np
 import pytest
 import torch
+from command_line import forked, status_of
 from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -777,28 +777,24 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     loop(other)
 
 
-KILLED = """
-import os, sys, torch
-from torch.utils.data import DataLoader, TensorDataset
-from flower_privdec.training_loop import private
-net = torch.nn.Linear(2, 2)
-loader = DataLoader(TensorDataset(torch.randn(40, 2), torch.zeros(40, dtype=torch.int64)), 20)
-for number in range(20):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    budget = dict(ledger=sys.argv[1], delta=1e-3, epsilon=4.0, rounds=20)
-    parts = private(net, optimizer, loader, torch.nn.CrossEntropyLoss(), **budget)
-    for x, y in parts.data_loader:
-        if number == 10:
-            os._exit(9)
-        parts.criterion(parts.model(x), y).backward()
-        optimizer.step()
-"""
+def loop_that_is_killed(ledger: Path) -> None:
+    net = torch.nn.Linear(2, 2)
+    loader = DataLoader(TensorDataset(torch.randn(40, 2), torch.zeros(40, dtype=torch.int64)), 20)
+    for number in range(20):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        parts = private(
+            net, optimizer, loader, torch.nn.CrossEntropyLoss(), ledger=ledger, delta=1e-3, epsilon=4.0, rounds=20
+        )
+        for x, y in parts.data_loader:
+            if number == 10:
+                os.kill(os.getpid(), signal.SIGKILL)
+            parts.criterion(parts.model(x), y).backward()
+            optimizer.step()
 
 
 @pytest.mark.slow
 def test_killed_in_the_middle_of_a_round_it_goes_on_from_there(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "a.jsonl"], capture_output=True, text=True)
-    assert killed.returncode == 9, killed.stderr
+    assert status_of(forked(loop_that_is_killed, tmp_path / "a.jsonl")) == -signal.SIGKILL
     budget = {"epsilon": 4.0, "noise_multiplier": None, "rounds": 20}
     parts = setup(tmp_path, loader=DataLoader(data(), batch_size=20), **budget)
     assert parts.allowed == 40 - 21  # ten rounds, and the step that was paid when it died

@@ -29,7 +29,14 @@ from flower_privdec.common.errors import RunError, ScenarioError, did_you_mean
 from flower_privdec.core import Exchange, State
 from flower_privdec.engine.shards.process_group import LOST
 from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.recorder import NODES_PLAN, Recorder, again, check_one_stage, evaluation_rounds
+from flower_privdec.experiment.recorder import (
+    NODES_PLAN,
+    Recorder,
+    again,
+    check_one_stage,
+    check_own_ledgers,
+    evaluation_rounds,
+)
 from flower_privdec.experiment.spent import Spent
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.flower.apps.records import (
@@ -223,6 +230,7 @@ class ScenarioStrategy(Strategy):
         """Open the run's folder; its lock is released when `start` returns or raises."""
         check_one_stage(self.scenario, NODES_PLAN)
         self.agreement = Agreement.of(self.scenario)
+        check_own_ledgers(self.agreement)
         self.recorder = Recorder(self.agreement, None, self.out, "flower", self.resume)
         self._closing.callback(self.recorder.close)
         self._spent, self._noise = Spent([], [], [], []), list[str]()

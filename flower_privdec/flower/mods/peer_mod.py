@@ -38,7 +38,6 @@ from flower_privdec.flower.mods.peer_state import (
     UnfitAnswerError,
     alone_in,
     app_privacy,
-    bare_words,
     boot_of,
     check_shares,
     held_privacy,
@@ -53,6 +52,7 @@ from flower_privdec.flower.mods.peer_state import (
     spent_so_far,
     state_path,
     take_step,
+    unprotected_words,
     witnesses_of,
     working_in,
 )
@@ -595,7 +595,7 @@ class RequestHandler:
         spent = self._spent
         if spent is None and self.privacy is not None:
             spent = spent_so_far(self.place.folder, self.privacy.delta)
-        bare, (app_spent, app_epsilon) = 0 if state is None else state.bare, self._app_spent()
+        unprotected, (app_spent, app_epsilon) = 0 if state is None else state.unprotected, self._app_spent()
         return PeerReport(
             self.place.peer,
             self.place.n_peers,
@@ -604,8 +604,8 @@ class RequestHandler:
             idle=state is not None and state.idle,
             key=self.identity.public,
             sealed=self.seals,
-            spent="" if spent is None else bare_words(bare) if bare else str(spent),
-            epsilon=app_epsilon or math.inf if spent is None else math.inf if bare else spent.epsilon,
+            spent="" if spent is None else unprotected_words(unprotected) if unprotected else str(spent),
+            epsilon=app_epsilon or math.inf if spent is None else math.inf if unprotected else spent.epsilon,
             app_spent=app_spent,
             acknowledgements=acknowledgements,
             refused_keys=list(self._refused),

@@ -253,7 +253,7 @@ class PeerState:
         orphaned: how many shares went to states that were lost, before this start.
         handed: what it handed in for masked means.
         paid: how many lines of each boot the peer's ledger held when it last paid; one that lacks some is not the same.
-        bare: how many updates of its own are in it without protection.
+        unprotected: how many updates of its own are in it without protection.
         idle: over a server, whether it took no step in its last round, and so has no part in that round's mean.
         local_arrays: of the record that never leaves the peer (`PeerRequest.local_record`); empty where there is none.
         adopted: over a server, the model that it sent last; empty where there is none.
@@ -274,7 +274,7 @@ class PeerState:
     orphaned: int = 0
     handed: Handed = field(default_factory=Handed)
     paid: dict[int, int] = field(default_factory=dict)
-    bare: int = 0
+    unprotected: int = 0
     idle: bool = False
     local_arrays: dict[str, np.ndarray] = field(default_factory=dict)
     adopted: dict[str, np.ndarray] = field(default_factory=dict)
@@ -399,7 +399,7 @@ def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
         raise RefusedError(f"shares for peers {sorted(weights.keys() - others)} must be for others that are there")
 
 
-FORMAT = "flower-privdec-peer-6"
+FORMAT = "flower-privdec-peer-7"
 BOOT, WITNESSED = "boot", "witnessed"  # files of a peer's folder
 WITNESSES = 4  # on either side, in the order of peers' numbers
 
@@ -512,7 +512,7 @@ def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], du
         "orphaned": state.orphaned + state.shares.orphaned.total(),
         "handed": asdict(state.handed),
         "paid": {str(boot): lines for boot, lines in state.paid.items()},
-        "bare": state.bare,
+        "unprotected": state.unprotected,
         "idle": state.idle,
         "examples": [state.examples, state.founded],
         "app_ledgers": state.app_ledgers,
@@ -562,7 +562,7 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
         orphaned=int(facts["orphaned"]),
         handed=Handed(**facts["handed"]),
         paid={int(boot): int(lines) for boot, lines in facts["paid"].items()},
-        bare=int(facts["bare"]),
+        unprotected=int(facts["unprotected"]),
         idle=bool(facts["idle"]),
         local_arrays=apart["local"],
         adopted=apart["adopted"],
@@ -582,7 +582,7 @@ ADJACENCY = "its update of every round replaced by zero"
 UNPROTECTED = f"epsilon = inf (unit: {UNIT}); what an app's own training protects is not counted here"
 
 
-def bare_words(updates: int) -> str:
+def unprotected_words(updates: int) -> str:
     """Return what to report of ε where some updates of a run were made without protection."""
     return f"epsilon = inf (unit: {UNIT}; {updates} update{'s' * (updates > 1)} of this run had no protection)"
 
@@ -938,7 +938,7 @@ def take_step(
         it was, and the words of that ledger stay in the app's log.
 
     Privacy: one Gaussian release of the whole update, charged before the app runs. Without protection the state counts
-    the update in `bare`.
+    the update in `unprotected`.
     """
     if state.w < LEAST_WEIGHT:
         return NoStep(f"it holds {state.w:.2g} of the mass, and waits for a share before it trains", for_good=False)
@@ -968,7 +968,7 @@ def _update(state: PeerState, given: np.ndarray, returned: Arrays, round_index: 
     return update
 
 
-def _move(state: PeerState, update: np.ndarray, bare: bool, round_index: int) -> None:
+def _move(state: PeerState, update: np.ndarray, unprotected: bool, round_index: int) -> None:
     """Add an update to x, times what the peer counts by, unless that would make the model infinite for ever."""
     weight = min(state.examples, 2 * state.w) * (1.0 if state.dual is None else state.dual[0].weight(state.dual[1]))
     step, after = update if weight == 1 else weight * update, np.empty_like(state.x)
@@ -977,7 +977,7 @@ def _move(state: PeerState, update: np.ndarray, bare: bool, round_index: int) ->
         _count_as_zero(state, wrong, round_index)
     else:
         state.x = after
-        state.bare += bare
+        state.unprotected += unprotected
 
 
 def _count_as_zero(state: PeerState, wrong: str, round_index: int) -> None:

@@ -28,7 +28,7 @@ from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
-from flower_privdec.experiment.recorder import check_one_stage, evaluation_rounds, state_dict_of
+from flower_privdec.experiment.recorder import check_one_stage, check_own_ledgers, evaluation_rounds, state_dict_of
 from flower_privdec.experiment.spent import (
     Spent,
     check_budget,
@@ -289,8 +289,9 @@ class RunningPeer(ABC):
             self.distances[neighbor] = distance if math.isfinite(distance) else 2.0  # at most; too large to add
 
     def _model(self, values: Mapping[str, Tensor]) -> Tensor:
-        model = values[self.timetable.final_exchange.names[0]]
-        return model / values["w"] if "w" in values else model
+        name = self.timetable.final_exchange.names[0]
+        weight = values.get(name.removesuffix("x") + "w")
+        return values[name] if weight is None else values[name] / weight
 
     def shortcoming(self) -> str | None:
         """Return in words why this peer's model, at the end, is not the one that its neighbours have; None if it is."""
@@ -671,7 +672,7 @@ class ScenarioTrainer:
         """Leave the device's model in its folder, and the rows to be handed in where the scenario allows it."""
         rows = {name: state.rows[name] for name in self.algorithm.open_rows}
         self._loss = public_losses(self.experiment, rows)[0]
-        model = self.algorithm.debiased(rows)[0]
+        model = self.algorithm.models(rows)[0]
         if bool(model.isfinite().all()):  # else the last one stays
             write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)), private=True)
         if self.scenario.network.hands_in:
@@ -718,6 +719,13 @@ def network_mixing(agreement: Agreement) -> Mixing:
             share a secret.
     """
     mixing = agreement.mixing
+    check_own_ledgers(agreement)
+    if agreement.algorithm.averaged and agreement.scenario.network.mode == "asynchronous":
+        raise ScenarioError(
+            "algorithm.average with network.mode=asynchronous must be left out: shares arrive between the rounds, and "
+            "late peers take over rows that have no average; use network.mode synchronous",
+            code="algorithm.average",
+        )
     check_one_stage(agreement.scenario, "each peer of a network has planned, and noted, its own noise")
     if mixing is None:
         raise ScenarioError(

@@ -10,7 +10,7 @@ drawn from exactly that law. It is the release of a real Gaussian mechanism, pos
 that is proved of that mechanism, sampled batches, vectors and many steps included, holds for it. A discrete Gaussian
 (Canonne, Kamath, Steinke, NeurIPS 2020) has a law of its own, for which that is not proved.
 
-How it is drawn: `privacy.exact_noise`, in NumPy.
+`privacy.exact_noise` draws it, in NumPy.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.errors import ArgumentError
-from flower_privdec.privacy.exact_noise import (
-    NOT_FINITE,
-    PIECE,
-    add_exactly,
-    check_std,
-    imported_ciphers,
-    system_normals,
-)
+from flower_privdec.privacy.exact_noise import NOT_FINITE, PIECE, SystemNormals, add_exactly, check_std, key_stream
 from flower_privdec.privacy.noise.source import check_call, pieces
 from flower_privdec.rows.tensors import all_finite
 
@@ -44,7 +37,7 @@ class SystemNoise:
     """
 
     def __init__(self, key: bytes | None = None) -> None:
-        """Check that there is a cipher.
+        """Check that the cipher is installed.
 
         Args:
             key: 32 bytes in place of fresh entropy, for one call alone.
@@ -53,7 +46,7 @@ class SystemNoise:
             ScenarioError: the package cryptography is not installed.
         """
         self._key = key
-        imported_ciphers()
+        key_stream(key=bytes(32))
 
     def add_(
         self,
@@ -71,12 +64,12 @@ class SystemNoise:
                 self._add_(out, std)
 
     def _add_(self, out: Tensor, std: Tensor) -> None:
-        scales = std.to(out.device, torch.float64)[:, None]
-        normals = system_normals(out.numel(), self._key)
+        stds = std.to(out.device, torch.float64)[:, None]
+        normals = SystemNormals(key_stream(self._key), out.numel())
         for rows, columns in pieces(out.shape[0], out.shape[1], PIECE):
             part = out[rows, columns]
             drawn = torch.from_numpy(normals.draw(part.numel())).to(out.device).view_as(part)
-            part.copy_(torch.addcmul(part.double(), drawn, scales[rows]))
+            part.copy_(torch.addcmul(part.double(), drawn, stds[rows]))
 
 
 class SharedNoise(SystemNoise):
@@ -103,20 +96,20 @@ class ExactNoise(SystemNoise):
     """
 
     def _add_(self, out: Tensor, std: Tensor) -> None:
-        scales = std.detach().double().cpu()
-        check_std(scales.numpy())
-        chosen = scales > 0
-        if not bool(chosen.all()):
-            places = chosen.to(out.device)
-            if bool(chosen.any()):
-                rows = out[places]
-                self._add_(rows, scales[chosen])
-                out[places] = rows
+        stds = std.detach().double().cpu()
+        check_std(stds.numpy())
+        noised = stds > 0
+        if not bool(noised.any()):
+            return
+        if not bool(noised.all()):  # rows with a standard deviation of 0 stay as they are
+            rows = out[noised.to(out.device)]
+            self._add_(rows, stds[noised])
+            out[noised.to(out.device)] = rows
             return
         if not all_finite(out):
             raise ArgumentError(NOT_FINITE, code="noise.not-finite")
-        normals = system_normals(out.numel())
-        for rows_, columns in pieces(out.shape[0], out.shape[1], PIECE):
-            part = out[rows_, columns]
-            exact = add_exactly(part.detach().double().cpu().numpy(), scales[rows_, None].numpy(), normals)
+        normals = SystemNormals(key_stream(), out.numel())
+        for some_rows, columns in pieces(out.shape[0], out.shape[1], PIECE):
+            part = out[some_rows, columns]
+            exact = add_exactly(part.detach().double().cpu().numpy(), stds[some_rows, None].numpy(), normals)
             part.copy_(torch.from_numpy(exact))

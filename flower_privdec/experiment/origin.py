@@ -1,0 +1,202 @@
+"""The run whose model another run starts from (`model.from`), and the ledger that both are charged to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.formatting import one_line
+from flower_privdec.data import PublicSet
+from flower_privdec.experiment.checkpoint import numbers_of
+from flower_privdec.experiment.run_key import fingerprint
+from flower_privdec.privacy.ledger.ledger import Head, ledger_path, verified
+from flower_privdec.scenario import Scenario, load_scenario
+
+ORIGIN = "origin.json"  # of a run's folder, and not in its models: the ledger's head is a hash of who is in the data
+MEAN = "mean/"  # before the names of the mean model's tensors
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """One of the runs behind a model: what tells whether another run is on the same data, and where it is charged.
+
+    Attributes:
+        source: the name of its data in a ledger.
+        tested: a hash of its public test set.
+        private: whether it had a privacy section.
+        ledger: the folder that it was charged in; None where its peers have their own.
+        head: of the ledger at its end.
+    """
+
+    source: str
+    tested: str
+    private: bool
+    ledger: str | None = None
+    head: Head | None = None
+
+    @staticmethod
+    def of(scenario: Scenario, public: PublicSet, ledger: Path | None, head: Head | None) -> TrainedRun:
+        """Describe a run; its ledger is None where its peers have their own."""
+        folder = None if ledger is None else str(ledger.absolute())
+        return TrainedRun(
+            public.name, fingerprint(public.x, public.y).hex(), scenario.private is not None, folder, head
+        )
+
+    def is_charged_in(self, folder: Path) -> bool:
+        """Return whether a folder has the ledger of this run, with all that was charged up to its end."""
+        length, digest = self.head or (0, "")
+        path = ledger_path(folder, self.source)
+        for segment, _ in verified(path) if path.exists() and length else ():
+            at = length - 1 - segment.first
+            if 0 <= at < len(segment.hashes):
+                return segment.hashes[at] == digest
+        return False
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The run that another one starts from.
+
+    Attributes:
+        folder: of the run.
+        weights: its mean model, by the names of a state dict.
+        runs: those behind it, oldest first, itself the last.
+    """
+
+    folder: Path
+    weights: Mapping[str, Tensor]
+    runs: tuple[TrainedRun, ...]
+
+    def load_into_(self, module: nn.Module) -> None:
+        """Copy the weights into a module.
+
+        Raises:
+            ScenarioError: they do not fit.
+        """
+        own = module.state_dict()
+        shapes, needed = ({name: list(t.shape) for name, t in state.items()} for state in (self.weights, own))
+        if shapes != needed:
+            name = next(name for name in {**needed, **shapes} if shapes.get(name) != needed.get(name))
+            raise ScenarioError(
+                f"model.from={self.folder}: its {name} has the shape {shapes.get(name, 'of nothing')} and the model's "
+                f"{needed.get(name, 'of nothing')}: name the same model, or leave name out",
+                code="origin.misfit",
+            )
+        module.load_state_dict({name: t.to(own[name].dtype) for name, t in self.weights.items()})
+
+    def ledger(self, scenario: Scenario, public: PublicSet) -> Path | None:
+        """Return the folder of the ledger that a run from here has to be charged in; None where it has its own.
+
+        Raises:
+            ScenarioError: weights of the same data came without privacy, under another name of the data, or without
+                their ledger.
+
+        Privacy: weights are what their own ε covers. On the same data another run adds to that; on other data it says
+            nothing of them.
+        """
+        me, private = TrainedRun.of(scenario, public, None, None), scenario.private
+        behind = [run for run in self.runs if run.source == me.source or run.tested == me.tested]
+        if private is None or not behind:
+            return None
+        where = f"model.from={self.folder}"
+        if not all(run.private for run in behind):
+            raise ScenarioError(
+                f"{where}: was trained without privacy on the same data ({me.source}), so no ε covers its weights: "
+                "start from a run with privacy, or from one on other data",
+                code="origin.not-private",
+            )
+        for run in behind:
+            if run.source != me.source:
+                raise ScenarioError(
+                    f"{where}: has the same test set under the name {run.source}, where this run's data are "
+                    f"{me.source}: name them alike (data.dataset or data.source), so that one ledger counts both",
+                    code="origin.renamed",
+                )
+        last, given = behind[-1].ledger, None if private.ledger is None else Path(private.ledger).expanduser()
+        places = [Path(last), self.folder / "ledger", *([] if given is None else [given])] if last else []
+        holding = next((place for place in places if all(run.is_charged_in(place) for run in behind)), None)
+        if holding is None:
+            kind = f"is not in {last}, nor beside it: restore it" if last else "lies with its peers: start from another"
+            raise ScenarioError(
+                f"{where}: was trained on the same data ({me.source}), and its ledger {kind}, or train without privacy",
+                code="origin.ledger",
+            )
+        if given is not None and given.resolve() != holding.resolve():
+            raise ScenarioError(
+                f"privacy.ledger={private.ledger} is not the ledger of {self.folder}, which was trained on the same "
+                f"data and is charged in {holding}: leave it out",
+                code="origin.ledger",
+            )
+        return holding
+
+
+def origin_facts(runs: Sequence[TrainedRun], models: Mapping[str, Tensor]) -> str:
+    """Return what a run notes of its models and of the runs behind them, in its own folder."""
+    weights = {name.removeprefix(MEAN): t for name, t in models.items() if name.startswith(MEAN)}
+    return json.dumps({"runs": [asdict(run) for run in runs], "weights": _digest(weights)})
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        digest.update(numbers_of(tensor))
+    return digest.hexdigest()
+
+
+def model_section(scenario: Scenario) -> Any:
+    """Return the section that names a scenario's model: its own, or that of the run that it starts from."""
+    section = scenario.model
+    if section.name is None and section.module is None:
+        return model_section(load_scenario(_folder(str(section.origin)) / "scenario.yaml"))
+    return section
+
+
+def _folder(origin: str) -> Path:
+    folder = Path(origin).expanduser()
+    if not (folder / "scenario.yaml").is_file():
+        raise ScenarioError(
+            f"model.from={folder.absolute()}: has no scenario.yaml, so it is no run: give the folder of a run",
+            code="origin.not-a-run",
+        )
+    return folder
+
+
+def read_origin(scenario: Scenario) -> Origin | None:
+    """Return the run that a scenario starts from; None where it starts with its own.
+
+    Raises:
+        ScenarioError: there is no such run, it is under way, or its model was changed.
+    """
+    if scenario.model.origin is None:
+        return None
+    folder = _folder(scenario.model.origin)
+    path, where = folder / "model.safetensors", f"model.from={folder}"
+    if not path.is_file() or not (folder / "summary.json").is_file():
+        raise ScenarioError(
+            f"{where}: is under way, or kept no models: let it finish, or stop it", code="origin.unfinished"
+        )
+    try:
+        facts = json.loads((folder / ORIGIN).read_bytes())
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(MEAN)]  # noqa: SIM118 (not a mapping)
+            weights = {name.removeprefix(MEAN): file.get_tensor(name) for name in names}
+        heads = [None if run["head"] is None else (int(run["head"][0]), str(run["head"][1])) for run in facts["runs"]]
+        runs = tuple(TrainedRun(**run | {"head": head}) for run, head in zip(facts["runs"], heads, strict=True))
+        if not runs or facts["weights"] != _digest(weights):
+            raise ValueError("its weights are not those that the run wrote")
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise ScenarioError(
+            f"{where}: {path.name} is not as the run wrote it ({one_line(error)}), so no ε covers it: restore it from "
+            "a copy, or run it again",
+            code="origin.edited",
+        ) from error
+    return Origin(folder, weights, runs)
