@@ -64,15 +64,15 @@ class _Watcher:
 
     def release_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
         """Take a private step as the cohort does, and compare its first published sum with the canaries' gradients."""
-        name = next(iter(std), None)
-        if name is None or step.clip_norm is None:
+        name, clip = next(iter(std), None), step.clip_norm
+        if name is None or clip is None:
             Cohort.release_(self.cohort, step, estimate, std)
             return
         point = replace(step, params=step.params.clone())  # a step may be taken in place
         before = step.sums[name].clone()
         Cohort.release_(self.cohort, step, estimate, std)
         released, step = step.sums[name] - before, point
-        unit = step.scale * step.clip_norm
+        unit = step.scale * clip
         noise = std[name] / unit.abs()
         for row, place in enumerate(step.rows.tolist()):
             gradients = self._gradients(step, row, place)
