@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,6 +54,32 @@ for words in json.loads(sys.argv[1]):
     found.append((status, errors.getvalue()))
 print(json.dumps(found))
 """
+
+
+SIZES = """
+import importlib.metadata, json, re
+from pathlib import Path
+
+sizes = {}
+for one in importlib.metadata.distributions():
+    files = [Path(one.locate_file(file)) for file in one.files or ()]
+    sizes[one.metadata["Name"].lower()] = sum(path.stat().st_size for path in files if path.is_file())
+print(json.dumps(sizes))
+"""
+CUDA = ("nvidia", "cuda", "triton")  # what the build of torch for GPUs brings along
+
+
+def footprint(binaries: Path, folder: Path) -> str:
+    """Return how many packages are installed in an environment, pip aside, and how large they are."""
+    sizes = json.loads(call(binaries, folder, "python", "-I", "-c", SIZES))
+    sizes.pop("pip", None)
+    gpu = {name: size for name, size in sizes.items() if name.startswith(CUDA)}
+    others = sum(size for name, size in sizes.items() if name not in gpu and name != "torch")
+    return (
+        f"{len(sizes)} packages, {sum(sizes.values()) / 1e9:.2f} GB: {len(gpu)} for NVIDIA GPUs "
+        f"{sum(gpu.values()) / 1e9:.2f} GB, torch {sizes.get('torch', 0) / 1e9:.2f} GB, "
+        f"the {len(sizes) - len(gpu) - 1} others {others / 1e9:.2f} GB"
+    )
 
 
 def build_wheel(folder: Path) -> Path:
@@ -110,6 +137,8 @@ def try_it(binaries: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as temporary:
-        place = Path(temporary)
-        try_it(make_environment(place / "environment", build_wheel(place)), place)
+        place, began = Path(temporary), time.monotonic()
+        binaries = make_environment(place / "environment", build_wheel(place))
+        print(f"installed in {time.monotonic() - began:.0f} s: {footprint(binaries, place)}")
+        try_it(binaries, place)
     print("installed without extras: all that needs none works, and all that needs one names it")

@@ -181,11 +181,11 @@ def audit(scenario: Scenario | str | Path, *, trials: int = 2000, replica: int =
 
 @python_words
 def report(runs: RunResult | str | Path | Sequence[RunResult | str | Path], out: str | Path = "report.html") -> Path:
-    """Write a self-contained HTML page about one run, or comparing several.
+    """Write a self-contained HTML page about one run, or comparing several; or a table or curves of them.
 
     Args:
         runs: results, or folders of runs, finished or under way.
-        out: the page to write.
+        out: a page (.html), a table (.csv, or .tex with booktabs), or curves (.pdf, or .png of the first).
 
     Returns:
         The path of the page.

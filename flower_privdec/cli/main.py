@@ -296,6 +296,10 @@ def audit(
     settings: Settings = None,
     trials: Annotated[int, typer.Option(min=8, help="Canaries to look for in the scenario's own steps.")] = 2000,
     replica: Annotated[int, typer.Option(min=8, help="Trials of the declared releases without a model.")] = 100_000,
+    one_run: Annotated[
+        int | None,
+        typer.Option("--one-run", metavar="N", help="Guess N examples of each peer in one run of real training."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Keys coins, batches and noise.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -309,13 +313,15 @@ def audit(
         from flower_privdec.scenario import load_scenario
 
         experiment = Experiment.build(load_scenario(scenario, settings or ()))
-    audits.print_audit(experiment, as_json, trials=trials, replica=replica, seed=seed)
+    audits.print_audit(experiment, as_json, trials=trials, replica=replica, seed=seed, one_run=one_run)
 
 
 @command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `privdec run` wrote.")],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="A page (.html), a table (.csv, .tex) or curves (.pdf, .png).")] = Path(
+        "report.html"
+    ),
 ) -> None:
     """Write a self-contained HTML page about one run, or comparing several."""
     with starting():

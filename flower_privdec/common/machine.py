@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import subprocess
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from flower_privdec import __version__
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import memory
 
@@ -61,6 +65,22 @@ def cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()
+
+
+def provenance() -> dict[str, str]:
+    """Return what made a run, for its report: versions, hardware, command, and the commit of the folder it runs in."""
+    try:
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return {
+        "versions": f"flower-privdec {__version__}, Python {platform.python_version()}, torch {torch.__version__}",
+        "hardware": f"{cpu_model()}, {os.cpu_count()} cores{gpu}",
+        "commit": commit or "none",
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
 
 
 def check_room(needed: int, what: str, remedy: str) -> None:

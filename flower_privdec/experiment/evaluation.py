@@ -83,6 +83,12 @@ def evaluate(
     return metrics | algorithm.extra_metrics(rows, since, agreement.mixing)
 
 
+def peers_metrics(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, list[float | None]]:
+    """Return each of the task's metrics for every peer's model, None where it is no finite number."""
+    measured = _try(agreement, agreement.algorithm.debiased(rows))
+    return {name: [finite(value) for value in values] for name, values in measured.items()}
+
+
 def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float | None]:
     """Return the loss of each peer's model on public test examples, in nats; None where it is not finite.
 

@@ -20,6 +20,7 @@ from flower_privdec.algorithms.dual_averaging import DPDDA
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import FolderLock, write_atomically
 from flower_privdec.common.formatting import one_line, shown
+from flower_privdec.common.machine import provenance
 from flower_privdec.core import Algorithm, Exchange, State
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
@@ -30,7 +31,7 @@ from flower_privdec.experiment.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
+from flower_privdec.experiment.evaluation import Trial, evaluate, finite, peers_metrics, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
 from flower_privdec.experiment.origin import ORIGIN, TrainedRun, origin_facts
 from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
@@ -42,6 +43,7 @@ from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_y
 from flower_privdec.scenario.sections import StageSection
 
 NAME = "metrics.jsonl"
+MOST_LISTED = 64  # peers whose own metrics a summary has, one by one
 SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")
 SINGLE_OR_NONE = ("suboptimality",)
 
@@ -312,6 +314,8 @@ class Recorder:
             "traffic": traffic(self.agreement.algorithm, rows),
             "privacy": privacy_rows(scenario, spent, participation, done, self.agreement.inherited),
             **protected,
+            **({} if self.lean or scenario.n_peers > MOST_LISTED else {"peers": peers_metrics(self.agreement, rows)}),
+            **({} if self.lean else {"made": provenance()}),
             **({} if self.agreement.origin is None else {"started_from": str(self.agreement.origin.folder)}),
             **entries,
             "wall_seconds": round(self.seconds, 3),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from flower_privdec.reporting.plots import (
     curves_of,
     draw_contributions,
     draw_curve,
+    draw_peers,
     draw_topology,
     drawing,
     line_style,
@@ -29,12 +33,16 @@ from flower_privdec.reporting.plots import (
 from flower_privdec.reporting.run_folder import RunGroup, budget_name, read_groups
 
 PAGES = (".html", ".htm")
+TABLES, FIGURES = (".csv", ".tex"), (".pdf", ".png")
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
 MOST_EDGES = 2000  # in a round; more are a megabyte of lines
 
 
 def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
-    """Write a self-contained HTML page about runs: curves and graphs are inline SVG.
+    """Write a self-contained HTML page about runs, or, by the ending of `out`, their table or their curves alone.
+
+    On a page curves and graphs are inline SVG; .csv has the numbers and .tex the table in LaTeX; .pdf has a page for
+    each curve, and .png the first one.
 
     Runs that differ only in their seeds are one group, with mean and spread; runs are ordered by budget.
 
@@ -47,18 +55,77 @@ def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
     Raises:
         ScenarioError: a folder that is not a run, or a page that cannot be written; nothing is written then.
     """
-    if out.suffix.lower() not in PAGES:
-        raise ScenarioError(f"--out {out}: must end in {' or '.join(PAGES)}; rename it", code="reporting.suffix")
+    ending = out.suffix.lower()
+    if ending not in (*PAGES, *TABLES, *FIGURES):
+        endings = ", ".join((*PAGES, *TABLES, *FIGURES))
+        raise ScenarioError(f"--out {out}: must end in one of {endings}; rename it", code="reporting.suffix")
     groups = read_groups(runs)
-    page = render(groups)
+    text = {".csv": _csv, ".tex": _latex}.get(ending, render)(groups) if ending not in FIGURES else ""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8", errors="backslashreplace")  # a folder's name may be no text
+        if ending in FIGURES:
+            _save_figures(groups, out)
+        else:
+            out.write_text(text, encoding="utf-8", errors="backslashreplace")  # a folder's name may be no text
     except OSError as error:
         raise ScenarioError(
             f"--out {out}: cannot be written ({error.strerror}); give another path", code="reporting.unwritable"
         ) from error
     return [group.summary for group in groups]
+
+
+def _csv(groups: Sequence[RunGroup]) -> str:
+    """Return a row of numbers for each group."""
+    rows = []
+    for group in groups:
+        summary = group.summary
+        epsilons = [float(row["epsilon"]) for row in summary["privacy"]]
+        row = {key: summary[key] for key in ("label", "algorithm", "n_peers", "rounds")}
+        row |= {
+            "seeds": group.seeds,
+            "epsilon_min": min(epsilons, default=""),
+            "epsilon_max": max(epsilons, default=""),
+        }
+        for name in (*summary["metrics"], "loss"):
+            row |= {f"{name}.{which}": value for which, value in (summary[name] or {}).items()}
+        rows.append(row | {key: summary[key] for key in ("consensus_distance", "wall_seconds")})
+    file = StringIO()
+    writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+LATEX = {
+    **{sign: rf"\{sign}" for sign in "&%$#_{}"},
+    **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"},
+    **{"ε": r"$\varepsilon$", "∞": r"$\infty$", "–": "--", "²": r"$^2$", "±": r"$\pm$"},
+}
+
+
+def _latex(groups: Sequence[RunGroup]) -> str:
+    """Return the table of runs for a LaTeX document with booktabs."""
+    rows = [comparison_row(group.summary) for group in groups]
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    lines = [" & ".join("".join(LATEX.get(sign, sign) for sign in cell) for cell in row) + r" \\" for row in cells]
+    begin = r"\begin{tabular}{ll" + "r" * (len(rows[0]) - 2) + "}"
+    return "\n".join([begin, r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _save_figures(groups: Sequence[RunGroup], out: Path) -> None:
+    """Write each curve as a page of a PDF file, or the first as PNG."""
+    with drawing():
+        figures = [figure for curve in curves_of(groups) if (figure := draw_curve(curve, groups, legend=True))]
+        if not figures:
+            raise ScenarioError(f"--out {out}: no run has been evaluated yet", code="reporting.no-curve")
+        if out.suffix.lower() == ".png":
+            figures[0].savefig(out, dpi=200, facecolor="white")
+            return
+        from matplotlib.backends.backend_pdf import PdfPages
+
+        with PdfPages(out, metadata={"CreationDate": None}) as pages:
+            for figure in figures:
+                pages.savefig(figure)
 
 
 def render(groups: Sequence[RunGroup]) -> str:
@@ -144,6 +211,7 @@ def _curves(groups: Sequence[RunGroup]) -> list[str]:
     if len(groups) == 1 and len(groups[0].runs) == 1:
         title = "what each peer's gradients add at its neighbours, over the rounds"
         pictures.append(("contributions", title, partial(draw_contributions, groups[0].runs[0].metrics)))
+        pictures.append(("peers", "each peer: its model and its ε", partial(draw_peers, groups[0].runs[0].summary)))
     curves = []
     for name, title, draw in pictures:
         with drawing(salt=name):
@@ -169,6 +237,9 @@ def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
     ]
     if first.finished:
         facts.append(("runtime", summary["runtime"]))
+        ended = datetime.fromtimestamp((first.folder / "summary.json").stat().st_mtime, UTC)
+        facts.append(("date", f"{ended:%Y-%m-%d %H:%M} UTC"))
+        facts += summary.get("made", {}).items()
     return {
         "label": group.label,
         "headline": wording.headline(summary),

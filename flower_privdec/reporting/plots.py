@@ -22,7 +22,7 @@ from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
 from flower_privdec.graph.topology import CompleteTopology, Topology, joint_connectivity
 from flower_privdec.reporting.run_folder import RunGroup, read_result
-from flower_privdec.reporting.wording import main_loss, main_value
+from flower_privdec.reporting.wording import main_loss, main_metric, main_value
 from flower_privdec.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_curve(curve: Curve, groups: Sequence[RunGroup]) -> Figure | None:
+def draw_curve(curve: Curve, groups: Sequence[RunGroup], *, legend: bool = False) -> Figure | None:
     """Draw one quantity of some runs over their rounds; None when no run has it.
 
     Runs that differ only in their seeds are one line, their mean, in a band of one standard deviation to either side.
@@ -182,6 +182,33 @@ def draw_curve(curve: Curve, groups: Sequence[RunGroup]) -> Figure | None:
         axes.set_ylim(0, 1.1 * values.max() or 1.0)
     if curve.share:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    if legend:
+        lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+        figure.legend(handles=lines, frameon=False, fontsize=8, loc="outside lower center", ncols=2)
+    return figure
+
+
+def draw_peers(summary: Mapping[str, Any]) -> Figure | None:
+    """Draw the first metric and the ε of each peer; None where neither is known. Call it within `drawing`."""
+    name, kind = main_metric(dict(summary))
+    factor = 100 if kind["share"] else 1
+    values = {f"Test {kind['title']} of each peer's model": (summary.get("peers", {}).get(name), factor, kind["share"])}
+    epsilons = [float(row["epsilon"]) for row in summary["privacy"]]
+    if epsilons and max(epsilons) < math.inf:
+        values["ε of each peer"] = (epsilons, 1, False)
+    panels = {title: entry for title, entry in values.items() if entry[0] and None not in entry[0]}
+    if not panels or summary["n_peers"] == 1:
+        return None
+    figure = new_figure(6.0, 1.9 * len(panels) + 0.3)
+    places = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axes, (title, (numbers, scale, share)) in zip(places, panels.items(), strict=True):
+        axes.plot(range(len(numbers)), [scale * number for number in numbers], "o", color=SERIES[0], markersize=4)
+        axes.set_title(title, loc="left", fontsize=10.5)
+        axes.margins(y=0.25)
+        if share:
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("peer")
     return figure
 
 
@@ -195,7 +222,7 @@ def _panel(title: str, xlabel: str) -> tuple[Figure, Axes]:
 
 def line_style(index: int) -> tuple[int, str]:
     """Return how the curve of a run is drawn: which of the series' colours, and matplotlib's dashes."""
-    return index % len(SERIES), tuple(DASHES)[index // len(SERIES) % len(DASHES)]
+    return index % len(SERIES), tuple(DASHES)[index % len(DASHES)]
 
 
 def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds: bool) -> None:
@@ -205,7 +232,7 @@ def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds:
         return
     series, dash = line_style(index)
     mean = values.mean(axis=0)
-    axes.plot(rounds, mean, dash, color=SERIES[series], marker="o" if len(rounds) == 1 else "")
+    axes.plot(rounds, mean, dash, color=SERIES[series], marker="o" if len(rounds) == 1 else "", label=group.label)
     if seeds and len(values) > 1:
         deviation = values.std(axis=0, ddof=1)
         low, high = mean - deviation, mean + deviation
@@ -231,6 +258,19 @@ def to_svg(figure: Figure, label: str) -> str:
     head, rest = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     return f'{head} role="img" aria-label="{label}">{rest}'
+
+
+def themed(svg: str) -> str:
+    """Return an SVG file whose colours follow the reader's theme, light or dark."""
+    dark = {colour: DARK[name] for colour, name in PAGE_COLOURS.items()} | {"#ffffff": DARK["paper"]}
+    rules = "".join(
+        f'[style*="{what}: {colour}"]{{{what}:{shade}!important}}'
+        for colour, shade in dark.items()
+        for what in ("fill", "stroke")
+    )
+    start = svg.index(">", svg.index("<svg")) + 1
+    rules += f"text{{fill:{DARK['ink']}}}"
+    return f"{svg[:start]}<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{svg[start:]}"
 
 
 def html_of(text: str, pictures: Iterable[str] = ()) -> str:
@@ -434,6 +474,8 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
             try:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 draw_topology(topology).savefig(out, dpi=150, facecolor="white")
+                if out.suffix.lower() == ".svg":
+                    out.write_text(themed(out.read_text(encoding="utf-8")), encoding="utf-8")
             except OSError as error:
                 raise ScenarioError(
                     f"--out {out}: cannot be written ({error.strerror}); give another path", code="reporting.unwritable"

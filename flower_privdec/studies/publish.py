@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flower_privdec import __version__
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, setting, shown
-from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure
+from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure, themed
 from flower_privdec.studies.cells import Outcome
 from flower_privdec.studies.results import Group, PartResult, criterion, judge, value_text
 from flower_privdec.studies.spec import Figure, Pivot, Study
@@ -122,7 +122,9 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
             style: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": 8.5}
             canvas.legend(*all_axes[-1].get_legend_handles_labels(), **style, title=result.title(figure.by))
         canvas.suptitle(title_of(figure, result), x=0.01, ha="left", fontsize=10.5)
-        canvas.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
+        file = StringIO()
+        canvas.savefig(file, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
+        path.write_text(themed(file.getvalue()), encoding="utf-8")
     return True
 
 

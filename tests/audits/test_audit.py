@@ -23,6 +23,7 @@ from variants import VARIANTS, settings_for
 from flower_privdec.audits.audit import Audit, audit
 from flower_privdec.audits.bounds import epsilon_from_guesses, epsilon_from_scores
 from flower_privdec.audits.canaries import run_once, with_canaries
+from flower_privdec.audits.one_run import audit_in_one_run
 from flower_privdec.audits.replica import replica_scores
 from flower_privdec.cli.main import main
 from flower_privdec.common.errors import ScenarioError
@@ -262,6 +263,28 @@ def test_a_claim_that_is_refuted_is_named_and_the_printed_epsilon_holds() -> Non
     assert group.claimed_epsilon == 3.0
     assert group.claim_refuted
     assert not group.violated
+
+
+# --- one run of real training ---
+
+
+def test_an_audit_in_one_run_is_below_what_is_printed_and_shows_something_where_noise_is_small() -> None:
+    digits = ["rounds=20", "data.samples=240", "data.batch={sampling: poisson, size: 20}", "privacy.clip_norm=1.0"]
+    tight = audit_in_one_run(experiment_of(*digits, "privacy.epsilon=1"), canaries=40)
+    loose = audit_in_one_run(experiment_of(*digits, "privacy={epsilon: 1000, delta: 1.0e-5}"), canaries=40)
+    assert 0 <= tight.epsilon_lower_bound <= 1
+    assert tight.right < loose.right <= loose.guesses
+    assert 1 < loose.epsilon_lower_bound < loose.epsilon
+    assert loose.canaries == 160
+
+
+@pytest.mark.parametrize(
+    ("overrides", "canaries", "code"),
+    [(["privacy=none"], 4, "audit.no-privacy"), ([], 2, "audit.trials"), ([], 13, "audit.trials")],
+)
+def test_an_audit_in_one_run_refuses_what_it_cannot_do(overrides: list[str], canaries: int, code: str) -> None:
+    with raises(ScenarioError, code):
+        audit_in_one_run(experiment_of(*SHORT, *overrides), canaries=canaries)
 
 
 # --- what cannot be audited, and how it is printed ---

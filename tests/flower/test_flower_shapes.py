@@ -812,3 +812,31 @@ def test_without_flower_the_import_names_the_extra(monkeypatch):
     with pytest.raises(ModuleNotFoundError) as error:
         importlib.reload(flower_privdec.flower)
     assert "flower-privdec[flower]" in str(error.value)
+
+
+@pytest.mark.parametrize("sends_frozen", [True, False])
+def test_a_frozen_part_is_noised_where_it_is_sent_and_stays_where_it_is_not(sends_frozen: bool) -> None:
+    """As the page says: a record holds the trained arrays alone, and the app loads them into its model."""
+    app = ClientApp(mods=[PeerMod(clip_norm=1.0, noise_multiplier=1.0, delta=1e-3)])
+    used = []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        nn.init.ones_(model[0].requires_grad_(False).weight)
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
+        used.append(model[0].weight.detach().clone())
+        sent = {name: value for name, value in model.state_dict(keep_vars=True).items() if is_sent(value)}
+        content = RecordDict({"arrays": ArrayRecord(sent), "metrics": MetricRecord({"num-examples": 1})})
+        return Message(content, reply_to=message)
+
+    def is_sent(value: torch.Tensor) -> bool:
+        return sends_frozen or value.requires_grad
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    nn.init.ones_(model[0].requires_grad_(False).weight)
+    initial = ArrayRecord({name: v for name, v in model.state_dict(keep_vars=True).items() if is_sent(v)})
+    result = PushSum(fraction_evaluate=0.0).start(LocalGrid(app, 2), initial, 2)
+    assert ("0.weight" in result.arrays) == sends_frozen
+    assert all(bool((weight == 1).all()) for weight in used) == (not sends_frozen)
+    assert not np.array_equal(result.arrays["1.weight"].numpy(), model[1].weight.detach().numpy())

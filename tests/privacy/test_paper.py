@@ -213,7 +213,7 @@ def test_paper_noise_of_dp_dda_is_theorem_1(build):
     claims = experiment.own.protection.claims
     assert [claim.epsilon for claim in claims] == [0.1, 0.2, 0.2, 0.05]
     assert claims[0].quarters == tuple(paper.epsilon_after(0.1, t) for t in (0.25, 0.5, 0.75, 1))
-    rows = privacy_rows(experiment.scenario, Spent.of(experiment.cohort(), 600), experiment.participation)
+    rows = privacy_rows(experiment.scenario, Spent.of(experiment.cohort(), 600), experiment.participation, 600)
     assert [row["expected_rounds"] for row in rows] == [480.0] * 4
     assert all(abs(row["rounds_run"] - 480) < 60 for row in rows)
     assert [claim.breach for claim in claims] == [None] * 4
@@ -238,7 +238,7 @@ def test_paper_noise_of_a_given_schedule_is_proposition_4(build):
 @pytest.mark.parametrize("name", ["const-d2p", "privsgp-vr"])
 def test_claimed_and_exact_epsilon_stand_side_by_side(build, name):
     experiment = paper_mode(build, f"algorithm={{name: {name}, learning_rate: 0.1}}", "privacy.epsilon=[1,2,3,4]")
-    rows = privacy_rows(experiment.scenario, Spent.of(experiment.cohort(), 6), experiment.participation)
+    rows = privacy_rows(experiment.scenario, Spent.of(experiment.cohort(), 6), experiment.participation, 6)
     assert [row["claimed_epsilon"] for row in rows] == [1, 2, 3, 4]
     assert {row["calibration"] for row in rows} == {"paper"}
     for row, account in zip(rows, experiment.own.protection.accounts, strict=True):
@@ -246,7 +246,7 @@ def test_claimed_and_exact_epsilon_stand_side_by_side(build, name):
         assert row["epsilon"] > 1.1 * row["claimed_epsilon"]
         assert account.budget is None  # a claim stops no run: it is not what is spent
     rigorous = build("algorithm={name: privsgp-vr, learning_rate: 0.1}")
-    rows = privacy_rows(rigorous.scenario, Spent.of(rigorous.cohort(), 6), rigorous.participation)
+    rows = privacy_rows(rigorous.scenario, Spent.of(rigorous.cohort(), 6), rigorous.participation, 6)
     assert {row["claimed_epsilon"] for row in rows} == {None}
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import html
 import json
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from run_folders import make_run, privacy_row
 from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
 
+import flower_privdec as fp
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.run import run
@@ -24,6 +28,7 @@ from flower_privdec.reporting.console import print_comparison
 from flower_privdec.reporting.page import write_report
 from flower_privdec.reporting.run_folder import read_groups
 from flower_privdec.reporting.wording import headline
+from flower_privdec.scenario import parse_scenario
 
 OWN_PICTURES = ("privsgp", "feddeper", "pdsl", "local")  # algorithms that differ in which pictures their page has
 FETCHING = re.compile(r'(?:src|href|action|data)="(?!#)|url\((?!#)|@import|<(?:script|link|img|iframe|object|base)\b')
@@ -283,7 +288,7 @@ def test_an_unwritable_page_is_refused(tmp_path: Path) -> None:
 def test_a_page_takes_no_other_file_s_place(tmp_path: Path) -> None:
     scenario = make_run(tmp_path / "a") / "scenario.yaml"
     before = scenario.read_bytes()
-    with raises(ScenarioError, "reporting.suffix", names=r"scenario\.yaml: .*\.html or \.htm"):
+    with raises(ScenarioError, "reporting.suffix", names=r"scenario\.yaml: .*\.html, "):
         write_report([tmp_path / "a"], scenario)
     assert scenario.read_bytes() == before
 
@@ -311,6 +316,46 @@ def test_plots_leave_out_what_a_run_does_not_have(tmp_path: Path) -> None:
     early = make_run(tmp_path / "b", done=0)
     assert plots.save_run_plots(early) == []
     assert not (early / "plots").exists()
+
+
+def test_a_figure_of_its_own_follows_a_dark_theme() -> None:
+    svg = plots.themed('<?xml version="1.0"?><svg width="3"><path style="fill: #ffffff; stroke: #2563c9"/></svg>')
+    assert ET.fromstring(svg)[0].tag == "style"
+    assert '[style*="stroke: #2563c9"]{stroke:#6ea8fe!important}' in svg
+    assert '[style*="fill: #ffffff"]{fill:#161b22!important}' in svg
+
+
+def test_curves_that_hide_each_other_differ_by_their_dashes(tmp_path: Path) -> None:
+    styles = [plots.line_style(i) for i in range(2 * len(plots.SERIES))]
+    assert all(first[1] != second[1] for first, second in pairwise(styles))
+
+
+def test_a_report_is_a_table_or_curves_by_its_ending(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a_b"), make_run(tmp_path / "c", done=10)]
+    for name in ("runs.csv", "runs.tex", "runs.pdf", "runs.png"):
+        write_report(runs, tmp_path / name)
+    rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert len(rows) == 2
+    assert float(rows[0]["accuracy.mean_model"]) > 0
+    table = (tmp_path / "runs.tex").read_text()
+    assert table.startswith("\\begin{tabular}{ll")
+    assert r"a\_b" in table
+    assert table.count("\\\\") == 3
+    assert "%" not in table.replace("\\%", "")
+    assert (tmp_path / "runs.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_of_its_own_has_what_an_appendix_needs_and_a_figure_of_its_peers(tiny_text: str, tmp_path: Path) -> None:
+    summary = fp.run(parse_scenario(tiny_text), out=tmp_path / "run").summary
+    assert set(summary["made"]) == {"versions", "hardware", "commit", "command"}
+    assert len(summary["peers"]["accuracy"]) == 4
+    assert max(summary["peers"]["accuracy"]) == summary["accuracy"]["peer_max"]
+    write_report([tmp_path / "run"], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert all(text in html.unescape(page) for text in summary["made"].values())
+    assert "each peer: its model and its ε" in page
+    assert " UTC" in page
 
 
 def test_more_runs_than_colours_differ_by_their_dashes() -> None:

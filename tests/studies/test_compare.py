@@ -29,7 +29,12 @@ def test_a_plan_is_what_the_command_prints(
     plan = fp.plan(path)
     with pytest.raises(SystemExit):
         main.main(["plan", str(path)])
-    assert str(plan) == capsys.readouterr().out.rstrip("\n")
+    *lines, blank, more = capsys.readouterr().out.splitlines()
+    assert (str(plan), blank) == ("\n".join(lines), "")
+    assert "--verbose" in more
+    with pytest.raises(SystemExit):
+        main.main(["plan", str(path), "--verbose"])
+    assert plan.details() == capsys.readouterr().out.rstrip("\n")
     assert (plan.name, plan.algorithm, plan.rounds, len(plan.peers)) == ("tiny", "privsgp", 6, 4)
     assert 2.9 < plan.epsilon <= 3
     assert (plan.ledger, plan.seconds, plan.facts["name"]) == (None, 1.0, "tiny")

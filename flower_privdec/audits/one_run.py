@@ -1,0 +1,169 @@
+"""An audit in one run of real training: many examples of each peer, each in or out by a coin of its own.
+
+Model, algorithm, noise and all other data are the scenario's. The canaries, a peer's first examples, have random
+features and random targets, so that their gradients differ from each other's. One that is out has features that are
+no numbers, and counts as zero, as every such example does: the adjacency of every ε that is printed. An observer who
+sees a peer's releases, as each neighbour on the graph does, compares them with the gradient that each canary would
+have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.audits.bounds import epsilon_from_guesses
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
+from flower_privdec.data import Batch, Examples
+from flower_privdec.engine.engine import Engine
+from flower_privdec.experiment import Experiment
+from flower_privdec.rows.keys import digest, keyed_generator
+from flower_privdec.rows.sparse_rows import SparseRows
+
+GUESSED = 3  # on one of so many canaries a guess is made: on those whose scores are the clearest
+ONE_RUN = "one run with many examples in or out"
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """The result of an audit in one run.
+
+    Attributes:
+        epsilon: the largest of the peers', at the largest δ.
+        delta: δ.
+        epsilon_lower_bound: what the guesses show.
+        canaries: m, how many examples were in or out by a coin.
+        guesses, right: on how many of them a guess was made, and how many were right.
+    """
+
+    epsilon: float
+    delta: float
+    epsilon_lower_bound: float
+    canaries: int
+    guesses: int
+    right: int
+
+
+@dataclass
+class _Watcher:
+    """What an observer computes of each canary as the steps come in: row i has the peer's canaries.
+
+    A canary's score is the sum over steps of its coefficient in what was released: that of ridge regression on all
+    canaries' gradients, their prior variance being that of a draw with half of the sampling rate.
+    """
+
+    experiment: Experiment
+    cohort: Cohort
+    canaries: Batch
+    scores: np.ndarray
+
+    def release_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        """Take a private step as the cohort does, and compare its first published sum with the canaries' gradients."""
+        name, clip = next(iter(std), None), step.clip_norm
+        if name is None or clip is None:
+            Cohort.release_(self.cohort, step, estimate, std)
+            return
+        point = replace(step, params=step.params.clone())  # a step may be taken in place
+        before = step.sums[name].clone()
+        Cohort.release_(self.cohort, step, estimate, std)
+        released, step = step.sums[name] - before, point
+        unit = step.scale * clip
+        noise = std[name] / unit.abs()
+        for row, place in enumerate(step.rows.tolist()):
+            gradients = self._gradients(step, row, place)
+            seen, rate = released[row] / unit[row], float(self.experiment.own.sampler.sampling_rate[place])
+            inner = gradients @ gradients.T
+            inner.diagonal().add_(noise[row] ** 2 / (rate / 2 * (1 - rate / 2)))
+            self.scores[place] += torch.linalg.solve(inner, gradients @ seen).double().cpu().numpy()
+
+    def _gradients(self, step: PrivateStep, row: int, place: int) -> Tensor:
+        """Return the clipped gradients of a peer's canaries at its model in the step, in clip norms, [c, d]."""
+        count = self.canaries.weight.shape[1]
+        clip = torch.ones(count, dtype=self.cohort.dtype, device=self.cohort.device)
+        points = step.params[row].expand(count, -1)
+        divisor = None if step.divisor is None else step.divisor[row].expand(count)
+        batch = Batch(
+            self.canaries.x[place].unsqueeze(1),
+            self.canaries.y[place].unsqueeze(1),
+            self.canaries.weight[place].unsqueeze(1),
+            self.canaries.index[place].unsqueeze(1),
+        )
+        norm = clip if step.clip_norm is None else clip * step.clip_norm[row]
+        out = torch.zeros_like(points)
+        self.cohort.kernel.add_clipped_(out, points, batch, norm, 1 / norm, divisor)
+        return out
+
+
+def _randomized(experiment: Experiment, canaries: int, seed: int) -> tuple[Examples, Tensor]:
+    """Return the examples with the first ones of each peer replaced, and their features: random, as the targets are."""
+    examples, public = experiment.own.examples, experiment.public
+    if isinstance(examples.x, SparseRows) or isinstance(public.x, SparseRows):
+        raise ScenarioError("an audit in one run needs dense data; leave --one-run out", code="audit.sparse")
+    x, y, draws = examples.x.clone(), examples.y.clone(), keyed_generator(seed, "audit canaries in one run")
+    for part in examples.parts:
+        first, shape = torch.from_numpy(part[:canaries]), (canaries, *x.shape[1:])
+        if public.n_tokens is not None:
+            x[first] = torch.from_numpy(draws.integers(public.n_tokens, size=shape))
+        else:
+            signs = torch.from_numpy(draws.choice([-1.0, 1.0], size=shape)).to(x)
+            x[first] = signs * float(public.x.abs().max())
+        y[first] = public.y[torch.from_numpy(draws.integers(len(public.y), size=canaries))].to(y)
+    return replace(examples, x=x, y=y), x
+
+
+def audit_in_one_run(experiment: Experiment, *, canaries: int = 100, seed: int = 0, confidence: float = 0.95) -> OneRun:
+    """Train once with examples of each peer in or out by coins, and return what guessing them shows of ε.
+
+    Args:
+        experiment: with privacy; its ledger is not touched.
+        canaries: how many examples of each peer, its first ones; at most all.
+        seed: keys coins, batches and noise.
+        confidence: the chance, at least, with which the result is a lower bound.
+
+    Raises:
+        ScenarioError: there is no privacy, the data are sparse, or a peer has too few examples.
+
+    Source: Steinke, Nasr and Jagielski 2023 (arXiv:2305.08846), Algorithm 1.
+    """
+    own, plan = experiment.own, experiment.own.protection
+    if plan is None:
+        raise ScenarioError(
+            "privacy: none promises no ε that could be audited; give the scenario a privacy section",
+            code="audit.no-privacy",
+        )
+    least = int(own.examples.sizes.min())
+    if not GUESSED <= canaries <= least:
+        raise ScenarioError(
+            f"--one-run {canaries} must be from {GUESSED} to {least}, what the smallest peer holds", code="audit.trials"
+        )
+    examples, x = _randomized(experiment, canaries, seed)
+    keys = {peer: digest(32, "audit in one run", seed, peer) for peer in own.peers.tolist()}
+    inside = keyed_generator(seed, "audit coins in one run").random((len(own.peers), canaries)) < 0.5
+    whole = replace(own, examples=examples, keys=keys, sampler=own.sampler.like(keys=keys))
+    everything = replace(experiment, own=whole).cohort().data.examples(np.arange(len(own.peers)), 0, canaries)
+    outside = x.clone()
+    for part, coins in zip(examples.parts, inside, strict=True):
+        outside[torch.from_numpy(part[:canaries][~coins])] = torch.nan if x.is_floating_point() else -1
+    cohort = replace(experiment, own=replace(whole, examples=replace(examples, x=outside))).cohort()
+    cohort.apart = True
+    watcher = _Watcher(experiment, cohort, everything, np.zeros(inside.shape))
+    cohort.release_ = watcher.release_  # type: ignore[method-assign]
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+    engine.rounds(experiment.scenario.rounds)
+    order, half = np.argsort(watcher.scores.ravel()), inside.size // GUESSED // 2
+    coins = inside.ravel()[order]
+    guesses, right = 2 * half, int((~coins[:half]).sum() + coins[len(coins) - half :].sum())
+    delta = max(account.delta for account in plan.accounts)
+    return OneRun(
+        epsilon=max(plan.epsilons(experiment.scenario.rounds)),
+        delta=delta,
+        epsilon_lower_bound=epsilon_from_guesses(inside.size, guesses, right, delta, confidence),
+        canaries=inside.size,
+        guesses=guesses,
+        right=right,
+    )
