@@ -15,7 +15,8 @@ from routing_peers import client, first, sets_its_values_once, zeros
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum
-from flower_privdec.flower.mods.peer_state import PeerLedger, load_state, state_path
+from flower_privdec.flower.mods import peer_mod
+from flower_privdec.flower.mods.peer_state import PeerLedger, PeerState, load_state, state_path
 from flower_privdec.flower.node_settings import PeerCache
 from flower_privdec.privacy.ledger.ledger import ledger_path, read_chain
 
@@ -105,3 +106,30 @@ def test_a_ledger_is_opened_again_only_where_its_file_is_as_it_was(tmp_path: Pat
     assert not ledger.reopen()
     ledger.path.unlink()
     assert not ledger.reopen()
+
+
+@pytest.mark.parametrize("is_temporary", [True, False])
+def test_a_message_that_fails_while_it_is_saved_leaves_the_state_as_it_was(
+    is_temporary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that was lost with it is not in the models: what it moved was neither saved nor sent."""
+    app, failed = ClientApp(mods=[PeerMod()]), list[int]()
+    save = peer_mod.save_state
+
+    def fails_once(path: Path, state: PeerState, **options: Any) -> None:
+        if state.peer == 1 and state.round_index == 2 and not failed:
+            failed.append(state.peer)
+            raise OSError("the disk is full")
+        save(path, state, **options)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        peer = context.node_config["partition-id"]
+        moved = [array + (peer == 1) for array in message.content["arrays"].to_numpy_ndarrays()]
+        return Message(RecordDict({"arrays": ArrayRecord(moved), "metrics": MetricRecord({})}), reply_to=message)
+
+    monkeypatch.setattr(peer_mod, "save_state", fails_once)
+    strategy = PushSum(name="run", fraction_evaluate=0.0)
+    result = strategy.start(LocalGrid(app, 4, folder=None if is_temporary else tmp_path), zeros(), 6)
+    assert failed == [1]
+    assert float(first(result.arrays)[0]) == pytest.approx(5 / 4)  # of six steps by 1 at one of four peers
