@@ -35,6 +35,18 @@ AVERAGE = "average."  # before the names of averaged rows
 Step = Callable[["Cohort", State], None]
 
 
+class _Reads(dict[str, Tensor]):
+    """Rows that note which of them are read."""
+
+    def __init__(self, rows: dict[str, Tensor]) -> None:
+        super().__init__(rows)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
 class Algorithm:
     """A decentralized algorithm, written once over rows.
 
@@ -249,8 +261,9 @@ class Algorithm:
             ScenarioError: the algorithm's models are of other rows than those that are averaged.
         """
         if self.averaged:
-            moved = self.debiased(rows | {"x": rows["x"] + 1})
-            if torch.equal(moved, self.debiased(rows)):
+            reads = _Reads(rows)
+            self.debiased(reads)
+            if "x" not in reads.names:
                 raise ScenarioError(
                     f"algorithm.average must be left out: the models of {self.name} do not follow from its rows x, of "
                     "which averages are taken",
