@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -185,21 +186,21 @@ def network_round(mode: str) -> Callable[[Walk, Path], None]:
             running_peer(scenario, PeerDevice(index, folder / str(index), authority.issue(name), addresses))
             for index, name in enumerate(identities(scenario))
         ]
-        begin = threading.Barrier(len(peers), walk.record)
-        end = threading.Barrier(len(peers), walk.pause)
+        reached, lock = Counter[int](), threading.Lock()
 
         def on_round(peer: Any) -> None:
-            if peer.state.round_index in (STEADY, STEADY + 1):
-                (begin if peer.state.round_index == STEADY else end).wait()
+            """Record from when the last peer ends a round to when the last one ends the next; hold nobody up."""
+            with lock:
+                reached[peer.state.round_index] += 1
+                if reached[STEADY + 1] == len(peers):
+                    walk.pause()
+                elif reached[STEADY] == len(peers):
+                    walk.record()
 
         def run(peer: Any) -> None:
             try:
                 peer.open()
                 peer.run(on_round)
-            except BaseException:
-                begin.abort()
-                end.abort()
-                raise
             finally:
                 peer.close()
 
