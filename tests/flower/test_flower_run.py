@@ -150,11 +150,13 @@ def launcher_modules() -> dict[str, str]:
 def test_python_runs_by_flower_and_stops_there(tiny: Tiny, tmp_path: Path, nothing_left: list[Path]) -> None:
     """A callback that stops a run leaves no process, and what the engine would have recorded until then."""
     scenario = tiny("rounds=4000", "evaluation.every=4")
-    stopped = fp.run(scenario, out=tmp_path / "run", runtime="flower", on_metrics=lambda metrics: True)
+    stopped = fp.run(scenario, out=tmp_path / "run", runtime="flower", on_evaluation=lambda metrics: True)
     assert not stopped.finished
     assert 0 < stopped.summary["rounds_done"] < 4000
+    assert stopped.summary["stopped_by"] == "callback"
+    assert stopped.summary["stopped_at"] == stopped.metrics[-1]["round"]
     done = stopped.metrics[-1]["round"]
-    engine = fp.run(scenario, on_metrics=lambda metrics: metrics["round"] == done)
+    engine = fp.run(scenario, on_evaluation=lambda metrics: metrics["round"] == done)
     for ours, theirs in zip(stopped.metrics, engine.metrics, strict=True):
         assert ours | {"seconds": 0} == theirs | {"seconds": 0}
     assert (tmp_path / "run" / "checkpoint").is_file()
