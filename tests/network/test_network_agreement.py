@@ -19,7 +19,7 @@ from raising import raises
 from safetensors.torch import load_file
 from share_machines import commit, greeted_sessions
 from tiny_scenario import Tiny
-from variants import VARIANTS, settings_for
+from variants import VARIANTS, network_modes, settings_for
 
 from flower_privdec.cli import main
 from flower_privdec.common.errors import NotAgreedError, ScenarioError
@@ -70,7 +70,7 @@ def models_of(scenario: Scenario, peers: list[RunningPeer]) -> torch.Tensor:
     """Return the models that peers leave when they agree; later they relay, and their rows move."""
     handed_in = [load_file(final_path(peer.device.folder)) for peer in peers]
     rows = {name: torch.cat([each[name] for each in handed_in]) for name in handed_in[0]}
-    return Agreement.of(scenario).algorithm.debiased(rows)
+    return Agreement.of(scenario).algorithm.models(rows)
 
 
 def farthest(models: torch.Tensor) -> float:
@@ -81,8 +81,14 @@ def farthest(models: torch.Tensor) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
-@pytest.mark.parametrize("variant", EXCHANGING, ids=" ".join)
+@pytest.mark.parametrize(
+    ("variant", "mode"),
+    [
+        pytest.param(variant, mode, id=f"{' '.join(variant)}-{mode}")
+        for variant in EXCHANGING
+        for mode in network_modes(variant)
+    ],
+)
 def test_all_devices_end_with_one_model(variant: list[str], mode: str, tiny: Tiny, tmp_path: Path) -> None:
     network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
     scenario = tiny(*settings_for(*variant), "rounds=2", network)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_scenario import Tiny
-from variants import VARIANTS, settings_for
+from variants import VARIANTS, network_modes, settings_for
 
 pytest.importorskip("grpc")
 
@@ -139,8 +139,7 @@ def check_ends(peers: list[RunningPeer], theirs: list[PeerDevice]) -> None:
     [
         pytest.param(number, mode, id=f"{' '.join(variant)}-{mode}")
         for number, variant in enumerate(TOGETHER)
-        for mode in MODES
-        if mode == "synchronous" or not any("average" in setting for setting in variant)
+        for mode in network_modes(variant)
     ],
 )
 def test_nothing_leaves_before_it_is_paid_for_whoever_dies(

@@ -45,3 +45,9 @@ def settings_for(*settings: str) -> list[str]:
     graph = "star" if name in UNEQUAL else graph
     more = PUBLIC if name == "pdsl" else ["n_peers=1"] if name == "dp-sgd" else []
     return [*settings, f"topology.name={graph}", *more]
+
+
+def network_modes(variant: list[str]) -> tuple[str, ...]:
+    """Return the modes of a network that a variant can have: asynchronous peers keep no averages."""
+    averages = any("average" in setting for setting in variant)
+    return ("synchronous",) if averages else ("asynchronous", "synchronous")
