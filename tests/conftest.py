@@ -29,6 +29,7 @@ from flower_privdec.scenario import Scenario, parse_scenario
 # Compiled modules are reused: compiling takes 7 CPU seconds where tests are collected, and 0.5 in a process of theirs.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.pop("COLUMNS", None)  # readline, in the process that starts those of `pytest -n`, sets it
 
 # The core runs without Flower; so do all tests of the core.
 collect_ignore_glob = [] if find_spec("flwr") else ["flower/*"]

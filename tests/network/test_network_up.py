@@ -121,14 +121,15 @@ def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_an
         assert status["loss"] > 0
 
 
-@pytest.mark.parametrize("loss", ["-0.1", "1.5", "nan"])
+@pytest.mark.parametrize("loss", ["-0.1", "1", "1.5", "nan"])
 def test_a_loss_that_is_no_share_is_refused(
     loss: str, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
         main.main(["up", str(scenario), "--out", str(tmp_path / "up"), "--loss", loss])
     assert left.value.code == 2
-    assert capsys.readouterr().err == f"error: --loss {loss} must be a share, from 0 to 1\n"
+    rule = "must be a share, from 0 to below 1: of 1 no message would arrive"
+    assert capsys.readouterr().err == f"error: --loss {loss} {rule}\n"
     assert not (tmp_path / "up").exists()
 
 

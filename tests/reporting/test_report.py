@@ -84,6 +84,7 @@ def test_page_of_one_run_shows_its_result_curves_graph_and_scenario(tmp_path: Pa
         "every peer: ε = 2.00 at δ = 0.001",
         "jointly connected in 2 rounds",
         "Test accuracy",
+        "of each peer",
         "Test loss",
         "Consensus distance",
         "ε spent",
@@ -91,7 +92,7 @@ def test_page_of_one_run_shows_its_result_curves_graph_and_scenario(tmp_path: Pa
     ):
         assert expected in shown
     assert page.open == []
-    assert text.count("<svg") == 5
+    assert text.count("<svg") == 6
 
 
 def test_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
