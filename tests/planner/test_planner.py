@@ -20,6 +20,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import view
 from flower_privdec.experiment.view import memory_need, outputs_per_example, table_bytes
 from flower_privdec.models import build_model
+from flower_privdec.planner import plan as planner
 from flower_privdec.planner.plan import (
     best_signal,
     cost_warnings,
@@ -303,3 +304,12 @@ def test_text_shows_the_best_rounds_the_curve_and_the_tables(build: Build, capsy
         assert text in shown
     assert max(map(len, shown.splitlines())) <= 130
     assert not any(line != line.rstrip() for line in shown.splitlines())
+
+
+def test_a_first_round_that_compiles_is_not_taken_for_every_round(build, monkeypatch):
+    """A new user's first plan compiles kernels: 5 s once, and not in each of a hundred rounds."""
+    takes = iter([100.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25])
+    monkeypatch.setattr(planner, "_timed", lambda experiment, work: (work(), next(takes))[1])
+    seconds, share = planner.estimate_seconds(build("rounds=100", "evaluation.every=50"))
+    assert seconds == pytest.approx(100 * 0.5 + 2 * 0.25)
+    assert share == pytest.approx(0.5 / 50.5)
