@@ -189,7 +189,7 @@ def network_round(mode: str) -> Callable[[Walk, Path], None]:
         reached, lock = Counter[int](), threading.Lock()
 
         def on_round(peer: Any) -> None:
-            """Record from when the last peer ends a round to when the last one ends the next; no peer waits for that."""
+            """Record from the round end of the last peer to the next; no peer waits for that."""
             with lock:
                 reached[peer.state.round_index] += 1
                 if reached[STEADY + 1] == len(peers):

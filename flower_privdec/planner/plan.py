@@ -508,7 +508,7 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     try:
         times = [
             _timed(experiment, partial(engine.rounds, 1))
-        ]  # the first warms up, compiles, and of SVRG is a snapshot
+        ]  # warms up, compiles, takes the snapshot of SVRG
         while len(times) < min(1 + TIMED_ROUNDS, rounds) and sum(times[1:]) < TIMED_SECONDS:
             times.append(_timed(experiment, partial(engine.rounds, 1)))
         state = engine.collected()
