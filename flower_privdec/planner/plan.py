@@ -506,9 +506,7 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     engine = start_engine(timed, cohort, state)
     rounds = experiment.scenario.rounds
     try:
-        times = [
-            _timed(experiment, partial(engine.rounds, 1))
-        ]  # warms up, compiles, takes the snapshot of SVRG
+        times = [_timed(experiment, partial(engine.rounds, 1))]  # warms up, compiles, takes the snapshot of SVRG
         while len(times) < min(1 + TIMED_ROUNDS, rounds) and sum(times[1:]) < TIMED_SECONDS:
             times.append(_timed(experiment, partial(engine.rounds, 1)))
         state = engine.collected()
