@@ -3,9 +3,9 @@
 The peers run their whole scenario: algorithm, schedule, sampling, clipping, noise and exchanges are those of every
 run. Only model and data are replaced. The model is one linear layer without a bias, and the loss a multiple of its
 output, so large that each gradient is clipped: the gradient is that multiple of the features, whatever the
-parameters. A peer's first example, its canary, has large features along e_0; the others have e_1, and coordinates 2
-and 3 hold noise alone. Coordinate 0 of a release is then all that an observer needs to tell the two neighbouring data
-sets apart.
+parameters. A peer's first example, its canary, has large features along e_0; the others have e_1, and the rest of the
+coordinates hold noise alone. Coordinate 0 of a release is then all that an observer needs to tell the two neighbouring
+data sets apart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flower_privdec.rows.keys import digest, keyed_generator
 from flower_privdec.scenario.sections import CancellingSection
 from flower_privdec.tasks.losses import Loss
 
-FEATURES = 4
+FEATURES = 6  # noise alone in four: two draws, hardened ones too, are then alike with a chance of 1e-27
 STEEP = 1e12  # the loss's derivative in the output: any clip norm is below it
 LONG = 1e6  # a canary's features beside the others', so that a batch that is clipped as a whole is its own
 NOISE_ALONE = 2  # the first coordinate that no example has
