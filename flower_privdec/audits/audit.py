@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from flower_privdec.audits.bounds import epsilon_from_scores
-from flower_privdec.audits.canaries import Observer, run_once, with_canaries
+from flower_privdec.audits.canaries import Observer, audited_plan, run_once, with_canaries
 from flower_privdec.audits.replica import replica_scores
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
@@ -152,9 +152,7 @@ def audit(
             raise ScenarioError(f"{name}={value} must be >= {least}", code="audit.trials")
     if not 0.5 <= confidence < 1:
         raise ScenarioError(f"confidence={confidence} must be in [0.5, 1)", code="audit.confidence")
-    canaries, plan = with_canaries(experiment), experiment.own.protection
-    if plan is None:
-        raise TypeError("a private scenario has a plan of its noise")
+    canaries, plan = with_canaries(experiment), audited_plan(experiment)
     defects = ledger_defects(canaries, plan, seed)
     observers: list[Observer] = []
     presences: list[np.ndarray] = []

@@ -27,9 +27,9 @@ from flower_privdec.gradients import build_kernel
 from flower_privdec.models import flatten
 from flower_privdec.privacy.mechanism.declared import Declaration, joint_release
 from flower_privdec.privacy.mechanism.events import Release, epoch_steps
+from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
 from flower_privdec.rows.keys import digest, keyed_generator
-from flower_privdec.scenario.sections import CancellingSection
 from flower_privdec.tasks.losses import Loss
 
 FEATURES = 6  # noise alone in four: two draws, hardened ones too, are then alike with a chance of 1e-27
@@ -58,9 +58,7 @@ class Observer:
 
     def __init__(self, experiment: Experiment, mechanism: NoiseMechanism, *, counts_cost: bool = False) -> None:
         own = experiment.own
-        if own.protection is None:
-            raise TypeError("a run without privacy publishes its sums as they are")
-        self._plan, self._algorithm, self._mechanism = own.protection, experiment.algorithm, mechanism
+        self._plan, self._algorithm, self._mechanism = audited_plan(experiment), experiment.algorithm, mechanism
         self._counts_cost = counts_cost
         drawings = drawings_of(experiment, own.peers, own.sampler)
         self._drawings = list(dict.fromkeys(drawings))
@@ -179,19 +177,35 @@ class Observed(NoiseMechanism):
         self._observer.see(before, out, noised)
 
 
-def with_canaries(experiment: Experiment) -> Experiment:
-    """Return an experiment with the model and the data of canaries, and all else as it was.
+def audited_plan(experiment: Experiment) -> Protection:
+    """Return the plan of a scenario that an audit can take from its first round on.
 
     Raises:
-        ScenarioError: there is no privacy to be audited, or noise cancels between peers.
+        ScenarioError: it has no privacy, or goes on from rounds of another plan.
     """
-    scenario = experiment.scenario
-    if scenario.private is None:
+    plan, scenario = experiment.own.protection, experiment.scenario
+    if plan is None:
         raise ScenarioError(
             "privacy: none promises no ε that could be audited; give the scenario a privacy section",
             code="audit.no-privacy",
         )
-    if isinstance(scenario.private.noise, CancellingSection):
+    if scenario.earlier:
+        raise ScenarioError(
+            f"the scenario goes on from round {scenario.first_round} of a run (earlier), and an audit takes all rounds "
+            "of one plan: remove earlier",
+            code="audit.earlier",
+        )
+    return plan
+
+
+def with_canaries(experiment: Experiment) -> Experiment:
+    """Return an experiment with the model and the data of canaries, and all else as it was.
+
+    Raises:
+        ScenarioError: see `audited_plan`, or noise cancels between peers.
+    """
+    scenario = experiment.scenario
+    if audited_plan(experiment).pairs is not None:
         raise ScenarioError(
             "privacy.noise.kind=cancelling hides an example in the sums of several peers, and an audit looks at one "
             "peer's releases: audit the scenario with independent noise (--set privacy.noise=null)",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.audits.bounds import epsilon_from_guesses
+from flower_privdec.audits.canaries import audited_plan
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, Examples
@@ -130,12 +131,7 @@ def audit_in_one_run(experiment: Experiment, *, canaries: int = 100, seed: int =
 
     Source: Steinke, Nasr and Jagielski 2023 (arXiv:2305.08846), Algorithm 1.
     """
-    own, plan = experiment.own, experiment.own.protection
-    if plan is None:
-        raise ScenarioError(
-            "privacy: none promises no ε that could be audited; give the scenario a privacy section",
-            code="audit.no-privacy",
-        )
+    own, plan = experiment.own, audited_plan(experiment)
     least = int(own.examples.sizes.min())
     if not GUESSED <= canaries <= least:
         raise ScenarioError(

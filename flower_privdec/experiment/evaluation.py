@@ -85,7 +85,7 @@ def evaluate(
 
 def peers_metrics(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, list[float | None]]:
     """Return each of the task's metrics for every peer's model, None where it is no finite number."""
-    measured = _try(agreement, agreement.algorithm.debiased(rows))
+    measured = _try(agreement, agreement.algorithm.models(rows))
     return {name: [finite(value) for value in values] for name, values in measured.items()}
 
 

@@ -138,7 +138,8 @@ class Recorder:
             lean: see above.
 
         Raises:
-            ScenarioError: when the folder holds another run, or nothing to resume.
+            ScenarioError: when the folder holds another run, or nothing to resume, or not the rounds that the scenario
+                goes on from.
         """
         self.agreement, self.own, self.out, self.runtime, self.lean = agreement, own, out, runtime, lean
         self.run = public_name(agreement) if own is None else own.run
@@ -172,6 +173,12 @@ class Recorder:
         if resume:
             raise ScenarioError(
                 f"{self.out} holds no checkpoint to resume from; leave --resume out", code="run.no-checkpoint"
+            )
+        if first := self.agreement.scenario.first_round:
+            raise ScenarioError(
+                f"the scenario goes on from round {first} of a run (earlier), which {self.out} does not hold: give "
+                "that run's folder and --resume, or remove earlier to plan all rounds at once",
+                code="run.earlier",
             )
         return None
 

@@ -14,6 +14,7 @@ from raising import raises
 from safetensors.torch import load_file
 from tiny_scenario import TINY, Tiny
 
+from flower_privdec.audits.audit import audit
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
@@ -23,7 +24,7 @@ from flower_privdec.network.local.up import Up
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import read_chain, releases_in, runs_in
 from flower_privdec.reporting.run_folder import read_result
-from flower_privdec.scenario import Scenario
+from flower_privdec.scenario import Scenario, load_scenario
 
 MORE = ("rounds=10", "privacy.epsilon=4")
 
@@ -155,6 +156,22 @@ def test_noise_of_the_operating_system_goes_on_too(tiny: Tiny, tmp_path: Path) -
     entries = read_chain(tmp_path / "run" / "ledger" / "digits.jsonl")[1]
     assert summary["privacy"][0]["epsilon"] == pytest.approx(epsilon(releases_in(entries), 1e-3), rel=1e-6)
     assert summary["privacy"][0]["epsilon"] <= 4
+
+
+def test_the_scenario_of_more_rounds_is_no_run_of_its_own(tiny: Tiny, tmp_path: Path) -> None:
+    """Elsewhere its first rounds would be taken again, with noise of the first plan, and without a charge."""
+    first = tiny("rounds=4", "privacy.epsilon=2")
+    run(Experiment.build(first), tmp_path / "run")
+    more(tiny("rounds=6", "privacy.epsilon=4"), tmp_path / "run")
+    experiment = Experiment.build(load_scenario(tmp_path / "run" / "scenario.yaml"))
+    with raises(ScenarioError, "run.earlier", "from round 4"):
+        run(experiment, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    cohort = experiment.cohort(tmp_path / "ledger")
+    with raises(BudgetError, "ledger.before-start", "step 0 is before 4"):
+        Engine(experiment.algorithm, cohort, experiment.initial_state(cohort)).round()
+    with raises(ScenarioError, "audit.earlier"):
+        audit(experiment, trials=8, replica=8)
 
 
 def test_what_cannot_be_planned_again_says_so(tiny: Tiny, tmp_path: Path) -> None:

@@ -1040,11 +1040,15 @@ class CohortLedger(Ledger):
             rows: int64, the peers' positions among the accounts.
 
         Raises:
-            BudgetError: a peer may not take the step, or the disk fails; then no step may be taken.
+            BudgetError: a peer may not take the step, it is before the first one that this run may take, or the disk
+                fails; then no step may be taken.
         """
         if not self.allowed(step)[rows].all():
             message = f"{self.path}: step {step} is not within the plan and the budget of every peer"
             raise BudgetError(message, code="ledger.not-allowed")
+        if step < self.spending.start:
+            message = f"{self.path}: step {step} is before {self.spending.start}, with which this run begins"
+            raise BudgetError(f"{message}; what came before was charged to others", code="ledger.before-start")
         if step < self.charged:
             return
         if self._reserved is not None:
