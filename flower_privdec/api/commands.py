@@ -85,7 +85,7 @@ def up(
     loaded = as_scenario(scenario)
     check_everywhere(loaded, "every peer is a process of its own")
     if isinstance(loss, bool) or not isinstance(loss, int | float):
-        raise argument_error(f"loss={shown(loss)} must be a share, from 0 to 1")
+        raise argument_error(f"loss={shown(loss)} must be a share, from 0 to below 1")
     faults = [[f"{peer}@{when}" for peer, when in _rounds(value, name)] for name, value in _named(kill, restart)]
     kills = network.injected_kills(*faults, loaded.n_peers, loaded.rounds)
 

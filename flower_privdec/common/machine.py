@@ -68,18 +68,23 @@ def cpu_model() -> str:
 
 
 def provenance() -> dict[str, str]:
-    """Return what made a run, for its report: versions, hardware, command, and the commit of the folder it runs in."""
+    """Return what made a run, for its report: versions, hardware, command, and the commit of the folder it runs in.
+
+    Privacy: of other programs than `privdec` the name alone: Flower's processes have tokens among their arguments.
+    """
     try:
         git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         commit = subprocess.run(git, capture_output=True, text=True, timeout=5).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
+    program, *arguments = sys.argv or [""]
+    is_ours = Path(program).name == "privdec" or Path(program).parent.name == "flower_privdec"
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return {
         "versions": f"flower-privdec {__version__}, Python {platform.python_version()}, torch {torch.__version__}",
         "hardware": f"{cpu_model()}, {os.cpu_count()} cores{gpu}",
         "commit": commit or "none",
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["privdec", *arguments]) if is_ours else Path(program).name,
     }
 
 

@@ -347,8 +347,11 @@ def test_a_report_is_a_table_or_curves_by_its_ending(tmp_path: Path) -> None:
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_of_its_own_has_what_an_appendix_needs_and_a_figure_of_its_peers(tiny_text: str, tmp_path: Path) -> None:
-    summary = fp.run(parse_scenario(tiny_text), out=tmp_path / "run").summary
+@pytest.mark.parametrize("more", [[], ["algorithm.average={decay: 0.9}"]], ids=["", "averaged"])
+def test_a_run_of_its_own_has_what_an_appendix_needs_and_a_figure_of_its_peers(
+    more: list[str], tiny_text: str, tmp_path: Path
+) -> None:
+    summary = fp.run(parse_scenario(tiny_text, overrides=more), out=tmp_path / "run").summary
     assert set(summary["made"]) == {"versions", "hardware", "commit", "command"}
     assert len(summary["peers"]["accuracy"]) == 4
     assert max(summary["peers"]["accuracy"]) == summary["accuracy"]["peer_max"]
