@@ -100,7 +100,7 @@ def run(
         raise argument_error("resume=True needs out, the folder of the run to resume")
     check_callbacks(on_round=on_round, on_evaluation=on_evaluation, on_end=on_end)
     if on_round is not None and runtime != "engine":
-        raise argument_error(f"on_round with runtime={runtime!r} must be left out: Flower tells of evaluations alone")
+        raise argument_error(f"on_round with runtime={runtime!r} must be left out: Flower reports only evaluations")
     folder = None if out is None else as_path(out, "out")
     scenario = as_scenario(scenario)
     if rounds is not None:

@@ -88,14 +88,14 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing was found against the printed ε."""
+        """Whether no attack refutes the printed ε, and nothing is other than planned."""
         return not self.defects and not any(group.violated for group in self.groups)
 
     @property
     def verdict(self) -> str:
-        """What was found, in a line."""
+        """The result in one line."""
         if self.holds:
-            return "nothing was found against the printed ε"
+            return "no attack refutes the printed ε"
         refuted = [
             f"ε = {group.epsilon:.4g} is refuted: at least {group.shown:.4g}" for group in self.groups if group.violated
         ]

@@ -4,8 +4,8 @@ The peers run their whole scenario: algorithm, schedule, sampling, clipping, noi
 run. Only model and data are replaced. The model is one linear layer without a bias, and the loss a multiple of its
 output, so large that each gradient is clipped: the gradient is that multiple of the features, whatever the
 parameters. A peer's first example, its canary, has large features along e_0; the others have e_1, and the rest of the
-coordinates hold noise alone. Coordinate 0 of a release is then all that an observer needs to tell the two neighbouring
-data sets apart.
+coordinates hold only noise. Coordinate 0 of a release is then all that an observer needs to distinguish the two
+neighbouring datasets.
 """
 
 from __future__ import annotations

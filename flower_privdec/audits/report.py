@@ -21,7 +21,7 @@ HEADS = ["peers", "δ", "claimed ε", "printed ε", "canaries: ε ≥", "replica
 def print_audit(
     experiment: Experiment, as_json: bool, *, trials: int, replica: int, seed: int, one_run: int | None = None
 ) -> None:
-    """Audit a scenario and print what was found.
+    """Audit a scenario and print the result.
 
     Args:
         one_run: how many canaries of each peer to guess in one run of real training, instead of the other two attacks.
@@ -36,7 +36,7 @@ def print_audit(
         result = audit(experiment, trials=trials, replica=replica, seed=seed, on_trials=show)
     typer.echo(json.dumps(result.to_json(), indent=2) if as_json else audit_text(result))
     if not result.holds:
-        raise RunError(f"the audit found: {result.verdict}", code="audit.found")
+        raise RunError(f"audit: {result.verdict}", code="audit.refuted")
 
 
 def _print_one_run(result: OneRun, as_json: bool) -> None:
@@ -59,8 +59,8 @@ def _print_one_run(result: OneRun, as_json: bool) -> None:
     )
     if result.epsilon_lower_bound > result.epsilon:
         raise RunError(
-            f"the audit found: ε = {result.epsilon:.4g} is refuted: at least {result.epsilon_lower_bound:.4g}",
-            code="audit.found",
+            f"audit: ε = {result.epsilon:.4g} is refuted: at least {result.epsilon_lower_bound:.4g}",
+            code="audit.refuted",
         )
 
 

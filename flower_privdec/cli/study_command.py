@@ -20,7 +20,7 @@ from flower_privdec.studies.results import PartResult, criterion, judge
 from flower_privdec.studies.runner import run_and_publish
 from flower_privdec.studies.spec import load_study
 
-SETTLED = 60.0  # seconds; a cell so long tells the pace even if its process had to compile first
+SETTLED = 60.0  # seconds; a cell so long shows the pace even if its process had to compile first
 
 
 class TimeLeft:

@@ -26,7 +26,7 @@ MEAN = "mean/"  # before the names of the mean model's tensors
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """One of the runs behind a model: what tells whether another run is on the same data, and where it is charged.
+    """One of the runs behind a model: how to recognize the same data, and where it is charged.
 
     Attributes:
         source: the name of its data in a ledger.
@@ -99,8 +99,8 @@ class Origin:
             ScenarioError: weights of the same data came without privacy, under another name of the data, or without
                 their ledger.
 
-        Privacy: weights are what their own ε covers. On the same data another run adds to that; on other data it says
-            nothing of them.
+        Privacy: weights are what their own ε covers. On the same data another run adds to that; on other data it adds
+            nothing.
         """
         me, private = TrainedRun.of(scenario, public, None, None), scenario.private
         behind = [run for run in self.runs if run.source == me.source or run.tested == me.tested]
@@ -182,7 +182,7 @@ def read_origin(scenario: Scenario) -> Origin | None:
     path, where = folder / "model.safetensors", f"model.from={folder}"
     if not path.is_file() or not (folder / "summary.json").is_file():
         raise ScenarioError(
-            f"{where}: is under way, or kept no models: let it finish, or stop it", code="origin.unfinished"
+            f"{where}: is under way, or has no models: let it finish, or stop it", code="origin.unfinished"
         )
     try:
         facts = json.loads((folder / ORIGIN).read_bytes())

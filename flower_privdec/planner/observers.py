@@ -28,7 +28,7 @@ HOW_DRAWN = {
 SEES = {
     "all": "to everybody who sees the peer's messages",
     "neighbour": "a sum of its own to each neighbour",
-    "self": "kept by the peer, without noise",
+    "self": "which stays on the peer, without noise",
 }
 
 

@@ -56,7 +56,7 @@ from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 
 log = logging.getLogger("flwr.privdec")
 RUN = "run"  # the record of a context's state that names its run and the steps that are paid for
-OPEN_CODES = ("data.no-file", "data.no-root", "code.not-allowed")  # of errors that tell nothing of data
+OPEN_CODES = ("data.no-file", "data.no-root", "code.not-allowed")  # of errors that reveal nothing about data
 GENERATIONS = 2  # checkpoints: the server may have lost the reply to the last message
 
 
