@@ -20,6 +20,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.recorder import Recorder, with_more_rounds
+from flower_privdec.experiment.spent import Spent
 from flower_privdec.network.local.up import Up
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import read_chain, releases_in, runs_in
@@ -280,3 +281,29 @@ def test_a_run_that_stops_before_its_first_checkpoint_has_no_summary(tiny: Tiny,
     assert stopped.stop("interrupt") is None
     stopped.close()
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_lean_run_that_stops_has_no_summary(tiny: Tiny, tmp_path: Path) -> None:
+    """A study's cell is a lean run: one that was stopped must not pass for finished."""
+    stopped = Run(Experiment.build(tiny()), tmp_path / "run", lean=True)
+    stopped.advance()
+    stopped.recorder.save(stopped.engine.state, None)
+    assert stopped.stop("interrupt") is None
+    stopped.close()
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_what_all_others_learn_of_a_stopped_run_counts_every_step_too(tiny: Tiny, tmp_path: Path) -> None:
+    noise = "privacy.noise={kind: cancelling, colluding: 1, secrets: complete, strength: 2.0}"
+    experiment = Experiment.build(tiny("compute.generator=system", noise))
+    stopped = Run(experiment, tmp_path / "run")
+    stopped.advance()
+    stopped.engine.round()
+    summary = stopped.stop("interrupt")
+    assert summary is not None
+    assert stopped.cohort.ledger is not None
+    charged = Spent.of(stopped.cohort, stopped.cohort.ledger.charged)
+    stopped.close()
+    row = summary["privacy"][0]
+    assert (row["epsilon"], row["epsilon_if_all_collude"]) == (charged.epsilons[0], charged.if_all_collude[0])
+    assert row["rounds_run"] == 2

@@ -159,7 +159,12 @@ class Up:
         done = self._evaluated
         if not 0 < done < self.scenario.rounds:
             return {}
-        spent = replace(self._spent, epsilons=[self._charged(peer) for peer in range(self.scenario.n_peers)])
+        spent = replace(
+            self._spent,
+            epsilons=[self._charged(peer) for peer in range(self.scenario.n_peers)],
+            replies=[math.inf for _ in self._spent.replies],  # of steps since then, no ledger counts these apart
+            if_all_collude=[math.inf for _ in self._spent.if_all_collude],
+        )
         return self._finish(self._rows(done), spent, stopped=(done, why))
 
     def _charged(self, peer: int) -> float:
