@@ -18,7 +18,7 @@ from flower_privdec.audits.audit import audit
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Experiment, recorder
 from flower_privdec.experiment.recorder import Recorder, with_more_rounds
 from flower_privdec.experiment.spent import Spent
 from flower_privdec.network.local.up import Up
@@ -283,8 +283,9 @@ def test_a_run_that_stops_before_its_first_checkpoint_has_no_summary(tiny: Tiny,
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_lean_run_that_stops_has_no_summary(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_lean_run_that_stops_has_no_summary(tiny: Tiny, tmp_path: Path, monkeypatch: Any) -> None:
     """A study's cell is a lean run: one that was stopped must not pass for finished."""
+    monkeypatch.setattr(recorder, "LEAN_SECONDS", 0)
     stopped = Run(Experiment.build(tiny()), tmp_path / "run", lean=True)
     stopped.advance()
     stopped.recorder.save(stopped.engine.state, None)
