@@ -322,7 +322,10 @@ def test_an_app_that_cannot_evaluate_trains_all_the_same(caplog):
 
     result = PushSum().start(LocalGrid(app, 4), zeros(), 3)
     assert first(result.arrays).tolist() == [3.0, 3.0, 3.0]
-    assert "4 of 4 peers trained (peers 0, 1, 2, 3: cannot evaluate: No evaluate function registered" in caplog.text
+    assert (
+        "4 of 4 peers trained (peers 0, 1, 2, 3: cannot evaluate: its app raised ValueError: No evaluate function"
+        in caplog.text
+    )
 
 
 def test_whole_numbers_are_neither_mixed_nor_noised_and_types_and_order_stay():
@@ -413,7 +416,7 @@ def test_one_peer_with_another_model_is_named_and_the_others_go_on(caplog):
         return [np.ones(5)] if peer == 1 else [arrays[0] + 1]
 
     strategy = run_with(step)
-    assert "2 of 3 peers trained (peer 1: the app of peer 1 returned other arrays" in caplog.text
+    assert "2 of 3 peers trained (peer 1: its app returned other arrays" in caplog.text
     assert first(strategy.peer_arrays[0]).tolist() == [2.0, 2.0, 2.0]
 
 
