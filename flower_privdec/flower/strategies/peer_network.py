@@ -275,8 +275,8 @@ class PeerNetwork:
 
     def _introduction(self, node: int) -> Message:
         group, config = str(self.round_index), ConfigRecord({"server-round": self.round_index})
-        said = {SAYS: PeerRequest(INTRODUCE, **self.common).record(), self.config_key: config}
-        return Message(RecordDict(said), node, "train", group_id=group)
+        content = RecordDict({SAYS: PeerRequest(INTRODUCE, **self.common).record(), self.config_key: config})
+        return Message(content, node, "train", group_id=group)
 
     def _admit(self, report: PeerReport, node: int, there: set[int]) -> None:
         if not 0 <= report.peer < report.n_peers <= MOST:
