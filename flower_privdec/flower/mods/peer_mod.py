@@ -874,12 +874,11 @@ class PeerMod:
         except RAISED_BY_USERS as error:
             if isinstance(error, KeyError) and str(error.args[:1]).startswith(LEGACY_RECORDS):
                 raise RunError(LEGACY_CLIENT, code="flower.legacy-client") from None
-            line = last_line_of_users(error)
+            what, line = f"raised {type(error).__name__}", last_line_of_users(error)
             if line or self.withholds:
-                log.exception("peer %s: the app's function failed", peer.node.peer)
-            raise self._failed(
-                peer, f"raised {type(error).__name__}", f"{' '.join(str(error).split())}{line}"
-            ) from None
+                log.exception("peer %s: its app %s%s", peer.node.peer, what, line)
+            words = " ".join(str(error).split())[:200]
+            raise self._failed(peer, what, "" if self.withholds else f"{words}{line}".strip()) from None
         if not isinstance(reply, Message):
             raise self._failed(peer, f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
         if reply.has_error():
@@ -914,7 +913,7 @@ class PeerMod:
 
     def _failed(self, peer: RequestHandler, what: str, details: str) -> RunError:
         """Return an error that says what an app did; details may tell of its data, and stay where all such does."""
-        if self.withholds:
+        if details and self.withholds:
             log.warning("peer %s: its app %s: %s", peer.node.peer, what, details)
         return RunError(f"its app {what}" + ("; see its own log" if self.withholds else f": {details}"))
 
