@@ -693,8 +693,8 @@ class AsynchronousPeer(RunningPeer):
             self.session.met_at = dict.fromkeys(opened, now) | self.session.met_at
 
     def _has_greeted(self, since: float) -> bool:
-        """Return whether all neighbours are open, or enough of them to begin."""
-        opened = [self.protocol.is_open(neighbor) for neighbor in self._neighbors]
+        """Return whether all neighbours are open that are not quarantined, or enough of them to begin."""
+        opened = [self.protocol.is_open(j) for j in self._neighbors if j not in self.session.quarantined]
         patience = GREETING_SECONDS if self._resumed or self.session.joins else self.network.start
         is_late = time.monotonic() - since > patience
         return all(opened) or (is_late and (any(opened) or self.protocol.round_index >= self.rounds))
