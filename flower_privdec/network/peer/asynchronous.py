@@ -406,8 +406,8 @@ class AsynchronousSession(Session):
         """Quarantine the sender of a share that no working device sends, which would replace each model it reaches.
 
         All weights together are the number of peers, unless they are numbers of examples, whose sum no peer knows:
-        then a weight has no bound. Only a peer that was restored from an old copy adds to them, at most what it was
-        restored with, until it is reset. A share has at most SURPLUS times that, and more than nothing. And its model,
+        then a weight has no bound. Peers that lost their state, or were restored from an old copy, add to them, and
+        later losses take that along. A share has at most SURPLUS times that, and more than nothing. And its model,
         x / w, is not FAR larger than this peer's own: that stops a device whose numbers broke, and not a careful liar.
 
         Raises:
@@ -418,9 +418,10 @@ class AsynchronousSession(Session):
         if not (0 < weight <= self._most_weight and math.isfinite(weight)):
             why = f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"
         else:
-            rows = [name for name, value in values.items() if value.numel() and name != "w"]
-            own = max((float(mass[name].abs().max()) for name in rows), default=0.0) / (own_weight or 1.0)
-            most, largest = FAR * max(1.0, own), max((float(values[j].abs().max()) for j in rows), default=0.0) / weight
+            names = [name for name in values if name != "w"]
+            own = max(float(torch.linalg.vector_norm(mass[name], math.inf)) for name in names) / (own_weight or 1.0)
+            largest = max(float(torch.linalg.vector_norm(values[name], math.inf)) for name in names) / weight
+            most = FAR * max(1.0, own)
             if largest <= most:
                 return
             why = (

@@ -554,12 +554,12 @@ def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) ->
     """
     try:
         names = identities_of(shown_certificate(address, credentials, seconds))
-    except ValueError as error:
-        raise RunError(f"{address}: must be HOST:PORT ({one_line(error)})", code="call.address") from error
-    except OSError as error:
+    except OSError as error:  # a certificate that does not verify is a ValueError too
         raise calling_error(address, None, credentials, seconds) or RunError(
             f"{address}: {one_line(error)}; is a peer running there?", code="call.failed"
         ) from error
+    except ValueError as error:
+        raise RunError(f"{address}: must be HOST:PORT ({one_line(error)})", code="call.address") from error
     if not names:
         raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer", code="certificate.no-name")
     return names[0]
