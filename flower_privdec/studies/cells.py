@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ RESULT_FILES = {"summary.json", "metrics.jsonl", "scenario.yaml", "cell.json", "
 CACHE = Path("runs") / "cells"
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 Labels = tuple[str, ...]
+Choices = dict[str, dict[Labels, Labels]]  # by part: the labels of its groups, and those that were best there
 MOST_CELLS = 20_000
 
 
@@ -45,6 +46,7 @@ class Cell:
         labels: one label for each axis, in the order of the axes.
         key: of its scenario, see `cell_key`: cells that share it share one run.
         ignores: places of axes on which it does not depend.
+        waits: whether its settings are not all known, for the part that they are chosen in is not finished.
     """
 
     part: str
@@ -53,6 +55,7 @@ class Cell:
     scenario: Scenario
     key: str
     ignores: frozenset[int] = frozenset()
+    waits: bool = False
 
     @property
     def title(self) -> str:
@@ -71,12 +74,20 @@ class Cell:
 
 
 def expand(
-    study: Study, base: Path, size: str | None, parts: Iterable[Part], settings: Sequence[str] = ()
+    study: Study,
+    base: Path,
+    size: str | None,
+    parts: Iterable[Part],
+    settings: Sequence[str] = (),
+    choices: Choices | None = None,
 ) -> list[Cell]:
     """Return all cells of some parts, every scenario checked.
 
-    Settings are laid over the base in this order: the study, its size, the part, the part's size, the points of
-    the axes in order, the part's cases, `settings`, and the seed.
+    Settings are laid over the base in this order: the study, its size, the part, the part's size, the points chosen
+    in another part, the points of the axes in order, the cases of that part and of this one, `settings`, and the seed.
+
+    Args:
+        choices: of the parts that others are chosen in; where one lacks, a cell waits, and has the first point.
 
     Raises:
         ScenarioError: naming the cell whose scenario breaks a rule, or a part of too many cells.
@@ -89,6 +100,7 @@ def expand(
         seeds = [layer.seeds for layer in layers if isinstance(layer, Study | Size) and layer.seeds]
         repetitions = [[f"seed={seed}"] for seed in seeds[-1]] if seeds else [[]]
         points = [axis.all_points() for axis in part.axes_at(size).values()]
+        source = next((other for other in study.parts if other.name == part.chosen_in), None)
         count = math.prod(map(len, points)) * len(repetitions)
         if count > MOST_CELLS:
             raise ScenarioError(
@@ -100,9 +112,11 @@ def expand(
         for combination in itertools.product(*points):
             own = [line for point in combination for line in point.settings]
             labels = {(name, point.label) for name, point in zip(part.axes, combination, strict=True)}
-            own += [line for case in part.cases if labels >= case.where.items() for line in case.settings]
+            first, cases, waits = _chosen(source, size, dict(labels), choices or {}) if source else ([], [], False)
+            cases += [line for case in part.cases if labels >= case.where.items() for line in case.settings]
             for seed in repetitions:
-                cells.append(_cell(part, combination, text, base, [*common, *own, *common_after, *seed]))
+                cell = _cell(part, combination, text, base, [*common, *first, *own, *cases, *common_after, *seed])
+                cells.append(replace(cell, waits=True, key=f"waits-{cell.key}") if waits else cell)
         _check_rows(part, cells)
         if len({cell.key for cell in cells[: len(repetitions)]}) < len(repetitions):
             raise ScenarioError(
@@ -124,6 +138,30 @@ def expand(
                 raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
         all_cells += cells
     return all_cells
+
+
+def _chosen(
+    source: Part, size: str | None, labels: dict[str, str], choices: Choices
+) -> tuple[list[str], list[str], bool]:
+    """Return the settings of the points that were best in another part, those of its cases, and whether none were."""
+    axes = source.axes_at(size)
+    place = tuple(labels[name] for name in axes if name not in source.best_over)
+    best = choices.get(source.name, {}).get(place)
+    chosen = best or tuple(axes[name].labels()[0] for name in axes if name in source.best_over)
+    names = [name for name in axes if name in source.best_over]
+    points = [
+        point
+        for name, label in zip(names, chosen, strict=True)
+        for point in axes[name].all_points()
+        if point.label == label
+    ]
+    there = {**labels, **dict(zip(names, chosen, strict=True))}.items()
+    cases = [case for case in source.cases if there >= case.where.items() and not case.where.keys().isdisjoint(names)]
+    return (
+        [line for point in points for line in point.settings],
+        [line for case in cases for line in case.settings],
+        best is None,
+    )
 
 
 def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, settings: list[str]) -> Cell:

@@ -17,7 +17,7 @@ from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, se
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure, themed
 from flower_privdec.studies.cells import Outcome
 from flower_privdec.studies.results import Group, PartResult, criterion, judge, value_text
-from flower_privdec.studies.spec import Figure, Pivot, Study
+from flower_privdec.studies.spec import Check, Figure, Pivot, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -197,8 +197,13 @@ EACH_ALONE = (
     "Each run's ε stands alone: it is what releasing that one run would cost. Releasing all of them would add up to "
     "far more. The choice between settings is made on the public test set."
 )
-MARKS = {True: "yes", False: "no", None: "not decided"}
 WHOSE = {"paper": "The paper's claim", "us": "Beyond the paper"}
+HOW_JUDGED = (
+    "A claim that one mean is larger than another is judged by the 95 % interval of their difference over the seeds "
+    "(Welch's t), which stands in brackets: shown where the whole interval is as claimed, contradicted where it is the "
+    "reverse, not shown where it excludes a size that is claimed, and undecided where the spread hides it, with one "
+    "seed, or where a run diverged."
+)
 TWO_EPSILONS = (
     "ε (exact) is the accountant's, for what the run did: unit example, adjacency zero-out. Where there is a column "
     "ε (claimed), the noise was computed by the paper's formula; its ε is a claim, not a guarantee."
@@ -253,6 +258,7 @@ def publish(
         *study.notes,
         *privacy,
         "Values are mean ± standard deviation over the seeds.",
+        *([HOW_JUDGED] if any(result.part.checks for result in results) else []),
     ]
     if failed:
         listed = "\n".join(f"- {outcome.cell.title}: {outcome.error}" for outcome in failed)
@@ -267,6 +273,13 @@ def publish(
         raise RunError(f"{out}: cannot be written ({error}); give another --out, the cells are kept") from error
 
 
+def verdict_blocks(check: Check, result: PartResult) -> list[str]:
+    """Return the paragraphs on a check: its criterion and verdict, and the cases."""
+    verdict = judge(check, result)
+    cases = [f"- {case.outcome}{', ' if case.where else ''}{case.where}: {case.numbers}" for case in verdict.cases]
+    return [f"Criterion: {criterion(check, result)}. **{verdict.sentence}**", "\n".join(cases)]
+
+
 def _section(result: PartResult, out: Path) -> str:
     part = result.part
     blocks = [f"## {part.heading}", *([f"{WHOSE[part.asks]}: {part.claim}"] if part.claim else ()), *part.notes]
@@ -275,11 +288,7 @@ def _section(result: PartResult, out: Path) -> str:
         better = result.metric(part.metrics[0]).title
         blocks.append(f"In every cell the {names} with the best {better} is chosen.")
     for check in part.checks:
-        verdict = judge(check, result)
-        cases = "\n".join(
-            f"- {MARKS[case.holds]}, {case.where}{': ' if case.where else ''}{case.numbers}" for case in verdict.cases
-        )
-        blocks += [f"Criterion: {criterion(check, result)}. **{verdict.sentence}**", cases]
+        blocks += verdict_blocks(check, result)
     for i, figure in enumerate(part.figures):
         path = out / f"{part.name}-{i + 1}.svg"
         if save_figure(figure, result, path):
