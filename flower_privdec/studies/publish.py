@@ -17,7 +17,7 @@ from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, se
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure, themed
 from flower_privdec.studies.cells import Outcome
 from flower_privdec.studies.results import Group, PartResult, criterion, judge, value_text
-from flower_privdec.studies.spec import Check, Figure, Pivot, Study
+from flower_privdec.studies.spec import Check, Figure, Pivot, Slope, Speedup, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,6 +94,21 @@ def to_csv(result: PartResult) -> str:
         line += [" ".join(dict.fromkeys(texts(group.budgets(key)))) for key in budgets]
         writer.writerow([*line, len(group.runs)])
     return file.getvalue()
+
+
+def curves_to_csv(result: PartResult) -> str | None:
+    """Return the curves over the rounds that checks are judged by; None where no check needs one."""
+    names = dict.fromkeys(check.metric for check in result.part.checks if isinstance(check, Slope | Speedup))
+    file = StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*result.axes, "round", *(f"{name}_by_seed" for name in names)])
+    for group in result.groups:
+        curves = [group.curves(name) for name in names]
+        present = [curve for curve in curves if curve is not None]
+        if len(present) == len(curves) > 0:
+            for k, at in enumerate(present[0][0]):
+                writer.writerow([*group.labels, at, *(" ".join(f"{v:.6g}" for v in row[:, k]) for _, row in present)])
+    return file.getvalue() if names else None
 
 
 ALONG = {"rounds": "round", "gradients": "gradients computed, all peers together"}
@@ -235,7 +250,7 @@ def publish(
     failed: Sequence[Outcome],
     out: Path,
 ) -> None:
-    """Write table-PART.csv, the figures and README.md to a folder.
+    """Write table-PART.csv, the curves that checks need, the figures and README.md to a folder.
 
     Args:
         size: of the study; None where it has none.
@@ -267,6 +282,9 @@ def publish(
         make_folder(out)
         for result in results:
             (out / f"table-{result.part.name}.csv").write_text(to_csv(result), encoding="utf-8")
+            curves = curves_to_csv(result)
+            if curves is not None:
+                (out / f"curves-{result.part.name}.csv").write_text(curves, encoding="utf-8")
         text = "\n\n".join([*head, *(_section(result, out) for result in results)]) + "\n"
         (out / "README.md").write_text(text, encoding="utf-8")
     except OSError as error:

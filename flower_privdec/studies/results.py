@@ -341,8 +341,9 @@ def criterion(check: Check, result: PartResult) -> str:
 
 def _size(reading: Reading, by: float) -> str:
     """Describe the least difference that a claim asks for."""
-    amount = f"{100 * abs(by):g} points" if reading.share else f"{abs(by):g}"
-    return f"by {amount} or more" if by > 0 else f"at most {amount} below the one before"
+    points = f"{100 * abs(by):g}"
+    amount = f"{points} point{'' if points == '1' else 's'}" if reading.share else f"{abs(by):g}"
+    return f"by {amount} or more" if by > 0 else f"by no more than {amount} below the one before"
 
 
 def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False) -> str:
