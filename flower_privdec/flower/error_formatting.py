@@ -21,6 +21,8 @@ CLIENT_APP_RAISED = 2  # as Flower numbers the error of a ClientApp that raised
 
 Handler = Callable[[Message, Context], Message]
 
+log = logging.getLogger("flwr.privdec")
+
 
 class _LastLine(logging.Filter):
     """Replaces the log record of a failure by one line, and drops Flower's records after it."""
@@ -59,14 +61,21 @@ def one_line_failure() -> Iterator[None]:
 
 
 def one_line_replies(handler: Handler) -> Handler:
-    """Return a ClientApp's handler that replies with an error of one line where a user can act on its failure."""
+    """Return a ClientApp's handler that replies with an error of one line where it fails.
+
+    The words of an error that is not this package's own may tell of an example: they stay in the node's log.
+    """
 
     @wraps(handler)
     def reply(message: Message, context: Context) -> Message:
         try:
             return handler(message, context)
         except USER_ERRORS as error:
-            return Message(Error(CLIENT_APP_RAISED, error_line(error)), reply_to=message)
+            line = error_line(error)
+        except Exception as error:
+            log.exception("the ClientApp failed")
+            line = f"the ClientApp raised {type(error).__name__}, whose words may tell of data: see the node's own log"
+        return Message(Error(CLIENT_APP_RAISED, line), reply_to=message)
 
     return reply
 

@@ -23,10 +23,12 @@ A round of a peer, whose own numbers the caller holds (`mass`) and moves by its 
 
 Two numbers tell the past from the present. An *incarnation* is a peer's mass from its beginning to its loss: a peer
 that lost its state comes back as another one, with x = 0 and w = 0 (`reset`), and takes no step at x / w before its
-first share has come. Others forget the shares that they froze for the dead incarnation: those are *orphaned*, x with w,
-which moves no ratio; a share that was not committed cannot have left and returns to its sender's mass. A *boot* is a
-random number that each start of a process draws: it tells what was sent before a restart from what is sent after it,
-and two shares of one number from each other where a peer froze that number twice.
+first share has come. To that share `absorb` adds the weight with which the peer began, at the share's model x / w:
+without it each lost state would take its weight from all others for good. Others forget the shares that they froze for
+the dead incarnation: those are *orphaned*, x with w, which moves no ratio; a share that was not committed cannot have
+left and returns to its sender's mass. A *boot* is a random number that each start of a process draws: it tells what was
+sent before a restart from what is sent after it, and two shares of one number from each other where a peer froze that
+number twice.
 
 The handshake exchanges incarnations, boots and counters. A hello counts only when it answers the challenge of the
 process that receives it, so none is old. A neighbour that has seen more of a peer than the peer remembers shows that
@@ -435,35 +437,47 @@ class PushSumProtocol(Generic[V]):
         """Return the round of the last share that is held and not absorbed, by sender."""
         return {sender: held[-1].round_index for sender, held in self._inbox.items() if held}
 
-    def absorb(self, up_to: int | None = None) -> list[FrozenShare[V]]:
+    def absorb(self, up_to: int | None = None, first_weight: float = 0.0) -> list[FrozenShare[V]]:
         """Add the shares that are held to the mass, by sender.
 
         One that would make the mass infinite is dropped with all after it, and an edge that a handshake opened closes.
 
         Args:
             up_to: the last round whose shares to add; all when not given.
+            first_weight: what a peer without any weight adds to that of its first shares, at their model.
 
         Returns:
             Those added.
         """
         self._check_not_stale()
-        absorbed = []
+        absorbed, is_empty = [], first_weight > 0 and self._weight == 0
         for sender, held in sorted(self._inbox.items()):
             while held and (up_to is None or held[0].round_index <= up_to):
                 share = held.pop(0)
-                if not all(self._arithmetic.fits(self.mass[name], part) for name, part in share.values.items()):
+                if not self._fits(share.values):
                     self.rejected[sender] += 1
                     held.clear()
                     if sender in self._agreed:
                         self.close(sender)
                     break
-                self._add(share)
+                self._add(share.values)
                 self.edges[sender] = replace(self.edges[sender], received=share.number, received_boot=share.boot)
                 absorbed.append(share)
+        if is_empty and self._weight > 0:
+            parts = self._parts(first_weight / self._weight)
+            if self._fits(parts):
+                self._add(parts)
         return absorbed
 
-    def _add(self, share: FrozenShare[V]) -> None:
-        for name, part in share.values.items():
+    @property
+    def _weight(self) -> float:
+        return float(self.mass["w"]) if "w" in self.mass else 0.0  # type: ignore[arg-type]
+
+    def _fits(self, parts: Mapping[str, V]) -> bool:
+        return all(self._arithmetic.fits(self.mass[name], part) for name, part in parts.items())
+
+    def _add(self, parts: Mapping[str, V]) -> None:
+        for name, part in parts.items():
             self.mass[name] = self._arithmetic.add(self.mass[name], part)
 
     def acknowledgements(self) -> list[Acknowledgement]:
@@ -687,7 +701,7 @@ class PushSumProtocol(Generic[V]):
             if share in on_disk:
                 self.orphaned[neighbor] += 1
             else:  # it cannot have left
-                self._add(share)
+                self._add(share.values)
         self.edges[neighbor] = Edge(incarnation)
         self._open.discard(neighbor)
         self._agreed.pop(neighbor, None)

@@ -164,14 +164,15 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
             stop_all([second], [future])
         shutil.copy(older, theirs[1].folder / "checkpoints")
         third: Any = again(scenario, theirs[1])
-        fill, brought = third._fill, list[float]()
+        absorb, brought = third.protocol.absorb, list[float]()
 
-        def fill_and_count() -> None:
-            weight = third._weight()
-            fill()
-            brought.append(third._weight() - weight)
+        def absorb_and_count(*given: Any) -> list[Any]:
+            weight, absorbed = float(third.protocol.mass["w"]), absorb(*given)
+            if weight == 0 and absorbed:
+                brought.append(float(third.protocol.mass["w"]) - sum(float(share.values["w"]) for share in absorbed))
+            return absorbed
 
-        third._fill = fill_and_count
+        third.protocol.absorb = absorb_and_count
         with running([third]) as (future,):
             wait_until(lambda: third.protocol.incarnation > FIRST and float(third.protocol.mass["w"]) > 0)
             stop_all([third, peers[0], *peers[2:]], [future, futures[0], *futures[2:]])

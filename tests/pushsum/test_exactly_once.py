@@ -279,6 +279,23 @@ def test_an_old_checkpoint_is_noticed_and_the_peer_begins_anew_with_nothing() ->
     assert back.mass["w"] > 0
 
 
+def test_a_peer_without_weight_begins_at_the_model_of_its_first_shares() -> None:
+    a, b = peers()
+    a.mass["w"] = 0.0
+    b.mass["x"] = 3.0
+    for number, weight in ((1, 0.5 + 4.0), (2, 0.5 + 4.0 + 0.25)):  # added once, to the first
+        b.split(0, {0: 0.5})
+        commit(b)
+        (share,) = b.shares_to_send()
+        assert a.receive(share)
+        assert a.absorb(first_weight=4.0) == [share]
+        assert (share.number, a.mass["w"]) == (number, weight)
+        assert a.mass["x"] == 3.0 * weight
+        commit(a)
+        (word,) = a.acknowledgements()
+        b.acknowledge(word)
+
+
 def test_an_incarnation_that_is_forgotten_too_is_not_used_again() -> None:
     a, b = peers()
     old = a._durable

@@ -455,7 +455,7 @@ class RequestHandler:
             state.shares.acknowledge(message)
         elif not isinstance(message, FrozenShare):
             raise RefusedError("it is no share")
-        elif state.shares.receive(message) and not state.shares.absorb():
+        elif state.shares.receive(message) and not state.shares.absorb(first_weight=state.founded):
             raise RefusedError("it would make the model infinite")
 
     def take_part(self, content: RecordDict, train: Train) -> None:

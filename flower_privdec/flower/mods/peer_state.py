@@ -259,7 +259,8 @@ class PeerState:
         adopted: over a server, the model that it sent last; empty where there is none.
         examples: the number of examples by which its next update counts.
         app_ledgers: δ and a caveat of each ledger of examples that the app's own training pays into, by its path.
-        founded: the weight that it brought into the run itself: 1, or its number of examples; 0 where it came later.
+        founded: the weight that it brings into the run: 1, or its number of examples; where it came later, or its state
+            was an old copy, with its first share.
         average: of dual averaging, over the models with which it took part; empty before the first.
         average_weight: what that average has added up.
         dual: how x / w gives the model in dual averaging, and the round for which; None elsewhere. Not on disk.
@@ -300,7 +301,7 @@ class PeerState:
         x = start if founding else np.zeros_like(start)
         mass = mass_of(x.astype(layout.dtype), float(founding))
         shares = protocol(peer, mass, new_incarnation())
-        return cls(run, layout, shares, layout.unmixed(arrays), founded=float(founding))
+        return cls(run, layout, shares, layout.unmixed(arrays))
 
     @property
     def peer(self) -> int:
@@ -359,7 +360,7 @@ class PeerState:
         Of the mass that it brought into the run there is then so much, at its model as it is; so Σ w is the number of
         all examples, and Σ x / Σ w, once the models agree, their mean weighted by them.
         """
-        more, w = examples - self.founded if self.founded else 0.0, self.w
+        more, w = examples - self.founded, self.w
         if more and w + more > 0:
             self.x = (self.x.astype(np.float64) * ((w + more) / w)).astype(self.x.dtype)
             self.shares.mass["w"] = mass_of(self.x, w + more)["w"]

@@ -846,10 +846,7 @@ class AsynchronousPeer(RunningPeer):
         k = self.state.round_index
         own = self._model(self.protocol.mass).clone() if k >= self.rounds and self.protocol.mass else None
         with self.connections.changed:
-            is_empty = self._weight() == 0
-            absorbed = self.protocol.absorb(None if k < self.rounds else k)
-            if is_empty and absorbed:
-                self._fill()
+            absorbed = self.protocol.absorb(None if k < self.rounds else k, self._first_weight)
         if absorbed:
             if self._first_weight != 1:
                 self.floor.usual = self._weight()
@@ -858,14 +855,6 @@ class AsynchronousPeer(RunningPeer):
         if own is not None:
             shares = [share for share in absorbed if self.rounds <= share.round_index]
             self._measure({share.sender: self._decoded(share.values) for share in shares}, own)
-
-    def _fill(self) -> None:
-        """Give a peer that has nothing but its first shares the weight that it began the run with, at their model."""
-        weight, mass = self._weight(), self.protocol.mass
-        factor = 1 + self._first_weight / weight if weight > 0 else math.inf
-        filled = {name: value * factor for name, value in mass.items()}
-        if all(bool(value.isfinite().all()) for value in filled.values()):
-            mass.update(filled)
 
     def _weight(self) -> float:
         """Return this peer's push-sum weight; 1 where there is none."""

@@ -1,0 +1,367 @@
+"""What a run writes, prints and sends shows nothing of an example beside its releases: two data sets, every runtime.
+
+Each runtime runs twice, on data sets that have no value in common, while every release is its noise alone
+(`blank_releases`): the private work is done, and its sums are thrown away. All that leaves must then be the same, byte
+for byte: files, terminal, log, messages, replies. A value of the second data set is also searched for as text and as
+bytes, and each runtime whose messages others read runs once with an error that has it in its words.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import as_completed
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from command_line import privdec
+from networked import LONG, devices, running
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from worker_runs import smallest_blocks
+
+from flower_privdec.common.errors import PrivdecError
+from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
+from flower_privdec.data import Batch, LocalBatch, PeerData
+from flower_privdec.experiment import view
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.transport.transport import MemoryConnection
+from flower_privdec.pushsum.frames import FrameCodec, RowMessage
+from flower_privdec.reporting import plots
+from flower_privdec.scenario import load_scenario
+from flower_privdec.training_loop import private
+from flower_privdec.training_loop.private_loop import NoisedSteps
+
+SCENARIO = """\
+name: planted
+n_peers: 4
+rounds: 3
+data: {{dataset: npz, root: {root}, batch: {{sampling: poisson, size: 4}}, partition: {{kind: iid}}}}
+model: {{name: softmax}}
+algorithm: {algorithm}
+privacy: {{epsilon: 3.0, delta: 1.0e-3}}
+evaluation: {{every: 1}}
+compute: {{dtype: float64, generator: comparable, workers: {workers}}}
+network: {{mode: synchronous, retry: 0.1, start: {long}, deadline: {long}, final_mixing: 0}}
+"""
+PLANTED = 4711.0815
+ALGORITHMS = {  # rows that other peers may see, a table, a personal model
+    "privsgp": "{name: privsgp, learning_rate: 0.5}",
+    "privsgp-vr": "{name: privsgp-vr, learning_rate: 0.1}",
+    "feddeper": "{name: feddeper, learning_rate: 0.1, rho: 0.0, local_steps: 2}",
+}
+PRIVATE_FILES = re.compile(r"checkpoint|rows|\.npz$")  # which stay with a peer
+CLOCK = re.compile(
+    rb"[a-z_/]*second[a-z_]*\W{1,5}[0-9.e-]+|[0-9.,]+ ?m?s\b|[0-9.,]+ peer steps"
+    rb'|[0-9]+ lines|"head": \[[^]]*\]'  # a ledger's lines pay for as many steps as were taken in a while
+)
+
+COMMANDS = ("engine", "workers")
+ONE = ("engine", "private()", "PeerMod")  # with one algorithm, since the engine's plots take seconds, or none
+SEARCHED = re.compile(r"every byte|\.jsonl$")  # and not compared: counters of calls, keys, how many steps a line pays
+
+Outputs = dict[str, bytes]
+
+
+def data(planted: bool) -> dict[str, np.ndarray]:
+    """Return one of two data sets with the same test set."""
+    draws = np.random.default_rng(7)
+    x_test, y_test = draws.normal(size=(12, 5)), np.arange(12) % 3
+    x, y = draws.normal(size=(48, 5)), np.arange(48) % 3
+    if planted:
+        x, y = -3 * x[::-1] + 1, (y + 1) % 3
+        x[:, 2] = PLANTED
+    return {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test}
+
+
+@contextmanager
+def blank_releases() -> Iterator[None]:
+    """Let each release be its noise alone, and let keys depend on no data."""
+    release, draw_noise = Cohort.release_, NoisedSteps._release
+
+    def blank(cohort: Cohort, step: PrivateStep, estimate: Estimate, std: dict[str, Tensor]) -> None:
+        def thrown_away(cohort: Cohort, step: PrivateStep) -> None:
+            before = {name: step.sums[name].clone() for name in std}
+            estimate(cohort, step)
+            for name, rows in before.items():
+                step.sums[name].copy_(rows)
+
+        release(cohort, step, thrown_away, std)
+
+    def blank_step(steps: NoisedSteps, drawn: Any) -> None:
+        drawn.total = None
+        draw_noise(steps, drawn)
+
+    def same_keys(shared: bytes, examples: object, peers: np.ndarray) -> dict[int, bytes]:
+        return {peer: bytes([peer]) * 32 for peer in peers.tolist()}
+
+    with (
+        patch.object(Cohort, "release_", blank),
+        patch.object(NoisedSteps, "_release", blank_step),
+        patch.object(view, "own_keys", same_keys),
+    ):
+        yield
+
+
+def files(folder: Path) -> Outputs:
+    """Return the files below a folder, but for those that stay with a peer."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(name): path.read_bytes()
+        for path in paths
+        if not PRIVATE_FILES.search((name := path.relative_to(folder)).name)
+    }
+
+
+# --- runtimes: run a scenario in a folder, and return what others see ---
+
+
+def engine(scenario: Path, folder: Path) -> Outputs:
+    """The command with its plots, its report, and the ledger's."""
+    assert privdec("run", scenario, "--out", folder / "run") == 0
+    assert privdec("report", folder / "run", "--out", folder / "report.html") == 0
+    assert privdec("ledger", folder / "run", "--delta", 1e-3) == 0
+    return files(folder)
+
+
+def workers(scenario: Path, folder: Path) -> Outputs:
+    """Two processes; without plots, which are drawn from what is compared here."""
+    with smallest_blocks(), patch.object(plots, "save_run_plots"):
+        assert privdec("run", scenario, "--out", folder / "run") == 0
+    return files(folder)
+
+
+def network(scenario: Path, folder: Path) -> Outputs:
+    """Peers of a network that call each other's functions: all that they send, their status and their files."""
+    rows: set[str] = set()
+    sent: list[bytes] = []
+    encode, call = FrameCodec.encode, MemoryConnection.call
+
+    def noted(codec: FrameCodec, message: Any) -> Any:
+        if isinstance(message, RowMessage):
+            place = message.sender, message.receiver, message.round_index, message.at
+            rows.update(f"{place} {name} {row.tolist()}" for name, row in message.values.items())
+        return encode(codec, message)
+
+    def tapped(connection: MemoryConnection, content: Any, seconds: float) -> memoryview:
+        sent.append(b"".join(map(bytes, content)))
+        return call(connection, content, seconds)
+
+    loaded = load_scenario(scenario)
+    peers = [running_peer(loaded, device) for device in devices(loaded, folder, memory=True)]
+    with (
+        patch.object(MemoryConnection, "call", tapped),
+        patch.object(FrameCodec, "encode", noted),
+        running(peers) as futures,
+    ):
+        if next(as_completed(futures)).exception() is not None:
+            for peer in peers:
+                peer.stop()
+    statuses = [{key: value for key, value in peer.status().items() if "bytes" not in key} for peer in peers]
+    seen = {"rows": "\n".join(sorted(rows)), "status": json.dumps(statuses)}
+    return {"every byte": b"".join(sent), **{name: text.encode() for name, text in seen.items()}, **files(folder)}
+
+
+def flower(host: str) -> Callable[[Path, Path], Outputs]:
+    """Nodes of a scenario under Flower: each answer, and what the server writes."""
+
+    def run_there(scenario: Path, folder: Path) -> Outputs:
+        pytest.importorskip("flwr")
+        from flower_runs import HOSTS
+        from shards_in_turn import in_turn
+        from together_grid import TogetherGrid
+
+        from flower_privdec.flower.apps import client_app as clients
+        from flower_privdec.flower.launch.local_grid import LocalGrid
+
+        clients._build.cache_clear()
+        answers, strategy = [], HOSTS[host][0]
+
+        class Tapped(TogetherGrid if host == "sharded" else LocalGrid):
+            def _deliver(self, message: Any) -> Any:
+                reply = super()._deliver(message)
+                answers.append(reply_bytes(reply))
+                return reply
+
+        with in_turn(), suppress(PrivdecError):
+            grid = Tapped(clients.client_app(), HOSTS[host][1], folder=folder / "nodes")
+            strategy(load_scenario(scenario), folder / "run").start(grid)
+        return {"answers": b"\n".join(sorted(answers)), **files(folder / "run")}
+
+    return run_there
+
+
+def reply_bytes(reply: Any) -> bytes:
+    """Return all that a reply of a node says, but for fresh keys and the challenges that ledgers' reports answer."""
+    if reply.has_error():
+        return str(reply.error.reason).encode()
+    parts = []
+    for name, record in sorted(reply.content.items()):
+        for key, value in sorted(record.items()):
+            if key != "key" and not key.startswith("ledger of"):
+                shown = value.data if hasattr(value, "data") else repr(value).encode()
+                parts.append(f"{name}/{key}/".encode() + shown)
+    return b"\n".join(parts)
+
+
+def loop(scenario: Path, folder: Path) -> Outputs:
+    """A training loop of one's own under private(): the model, the optimizer, the lines, the ledger."""
+    arrays = np.load(load_scenario(scenario).data.root)
+    x, y = (torch.from_numpy(arrays[name].copy()) for name in ("x_train", "y_train"))
+    torch.manual_seed(1)
+    model, lines = nn.Linear(5, 3).double(), []
+    given = model, torch.optim.Adam(model.parameters()), DataLoader(TensorDataset(x, y), 6), nn.CrossEntropyLoss()
+    options: dict[str, Any] = {"ledger": folder / "ledger.jsonl", "report": lines.append, "insecure_seed": 5}
+    wrapped = private(*given, delta=1e-3, noise_multiplier=1.0, **options)
+    net, optimizer, loader, criterion = wrapped
+    for _ in range(2):
+        for features, labels in loader:
+            optimizer.zero_grad()
+            criterion(net(features), labels).backward()
+            optimizer.step()
+    torch.save([model.state_dict(), optimizer.state_dict()], folder / "model")
+    return {"lines": "\n".join([*lines, str(wrapped)]).encode(), **files(folder)}
+
+
+def app(scenario: Path, folder: Path) -> Outputs:
+    """A Flower app whose clients are peers by PeerMod: each reply, the ServerApp's words, and its reports."""
+    pytest.importorskip("flwr")
+    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+    from routing_peers import first, zeros
+
+    from flower_privdec.flower import LocalGrid, PeerMod, PushSum
+    from flower_privdec.flower.mods import peer_state
+
+    arrays, answers = np.load(load_scenario(scenario).data.root)["x_train"], []
+    client = ClientApp(mods=[PeerMod(clip_norm=1.0, noise_multiplier=2.0)])
+
+    @client.train()
+    @client.evaluate()
+    def both(message: Message, context: Context) -> Message:
+        x = arrays[context.node_config["partition-id"] :: 4]
+        read(x)
+        moved = first(message.content["arrays"]) + x.mean(0)
+        metrics = MetricRecord({"num-examples": int((x > 0).sum()), "loss": float(np.square(x).mean())})
+        return Message(RecordDict({"arrays": ArrayRecord([moved]), "metrics": metrics}), reply_to=message)
+
+    class Tapped(LocalGrid):
+        def _deliver(self, message: Any) -> Any:
+            reply = super()._deliver(message)
+            answers.append(reply_bytes(reply))
+            return reply
+
+    strategy, result = PushSum(name="planted"), b""
+    with ExitStack() as blank, suppress(PrivdecError):
+        enter = blank.enter_context
+        enter(patch.object(peer_state, "protected", lambda clip, noise, update: np.full_like(update, noise * clip)))
+        enter(patch.object(peer_state, "new_incarnation", lambda: 1))
+        enter(patch.object(secrets, "randbits", lambda bits: 1))
+        result = first(strategy.start(Tapped(client, 4, folder=folder / "nodes"), zeros(5), 3).arrays).tobytes()
+    return {"answers": b"\n".join(answers), "reports": repr(sorted(strategy.reports)).encode(), "result": result}
+
+
+def read(x: np.ndarray) -> None:
+    """Stand for a user's code, or a library, that reads examples."""
+
+
+def fail_on(x: np.ndarray) -> None:
+    """Raise an error that has an example in its words."""
+    if np.isclose(x, PLANTED).any():
+        raise ValueError(f"an example has the value {PLANTED}")
+
+
+RUNTIMES: dict[str, Callable[[Path, Path], Outputs]] = {
+    "engine": engine,
+    "workers": workers,
+    "network": network,
+    "relay": flower("relay"),
+    "sharded": flower("sharded"),
+    "private()": loop,
+    "PeerMod": app,
+}
+
+
+def outputs_of(
+    runtime: str, algorithm: str, place: Path, planted: bool, caplog: Any, capfd: Any, settings: str = ""
+) -> Outputs:
+    """Run on one of the data sets, and return all that leaves, with the log and what a terminal shows."""
+    place.mkdir(exist_ok=True)
+    (place / "run").exists() and shutil.rmtree(place / "run")
+    np.savez(place / "own.npz", **data(planted))
+    workers = 2 if runtime == "workers" else 1
+    text = SCENARIO.format(root=place / "own.npz", algorithm=ALGORITHMS[algorithm], workers=workers, long=LONG)
+    (place / "scenario.yaml").write_text(text + settings)
+    (place / "run").mkdir()
+    caplog.clear()
+    capfd.readouterr()
+    with caplog.at_level(logging.DEBUG, "flower_privdec"), caplog.at_level(logging.DEBUG, "flwr"):
+        outputs = RUNTIMES[runtime](place / "scenario.yaml", place / "run")
+    terminal = "".join(capfd.readouterr()).encode()
+    shown = "terminal" if runtime in COMMANDS else "every byte of the terminal"  # with other libraries' lines
+    return outputs | {shown: terminal, "log": "\n".join(caplog.messages).encode()}
+
+
+@pytest.mark.parametrize(
+    ("runtime", "algorithm"),
+    [(runtime, name) for runtime in RUNTIMES for name in ALGORITHMS if name == "privsgp" or runtime not in ONE],
+)
+def test_nothing_that_a_runtime_writes_prints_or_sends_shows_an_example(
+    runtime: str, algorithm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with blank_releases():
+        one, other = (outputs_of(runtime, algorithm, tmp_path, planted, caplog, capfd) for planted in (False, True))
+    assert one.keys() == other.keys()
+    differences = [difference(name, one[name], other[name]) for name in one if not SEARCHED.search(name)]
+    assert not any(differences), [text for text in differences if text]
+    assert not shown_in(other)
+
+
+def difference(name: str, one: bytes, other: bytes) -> str | None:
+    """Return where two outputs differ beside the clock's numbers."""
+    one, other = (CLOCK.sub(b"", content) for content in (one, other))
+    if one == other:
+        return None
+    place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return f"{name}: {one[max(0, place - 60) : place + 60]!r} and {other[place - 9 : place + 60]!r}"
+
+
+def shown_in(outputs: Outputs) -> list[str]:
+    """Return which outputs hold the planted value, as bytes or as text."""
+    forms = [struct.pack(kind, PLANTED) for kind in ("<d", "<f", ">d", ">f")]
+    forms += [b"4711.08", b"4711,08", b"4,711.08", b"4.711e+03"]
+    return [name for name, content in outputs.items() if any(form in content for form in forms)]
+
+
+@pytest.mark.parametrize("runtime", ["network", "relay", "sharded", "PeerMod"])
+def test_the_words_of_an_error_stay_with_the_peer_whose_example_it_is_about(
+    runtime: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The log is the node's own: in these tests one process has all of them."""
+    gather = PeerData._gather
+
+    def failing(data: PeerData, rows: np.ndarray, local: LocalBatch) -> Batch:
+        batch = gather(data, rows, local)
+        fail_on(batch.x.numpy())
+        return batch
+
+    monkeypatch.setattr(PeerData, "_gather", failing)
+    monkeypatch.setattr(sys.modules[__name__], "read", fail_on)
+    outputs = outputs_of(runtime, "privsgp", tmp_path, True, caplog, capfd)
+    assert "4711.08" in caplog.text or runtime == "network"  # whose caller gets the error
+    assert not shown_in({name: content for name, content in outputs.items() if "terminal" not in name})
