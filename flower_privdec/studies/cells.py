@@ -83,8 +83,8 @@ def expand(
 ) -> list[Cell]:
     """Return all cells of some parts, every scenario checked.
 
-    Settings are laid over the base in this order: the study, its size, the part, the part's size, the points chosen
-    in another part, the points of the axes in order, the cases of that part and of this one, `settings`, and the seed.
+    Settings are laid over the base in this order: the study, its size, the part, the part's size, the points of
+    the axes in order, the part's cases, `settings`, and the seed.
 
     Args:
         choices: of the parts that others are chosen in; where one lacks, a cell waits, and has the first point.
@@ -110,12 +110,15 @@ def expand(
         common_after = [*settings, f"name={json.dumps(study.name)}"]
         cells: list[Cell] = []
         for combination in itertools.product(*points):
-            own = [line for point in combination for line in point.settings]
-            labels = {(name, point.label) for name, point in zip(part.axes, combination, strict=True)}
-            first, cases, waits = _chosen(source, size, dict(labels), choices or {}) if source else ([], [], False)
-            cases += [line for case in part.cases if labels >= case.where.items() for line in case.settings]
+            best = None
+            if source is not None:
+                place = {name: point.label for name, point in zip(part.axes, combination, strict=True)}
+                shared = tuple(place[name] for name in source.axes_at(size) if name not in source.best_over)
+                best = (choices or {}).get(source.name, {}).get(shared)
+            waits = source is not None and best is None
+            own = _own_settings(part, source, size, combination, best)
             for seed in repetitions:
-                cell = _cell(part, combination, text, base, [*common, *first, *own, *cases, *common_after, *seed])
+                cell = _cell(part, combination, text, base, [*common, *own, *common_after, *seed])
                 cells.append(replace(cell, waits=True, key=f"waits-{cell.key}") if waits else cell)
         _check_rows(part, cells)
         if len({cell.key for cell in cells[: len(repetitions)]}) < len(repetitions):
@@ -140,28 +143,26 @@ def expand(
     return all_cells
 
 
-def _chosen(
-    source: Part, size: str | None, labels: dict[str, str], choices: Choices
-) -> tuple[list[str], list[str], bool]:
-    """Return the settings of the points that were best in another part, those of its cases, and whether none were."""
-    axes = source.axes_at(size)
-    place = tuple(labels[name] for name in axes if name not in source.best_over)
-    best = choices.get(source.name, {}).get(place)
-    chosen = best or tuple(axes[name].labels()[0] for name in axes if name in source.best_over)
-    names = [name for name in axes if name in source.best_over]
-    points = [
-        point
-        for name, label in zip(names, chosen, strict=True)
-        for point in axes[name].all_points()
-        if point.label == label
-    ]
-    there = {**labels, **dict(zip(names, chosen, strict=True))}.items()
-    cases = [case for case in source.cases if there >= case.where.items() and not case.where.keys().isdisjoint(names)]
-    return (
-        [line for point in points for line in point.settings],
-        [line for case in cases for line in case.settings],
-        best is None,
-    )
+def _own_settings(
+    part: Part, source: Part | None, size: str | None, combination: Sequence[Point], best: Labels | None
+) -> list[str]:
+    """Return a cell's settings of its points and cases, as if an axis chosen in another part stood where it does there.
+
+    Args:
+        source: the part that this one is chosen in.
+        best: the labels chosen there; None takes the first.
+    """
+    points, cases = dict(zip(part.axes, combination, strict=True)), list(part.cases)
+    if source is not None:
+        axes = source.axes_at(size)
+        names = [name for name in axes if name in source.best_over]
+        chosen = dict(zip(names, best or [axes[name].labels()[0] for name in names], strict=True))
+        everything = {(name, point.label): point for name, axis in axes.items() for point in axis.all_points()}
+        points = {name: points.get(name) or everything[name, chosen[name]] for name in axes} | points
+        cases = [case for case in source.cases if not case.where.keys().isdisjoint(chosen)] + cases
+    labels = {name: point.label for name, point in points.items()}.items()
+    lines = [line for point in points.values() for line in point.settings]
+    return lines + [line for case in cases if labels >= case.where.items() for line in case.settings]
 
 
 def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, settings: list[str]) -> Cell:
