@@ -34,7 +34,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def pivot_table(pivot: Pivot, result: PartResult) -> tuple[list[str], list[list[str]]]:
     """Return one metric as a table of two axes; a third axis makes more rows."""
-    across, reading = result.axes[pivot.columns], result.metric(pivot.metric)
+    across = result.axes[pivot.columns]
     down = [name for name in result.axes if name not in (pivot.columns, pivot.rows)] + [pivot.rows]
     head = [result.title(name) for name in down]
     head += [f"{result.title(pivot.columns)} {label}" for label in across.labels()]
@@ -43,7 +43,7 @@ def pivot_table(pivot: Pivot, result: PartResult) -> tuple[list[str], list[list[
         for label in result.axes[pivot.rows].labels():
             place = outer | {pivot.rows: label}
             groups = [result.at(place | {pivot.columns: column}) for column in across.labels()]
-            values = [value_text(reading, group.final(pivot.metric), spread=True) for group in groups]
+            values = [_value(group, pivot.metric) for group in groups]
             rows.append([place[name] for name in down] + values)
     return head, rows
 
@@ -60,12 +60,19 @@ def row(result: PartResult, group: Group) -> list[str]:
     """Return a group's row in the table of all cells."""
     part = result.part
     cells = [*group.labels, *group.chosen, *(group.field(path) for path in part.fields)]
-    cells += [value_text(result.metric(name), group.final(name), spread=True) for name in part.metrics]
+    cells += [_value(group, name) for name in part.metrics]
     if result.claims_epsilon:
         cells.append(budgets_text(group.budgets("claimed_epsilon"), setting))
     seeds = str(len(group.runs)) + ("" if group.complete else f" ({group.missing} missing)")
     exact = budgets_text(group.budgets("epsilon"), epsilon_text)
     return [*cells, exact, budgets_text(group.budgets("delta"), setting), seeds]
+
+
+def _value(group: Group, name: str) -> str:
+    """Return a metric's mean and spread, or that no run of the group is finished."""
+    if group.missing and not group.runs:
+        return "not run"
+    return value_text(group.metric(name), group.final(name), spread=True)
 
 
 def budgets_text(values: Iterable[float], text: Callable[[float], str]) -> str:
@@ -118,7 +125,9 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
     """Draw one figure of a part to an SVG file; return whether there was anything to draw."""
     panels, reading = result.axes[figure.panels].labels() if figure.panels else [None], result.metric(figure.metric)
     with drawing(salt=path.stem):
-        canvas = new_figure(max(5.2, 3.5 * len(panels)) + (1.4 if figure.by else 0.0), 3.4)
+        names = [] if figure.x is None else result.axes[figure.x].labels()
+        width = max(5.2, 3.5 * len(panels), 0.36 * len(names) * len(panels))
+        canvas = new_figure(width + (1.4 if figure.by else 0.0), 3.4 if _fit(names, width / len(panels)) else 4.6)
         all_axes = canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         has_data = False
         for axes, panel in zip(all_axes, panels, strict=True):
@@ -179,7 +188,9 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
         finals = [result.at(line | {figure.x: point.label}).final(figure.metric) for point in points]
         numeric = all(point.value is not None for point in points)
         if not numeric:
-            axes.set_xticks(range(len(points)), [point.label for point in points])
+            upright = _fit([point.label for point in points], axes.figure.get_figwidth() / len(axes.figure.axes))
+            turned: dict[str, Any] = {} if upright else {"rotation": 50, "ha": "right", "rotation_mode": "anchor"}
+            axes.set_xticks(range(len(points)), [point.label for point in points], **turned)
             axes.set_xlim(-0.5, len(points) - 0.5)
         elif _far_apart([point.value or 0.0 for point in points]):
             axes.set_xticks([point.value or 0.0 for point in points], [point.label for point in points])
@@ -198,6 +209,11 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
             axes.errorbar([x for x, _ in present], means, deviations, color=SERIES[series], label=label, **style)
             has_data = True
     return has_data
+
+
+def _fit(labels: Sequence[str], inches: float) -> bool:
+    """Return whether labels stand side by side under an axis of some width."""
+    return sum(map(len, labels)) <= 13 * inches
 
 
 def _far_apart(values: Sequence[float]) -> bool:

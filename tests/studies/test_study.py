@@ -745,6 +745,28 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
     assert (tmp_path / "out" / "main-1.svg").read_text().count("push-sum") >= 1
 
 
+def test_a_cell_that_was_not_run_is_shown_as_not_run(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    path = study_at()
+    values = {place: value for place, value in GRID.items() if place != ("3", "push-sum")}
+    result = made_up(path, tmp_path / "cells", by_place(values))
+    study, _ = load_study(str(path))
+    publish(study, "laptop", "privdec study small", [result], [], tmp_path / "out")
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "| push-sum | 50.0 ± 1.4 % | not run |" in readme
+    assert "| 3 | push-sum | – | – | not run | not run | – | – | 0 (2 missing) |" in readme
+    assert "- not run, algorithm push-sum:" in readme
+
+
+def test_many_long_labels_are_turned(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    points = [{"label": f"an algorithm, number {i}", "settings": [f"rounds={i}"]} for i in range(1, 9)]
+    figures = [{"kind": "final", "x": "algorithm"}]
+    path = study_at(axes={"algorithm": {"points": points}}, figures=figures, pivot=None, checks=[])
+    result = made_up(path, tmp_path / "cells", lambda cell: {4: 0.5})
+    axes = new_figure(5, 3).add_subplot()
+    assert _draw_panel(axes, result.part.figures[0], result, {})
+    assert {label.get_rotation() for label in axes.get_xticklabels()} == {50}
+
+
 def test_every_budget_stands_in_the_column_where_they_differ(study_at: Callable[..., Path], tmp_path: Path) -> None:
     path = study_at(MINIMAL)
     for cell in cells_of(path):
