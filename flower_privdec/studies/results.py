@@ -295,7 +295,7 @@ class Verdict:
         present = [(name, count) for name, count in counts if count]
         if len(present) == 1:
             name, count = present[0]
-            return f"{name}{f' in all {count} cells' if count > 1 else ''}"
+            return name + {1: "", 2: " in both cells"}.get(count, f" in all {count} cells")
         (first, count), *others = present
         return ", ".join(
             [f"{first} in {count} of {len(self.cases)} cells", *(f"{name} in {count}" for name, count in others)]

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -26,6 +27,7 @@ from rich.console import Console
 from run_folders import metrics_line, privacy_row, summary_of
 from scipy.stats import ttest_ind
 
+from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.cli.main import main
 from flower_privdec.cli.study_command import TimeLeft, run_study
 from flower_privdec.common.errors import RunError, ScenarioError
@@ -37,7 +39,7 @@ from flower_privdec.studies.cells import Cell, Outcome, expand, folder_of, missi
 from flower_privdec.studies.publish import _draw_panel, budgets_text, columns, publish, row, to_csv
 from flower_privdec.studies.results import Estimate, Finding, PartResult, Verdict, collect, compare, difference, judge
 from flower_privdec.studies.runner import choices_of
-from flower_privdec.studies.spec import Part, load_study
+from flower_privdec.studies.spec import Axis, Part, load_study
 
 BASE = """
 name: base
@@ -178,6 +180,25 @@ def test_the_study_of_noise_that_cancels_is_sound(monkeypatch: pytest.MonkeyPatc
         own = {"0.5": 2.58268, "1": 1.52855, "3": 0.86299}[epsilon]
         assert private.noise_multiplier == (pytest.approx(own / 4, rel=1e-3) if noise == "trusted server" else None)
         assert (private.noise is not None) == noise.startswith("cancelling")
+
+
+@pytest.mark.parametrize("name", ["study.yaml", "cifar-study.yaml"])
+def test_every_algorithm_is_compared_at_the_same_budget_and_with_as_many_rates(name: str) -> None:
+    """Left out are those that are another by another name, and those that only average or have no noise."""
+    study, base = load_study(str(ROOT / "simulations" / "compared" / name))
+    axes = {"epsilon": Axis(key="privacy.epsilon", values=[1])}
+    rates, table = (part.model_copy(update={"axes": part.axes | axes, "sizes": {}}) for part in study.parts)
+    short = study.model_copy(update={"seeds": [1], "sizes": {}})
+    tried, compared = expand(short, base, None, [rates]), expand(short, base, None, [table])
+    assert {cell.scenario.algorithm.name for cell in compared} == set(ALGORITHMS) - {
+        "sgp", "d-psgd", "const-d2p", "dp-dpsgd", "dda"
+    }  # fmt: skip
+    assert all(cell.scenario.private and cell.scenario.private.epsilon == 1 for cell in [*tried, *compared])
+    counts = Counter((cell.labels[1], cell.labels[3]) for cell in tried)
+    assert set(counts.values()) == {4}
+    assert set(counts) == {(cell.labels[1], cell.labels[2]) for cell in compared}
+    held_out = str(tried[0].scenario.data.root)
+    assert held_out == str(compared[0].scenario.data.root).replace(".npz", "-held-out.npz")
 
 
 def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_at: Callable[..., Path]) -> None:

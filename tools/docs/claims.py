@@ -32,6 +32,7 @@ PUBLISHED = [  # study, size
     ("pdsl", "laptop"),
 ]
 MOST = 2  # cells of a check whose numbers stand on the page
+UNJUDGED = "not judged here, for the curves are not published"
 Rows = list[dict[str, str]]
 
 
@@ -131,8 +132,10 @@ def page() -> str:
         for result in parts:
             link = f"[{result.part.name}, {size}](../results/{folder.name}/README.md)"
             claim = f"{'' if result.part.asks == 'paper' else 'Ours: '}{result.part.claim}"
-            for check in _judged(result):
-                row = [claim, _measured(check, result), f"**{judge(check, result).sentence}**"]
+            for check in result.part.checks:
+                row = [claim, "–", UNJUDGED]
+                if check in _judged(result):
+                    row = [claim, _measured(check, result), f"**{judge(check, result).sentence}**"]
                 sections.setdefault(study.name, []).append([*row, f"{link}: {criterion(check, result)}"])
                 claim = "the same"
     for name, rows in sections.items():
