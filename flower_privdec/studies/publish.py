@@ -188,7 +188,7 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
         finals = [result.at(line | {figure.x: point.label}).final(figure.metric) for point in points]
         numeric = all(point.value is not None for point in points)
         if not numeric:
-            upright = _fit([point.label for point in points], axes.figure.get_figwidth() / len(axes.figure.axes))
+            upright = _fit([point.label for point in points], axes.get_window_extent().width / axes.figure.dpi)
             turned: dict[str, Any] = {} if upright else {"rotation": 50, "ha": "right", "rotation_mode": "anchor"}
             axes.set_xticks(range(len(points)), [point.label for point in points], **turned)
             axes.set_xlim(-0.5, len(points) - 0.5)
