@@ -175,6 +175,27 @@ def test_the_scenario_of_more_rounds_is_no_run_of_its_own(tiny: Tiny, tmp_path: 
         audit(experiment, trials=8, replica=8)
 
 
+def test_more_rounds_of_one_run_are_not_taken_from_another_with_as_many(tiny: Tiny, tmp_path: Path) -> None:
+    run(Experiment.build(tiny()), tmp_path / "run")
+    run(Experiment.build(tiny("seed=4")), tmp_path / "other")
+    experiment = Experiment.build(with_more_rounds(tiny(*MORE), tmp_path / "run"))
+    with raises(ScenarioError, "checkpoint.other-scenario"):
+        run(experiment, tmp_path / "other", resume=True)
+
+
+def test_steps_that_were_charged_twice_count_twice_for_more_rounds(tiny: Tiny, tmp_path: Path) -> None:
+    system = ("compute.generator=system",)
+    broken_off = Run(Experiment.build(tiny(*system)), tmp_path / "run")
+    broken_off.advance()
+    broken_off.engine.round()  # charged, and released, after the checkpoint
+    broken_off.close()
+    run(Experiment.build(tiny(*system)), tmp_path / "run", resume=True)
+    row = more(tiny(*system, "rounds=10", "privacy.epsilon=8"), tmp_path / "run")["privacy"][0]
+    entries = read_chain(tmp_path / "run" / "ledger" / "digits.jsonl")[1]
+    assert sum(release.steps for release in releases_in(entries)) > 10
+    assert row["epsilon"] >= epsilon(releases_in(entries), 1e-3) * (1 - 1e-9)
+
+
 def test_what_cannot_be_planned_again_says_so(tiny: Tiny, tmp_path: Path) -> None:
     paper = ("privacy.calibration=paper",)
     run(Experiment.build(tiny(*paper)), tmp_path / "run")
