@@ -184,13 +184,13 @@ def test_more_rounds_of_one_run_are_not_taken_from_another_with_as_many(tiny: Ti
 
 
 def test_steps_that_were_charged_twice_count_twice_for_more_rounds(tiny: Tiny, tmp_path: Path) -> None:
-    system = ("compute.generator=system",)
+    system = ("compute.generator=system", "privacy={noise_multiplier: 2.0, delta: 1.0e-3}")
     broken_off = Run(Experiment.build(tiny(*system)), tmp_path / "run")
     broken_off.advance()
     broken_off.engine.round()  # charged, and released, after the checkpoint
     broken_off.close()
     run(Experiment.build(tiny(*system)), tmp_path / "run", resume=True)
-    row = more(tiny(*system, "rounds=10", "privacy.epsilon=8"), tmp_path / "run")["privacy"][0]
+    row = more(tiny(*system, "rounds=10"), tmp_path / "run")["privacy"][0]
     entries = read_chain(tmp_path / "run" / "ledger" / "digits.jsonl")[1]
     assert sum(release.steps for release in releases_in(entries)) > 10
     assert row["epsilon"] >= epsilon(releases_in(entries), 1e-3) * (1 - 1e-9)
