@@ -278,6 +278,9 @@ def ledger(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A ledger, SOURCE.jsonl, or a folder with some.")],
     delta: Annotated[float, typer.Option(help="δ at which to compute ε: a ledger holds releases, and no δ.")],
     epsilon: Annotated[float | None, typer.Option(help="A budget of which to print what is left.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compose the same events with dp-accounting too (extra accounting).")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Verify a ledger, and print what each run spent, the ε of all together, and what is left.
@@ -287,7 +290,7 @@ def ledger(
     with starting():
         from flower_privdec.reporting import ledgers
 
-    ledgers.print_ledgers(path, delta, epsilon, as_json)
+    ledgers.print_ledgers(path, delta, epsilon, as_json, check=check)
 
 
 @command()
