@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from rich.console import Console
 from run_folders import metrics_line, privacy_row, summary_of
 
 from flower_privdec.cli.main import main
-from flower_privdec.cli.study_command import TimeLeft, run_study
+from flower_privdec.cli.study_command import TimeLeft, print_verdicts, run_study
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.reporting.plots import new_figure
@@ -556,7 +557,8 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
         "# A small study (laptop size)",
         "`privdec study small`",
         "6 runs, 12.0 s",
-        "Each run's ε stands alone",
+        "All runs of this study, over cells and seeds, use the same data set. Each run's ε stands alone",
+        "Each seed is a run, a release of its own of the same data",
         "Criterion: test accuracy in the order 1 < 3. **The claim shows in 1 of 2 cells",
         "| ε | algorithm | rounds | learning rate | test accuracy | test loss | ε (claimed) | ε (exact) | δ | seeds |",
         "| 1 | push-sum | 4 | 0.5 | 50.0 ± 1.4 % | 0.500 ± 0.0141 | 1 | 2.50 | 0.001 | 2 |",
@@ -565,6 +567,18 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
     ):
         assert text in readme, text
     assert (tmp_path / "out" / "main-1.svg").read_text().count("push-sum") >= 1
+
+
+def test_the_terminal_says_that_each_seed_is_a_release_of_the_same_data(
+    study_at: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = made_up(study_at(), tmp_path / "cells", by_place(GRID), epsilon=2.5)
+    print_verdicts([result], tmp_path)
+    assert "Each seed is a run, a release of its own of the same data" in " ".join(capsys.readouterr().out.split())
+    bare = [cell for cell in result.cells if cell.scenario.private is None]
+    assert bare
+    print_verdicts([replace(result, cells=bare)], tmp_path)
+    assert "Each seed" not in capsys.readouterr().out
 
 
 def test_every_budget_stands_in_the_column_where_they_differ(study_at: Callable[..., Path], tmp_path: Path) -> None:

@@ -245,6 +245,31 @@ class PairPlan:
         profile_of, profiles = self._solved
         return np.asarray(np.stack([profile.own for profile in profiles])[profile_of])
 
+    def left(self, colluding: int) -> np.ndarray | None:
+        """Return the noise that each peer has left against any so many colluders, over V, float64 [steps, n_peers].
+
+        Returns:
+            [Σ_H^{-1}]_ii^{-1/2} / V_i, the least over all sets H that the colluders leave; 1 where a peer is idle. None
+            where these sets are too many for LARGEST_WORK.
+        """
+        profile_of, profiles = self._solved
+        n, first = self.needed.shape[1], [int(np.argmax(profile_of == number)) for number in range(len(profiles))]
+        honest = n - colluding
+        if math.comb(n, honest) * honest**3 * len(profiles) > LARGEST_WORK:
+            return None
+        left = np.full((len(profiles), n), np.inf)
+        for number, (step, profile) in enumerate(zip(first, profiles, strict=True)):
+            needed = self.needed[step] / max(float(self.needed[step].max()), 1e-300)
+            own, squares = np.where(needed > 0, profile.own * needed, 1.0), np.zeros((n, n))
+            squares[self.edges[:, 0], self.edges[:, 1]] = squares[self.edges[:, 1], self.edges[:, 0]] = profile.pair**2
+            for batch in combinations(range(n), honest):
+                chosen = np.array(batch)
+                part = squares[np.ix_(chosen, chosen)]
+                covariance = np.diag(own[chosen] ** 2 + part.sum(axis=1)) - part
+                std = np.diag(np.linalg.inv(covariance)) ** -0.5 / np.where(needed[chosen] > 0, needed[chosen], 1.0)
+                left[number, chosen] = np.minimum(left[number, chosen], std)
+        return np.asarray(left[profile_of])
+
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[PairNoise]]:
         """Return the different steps, each solved for the largest V = 1, and which of them every step is."""
