@@ -195,8 +195,8 @@ def _far_apart(values: Sequence[float]) -> bool:
 ONE_DATA_SET = "All runs of this study, over cells and seeds, use the same data set."
 EACH_ALONE = (
     "Each run's ε stands alone: it is what releasing that one run would cost. Each seed is a run, a release of its own "
-    "of the same data: releasing all of them would add up to far more. The choice between settings is made on the public "
-    "test set."
+    "of the same data: releasing all of them would add up to far more. The choice between settings is made on the "
+    "public test set."
 )
 MARKS = {True: "yes", False: "no", None: "not decided"}
 WHOSE = {"paper": "The paper's claim", "us": "Beyond the paper"}
