@@ -184,9 +184,7 @@ def users_code(problem: str, code: str = "") -> Iterator[None]:
     except PrivdecError:
         raise
     except RAISED_BY_USERS as error:
-        frame = _frame_of(error)
-        place = f" ({frame.filename}, line {frame.lineno})" if frame is not None and _is_users(frame) else ""
-        raise ScenarioError(f"{problem}: {one_line(error)}{place}", code=code) from error
+        raise ScenarioError(f"{problem}: {one_line(error)}{last_line_of_users(error)}", code=code) from error
 
 
 def require(module: str, purpose: str, remedy: str) -> Any:
@@ -209,6 +207,17 @@ class RaisedElsewhere(Exception):  # noqa: N818 (an error of another process)
 
     def __str__(self) -> str:
         return f"in another process of this run:\n{self.trace}"
+
+
+def last_line_of_users(error: BaseException) -> str:
+    """Return ` (FILE, line NUMBER)` of a user's code that led to an error, or nothing where none did.
+
+    Of a file that was looked for from the current folder, the whole path is added.
+    """
+    frame, path = _frame_of(error), getattr(error, "filename", None)
+    is_relative = isinstance(path, str) and not os.path.isabs(path)
+    tried = f", tried {os.path.abspath(path)}" if is_relative else ""  # type: ignore[arg-type]
+    return f" ({frame.filename}, line {frame.lineno}{tried})" if frame is not None and _is_users(frame) else ""
 
 
 def raised_at(error: BaseException) -> str:

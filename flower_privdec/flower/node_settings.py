@@ -123,8 +123,8 @@ class PeerCache:
     An entry counts as long as its file is the one that was read or written: of the same inode, size and time.
 
     Args:
-        is_temporary: whether the peers' folders are removed with their grid, so that no state has to be written and
-            nothing has to outlast the machine.
+        is_temporary: whether the peers' folders are removed with their grid, so that no state has to be written,
+            nothing has to outlast the machine, and no other process writes to them: entries always count.
     """
 
     def __init__(self, is_temporary: bool) -> None:
@@ -134,22 +134,23 @@ class PeerCache:
     def get(self, path: Path, read: Callable[[], Any]) -> Any:
         """Return what a file holds, as `read` returns it where the entry does not count."""
         signature, value = self._entries.get(path, ((), None))
-        if signature != _signature(path):
+        if signature != self._signature(path):
             value = read()
             self.put(path, value)
         return value
 
     def put(self, path: Path, value: Any) -> None:
         """Record what a file holds now; one that is not there holds it until it is."""
-        self._entries[path] = (_signature(path), value)
+        self._entries[path] = (self._signature(path), value)
 
-
-def _signature(path: Path) -> tuple[int, ...] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    def _signature(self, path: Path) -> tuple[int, ...] | None:
+        if self.is_temporary:
+            return None
+        try:
+            status = os.stat(path)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 _in_process: ContextVar[PeerCache | None] = ContextVar("in_process", default=None)

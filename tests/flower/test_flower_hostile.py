@@ -297,6 +297,22 @@ def test_an_app_that_is_not_protected_is_told_what_is_wrong(name: str, tmp_path:
     assert "see its own log" not in str(error.value)
 
 
+@pytest.mark.parametrize("options", [{}, PROTECTED], ids=["open", "protected"])
+def test_an_app_that_raises_is_told_where_and_which_path_was_tried(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the error where the app is not protected, and in the log of the peer's own node."""
+
+    def reads(message: Message) -> Any:
+        return np.load("site/7.npy")
+
+    with raises(RunError, "nodes.all-failed", names="its app raised FileNotFoundError") as error:
+        start(tmp_path, 1, answers(reads, PeerMod(**options)))
+    line = f"({__file__}, line {reads.__code__.co_firstlineno + 1}, tried {Path('site/7.npy').absolute()})"
+    assert f"its app raised FileNotFoundError {line}" in caplog.text
+    assert (line in str(error.value)) == ("site/7.npy" in str(error.value)) == (not options)
+
+
 # Noise.
 
 

@@ -174,7 +174,7 @@ def test_a_round_that_fails_after_it_was_paid_is_paid_again(tmp_path):
         raise ValueError("secret 4711")
 
     options = {"clip_norm": 1.0, "noise_multiplier": 3.0, "delta": DELTA}
-    with raises(RunError, "nodes.all-failed", "the app of peer 0 raised ValueError; see its own log") as error:
+    with raises(RunError, "nodes.all-failed", "peers 0, 1: its app raised ValueError; see its own log") as error:
         start(tmp_path, 1, step=fails, **options)
     assert "4711" not in str(error.value)  # what an app says of private data stays with the peer
     assert start(tmp_path, 1, **options).reports[0].epsilon == pytest.approx(composed(3.0, 2), rel=2e-3)

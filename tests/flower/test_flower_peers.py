@@ -379,7 +379,7 @@ def answering(content):
             {},
             (
                 "nodes.all-failed",
-                "app of peer 0 returned no model.*'arrays'",
+                "its app returned no model.*'arrays'",
             ),
         ),
         ({"m": MetricRecord({"loss": 1.0})}, ("nodes.all-failed", "answer has no ArrayRecord")),
@@ -413,7 +413,7 @@ def test_one_peer_with_another_model_is_named_and_the_others_go_on(caplog):
         return [np.ones(5)] if peer == 1 else [arrays[0] + 1]
 
     strategy = run_with(step)
-    assert "2 of 3 peers trained (peer 1: the app of peer 1 returned other arrays" in caplog.text
+    assert "2 of 3 peers trained (peer 1: its app returned other arrays" in caplog.text
     assert first(strategy.peer_arrays[0]).tolist() == [2.0, 2.0, 2.0]
 
 

@@ -29,6 +29,7 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideFixedClipping,
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
+    FedProx,
     Result,
     Strategy,
 )
@@ -206,6 +207,78 @@ def test_more_rounds_than_the_noise_was_solved_for_are_refused():
 
     with raises(RunError, "flower.more-rounds", names="round 4 .*num_rounds=3"):
         Endless("complete").start(LocalGrid(halving([PeerMod()]), 4), zeros())
+
+
+@holds("start")
+@both
+def test_a_second_start_trains_from_the_arrays_that_it_is_given(base, mods):
+    grid = LocalGrid(halving(mods), 4)
+    begun = base(**options_of[base]).start(grid, zeros(), 2)
+    ended = base(**options_of[base]).start(grid, begun.arrays, 3)
+    assert value_of(ended.arrays) == pytest.approx(1.5 * (1 - 0.5**5))
+    assert sorted(ended.train_metrics_clientapp) == [1, 2, 3]
+
+
+def test_starts_without_a_name_share_the_budget_and_one_of_a_name_that_has_its_rounds_is_named(tmp_path, caplog):
+    mod = PeerMod(clip_norm=1.0, noise_multiplier=5.0, delta=1e-3)
+    for rounds in (2, 3):  # each as from a script of its own
+        strategy = PushSum("complete")
+        strategy.start(LocalGrid(halving([mod]), 4, folder=tmp_path), zeros(), rounds)
+    assert all("5 Gaussian updates" in report.spent for report in strategy.reports.values())
+    assert strategy.network.common["folder"].endswith("privdec-peers/run-1")
+    for _ in range(2):
+        PushSum("complete", name="done").start(LocalGrid(halving([PeerMod()]), 4, folder=tmp_path), zeros(), 2)
+    assert caplog.text.count("Run 'done' has its 2 rounds already: give a larger num_rounds, or another name") == 1
+
+
+# --- other strategies and functions ---
+
+
+@holds("FedProx")
+@pytest.mark.parametrize(("base", "mods"), [(FedProx, []), (PushSum, [PeerMod()])], ids=["before", "after"])
+def test_a_fedprox_client_finds_its_strength_in_the_train_config(base, mods):
+    app, strengths = ClientApp(mods=mods), []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        strengths.append(message.content["config"]["proximal-mu"])
+        content = {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}
+        return Message(RecordDict(content), reply_to=message)
+
+    own = {FedProx: {"proximal_mu": 0.1}, PushSum: {}}[base]
+    config = None if base is FedProx else ConfigRecord({"proximal-mu": 0.1})
+    base(fraction_evaluate=0.0, **own).start(LocalGrid(app, 3), zeros(), 2, train_config=config)
+    assert strengths == [0.1] * 6
+
+
+@holds("FedXgbBagging")
+def test_trees_have_no_mean_and_are_refused_in_a_line():
+    with raises(RunError, "app.arrays", names="real-valued"):
+        PushSum().start(LocalGrid(halving([PeerMod()]), 3), ArrayRecord([np.frombuffer(b"{}", np.uint8)]), 1)
+
+
+@holds("@app.query")
+@pytest.mark.parametrize("everywhere", [False, True], ids=["train alone", "everywhere"])
+def test_queries_are_answered_where_the_mod_is_on_the_train_function_alone(everywhere):
+    peer = PeerMod()
+    app = ClientApp(mods=[peer] if everywhere else [])
+
+    @app.train(mods=[] if everywhere else [peer])
+    def train(message: Message, context: Context) -> Message:
+        arrays = ArrayRecord([value + 1 for value in message.content["arrays"].to_numpy_ndarrays()])
+        return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"counted": MetricRecord({"rows": 7})}), reply_to=message)
+
+    grid = LocalGrid(app, 3)
+    replies = grid.send_and_receive([Message(RecordDict(), node, "query") for node in grid.get_node_ids()])
+    if everywhere:
+        assert {"@app.train(mods=[peer])" in reply.error.reason for reply in replies} == {True}
+    else:
+        assert [reply.content["counted"]["rows"] for reply in replies] == [7, 7, 7]
+    assert value_of(PushSum(fraction_evaluate=0.0).start(grid, zeros(), 2).arrays) == 2
 
 
 # --- hooks ---

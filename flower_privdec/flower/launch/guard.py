@@ -62,7 +62,7 @@ from flower_privdec.flower.mods.peer_state import (
     PeerLedger,
     PeerSpent,
     alone_in,
-    held_privacy,
+    binding_privacy,
     keep_metrics,
     numpy_arrays,
     protected,
@@ -232,7 +232,7 @@ class Guard:
                 "protects one update of one model",
                 code="guard.model",
             )
-        (name, record), place = next(iter(records.items())), PeerSettings.of(context, -1, "", None)
+        (name, record), node = next(iter(records.items())), PeerSettings.of(context, -1, "", None)
         try:
             given = numpy_arrays(record)
             layout = Layout.of(given)
@@ -241,10 +241,10 @@ class Guard:
             raise RunError(f"the arrays of a train message cannot be read: {error}", code="guard.model") from error
         if not np.isfinite(start).all():
             raise RunError("the arrays of a train message are not finite: lower the learning rate", code="guard.model")
-        with alone_in(place.folder), working_in(place.folder):
-            index = self._charge(place, context)
+        with alone_in(node.folder), working_in(node.folder):
+            index = self._charge(node, context)
             answer = self._contained(message, context).content
-            keep_metrics(place.folder, index, "train", answer.metric_records)
+            keep_metrics(node.folder, index, "train", answer.metric_records)
             with np.errstate(all="ignore"):  # also where the app has numpy raise
                 update = layout.vector(numpy_arrays(answer.array_records[name])) - start
                 if wrong := unsound(update):
@@ -254,16 +254,16 @@ class Guard:
                 model = layout.record(start + released, layout.unmixed(given))
         return Message(self._reply(name, model), reply_to=message)
 
-    def _charge(self, place: PeerSettings, context: Context) -> int:
+    def _charge(self, node: PeerSettings, context: Context) -> int:
         """Charge one update on disk, and return its number.
 
         Raises:
             BudgetError: the budget does not allow it, or the ledger fails.
         """
-        held = held_privacy(self._peer_mod.privacy_of(context), place)
+        held = binding_privacy(self._peer_mod.privacy_of(context), node)
         assert held is not None
         budget = held.epsilon or math.inf
-        with PeerLedger(place.folder, "guard", 0, place.peer, held.delta, budget) as ledger:
+        with PeerLedger(node.folder, "guard", 0, node.peer, held.delta, budget) as ledger:
             index = ledger.n_entries + 1
             if not ledger.charge(index, self.policy.noise):
                 raise BudgetError(

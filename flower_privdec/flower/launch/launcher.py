@@ -177,8 +177,6 @@ def run_flower_app(
     try:
         with LocalSuperLink(out, {FOLDER: str(out / "peers")}) as superlink:
             superlink.run(str(app.absolute()), resources, run_config, out / LOG, _round_poll(on_round))
-    except RunError as error:
-        raise RunError(f"{error}\nThe last lines of {out / LOG}:\n{tail(out / LOG)}") from error
     finally:
         lock.release()
     return tail(out / LOG)

@@ -17,6 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 
 from flower_privdec.common.arguments import check_kinds, check_numbers, check_paths
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError
+from flower_privdec.common.user_code import last_line_of_users
 from flower_privdec.flower.error_formatting import USER_ERRORS, error_line, reason
 from flower_privdec.flower.mods.dual_step import DualStep
 from flower_privdec.flower.mods.masking import check_set, masked
@@ -38,9 +39,9 @@ from flower_privdec.flower.mods.peer_state import (
     UnfitAnswerError,
     alone_in,
     app_privacy,
+    binding_privacy,
     boot_of,
     check_shares,
-    held_privacy,
     keep_metrics,
     load_state,
     noise_for,
@@ -98,10 +99,10 @@ class _Record:
 
     @classmethod
     def of(cls, content: RecordDict, remedy: str, code: str) -> Self:
-        """Read what a message says.
+        """Read the record of a message.
 
         Raises:
-            RunError: it says nothing of the kind; the remedy says what to do, and the code is the error's.
+            RunError: it has none of the kind; the remedy says what to do, and the code is the error's.
         """
         given: dict[str, Any] = dict(record_in(content, SAYS, ConfigRecord) or {})
         kinds, needed = _KINDS[cls], _KINDS[cls].keys() - _DEFAULTS[cls].keys()
@@ -133,7 +134,7 @@ class PeerRequest(_Record):
         kind: introduce, join, greet (reports of ledgers alone), round, deliver, evaluate or mesh.
         run: the run's name.
         peer: the receiver.
-        folder: where a simulation's peers keep what is theirs.
+        folder: where a simulation's peers keep what is from_app.
         arrays: the key of the ArrayRecord that the app's functions look for.
         local_record: the name of an ArrayRecord that never leaves the peer: the initial arrays at first, then what the
             app's train function last answered under that name; it is given to both of the app's functions. Empty: none.
@@ -182,7 +183,7 @@ class PeerRequest(_Record):
 
 @dataclass(frozen=True)
 class PeerReport(_Record):
-    """What a peer says of itself.
+    """A peer's report to the strategy.
 
     Attributes:
         peer, n_peers: which it is, of how many.
@@ -195,7 +196,7 @@ class PeerReport(_Record):
         stopped: why it did not train; empty where it did.
         exhausted: whether that is for good, its budget being spent.
         spent: its ε in words, with unit, adjacency and what was charged; empty where nothing is protected.
-        epsilon: its ε; ∞ where nothing is protected. Where the app protects its examples, at the end: theirs.
+        epsilon: its ε; ∞ where nothing is protected. Where the app protects its examples, at the end: from_app.
         app_spent: that of the app's examples in words, at the end.
         acknowledgements: frames: which shares are in its mass on disk.
         refused_keys, refused: the shares that it refused, and why.
@@ -261,22 +262,20 @@ class RequestHandler:
 
     Args:
         request: of the strategy.
-        place: which peer this is, and where.
+        node: the settings of the peer's node.
         privacy: how it protects what it sends.
         seal: whether it seals what it sends, and takes sealed shares alone.
     """
 
-    def __init__(
-        self, request: PeerRequest, place: PeerSettings, privacy: AppPrivacySection | None, seal: bool
-    ) -> None:
-        self.request, self.place, self.seals = request, place, seal
-        self.privacy = held_privacy(privacy, place)
-        folder, held = place.folder, place.cache
+    def __init__(self, request: PeerRequest, node: PeerSettings, privacy: AppPrivacySection | None, seal: bool) -> None:
+        self.request, self.node, self.seals = request, node, seal
+        self.privacy = binding_privacy(privacy, node)
+        folder, cache = node.folder, node.cache
         self.path = state_path(folder, request.run)
-        self.identity: Identity = held.get(folder / IDENTITY, lambda: Identity(folder))
-        self._known_path = place.known_peers or folder / KNOWN
-        self.known: KnownPeers = held.get(self._known_path, lambda: KnownPeers(folder, place.known_peers))
-        saved = held.get(self.path, lambda: load_state(self.path))
+        self.identity: Identity = cache.get(folder / IDENTITY, lambda: Identity(folder))
+        self._known_path = node.known_peers or folder / KNOWN
+        self.known: KnownPeers = cache.get(self._known_path, lambda: KnownPeers(folder, node.known_peers))
+        saved = cache.get(self.path, lambda: load_state(self.path))
         self.state: PeerState | None = (
             saved.taken(request.kind == INTRODUCE) if isinstance(saved, SavedState) else saved
         )
@@ -284,12 +283,12 @@ class RequestHandler:
         if self.state is not None and self._dual is not None:
             self.state.dual = (self._dual, max(1, request.round_index))
         self._seal = PeerSeal(self.identity, self.known) if seal else None
-        self.facts: dict[str, Any] = {}
+        self.fields: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
         self._spent: PeerSpent | None = None
-        self._boot = boot_of(folder, request.kind == INTRODUCE, held)
-        self._counts: WitnessFile = held.get(folder / WITNESSED, self._read_counts)
+        self._boot = boot_of(folder, request.kind == INTRODUCE, cache)
+        self._counts: WitnessFile = cache.get(folder / WITNESSED, self._read_counts)
         self._ledger: PeerLedger | None = None
         self._witness: LedgerWitness | None = None
         self._reporters: set[int] = set()
@@ -316,25 +315,25 @@ class RequestHandler:
 
     def close(self) -> None:
         """Release the ledger and the counts of others'."""
-        held = self.place.cache
+        cache = self.node.cache
         self._counts.close()
-        held.put(self.place.folder / WITNESSED, self._counts)
+        cache.put(self.node.folder / WITNESSED, self._counts)
         if self._ledger is not None:
             self._ledger.close()
-            held.put(self._ledger.path, self._ledger)
+            cache.put(self._ledger.path, self._ledger)
 
     def _read_counts(self) -> WitnessFile:
-        counts = WitnessFile(self.place.folder / WITNESSED, durable=not self.place.cache.is_temporary)
+        counts = WitnessFile(self.node.folder / WITNESSED, durable=not self.node.cache.is_temporary)
         counts.read()
         return counts
 
     def _opened_ledger(self, state: PeerState, privacy: AppPrivacySection) -> PeerLedger:
         """Return the peer's ledger, open; read again where it is not as this process left it."""
-        place, run, budget = self.place, (self.request.run, state.shares.incarnation), privacy.epsilon or math.inf
-        ledger: PeerLedger | None = place.cache.get(ledger_path(place.folder, SOURCE), lambda: None)
+        node, run, budget = self.node, (self.request.run, state.shares.incarnation), privacy.epsilon or math.inf
+        ledger: PeerLedger | None = node.cache.get(ledger_path(node.folder, SOURCE), lambda: None)
         if ledger is None or not ledger.reopen():
-            durable = not place.cache.is_temporary
-            return PeerLedger(place.folder, *run, state.peer, privacy.delta, budget, durable=durable)
+            durable = not node.cache.is_temporary
+            return PeerLedger(node.folder, *run, state.peer, privacy.delta, budget, durable=durable)
         ledger.name_run(*run)
         ledger.delta, ledger.budget = privacy.delta, budget
         return ledger
@@ -349,7 +348,7 @@ class RequestHandler:
             if INITIAL not in content.array_records:
                 raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
             arrays = numpy_arrays(content.array_records[INITIAL])
-            self.state = PeerState.begun(self.request.run, self.place.peer, arrays, self.request.founding)
+            self.state = PeerState.begun(self.request.run, self.node.peer, arrays, self.request.founding)
             if self.request.local_record:
                 self.state.local_arrays = arrays
             if self._dual is not None:
@@ -358,7 +357,7 @@ class RequestHandler:
 
     def _save(self, state: PeerState) -> None:
         """Save a state: of a deployed peer also against a stop of its machine."""
-        save_state(self.path, state, durable=not self.place.simulated, cache=self.place.cache)
+        save_state(self.path, state, durable=not self.node.simulated, cache=self.node.cache)
 
     def absorb_inbox(self, content: RecordDict) -> PeerState:
         """Take in reports of ledgers, drop acknowledged shares, absorb those that arrived, and return the state.
@@ -371,10 +370,10 @@ class RequestHandler:
         """
         state, request = self.state, self.request
         if state is None:
-            raise RunError(f"peer {self.place.peer} has no state of run {request.run!r}: its folder is not what it was")
+            raise RunError(f"peer {self.node.peer} has no state of run {request.run!r}: its folder is not what it was")
         introduced = dict(zip(request.neighbors, request.keys, strict=True))
-        self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.place.n_peers})
-        self.place.cache.put(self._known_path, self.known)
+        self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.node.n_peers})
+        self.node.cache.put(self._known_path, self.known)
         frames, inbox = (
             run_frames(state.run, state.layout, self._seal),
             unpack_bytes(record_in(content, INBOX, ArrayRecord)),
@@ -406,14 +405,14 @@ class RequestHandler:
 
     def _witness_ledger(self, state: PeerState, frames: FrameCodec, reports: Iterable[tuple[str, bytes]]) -> None:
         """Take in what neighbours report, and check or charge what they and the state have seen of the ledger."""
-        place, request = self.place, self.request
+        node, request = self.node, self.request
         if self.privacy is not None:
             self._ledger = self._opened_ledger(state, self.privacy)
             self._ledger.name_lines(self._boot)
             self._spent = self._ledger.spent
-        ledger, neighbors = self._ledger, witnesses_of(place.peer, place.n_peers)
+        ledger, neighbors = self._ledger, witnesses_of(node.peer, node.n_peers)
         self._witness = witness = LedgerWitness(
-            place.peer,
+            node.peer,
             neighbors,
             self._boot,
             ledger,
@@ -424,13 +423,13 @@ class RequestHandler:
         for name, frame in reports:
             with self._refusing(name):
                 report = frames.decode(frame)
-                if not isinstance(report, LedgerReport) or report.receiver != place.peer:
+                if not isinstance(report, LedgerReport) or report.receiver != node.peer:
                     raise RefusedError("it is no report for this peer")
                 witness.receive(report)
                 self._reporters.add(report.sender)
         if ledger is None or self.privacy is None:
             return
-        if not place.charge_witnessed:
+        if not node.charge_witnessed:
             ledger.check_witnessed(state.paid)
             if witness.problem is not None:
                 raise witness.problem
@@ -438,7 +437,7 @@ class RequestHandler:
         seen = witness.reported
         counted = {boot: max(lines, seen.get(boot, 0)) for boot, lines in (seen | state.paid).items()}
         if charged := ledger.charge_witnessed(counted, noise_for(self.privacy, request.rounds)):
-            log.warning("peer %s charged %s lines that its ledger lacked", place.peer, charged)
+            log.warning("peer %s charged %s lines that its ledger lacked", node.peer, charged)
             self._spent, witness.problem = ledger.spent, None
 
     @contextmanager
@@ -448,14 +447,14 @@ class RequestHandler:
             yield
         except RefusedError as error:
             self._refused[name] = str(error)
-            log.warning("peer %s refused %s: %s", self.place.peer, name, error)
+            log.warning("peer %s refused %s: %s", self.node.peer, name, error)
 
     def _receive(self, state: PeerState, message: object) -> None:
         if isinstance(message, Acknowledgement):
             state.shares.acknowledge(message)
         elif not isinstance(message, FrozenShare):
             raise RefusedError("it is no share")
-        elif state.shares.receive(message) and not state.shares.absorb(first_weight=state.founded):
+        elif state.shares.receive(message) and not state.shares.absorb(first_weight=state.first_weight):
             raise RefusedError("it would make the model infinite")
 
     def take_part(self, content: RecordDict, train: Train) -> None:
@@ -465,13 +464,13 @@ class RequestHandler:
             return
         if (model := record_in(content, MODEL, ArrayRecord)) is not None:
             if self.seals and request.wants_mass:  # the round is for its mean alone
-                check_set(request.mean_of, state.peer, self.place.mean_peers, state.handed.served)
+                check_set(request.mean_of, state.peer, self.node.mean_peers, state.handed.served)
             state.adopt(numpy_arrays(model))
         weights = self._receivers()
         if state.w > 0:
             state.count_in_average()
-        self.facts["trained"] = self._train(state, train)
-        state.idle = model is not None and not self.facts["trained"]
+        self.fields["trained"] = self._train(state, train)
+        state.idle = model is not None and not self.fields["trained"]
         state.round_index = request.round_index
         self._hand_in(state)
         if state.w > 0:
@@ -492,13 +491,13 @@ class RequestHandler:
             RefusedError: no peer can send by these weights; raised before anything is trained or paid for.
         """
         weights = dict(zip(self.request.receivers, self.request.weights, strict=True))
-        check_shares(weights, set(self.request.neighbors) - {self.place.peer})
+        check_shares(weights, set(self.request.neighbors) - {self.node.peer})
         for receiver in list(weights) if self.seals else ():
             try:
                 self.known.key(receiver)
             except RefusedError as error:
                 self._refused[f"to {receiver}"] = str(error)
-                log.warning("peer %s sends nothing to peer %s: %s", self.place.peer, receiver, error)
+                log.warning("peer %s sends nothing to peer %s: %s", self.node.peer, receiver, error)
                 del weights[receiver]
         return weights
 
@@ -509,14 +508,14 @@ class RequestHandler:
             assert ledger is not None
             assert self._witness is not None
             if not self._witness.is_witnessed:
-                self.facts["stopped"] = UNWITNESSED
+                self.fields["stopped"] = UNWITNESSED
                 return False
             noise, clip_norm = noise_for(privacy, request.rounds), privacy.clip_norm
         hindrance = take_step(state, train, request.round_index, ledger, clip_norm, noise)
         if ledger is not None:
             self._spent, state.paid = ledger.spent, dict(ledger.lines)
         if hindrance is not None:
-            self.facts |= {"stopped": hindrance.why, "exhausted": hindrance.for_good}
+            self.fields |= {"stopped": hindrance.why, "exhausted": hindrance.for_good}
         return hindrance is None
 
     def _hand_in(self, state: PeerState) -> None:
@@ -532,7 +531,7 @@ class RequestHandler:
             return
         request = self.request
         try:
-            check_set(request.mean_of, state.peer, self.place.mean_peers, state.handed.served)
+            check_set(request.mean_of, state.peer, self.node.mean_peers, state.handed.served)
             handed = state.handed.after(request.round_index, state.round_index, mass, request.mean_of)
             others = set(request.mean_of) - {state.peer}
             self.records[MASS] = ArrayRecord({"mass": Array(masked(mass, state.peer, others, self._mask_key))})
@@ -552,9 +551,9 @@ class RequestHandler:
         purpose = json.dumps(["mask", request.run, request.round_index, sorted(set(request.mean_of)), pair]).encode()
         return self.identity.key_for(self.known.key(other), b"", purpose)
 
-    def keep(self) -> None:
+    def cache_state(self) -> None:
         """Let the process's next message go on with the state where it lies."""
-        saved = self.place.cache.get(self.path, lambda: None)
+        saved = self.node.cache.get(self.path, lambda: None)
         if isinstance(saved, SavedState):
             saved.live = self.state
 
@@ -594,11 +593,11 @@ class RequestHandler:
     def _report(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:
         spent = self._spent
         if spent is None and self.privacy is not None:
-            spent = spent_so_far(self.place.folder, self.privacy.delta)
+            spent = spent_so_far(self.node.folder, self.privacy.delta)
         unprotected, (app_spent, app_epsilon) = 0 if state is None else state.unprotected, self._app_spent()
         return PeerReport(
-            self.place.peer,
-            self.place.n_peers,
+            self.node.peer,
+            self.node.n_peers,
             incarnation=0 if state is None else state.shares.incarnation,
             round_index=0 if state is None else state.round_index,
             idle=state is not None and state.idle,
@@ -611,10 +610,10 @@ class RequestHandler:
             refused_keys=list(self._refused),
             refused=list(self._refused.values()),
             orphaned=0 if state is None else state.orphaned + state.shares.orphaned.total(),
-            address=self.place.address,
+            address=self.node.address,
             mean_of=[] if state is None or not state.handed.served else state.handed.served[-1],
             examples=1.0 if state is None else state.examples,
-            **self.facts,
+            **self.fields,
         )
 
 
@@ -663,7 +662,7 @@ LEGACY_CLIENT = (
 )
 NO_STRATEGY = (
     "the message comes from no strategy of flower_privdec (or from another version): start PushSum or Gossip in the "
-    "ServerApp, or take PeerMod out"
+    "ServerApp, and keep PeerMod to what they call, @app.train(mods=[peer]) and @app.evaluate(mods=[peer])"
 )
 
 
@@ -763,19 +762,19 @@ class PeerMod:
 
     def _answer(self, message: Message, context: Context, app: App) -> Message:
         request = PeerRequest.of(message.content, NO_STRATEGY, "flower.no-strategy")
-        place = PeerSettings.of(context, request.peer, request.folder, self.folder)
-        with alone_in(place.folder):
-            seals = not place.simulated if self.seal is None else self.seal
-            with closing(RequestHandler(request, place, self.privacy_of(context), seals)) as peer:
-                peer.facts["keeps_metrics"] = self.keeps_metrics
-                theirs = self._work(peer, message, context, app)
-                answer = Message(RecordDict({**theirs, **peer.answer()}), reply_to=message)
-                peer.keep()
+        node = PeerSettings.of(context, request.peer, request.folder, self.folder)
+        with alone_in(node.folder):
+            seals = not node.simulated if self.seal is None else self.seal
+            with closing(RequestHandler(request, node, self.privacy_of(context), seals)) as peer:
+                peer.fields["keeps_metrics"] = self.keeps_metrics
+                from_app = self._work(peer, message, context, app)
+                answer = Message(RecordDict({**from_app, **peer.answer()}), reply_to=message)
+                peer.cache_state()
                 return answer
 
     def _work(self, peer: RequestHandler, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
         """Handle a request, and return what of the app's own answer is sent along."""
-        kind, content, theirs = peer.request.kind, message.content, RecordDict()
+        kind, content, from_app = peer.request.kind, message.content, RecordDict()
         if kind == INTRODUCE:
             return {}
         if kind == JOIN:
@@ -787,25 +786,25 @@ class PeerMod:
         state = peer.absorb_inbox(content)
 
         def call(arrays: ArrayRecord) -> RecordDict:
-            theirs.update(self._call(peer, arrays, message, context, app))
-            return theirs
+            from_app.update(self._call(peer, arrays, message, context, app))
+            return from_app
 
         def train(arrays: ArrayRecord) -> Arrays:
             trained = self._trained(peer, call(arrays), state.layout)
             if peer.request.weighted_by:
-                state.recount(self._count(peer, theirs, context))
+                state.recount(self._count(peer, from_app, context))
             return trained
 
         if kind == ROUND:
             peer.take_part(content, train)
-            self._renew_local_arrays(peer, state, theirs)
+            self._renew_local_arrays(peer, state, from_app)
         elif kind == EVALUATE and (model := record_in(content, MODEL, ArrayRecord)) is not None:
             call(model)
         elif kind == EVALUATE and state.w > 0:
             call(state.layout.record(state.average if state.average_weight else state.given_model(), state.unmixed))
         elif kind == DELIVER:
             peer.deliver()
-        return self._leaving(peer, theirs)
+        return self._leaving(peer, from_app)
 
     def _mesh(self, peer: RequestHandler, message: Message, context: Context, app: App) -> None:
         """Run all rounds with the other peers directly, and keep the resulting state, unless that was done before.
@@ -819,7 +818,7 @@ class PeerMod:
         if peer.state is not None:
             if peer.state.round_index != request.rounds:
                 raise RunError(
-                    f"peer {peer.place.peer} has a state of run {request.run!r} after round {peer.state.round_index} "
+                    f"peer {peer.node.peer} has a state of run {request.run!r} after round {peer.state.round_index} "
                     f"of {request.rounds}, which a mesh cannot continue from: give the run another name"
                 )
             return
@@ -834,11 +833,11 @@ class PeerMod:
             }
             message.content = RecordDict({**configs})
             answer = self._call(peer, arrays, message, context, app)
-            keep_metrics(peer.place.folder, server_round, "train", answer.metric_records)
+            keep_metrics(peer.node.folder, server_round, "train", answer.metric_records)
             return self._trained(peer, answer, layout)
 
         initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), request.arrays)
-        peer.state = run_mesh(request.run, request.scenario, initial, peer.place, peer.privacy, train)
+        peer.state = run_mesh(request.run, request.scenario, initial, peer.node, peer.privacy, train)
 
     def _count(self, peer: RequestHandler, answer: RecordDict, context: Context) -> float:
         """Return the public number of examples by which a peer counts: the owner's, else the app's where it leaves."""
@@ -855,7 +854,7 @@ class PeerMod:
         """Let the app's own function answer, with the peer's model where it looks for the global one.
 
         Raises:
-            RunError: it answers with an error or with nothing, or raises one whose words are withheld.
+            RunError: it raises or answers with an error, or with nothing.
         """
         own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, MODEL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
@@ -864,21 +863,22 @@ class PeerMod:
             local = {name: Array(value) for name, value in peer.state.local_arrays.items()}
             message.content[peer.request.local_record] = ArrayRecord(local)
         try:
-            with working_in(peer.place.folder), noting_budgets() as budgets:
+            with working_in(peer.node.folder), noting_budgets() as budgets:
                 try:
                     reply = app(message, context)
                 finally:
                     peer.note_app_budgets(budgets)
         except BudgetError:
-            log.exception("peer %s: the app's own budget", peer.place.peer)
+            log.exception("peer %s: the app's own budget", peer.node.peer)
             raise
         except RAISED_BY_USERS as error:
             if isinstance(error, KeyError) and str(error.args[:1]).startswith(LEGACY_RECORDS):
                 raise RunError(LEGACY_CLIENT, code="flower.legacy-client") from None
-            if not self.withholds:
-                raise
-            log.exception("peer %s: the app's function failed", peer.place.peer)
-            raise self._failed(peer, f"raised {type(error).__name__}", "") from None
+            what, line = f"raised {type(error).__name__}", last_line_of_users(error)
+            if line or self.withholds:
+                log.exception("peer %s: its app %s%s", peer.node.peer, what, line)
+            words = " ".join(str(error).split())[:200]
+            raise self._failed(peer, what, "" if self.withholds else f"{words}{line}".strip()) from None
         if not isinstance(reply, Message):
             raise self._failed(peer, f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
         if reply.has_error():
@@ -914,13 +914,12 @@ class PeerMod:
     def _failed(self, peer: RequestHandler, what: str, details: str) -> RunError:
         """Return an error that says what an app did; details may tell of its data, and stay where all such does."""
         if details and self.withholds:
-            log.warning("peer %s: its app %s: %s", peer.place.peer, what, details)
-        words = "see its own log" if self.withholds else details
-        return RunError(f"the app of peer {peer.place.peer} {what}; {words}")
+            log.warning("peer %s: its app %s: %s", peer.node.peer, what, details)
+        return RunError(f"its app {what}" + ("; see its own log" if self.withholds else f": {details}"))
 
-    def _leaving(self, peer: RequestHandler, theirs: RecordDict) -> dict[str, MetricRecord]:
+    def _leaving(self, peer: RequestHandler, from_app: RecordDict) -> dict[str, MetricRecord]:
         """Return what of the app's answer leaves: its metrics, unless they are of private data."""
         if self.keeps_metrics:
-            keep_metrics(peer.place.folder, peer.request.round_index, peer.request.kind, theirs.metric_records)
+            keep_metrics(peer.node.folder, peer.request.round_index, peer.request.kind, from_app.metric_records)
             return {}
-        return {name: record for name, record in theirs.items() if isinstance(record, MetricRecord)}
+        return {name: record for name, record in from_app.items() if isinstance(record, MetricRecord)}

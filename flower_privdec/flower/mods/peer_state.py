@@ -89,7 +89,9 @@ class Layout:
                 )
         if not any(value.dtype.kind == "f" for value in arrays.values()):
             raise RunError(
-                f"the model's arrays {list(arrays)} have no floating one, so nothing can be mixed", code="app.arrays"
+                f"the model's arrays {list(arrays)} have no floating one, so nothing can be mixed: bytes, as of trees, "
+                "have no mean; take a model of real-valued parameters",
+                code="app.arrays",
             )
         return layout
 
@@ -117,11 +119,11 @@ class Layout:
         return np.concatenate([np.ravel(arrays[name]) for name, _, _ in self._floating], dtype=np.float64)
 
     def moved_by(self, arrays: Arrays, start: np.ndarray) -> np.ndarray:
-        """Return the floating arrays minus a vector, float64 [size]."""
-        update, begin = np.empty(self.size), 0
+        """Return the floating arrays minus a vector, [size] of the vector's type."""
+        update, begin = np.empty(self.size, self.dtype), 0
         for name, _, shape in self._floating:
             end = begin + math.prod(shape)
-            np.subtract(np.ravel(arrays[name]), start[begin:end], out=update[begin:end], dtype=np.float64)
+            np.subtract(np.ravel(arrays[name]), start[begin:end], out=update[begin:end], casting="same_kind")
             begin = end
         return update
 
@@ -259,8 +261,8 @@ class PeerState:
         adopted: over a server, the model that it sent last; empty where there is none.
         examples: the number of examples by which its next update counts.
         app_ledgers: δ and a caveat of each ledger of examples that the app's own training pays into, by its path.
-        founded: the weight that it brings into the run: 1, or its number of examples; where it came later, or its state
-            was an old copy, with its first share.
+        first_weight: what it brings into the run: 1, or its number of examples; where it came later, or its state was
+            an old copy, with its first share.
         average: of dual averaging, over the models with which it took part; empty before the first.
         average_weight: what that average has added up.
         dual: how x / w gives the model in dual averaging, and the round for which; None elsewhere. Not on disk.
@@ -280,7 +282,7 @@ class PeerState:
     local_arrays: dict[str, np.ndarray] = field(default_factory=dict)
     adopted: dict[str, np.ndarray] = field(default_factory=dict)
     examples: float = 1.0
-    founded: float = 1.0
+    first_weight: float = 1.0
     app_ledgers: dict[str, tuple[float, str]] = field(default_factory=dict)
     average: np.ndarray = field(default_factory=lambda: np.empty(0))
     average_weight: float = 0.0
@@ -338,6 +340,8 @@ class PeerState:
         kind = self.layout.only_kind
         if kind is None or self.dual is not None or not self.w > 0:
             return self.layout.rounded(self.model())
+        if kind == self.x.dtype and self.w == 1:
+            return self.x
         with np.errstate(over="ignore"):
             out = np.empty(self.layout.size, kind)
             np.divide(self.x, self.w, out=out, dtype=np.float64, casting="unsafe")
@@ -360,11 +364,11 @@ class PeerState:
         Of the mass that it brought into the run there is then so much, at its model as it is; so Σ w is the number of
         all examples, and Σ x / Σ w, once the models agree, their mean weighted by them.
         """
-        more, w = examples - self.founded, self.w
+        more, w = examples - self.first_weight, self.w
         if more and w + more > 0:
             self.x = (self.x.astype(np.float64) * ((w + more) / w)).astype(self.x.dtype)
             self.shares.mass["w"] = mass_of(self.x, w + more)["w"]
-            self.founded = examples
+            self.first_weight = examples
         self.examples = examples
 
     def adopt(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -415,9 +419,16 @@ def boot_of(folder: Path, renew: bool, cache: PeerCache) -> int:
         cache: of the process.
     """
     path = folder / BOOT
-    if renew or not path.exists():
-        write_atomically(path, str(draw_boot()).encode())
-    return int(cache.get(path, path.read_text))
+
+    def begun() -> int:
+        boot = draw_boot()
+        write_atomically(path, str(boot).encode())
+        return boot
+
+    if renew:
+        cache.put(path, begun())
+    boot: int = cache.get(path, lambda: int(path.read_text()) if path.exists() else begun())
+    return boot
 
 
 def witnesses_of(peer: int, n_peers: int) -> set[int]:
@@ -515,7 +526,7 @@ def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], du
         "paid": {str(boot): lines for boot, lines in state.paid.items()},
         "unprotected": state.unprotected,
         "idle": state.idle,
-        "examples": [state.examples, state.founded],
+        "examples": [state.examples, state.first_weight],
         "app_ledgers": state.app_ledgers,
         "average_weight": state.average_weight,
     }
@@ -568,7 +579,7 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
         local_arrays=apart["local"],
         adopted=apart["adopted"],
         examples=float(facts["examples"][0]),
-        founded=float(facts["examples"][1]),
+        first_weight=float(facts["examples"][1]),
         average=tensors["average"],
         average_weight=float(facts["average_weight"]),
         app_ledgers={path: (float(delta), str(caveat)) for path, (delta, caveat) in facts["app_ledgers"].items()},
@@ -875,21 +886,21 @@ def app_privacy(
     return section if numbers else None
 
 
-def held_privacy(privacy: AppPrivacySection | None, place: PeerSettings) -> AppPrivacySection | None:
+def binding_privacy(privacy: AppPrivacySection | None, node: PeerSettings) -> AppPrivacySection | None:
     """Return what an app asks for, with the stricter of its budget and that of the peer's owner.
 
     Raises:
         BudgetError: the owner has a budget and nothing is protected.
     """
     if privacy is None:
-        if math.isfinite(place.epsilon):
+        if math.isfinite(node.epsilon):
             raise BudgetError(
-                f"epsilon={place.epsilon} of the node-config needs clip_norm and noise: say PeerMod(clip_norm=..., "
+                f"epsilon={node.epsilon} of the node-config needs clip_norm and noise: say PeerMod(clip_norm=..., "
                 "epsilon=...)"
             )
         return None
-    epsilon = min(place.epsilon, privacy.epsilon or math.inf)
-    delta = privacy.delta if place.delta is None else min(privacy.delta, place.delta)
+    epsilon = min(node.epsilon, privacy.epsilon or math.inf)
+    delta = privacy.delta if node.delta is None else min(privacy.delta, node.delta)
     return privacy.model_copy(update={"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta})
 
 
@@ -960,7 +971,7 @@ def take_step(
 
 
 def _update(state: PeerState, given: np.ndarray, returned: Arrays, round_index: int) -> np.ndarray:
-    """Return what the arrays moved by from a model; zeros, and a word in the log, where that is no number."""
+    """Return what the arrays moved by from a model, [d]; zeros, and a word in the log, where that is no number."""
     update = state.layout.moved_by(returned, given)
     if wrong := unsound(update):
         _count_as_zero(state, wrong, round_index)
@@ -973,7 +984,7 @@ def _move(state: PeerState, update: np.ndarray, unprotected: bool, round_index: 
     """Add an update to x, times what the peer counts by, unless that would make the model infinite for ever."""
     weight = min(state.examples, 2 * state.w) * (1.0 if state.dual is None else state.dual[0].weight(state.dual[1]))
     step, after = update if weight == 1 else weight * update, np.empty_like(state.x)
-    np.add(state.x, step, out=after, dtype=np.float64, casting="same_kind")
+    np.add(state.x, step, out=after, casting="same_kind")
     if wrong := unsound(after):
         _count_as_zero(state, wrong, round_index)
     else:
@@ -996,11 +1007,11 @@ def protected(clip_norm: float, noise: float, update: np.ndarray) -> np.ndarray:
     Args:
         clip_norm: C.
         noise: σ, over C.
-        update: u, finite, float64 [d].
+        update: u, finite, [d].
 
     Privacy: one Gaussian release of the whole update, which has to be paid for before.
     """
-    return noised(clipped(update, clip_norm), noise * clip_norm)
+    return noised(clipped(update.astype(np.float64, copy=False), clip_norm), noise * clip_norm)
 
 
 def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str, Mapping[str, Any]]) -> None:

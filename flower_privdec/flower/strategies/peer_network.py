@@ -257,10 +257,7 @@ class PeerNetwork:
         there = set(self.grid.get_node_ids())
         self.gone = {peer for peer, node in self.node_of.items() if node not in there}
         new = sorted(there - set(self.node_of.values()) - set(self.unmet.values()))
-        request = PeerRequest(INTRODUCE, **self.common)
-        group, config = str(self.round_index), ConfigRecord({"server-round": self.round_index})
-        content = {SAYS: request.record(), self.config_key: config}
-        messages = [Message(RecordDict({**content}), node, "train", group_id=group) for node in new]
+        messages = [self._introduction(node) for node in new]
         sent = list(self.grid.push_messages(messages)) if messages else []
         self.unmet |= dict(zip(sent, new, strict=True))
         for _, reply in answers(self.grid, self.unmet, set(sent), patience):
@@ -275,6 +272,11 @@ class PeerNetwork:
             report = PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}", "flower.no-peer-mod")
             self._admit(report, node, there)
             self._note(report)
+
+    def _introduction(self, node: int) -> Message:
+        group, config = str(self.round_index), ConfigRecord({"server-round": self.round_index})
+        content = RecordDict({SAYS: PeerRequest(INTRODUCE, **self.common).record(), self.config_key: config})
+        return Message(content, node, "train", group_id=group)
 
     def _admit(self, report: PeerReport, node: int, there: set[int]) -> None:
         if not 0 <= report.peer < report.n_peers <= MOST:

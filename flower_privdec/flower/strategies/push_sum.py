@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -252,7 +253,7 @@ class PushSum(Strategy):
         min_available_nodes: with so many the run begins, when others have not answered within `patience`.
         seed: of the graph and of who takes part.
         name: of the run; a run of the same name goes on where it stopped, as far as its peers still know it. By
-            default each Flower run is a new one.
+            default each call of `start` is a new one, with the ledgers of those before.
         folder: where a *simulation's* peers keep state and ledgers; by default privdec-peers/NAME in the current
             folder. A deployed node's is its own to say.
         patience: seconds to wait for the nodes at the start.
@@ -390,8 +391,13 @@ class PushSum(Strategy):
         """
         self.network.join(self._initial, founding=all(report.incarnation == 0 for report in self.reports.values()))
         self._first = self._first_round()
-        if self._first > 1:
-            log.info("Run %r goes on with round %s", self.network.common["run"], self._first)
+        run = self.network.common["run"]
+        if self._first > self._rounds > 0:
+            log.warning(
+                "Run %r has its %s rounds already: give a larger num_rounds, or another name", run, self._rounds
+            )
+        elif self._first > 1:
+            log.info("Run %r goes on with round %s", run, self._first)
         result = rounds()
         arrays = self._deliver() or ArrayRecord()
         if isinstance(result, Result):
@@ -425,13 +431,17 @@ class PushSum(Strategy):
         self._last_mean: ArrayRecord | None = None
         self._mean_of, self._asked, self._counted = -1, list[int](), list[int]()
         self._noted = False
-        run = self.name or f"run-{grid.run.run_id}"
-        folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(run)
-        common = {"run": run, "folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
+        first = self.name or f"run-{grid.run.run_id}"
+        folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(first)
+        common = {"folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
         common |= {"local_record": self.local_record, "weighted_by": self.weighted_by_key if self.weighted else ""}
-        relay_store = RelayStore(run_frames(run, self._layout))
-        self._peers = PeerNetwork(grid, common, timeout, relay_store, self.configrecord_key)
-        self.network.find(self.patience, self.min_available_nodes)
+        for again in count(1):
+            run = first if again == 1 else f"{first}-{again}"
+            relay_store = RelayStore(run_frames(run, self._layout))
+            self._peers = PeerNetwork(grid, {"run": run, **common}, timeout, relay_store, self.configrecord_key)
+            self.network.find(self.patience, self.min_available_nodes)
+            if self.name or not any(report.incarnation for report in self.reports.values()):
+                break  # else the app started a strategy before, and this is another run of the same peers
         self._sealed = self.network.sealed
         self._build_graph(self.network.n_peers)
 
