@@ -56,6 +56,7 @@ from flower_privdec.common.errors import RunError
 LARGEST_WORK = 2e8  # of the eigenvalues of all honest sets of a step, in m³: beyond it they are bounded
 AT_ONCE = 2**22  # numbers of the matrices that are decomposed at once
 MARGIN = 1e-9  # of squares, above the rounding of eigenvalues: no peer has less noise than it needs
+ROUNDING = 1e-14  # of eigenvalues, over the largest
 HALVINGS = 60
 STRENGTHS = tuple(float(2 ** (number / 2)) for number in range(-4, 9))  # 1/4 to 16
 HORIZON = 64  # rounds: 16 peers on directed-exponential then take strength 1 at one mixing step and 1.4 at two;
@@ -138,7 +139,8 @@ def _least_square(needed: np.ndarray, squares: np.ndarray, colluding: int) -> fl
         values, vectors = np.linalg.eigh(
             _scaled_laplacian(needed[chosen], squares[chosen[:, :, None], chosen[:, None]])
         )
-        shares, values = vectors**2, np.clip(values, 0.0, None)[:, None]  # [sets, peers, eigenvalues]
+        values = np.clip(values - ROUNDING * values[:, -1:], 0.0, None)  # never above the true ones
+        shares, values = vectors**2, values[:, None]  # [sets, peers, eigenvalues]
         largest = max(largest, _least(lambda square: float((shares / (square + values)).sum(axis=2).max())))  # noqa: B023
     return largest
 
