@@ -77,15 +77,15 @@ def test_what_cannot_be_audited_is_refused(tmp_path: Path) -> None:
         _ = audit.result
 
 
-def test_an_audit_leaves_out_what_is_out_and_adds_no_canary(tmp_path: Path, size: int = 240) -> None:
+def test_an_audit_leaves_out_what_is_out_and_adds_no_canary(tmp_path: Path) -> None:
     """Without noise the sum of a batch is that of the examples that are in it."""
     sums: list[Tensor] = []
 
     def noted(source: PhiloxNoise, out: Tensor, *_: object) -> None:
         sums.append(out.clone())
 
-    with patch.object(PhiloxNoise, "add_", noted), auditing(size) as audit:
+    with patch.object(PhiloxNoise, "add_", noted), auditing(240) as audit:
         audit.inside[:] = False
-        train(tmp_path / "none.jsonl", size=size)
+        train(tmp_path / "none.jsonl")
     assert sums
     assert all(not total.any() for total in sums)
