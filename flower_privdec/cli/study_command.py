@@ -17,7 +17,7 @@ from flower_privdec.scenario.loading import shipped
 from flower_privdec.studies.cells import CACHE, Cell, OnCell, Outcome, expand, missing_cells
 from flower_privdec.studies.publish import columns, row, scope_of_epsilon
 from flower_privdec.studies.results import PartResult, criterion, judge
-from flower_privdec.studies.runner import run_and_publish
+from flower_privdec.studies.runner import choices_of, run_and_publish
 from flower_privdec.studies.spec import load_study
 
 SETTLED = 60.0  # seconds; a cell so long shows the pace even if its process had to compile first
@@ -147,9 +147,11 @@ def print_studies() -> None:
 def print_cells(name: str, size: str | None, only: Sequence[str], settings: Sequence[str]) -> None:
     """Print how many cells each part has and how many are still to run; run nothing."""
     study, base = load_study(name)
-    cells: list[Cell] = expand(study, base, study.size(size), study.chosen(only), settings)
+    size, parts = study.size(size), study.chosen(only)
+    cells: list[Cell] = expand(study, base, size, parts, settings)
+    cells = expand(study, base, size, parts, settings, choices_of(study, size, cells, CACHE))
     table = Table("part", "cells", "to run", box=None, pad_edge=False)
-    for part in study.chosen(only):
+    for part in parts:
         mine = [cell for cell in cells if cell.part == part.name]
         table.add_row(part.name, str(len(mine)), str(len(missing_cells(mine, CACHE))))
     table.add_row("together", str(len(cells)), str(len(missing_cells(cells, CACHE))))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ RESULT_FILES = {"summary.json", "metrics.jsonl", "scenario.yaml", "cell.json", "
 CACHE = Path("runs") / "cells"
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 Labels = tuple[str, ...]
+Choices = dict[str, dict[Labels, Labels]]  # by part: the labels of its groups, and those that were best there
 MOST_CELLS = 20_000
 
 
@@ -45,6 +46,7 @@ class Cell:
         labels: one label for each axis, in the order of the axes.
         key: of its scenario, see `cell_key`: cells that share it share one run.
         ignores: places of axes on which it does not depend.
+        waits: whether its settings are not all known, for the part that they are chosen in is not finished.
     """
 
     part: str
@@ -53,6 +55,7 @@ class Cell:
     scenario: Scenario
     key: str
     ignores: frozenset[int] = frozenset()
+    waits: bool = False
 
     @property
     def title(self) -> str:
@@ -71,12 +74,20 @@ class Cell:
 
 
 def expand(
-    study: Study, base: Path, size: str | None, parts: Iterable[Part], settings: Sequence[str] = ()
+    study: Study,
+    base: Path,
+    size: str | None,
+    parts: Iterable[Part],
+    settings: Sequence[str] = (),
+    choices: Choices | None = None,
 ) -> list[Cell]:
     """Return all cells of some parts, every scenario checked.
 
     Settings are laid over the base in this order: the study, its size, the part, the part's size, the points of
     the axes in order, the part's cases, `settings`, and the seed.
+
+    Args:
+        choices: of the parts that others are chosen in; where one lacks, a cell waits, and has the first point.
 
     Raises:
         ScenarioError: naming the cell whose scenario breaks a rule, or a part of too many cells.
@@ -89,6 +100,7 @@ def expand(
         seeds = [layer.seeds for layer in layers if isinstance(layer, Study | Size) and layer.seeds]
         repetitions = [[f"seed={seed}"] for seed in seeds[-1]] if seeds else [[]]
         points = [axis.all_points() for axis in part.axes_at(size).values()]
+        source = next((other for other in study.parts if other.name == part.chosen_in), None)
         count = math.prod(map(len, points)) * len(repetitions)
         if count > MOST_CELLS:
             raise ScenarioError(
@@ -98,11 +110,16 @@ def expand(
         common_after = [*settings, f"name={json.dumps(study.name)}"]
         cells: list[Cell] = []
         for combination in itertools.product(*points):
-            own = [line for point in combination for line in point.settings]
-            labels = {(name, point.label) for name, point in zip(part.axes, combination, strict=True)}
-            own += [line for case in part.cases if labels >= case.where.items() for line in case.settings]
+            best = None
+            if source is not None:
+                place = {name: point.label for name, point in zip(part.axes, combination, strict=True)}
+                shared = tuple(place[name] for name in source.axes_at(size) if name not in source.best_over)
+                best = (choices or {}).get(source.name, {}).get(shared)
+            waits = source is not None and best is None
+            own = _own_settings(part, source, size, combination, best)
             for seed in repetitions:
-                cells.append(_cell(part, combination, text, base, [*common, *own, *common_after, *seed]))
+                cell = _cell(part, combination, text, base, [*common, *own, *common_after, *seed])
+                cells.append(replace(cell, waits=True, key=f"waits-{cell.key}") if waits else cell)
         _check_rows(part, cells)
         if len({cell.key for cell in cells[: len(repetitions)]}) < len(repetitions):
             raise ScenarioError(
@@ -124,6 +141,28 @@ def expand(
                 raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
         all_cells += cells
     return all_cells
+
+
+def _own_settings(
+    part: Part, source: Part | None, size: str | None, combination: Sequence[Point], best: Labels | None
+) -> list[str]:
+    """Return a cell's settings of its points and cases, as if an axis chosen in another part stood where it does there.
+
+    Args:
+        source: the part that this one is chosen in.
+        best: the labels chosen there; None takes the first.
+    """
+    points, cases = dict(zip(part.axes, combination, strict=True)), list(part.cases)
+    if source is not None:
+        axes = source.axes_at(size)
+        names = [name for name in axes if name in source.best_over]
+        chosen = dict(zip(names, best or [axes[name].labels()[0] for name in names], strict=True))
+        everything = {(name, point.label): point for name, axis in axes.items() for point in axis.all_points()}
+        points = {name: points.get(name) or everything[name, chosen[name]] for name in axes} | points
+        cases = [case for case in source.cases if not case.where.keys().isdisjoint(chosen)] + cases
+    labels = {name: point.label for name, point in points.items()}.items()
+    lines = [line for point in points.values() for line in point.settings]
+    return lines + [line for case in cases if labels >= case.where.items() for line in case.settings]
 
 
 def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, settings: list[str]) -> Cell:

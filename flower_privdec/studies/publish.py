@@ -17,7 +17,7 @@ from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, se
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure, themed
 from flower_privdec.studies.cells import Outcome
 from flower_privdec.studies.results import Group, PartResult, criterion, judge, value_text
-from flower_privdec.studies.spec import Figure, Pivot, Study
+from flower_privdec.studies.spec import Check, Figure, Pivot, Slope, Speedup, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def pivot_table(pivot: Pivot, result: PartResult) -> tuple[list[str], list[list[str]]]:
     """Return one metric as a table of two axes; a third axis makes more rows."""
-    across, reading = result.axes[pivot.columns], result.metric(pivot.metric)
+    across = result.axes[pivot.columns]
     down = [name for name in result.axes if name not in (pivot.columns, pivot.rows)] + [pivot.rows]
     head = [result.title(name) for name in down]
     head += [f"{result.title(pivot.columns)} {label}" for label in across.labels()]
@@ -43,7 +43,7 @@ def pivot_table(pivot: Pivot, result: PartResult) -> tuple[list[str], list[list[
         for label in result.axes[pivot.rows].labels():
             place = outer | {pivot.rows: label}
             groups = [result.at(place | {pivot.columns: column}) for column in across.labels()]
-            values = [value_text(reading, group.final(pivot.metric), spread=True) for group in groups]
+            values = [_value(group, pivot.metric) for group in groups]
             rows.append([place[name] for name in down] + values)
     return head, rows
 
@@ -60,12 +60,19 @@ def row(result: PartResult, group: Group) -> list[str]:
     """Return a group's row in the table of all cells."""
     part = result.part
     cells = [*group.labels, *group.chosen, *(group.field(path) for path in part.fields)]
-    cells += [value_text(result.metric(name), group.final(name), spread=True) for name in part.metrics]
+    cells += [_value(group, name) for name in part.metrics]
     if result.claims_epsilon:
         cells.append(budgets_text(group.budgets("claimed_epsilon"), setting))
     seeds = str(len(group.runs)) + ("" if group.complete else f" ({group.missing} missing)")
     exact = budgets_text(group.budgets("epsilon"), epsilon_text)
     return [*cells, exact, budgets_text(group.budgets("delta"), setting), seeds]
+
+
+def _value(group: Group, name: str) -> str:
+    """Return a metric's mean and spread, or that no run of the group is finished."""
+    if group.missing and not group.runs:
+        return "not run"
+    return value_text(group.metric(name), group.final(name), spread=True)
 
 
 def budgets_text(values: Iterable[float], text: Callable[[float], str]) -> str:
@@ -96,6 +103,21 @@ def to_csv(result: PartResult) -> str:
     return file.getvalue()
 
 
+def curves_to_csv(result: PartResult) -> str | None:
+    """Return the curves over the rounds that checks are judged by; None where no check needs one."""
+    names = dict.fromkeys(check.metric for check in result.part.checks if isinstance(check, Slope | Speedup))
+    file = StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*result.axes, "round", *(f"{name}_by_seed" for name in names)])
+    for group in result.groups:
+        curves = [group.curves(name) for name in names]
+        present = [curve for curve in curves if curve is not None]
+        if len(present) == len(curves) > 0:
+            for k, at in enumerate(present[0][0]):
+                writer.writerow([*group.labels, at, *(" ".join(f"{v:.6g}" for v in row[:, k]) for _, row in present)])
+    return file.getvalue() if names else None
+
+
 ALONG = {"rounds": "round", "gradients": "gradients computed, all peers together"}
 
 
@@ -103,7 +125,9 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
     """Draw one figure of a part to an SVG file; return whether there was anything to draw."""
     panels, reading = result.axes[figure.panels].labels() if figure.panels else [None], result.metric(figure.metric)
     with drawing(salt=path.stem):
-        canvas = new_figure(max(5.2, 3.5 * len(panels)) + (1.4 if figure.by else 0.0), 3.4)
+        names = [] if figure.x is None else result.axes[figure.x].labels()
+        width = max(5.2, 3.5 * len(panels), 0.36 * len(names) * len(panels))
+        canvas = new_figure(width + (1.4 if figure.by else 0.0), 3.4 if _fit(names, width / len(panels)) else 4.6)
         all_axes = canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         has_data = False
         for axes, panel in zip(all_axes, panels, strict=True):
@@ -164,7 +188,9 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
         finals = [result.at(line | {figure.x: point.label}).final(figure.metric) for point in points]
         numeric = all(point.value is not None for point in points)
         if not numeric:
-            axes.set_xticks(range(len(points)), [point.label for point in points])
+            upright = _fit([point.label for point in points], axes.get_window_extent().width / axes.figure.dpi)
+            turned: dict[str, Any] = {} if upright else {"rotation": 50, "ha": "right", "rotation_mode": "anchor"}
+            axes.set_xticks(range(len(points)), [point.label for point in points], **turned)
             axes.set_xlim(-0.5, len(points) - 0.5)
         elif _far_apart([point.value or 0.0 for point in points]):
             axes.set_xticks([point.value or 0.0 for point in points], [point.label for point in points])
@@ -185,6 +211,11 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
     return has_data
 
 
+def _fit(labels: Sequence[str], inches: float) -> bool:
+    """Return whether labels stand side by side under an axis of some width."""
+    return sum(map(len, labels)) <= 13 * inches
+
+
 def _far_apart(values: Sequence[float]) -> bool:
     """Return whether labels at some numbers do not overlap on an axis."""
     ascending = sorted(values)
@@ -198,8 +229,13 @@ EACH_ALONE = (
     "of the same data: releasing all of them would add up to far more. The choice between settings is made on the "
     "public test set."
 )
-MARKS = {True: "yes", False: "no", None: "not decided"}
 WHOSE = {"paper": "The paper's claim", "us": "Beyond the paper"}
+HOW_JUDGED = (
+    "A claim that one mean is larger than another is judged by the 95 % interval of their difference over the seeds "
+    "(Welch's t), which stands in brackets: shown where the whole interval is as claimed, contradicted where it is the "
+    "reverse, not shown where it excludes a size that is claimed, and undecided where the spread hides it, with one "
+    "seed, or where a run diverged."
+)
 TWO_EPSILONS = (
     "ε (exact) is the accountant's, for what the run did: unit example, adjacency zero-out. Where there is a column "
     "ε (claimed), the noise was computed by the paper's formula; its ε is a claim, not a guarantee."
@@ -240,7 +276,7 @@ def publish(
     failed: Sequence[Outcome],
     out: Path,
 ) -> None:
-    """Write table-PART.csv, the figures and README.md to a folder.
+    """Write table-PART.csv, the curves that checks need, the figures and README.md to a folder.
 
     Args:
         size: of the study; None where it has none.
@@ -260,6 +296,7 @@ def publish(
         *study.notes,
         *([scope, TWO_EPSILONS] if scope else ()),
         "Values are mean ± standard deviation over the seeds.",
+        *([HOW_JUDGED] if any(result.part.checks for result in results) else []),
     ]
     if failed:
         listed = "\n".join(f"- {outcome.cell.title}: {outcome.error}" for outcome in failed)
@@ -268,10 +305,20 @@ def publish(
         make_folder(out)
         for result in results:
             (out / f"table-{result.part.name}.csv").write_text(to_csv(result), encoding="utf-8")
+            curves = curves_to_csv(result)
+            if curves is not None:
+                (out / f"curves-{result.part.name}.csv").write_text(curves, encoding="utf-8")
         text = "\n\n".join([*head, *(_section(result, out) for result in results)]) + "\n"
         (out / "README.md").write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({error}); give another --out, the cells are kept") from error
+
+
+def verdict_blocks(check: Check, result: PartResult) -> list[str]:
+    """Return the paragraphs on a check: its criterion and verdict, and the cases."""
+    verdict = judge(check, result)
+    cases = [f"- {case.outcome}{', ' if case.where else ''}{case.where}: {case.numbers}" for case in verdict.cases]
+    return [f"Criterion: {criterion(check, result)}. **{verdict.sentence}**", "\n".join(cases)]
 
 
 def _section(result: PartResult, out: Path) -> str:
@@ -282,11 +329,7 @@ def _section(result: PartResult, out: Path) -> str:
         better = result.metric(part.metrics[0]).title
         blocks.append(f"In every cell the {names} with the best {better} is chosen.")
     for check in part.checks:
-        verdict = judge(check, result)
-        cases = "\n".join(
-            f"- {MARKS[case.holds]}, {case.where}{': ' if case.where else ''}{case.numbers}" for case in verdict.cases
-        )
-        blocks += [f"Criterion: {criterion(check, result)}. **{verdict.sentence}**", cases]
+        blocks += verdict_blocks(check, result)
     for i, figure in enumerate(part.figures):
         path = out / f"{part.name}-{i + 1}.svg"
         if save_figure(figure, result, path):

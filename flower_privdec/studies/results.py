@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
 from flower_privdec.common.catalogue import MetricKind
 from flower_privdec.common.formatting import NOTHING, number
@@ -36,20 +38,84 @@ from flower_privdec.studies.spec import (
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean and sample standard deviation (None for one seed) over n seeds."""
+    """Mean and sample standard deviation (None for one seed) over the n seeds whose value is finite.
+
+    Attributes:
+        diverged: how many further seeds have a value that is not.
+    """
 
     mean: float
     std: float | None
     n: int
+    diverged: int = 0
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate | None:
-        """Estimate from finite values; None without any."""
+        """Estimate from values; None without a finite one."""
         finite = [value for value in values if math.isfinite(value)]
         if not finite:
             return None
         std = float(np.std(finite, ddof=1)) if len(finite) > 1 else None
-        return cls(float(np.mean(finite)), std, len(finite))
+        return cls(float(np.mean(finite)), std, len(finite), len(values) - len(finite))
+
+
+CONFIDENCE = 0.95
+
+
+class Finding(StrEnum):
+    """What runs make of a claim."""
+
+    CONTRADICTED = "contradicted"
+    NOT_RUN = "not run"
+    NOT_SHOWN = "not shown"
+    UNDECIDED = "undecided"
+    SHOWN = "shown"
+
+    @classmethod
+    def of_all(cls, outcomes: Iterable[Finding]) -> Finding:
+        """Return the outcome of a claim that asks for several things: the first of these that one of them has."""
+        return min(outcomes, key=list(cls).index)
+
+
+def difference(less: Estimate | None, more: Estimate | None) -> tuple[float, float] | None:
+    """Return Welch's interval for the difference of two means, at CONFIDENCE.
+
+    Returns:
+        Its ends; None where nothing is known of the spread: a side without values, of one seed, or with a run that
+        diverged.
+    """
+    sides = [side for side in (less, more) if side is not None and side.n > 1 and not side.diverged]
+    if less is None or more is None or len(sides) < 2:
+        return None
+    variances = [(side.std or 0.0) ** 2 / side.n for side in sides]
+    total, mean = sum(variances), more.mean - less.mean
+    if total == 0:
+        return mean, mean
+    freedom = total**2 / sum(v**2 / (side.n - 1) for v, side in zip(variances, sides, strict=True))
+    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(total)
+    return mean - half, mean + half
+
+
+def compare(less: Estimate | None, more: Estimate | None, by: float = 0.0) -> Finding:
+    """Judge the claim that one mean is larger than another, by the interval of `difference`.
+
+    Args:
+        by: how much larger at least; a negative one allows it to be smaller by as much.
+
+    Returns:
+        Shown, where the whole interval is as claimed; contradicted, where the whole interval has the other sign (or,
+        for a negative `by`, is below it); not shown, where it lies below what is claimed, or both are equal without any
+        spread; undecided, where it has both what is claimed and what is not, or there is no interval.
+    """
+    interval = difference(less, more)
+    if interval is None:
+        return Finding.UNDECIDED
+    low, high = interval
+    if low > by or low == by != 0:
+        return Finding.SHOWN
+    if high < min(by, 0.0):
+        return Finding.CONTRADICTED
+    return Finding.NOT_SHOWN if high < by or low == high else Finding.UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -208,10 +274,10 @@ def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) ->
 
 
 class Case(NamedTuple):
-    """One place of a claim: its labels, whether the claim holds there (None: a run is missing), and the numbers."""
+    """One place of a claim: its labels, the claim's outcome there, and the numbers."""
 
     where: str
-    holds: bool | None
+    outcome: Finding
     numbers: str
 
 
@@ -223,20 +289,22 @@ class Verdict:
     detail: str = ""
 
     @property
+    def summary(self) -> str:
+        """Return in how many cells each outcome stands, as `shown in 3 of 4 cells, undecided in 1`."""
+        counts = [(name, sum(case.outcome is name for case in self.cases)) for name in reversed(Finding)]
+        present = [(name, count) for name, count in counts if count]
+        if len(present) == 1:
+            name, count = present[0]
+            return name + {1: "", 2: " in both cells"}.get(count, f" in all {count} cells")
+        (first, count), *others = present
+        return ", ".join(
+            [f"{first} in {count} of {len(self.cases)} cells", *(f"{name} in {count}" for name, count in others)]
+        )
+
+    @property
     def sentence(self) -> str:
-        """Return whether the claim shows, and in how many cells, as a sentence."""
-        decided = [case.holds for case in self.cases if case.holds is not None]
-        if not decided:
-            return "The claim is not decided: runs are missing."
-        if len(decided) == 1:
-            sentence = "The claim shows" if decided[0] else "The claim does not show"
-        elif len(set(decided)) == 1:
-            sentence = f"The claim {'shows in all' if decided[0] else 'does not show in any of'} {len(decided)} cells"
-        else:
-            sentence = f"The claim shows in {sum(decided)} of {len(decided)} cells"
-        undecided = len(self.cases) - len(decided)
-        tail = f" ({undecided} more not decided: runs are missing)" if undecided else ""
-        return f"{sentence}{tail}{self.detail and '; '}{self.detail}."
+        """Return `summary`, and what else there is, as a sentence."""
+        return f"{self.summary.capitalize()}{self.detail and '; '}{self.detail}."
 
 
 def judge(check: Check, result: PartResult) -> Verdict:
@@ -258,7 +326,9 @@ def criterion(check: Check, result: PartResult) -> str:
     """Describe what a check requires."""
     name, low = result.metric(check.metric).title, result.metric(check.metric).low
     if isinstance(check, Ordered):
-        return f"{name} in the order {' < '.join(check.order or result.axes[check.axis].labels())}"
+        order = " < ".join(check.order or result.axes[check.axis].labels())
+        size = "" if check.by == 0 else f", each {_size(result.metric(check.metric), check.by)}"
+        return f"{name} in the order {order}{size}"
     if isinstance(check, Best):
         near = f", or at most {check.reach} place from it" if check.reach else ""
         return f"the best {name} at {result.title(check.axis)} {check.label}{near}"
@@ -266,7 +336,14 @@ def criterion(check: Check, result: PartResult) -> str:
         return f"{'lower' if low else 'higher'} {name} than at {_name(result, check.baseline, {})}"
     if isinstance(check, Slope):
         return f"{name} falling as rounds to the power {check.at_most:g}, or faster, from round {check.first:,} on"
-    return f"the same {name} in n times fewer rounds (within a factor of {check.within:g})"
+    return f"the same {name} in n times fewer rounds, or in fewer still (within a factor of {check.within:g})"
+
+
+def _size(reading: Reading, by: float) -> str:
+    """Describe the least difference that a claim asks for."""
+    points = f"{100 * abs(by):g}"
+    amount = f"{points} point{'' if points == '1' else 's'}" if reading.share else f"{abs(by):g}"
+    return f"by {amount} or more" if by > 0 else f"by no more than {amount} below the one before"
 
 
 def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False) -> str:
@@ -276,17 +353,18 @@ def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False
     return measured(estimate.mean, {"share": reading.share}, estimate.std if spread else None)
 
 
-def _finals(
-    check: Ordered | Best, labels: Sequence[str], result: PartResult
-) -> Iterator[tuple[str, list[Estimate | None]]]:
-    """Yield, for each combination of the other axes, its name and the final metric along the check's axis."""
+def _places(check: Ordered | Best, labels: Sequence[str], result: PartResult) -> Iterator[tuple[str, list[Group]]]:
+    """Yield, for each combination of the other axes, its name and the groups along the check's axis."""
     for place in result.places(check.where, [check.axis]):
-        groups = [result.at(place | {check.axis: label}) for label in labels]
-        yield _name(result, place, check.where), [_decided(group, check.metric) for group in groups]
+        yield _name(result, place, check.where), [result.at(place | {check.axis: label}) for label in labels]
 
 
-def _decided(group: Group, name: str) -> Estimate | None:
-    return group.final(name) if group.complete else None
+def _compared(less: Group, more: Group, name: str, by: float = 0.0, sign: int = 1) -> Finding:
+    """Judge the claim that a metric of one group is larger than of another, or smaller where the sign is -1."""
+    if not (less.complete and more.complete):
+        return Finding.NOT_RUN
+    first, second = (less, more) if sign > 0 else (more, less)
+    return compare(first.final(name), second.final(name), by)
 
 
 def _name(result: PartResult, place: dict[str, str], where: dict[str, str]) -> str:
@@ -294,41 +372,55 @@ def _name(result: PartResult, place: dict[str, str], where: dict[str, str]) -> s
     return ", ".join(f"{result.title(n)} {label}" for n, label in place.items() if n not in where)
 
 
+def _interval_text(reading: Reading, interval: tuple[float, float] | None) -> str:
+    """Return the ends of a difference's interval, shares in points; as ` (+2.1 to +3.4)`."""
+    if interval is None:
+        return ""
+    low, high = (f"{100 * end:+.1f}" if reading.share else f"{end:+.3g}" for end in interval)
+    return f" ({low} to {high})"
+
+
 def _ordered(check: Ordered, result: PartResult) -> Verdict:
     labels, reading = check.order or result.axes[check.axis].labels(), result.metric(check.metric)
     cases: list[Case] = []
-    steps: list[tuple[Estimate, Estimate]] = []
-    for place, values in _finals(check, labels, result):
-        holds, text = None, f"{labels[0]}: {value_text(reading, values[0])}"  # `a: 45.4 % < b: 81.1 % > c: 80.0 %`
-        for label, (a, b) in zip(labels[1:], pairwise(values), strict=True):
-            sign = "?" if a is None or b is None else "<" if b.mean > a.mean else ">" if b.mean < a.mean else "="
-            text += f" {sign} {label}: {value_text(reading, b)}"
-        present = [value for value in values if value is not None]
-        if len(present) == len(values) > 1:
-            steps += pairwise(present)
-            holds = all(b.mean > a.mean for a, b in pairwise(present))
-        cases.append(Case(place, holds, text))
+    steps: list[tuple[float, Finding]] = []
+    for place, groups in _places(check, labels, result):
+        values = [group.final(check.metric) for group in groups]
+        text = f"{labels[0]}: {value_text(reading, values[0], spread=True)}"  # `a: 45.4 % < b: 81.1 % (+35 to +36)`
+        outcomes = [_compared(less, more, check.metric, check.by) for less, more in pairwise(groups)]
+        for label, (a, b), outcome in zip(labels[1:], pairwise(values), outcomes, strict=True):
+            gap = math.nan if a is None or b is None else b.mean - a.mean
+            sign = "<" if gap > 0 else ">" if gap < 0 else "=" if gap == 0 else "?"
+            text += f" {sign} {label}: {value_text(reading, b, spread=True)}"
+            if outcome is not Finding.NOT_RUN:
+                text += _interval_text(reading, difference(a, b))
+                steps.append((gap, outcome))
+        cases.append(Case(place, Finding.of_all(outcomes), text))
     detail = ""
-    if steps:
-        rising = sum(b.mean > a.mean for a, b in steps)
-        detail = f"of {len(steps)} neighbouring pairs {rising} in the claimed order"
-        if all(a.std is not None and b.std is not None for a, b in steps):
-            clear = sum(b.mean - a.mean > math.hypot(a.std or 0, b.std or 0) for a, b in steps)
-            detail += f", {clear} by more than the spread over seeds"
+    if len(labels) > 2 and steps:
+        rising = sum(gap > max(check.by, 0.0) or gap >= check.by < 0 for gap, _ in steps)
+        shown = sum(outcome is Finding.SHOWN for _, outcome in steps)
+        detail = f"of {len(steps)} neighbouring pairs {rising} in the claimed order, {shown} by more than the spread"
     return Verdict(tuple(cases), detail)
 
 
 def _best(check: Best, result: PartResult) -> Iterator[Case]:
+    """Compare the best point within reach with every point outside."""
     labels, reading = result.axes[check.axis].labels(), result.metric(check.metric)
-    for place, values in _finals(check, labels, result):
-        present = [value for value in values if value is not None]
-        if len(present) < len(values):
-            yield Case(place, None, NOTHING)
-            continue
-        order = sorted(range(len(labels)), key=lambda i: -reading.sign * present[i].mean)
-        away = abs(order[0] - labels.index(check.label))
-        numbers = ", ".join(f"{labels[i]} {value_text(reading, present[i], spread=True)}" for i in order)
-        yield Case(place, away <= check.reach, f"best first: {numbers}")
+    claimed = labels.index(check.label)
+    for place, groups in _places(check, labels, result):
+        values = [group.final(check.metric) for group in groups]
+
+        def mean(i: int, values: list[Estimate | None] = values) -> float:
+            value = values[i]
+            return -math.inf if value is None else reading.sign * value.mean
+
+        order = sorted(range(len(labels)), key=mean, reverse=True)
+        inside = max((i for i in order if abs(i - claimed) <= check.reach), key=mean)
+        outside = [groups[i] for i in order if abs(i - claimed) > check.reach]
+        outcomes = [_compared(rival, groups[inside], check.metric, sign=reading.sign) for rival in outside]
+        numbers = ", ".join(f"{labels[i]} {value_text(reading, values[i], spread=True)}" for i in order)
+        yield Case(place, Finding.of_all(outcomes), f"best first: {numbers}")
 
 
 def _above(check: Above, result: PartResult) -> Verdict:
@@ -337,36 +429,39 @@ def _above(check: Above, result: PartResult) -> Verdict:
     free = [name for name in result.axes if name not in check.baseline]
     low: list[str] = []
     for outer in result.places(fixed, list(check.baseline)):
-        base = _decided(result.at(outer | check.baseline), check.metric)
+        base = result.at(outer | check.baseline)
         for inner in result.places({}, free):
-            value = _decided(result.at(outer | inner), check.metric)
             if inner == check.baseline:
                 continue
-            where = _name(result, outer | inner, fixed)
-            holds = None if base is None or value is None else reading.sign * (value.mean - base.mean) > 0
-            cases.append(Case(where, holds, value_text(reading, value, spread=True)))
-        low.append(f"{_name(result, outer, fixed)} {value_text(reading, base, spread=True)}".strip())
+            group, where = result.at(outer | inner), _name(result, outer | inner, fixed)
+            text = value_text(reading, group.final(check.metric), spread=True)
+            text += _interval_text(reading, difference(base.final(check.metric), group.final(check.metric)))
+            cases.append(Case(where, _compared(base, group, check.metric, sign=reading.sign), text))
+        low.append(
+            f"{_name(result, outer, fixed)} {value_text(reading, base.final(check.metric), spread=True)}".strip()
+        )
     return Verdict(tuple(cases), f"the baseline has {', '.join(low)}")
 
 
 def _slope(check: Slope, result: PartResult) -> Iterator[Case]:
-    """Fit a line to the logarithms of the mean curve of each place."""
+    """Fit a line to the logarithms of each seed's curve, and compare the powers with the claimed one."""
     for labels in result.places(check.where, []):
         group, place = result.at(labels), _name(result, labels, check.where)
         curves = group.curves(check.metric) if group.complete else None
         if curves is None:
-            yield Case(place, None, NOTHING)
+            yield Case(place, Finding.NOT_RUN, NOTHING)
             continue
         late = curves[0] >= check.first
-        rounds, means = curves[0][late], curves[1].mean(axis=0)[late]
-        if len(rounds) < 2 or not (means > 0).all():
-            yield Case(place, False, f"{check.metric} has no logarithm")
+        rounds, values = curves[0][late], curves[1][:, late]
+        if len(rounds) < 2 or not (values > 0).all():
+            yield Case(place, Finding.UNDECIDED, f"{check.metric} has no logarithm")
             continue
-        power = float(np.polyfit(np.log(rounds), np.log(means), 1)[0])
-        fell = f"{number(means[0])} to {number(means[-1])}"
-        yield Case(
-            place, power <= check.at_most, f"power {power:.2f} from round {rounds[0]:,} to {rounds[-1]:,}, {fell}"
-        )
+        powers = Estimate.of([float(np.polyfit(np.log(rounds), np.log(row), 1)[0]) for row in values])
+        spread = "" if powers is None or powers.std is None else f" ± {powers.std:.2f}"
+        fell = f"{number(values[:, 0].mean())} to {number(values[:, -1].mean())}"
+        power = f"power {powers.mean if powers else math.nan:.2f}{spread}"
+        text = f"{power} from round {rounds[0]:,} to {rounds[-1]:,}, {fell}"
+        yield Case(place, compare(powers, Estimate(check.at_most, 0.0, 2)), text)
 
 
 def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
@@ -378,7 +473,7 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
         curves = [group.curves(check.metric) if group.complete else None for group in groups]
         complete = [curve for curve in curves if curve is not None]
         if len(complete) < len(points):
-            yield Case(place, None, NOTHING)
+            yield Case(place, Finding.NOT_RUN, NOTHING)
             continue
         best = [(values.min(axis=1) if low else values.max(axis=1)) for _, values in complete]
         common = float(max(run.max() for run in best) if low else min(run.min() for run in best))  # that all runs reach
@@ -387,15 +482,19 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
             for (a, first), (b, second) in pairwise(zip(points, reached, strict=True)):
                 case = f"{place}{', ' if place else ''}{a.label} to {b.label}"
                 if first is None or second is None:
-                    yield Case(case, False, f"{check.metric} {number(level)} is not reached")
+                    yield Case(case, Finding.UNDECIDED, f"{check.metric} {number(level)} is not reached")
                     continue
-                ratio, claimed = first.mean / second.mean, (b.value or 0) / (a.value or 0)
-                took = f"{first.mean:.0f} and {second.mean:.0f} rounds to {check.metric} {number(level)}"
-                holds = claimed / check.within <= ratio <= claimed * check.within
-                yield Case(case, holds, f"{took}, {ratio:.2f} times fewer where {claimed:g} is claimed")
+                ratio, claimed = np.mean(first) / np.mean(second), (b.value or 0) / (a.value or 0)
+                took = f"{np.mean(first):.0f} and {np.mean(second):.0f} rounds to {check.metric} {number(level)}"
+                outcome = compare(
+                    Estimate.of([math.log(rounds) for rounds in second]),
+                    Estimate.of([math.log(rounds) for rounds in first]),
+                    math.log(claimed / check.within),
+                )
+                yield Case(case, outcome, f"{took}, {ratio:.2f} times fewer where {claimed:g} is claimed")
 
 
-def _rounds_to(level: float, rounds: np.ndarray, values: np.ndarray, low: bool) -> Estimate | None:
+def _rounds_to(level: float, rounds: np.ndarray, values: np.ndarray, low: bool) -> list[float] | None:
     """Return after how many rounds runs first reach a level, interpolating linearly between evaluations."""
     sign = 1.0 if low else -1.0
     reached = []
@@ -408,4 +507,4 @@ def _rounds_to(level: float, rounds: np.ndarray, values: np.ndarray, low: bool) 
         share = gap[i - 1] / (gap[i - 1] - gap[i]) if i else 1.0
         start = rounds[i - 1] if i else 0.0
         reached.append(float(start + share * (rounds[i] - start)))
-    return Estimate.of(reached)
+    return reached

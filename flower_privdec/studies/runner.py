@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -9,10 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.studies.cells import CACHE, Cell, OnCell, Outcome, check_data, expand, missing_cells, run_cells
+from flower_privdec.studies.cells import (
+    CACHE,
+    Cell,
+    Choices,
+    OnCell,
+    Outcome,
+    check_data,
+    expand,
+    missing_cells,
+    run_cells,
+)
 from flower_privdec.studies.publish import make_folder, publish
 from flower_privdec.studies.results import PartResult, collect
-from flower_privdec.studies.spec import load_study
+from flower_privdec.studies.spec import Study, load_study
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,33 @@ class Publication:
     parts: list[PartResult]
     failed: list[Outcome]
     folder: Path
+
+
+def choices_of(
+    study: Study, size: str | None, cells: Sequence[Cell], cache: Path, failed: Sequence[Outcome] = ()
+) -> Choices:
+    """Return what is chosen in the parts that others are chosen in, of each place whose cells are finished.
+
+    Args:
+        failed: cells that count as finished: a learning rate at which a run fails is not the best.
+    """
+    sources, tried, choices = (
+        {part.chosen_in for part in study.parts},
+        {outcome.cell.key for outcome in failed},
+        Choices(),
+    )
+    for part in (part for part in study.parts if part.name in sources):
+        free = [name not in part.best_over for name in part.axes_at(size)]
+        waiting = {
+            tuple(itertools.compress(cell.labels, free))
+            for cell in missing_cells([cell for cell in cells if cell.part == part.name], cache)
+            if cell.key not in tried
+        }
+        groups = collect(part, size, cells, cache).groups
+        choices[part.name] = {
+            group.labels: group.chosen for group in groups if group.runs and group.labels not in waiting
+        }
+    return choices
 
 
 def run_and_publish(
@@ -55,13 +93,19 @@ def run_and_publish(
     chosen, size = study.chosen(only), study.size(size)
     title = study.name if size is None else f"{study.name}-{size}"
     out = out or Path("results") / title
-    cells = expand(study, base, size, study.parts, settings)
     names = {part.name for part in chosen}
-    missing = missing_cells([cell for cell in cells if cell.part in names], cache) if jobs else []
-    check_data(missing)
-    make_folder(out)
-    with progress(title, missing) as on_cell:
-        failed = run_cells(missing, cache, jobs, on_cell)
+    failed: list[Outcome] = []
+    choices, before = Choices(), None
+    while choices != before:  # what one part chooses, another runs
+        cells = expand(study, base, size, study.parts, settings, choices)
+        tried = {outcome.cell.key for outcome in failed}
+        missing = missing_cells([cell for cell in cells if cell.part in names], cache) if jobs else []
+        to_run = [cell for cell in missing if not cell.waits and cell.key not in tried]
+        check_data(missing)
+        make_folder(out)
+        with progress(title, to_run) as on_cell:
+            failed += run_cells(to_run, cache, jobs, on_cell)
+        before, choices = choices, choices_of(study, size, cells, cache, failed)
     results = [collect(part, size, cells, cache) for part in study.parts]
     shown = [result for result in results if result.part.name in names or result.complete]
     if not failed and not any(group.runs for result in shown for group in result.groups):

@@ -137,7 +137,7 @@ class Pivot(Section):
 
 
 class CheckSection(Section):
-    """A claim as a condition on the means.
+    """A claim as a condition on the means over the seeds, judged by their difference and its spread.
 
     Attributes:
         kind: of the condition.
@@ -170,11 +170,14 @@ class Ordered(CheckSection):
     Attributes:
         axis: whose points are compared.
         order: labels, from the least to the greatest; left out, the axis' own order.
+        by: how much it rises from each to the next at least, in the metric's unit, so that 0.03 is three points of
+            accuracy; a negative one allows it to fall by as much.
     """
 
     kind: Literal["ordered"]
     axis: str
-    order: list[str] | None = None
+    order: Annotated[list[str], Field(min_length=2)] | None = None
+    by: Annotated[float, Field(allow_inf_nan=False)] = 0.0
 
 
 class Best(CheckSection):
@@ -204,12 +207,12 @@ class Above(CheckSection):
 
 
 class Speedup(CheckSection):
-    """Points whose value is n times larger reach a level of the metric in n times fewer rounds.
+    """Points whose value is n times larger reach a level of the metric in n times fewer rounds, or in fewer still.
 
     Attributes:
         axis: whose points are compared; every point needs a value.
         levels: of the metric; left out, the best that every cell reaches.
-        within: the factor by which the ratio may differ from n.
+        within: the factor by which the ratio may fall short of n.
     """
 
     kind: Literal["speedup"]
@@ -300,6 +303,8 @@ class Part(TitledSection):
         axes: what varies; every combination is a cell.
         cases: settings of some of the cells.
         best_over: axes of which only the point with the best first metric is kept.
+        chosen_in: an earlier part with `best_over`, such as one that tries learning rates on validation data: each cell
+            here has the settings of the point that was best in its place there.
         figures: to draw.
         pivot: a table of one metric, one axis down and one across.
         metrics: the table's columns: names of the list below, or dotted keys of metrics.jsonl, as accuracy.peer_max.
@@ -313,6 +318,7 @@ class Part(TitledSection):
     axes: Annotated[dict[str, Axis], Field(min_length=1)]
     cases: Annotated[list[CellSettings], Field(default_factory=list)]
     best_over: Lines
+    chosen_in: str | None = None
     figures: Annotated[list[Figure], Field(default_factory=list)]
     pivot: Pivot | None = None
     metrics: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["accuracy", "loss"])]
@@ -418,6 +424,19 @@ class Study(TitledSection):
                 if size not in self.sizes:
                     sizes = ", ".join(self.sizes) or "none; give it some under sizes"
                     raise ValueError(f"parts.{i}.sizes.{size} must be one of the study's sizes ({sizes})")
+            if part.chosen_in is not None:
+                self._check_source(f"parts.{i}.chosen_in", part, self.parts[:i])
+
+    def _check_source(self, key: str, part: Part, earlier: Sequence[Part]) -> None:
+        source = next((other for other in earlier if other.name == part.chosen_in and other.best_over), None)
+        if source is None:
+            names = ", ".join(other.name for other in earlier if other.best_over) or "there is none"
+            raise ValueError(f"{key}: '{part.chosen_in}' must be an earlier part with best_over ({names})")
+        for size in (None, *self.sizes):
+            axes, places = source.axes_at(size), part.axes_at(size)
+            for name in (name for name in axes if name not in source.best_over):
+                _check_axis(key, name, places)
+                _check_labels(key, ((name, label) for label in places[name].labels()), axes)
 
     def size(self, name: str | None) -> str | None:
         """Return a size's name, by default the first; None where the study has no sizes.
@@ -435,7 +454,7 @@ class Study(TitledSection):
         return name
 
     def chosen(self, only: Iterable[str]) -> list[Part]:
-        """Return the parts with these names, all by default.
+        """Return the parts with these names and those that they are chosen in, all by default.
 
         Raises:
             ScenarioError: a name that no part has.
@@ -447,6 +466,9 @@ class Study(TitledSection):
                     f"--only {name}: study {self.name} has the parts {', '.join(names)}; name one",
                     code="study.unknown-part",
                 )
+        for part in reversed(self.parts):
+            if part.name in requested and part.chosen_in is not None:
+                requested.append(part.chosen_in)
         return [part for part in self.parts if not requested or part.name in requested]
 
 

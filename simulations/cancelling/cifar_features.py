@@ -27,9 +27,9 @@ def images(data: dict[str, np.ndarray], part: str) -> np.ndarray:
     return np.stack(pixels).transpose(0, 3, 1, 2).astype(np.float32) / 255
 
 
-def features(pixels: np.ndarray) -> np.ndarray:
-    """Return features of norm NORM, [N, 8 FILTERS], of each image by itself."""
-    filters = torch.randn(FILTERS, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+def features(pixels: np.ndarray, count: int = FILTERS) -> np.ndarray:
+    """Return features of norm NORM, [N, 8 count], of each image by itself, from as many filters."""
+    filters = torch.randn(count, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     filters -= filters.mean(dim=(1, 2, 3), keepdim=True)
     parts = []
     for batch in torch.from_numpy(pixels).split(500):

@@ -74,6 +74,8 @@ def test_a_peer_that_is_there_has_no_error_and_one_that_is_not_is_refused(author
     server = serve("127.0.0.1:0", authority.issue("peer-0.tiny"))
     address = f"127.0.0.1:{server.port}"
     assert code_of(address, authority.issue("peer-1.tiny")) is None
+    with raises(RunError, "certificate.authority", names=address):  # which Python raises as a ValueError too
+        identity_at(address, Authority.create("other").issue("peer-1.tiny"))
     server.close(0)
     assert code_of(address, authority.issue("peer-1.tiny")) == "call.refused"
     with raises(RunError, "call.refused", names=address):

@@ -259,22 +259,41 @@ def test_what_breaks_a_rule_is_refused_by_name_and_changes_nothing(hostile: Host
     assert known(hostile.target) != before  # what is right is taken
 
 
-@pytest.mark.parametrize("weight", [0.0, 9.0, 1e6, 1e300])
-def test_a_weight_that_no_honest_peer_sends_quarantines_its_sender_by_name(hostile: Hostile, weight: float) -> None:
+@pytest.mark.parametrize(
+    ("x", "weight"), [(0.0, 0.0), (0.0, 9.0), (0.0, 1e6), (0.0, 1e300), (1e25, 0.25), (-1e5, 1e-12)]
+)
+def test_a_share_that_no_honest_peer_sends_quarantines_its_sender_by_name(
+    hostile: Hostile, x: float, weight: float
+) -> None:
     """And takes no mass: one share of x = 0 and w = 1e6 made the model of every peer it reached 0."""
     if not hostile.target.protocol.mass:
         pytest.skip("gossip has no weights")
     hostile.greet()
     before = known(hostile.target)
     with raises(RefusedError, "peer.quarantined", names="peer 3 .* peer 0"):
-        hostile.say(hostile.bad_rows(lambda rows: {"x": rows["x"] * 0, "w": torch.full_like(rows["w"], weight)}))
+        hostile.say(hostile.bad_rows(lambda rows: far(rows, x, weight)))
     for _ in range(2):
         with raises(RefusedError, "peer.quarantined", names="peer 3"):
             hostile.say(replace(hostile.own.protocol.hello(0)))
     assert known(hostile.target) == before
     assert not hostile.target.protocol.is_open(3)
-    assert "weight" in hostile.target.status()["quarantined"]["3"]
+    assert f"{x:.3g}" if x else "weight" in hostile.target.status()["quarantined"]["3"]
     assert not hostile.target.session.has_news(3, float("inf"))
+
+
+def far(rows: Mapping[str, Tensor], x: float, weight: float) -> dict[str, Tensor]:
+    """Return a share whose model has one number x / weight, and else 0."""
+    values = torch.zeros_like(rows["x"])
+    values[-1] = x
+    return {"x": values, "w": torch.full_like(rows["w"], weight)}
+
+
+def test_a_model_that_is_large_for_a_peer_that_begins_is_taken(hostile: Hostile) -> None:
+    if not hostile.target.protocol.mass:
+        pytest.skip("gossip has no weights")
+    hostile.greet()
+    hostile.say(hostile.bad_rows(lambda rows: far(rows, 1e5, 0.25)))
+    assert hostile.target.protocol.waiting_rounds() == {3: 0}
 
 
 def say_again(hostile: Hostile) -> None:

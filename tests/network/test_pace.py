@@ -14,6 +14,7 @@ from flower_privdec.network.peer import pace
 
 LEAD, FURTHER, SWEEPS = 3, 12, 200
 POOR = 0.1  # of the mean weight of the peers that are up: a step with less would be far too long
+MOST = 1.3  # of the weight that a peer begins with: the mean of all, however often peers lose their state
 BACK = 0.3  # of that mean: what each has again soon after the last fault
 UNDER_WAY = 1000  # the round of those that nothing happened to: one that comes back needs as many to catch up
 SCHEDULES = 200
@@ -286,6 +287,34 @@ def test_all_get_further_at_one_pace_whatever_was_lost() -> None:
 def test_no_floor_sinks_where_no_weight_was_lost() -> None:
     for seed in range(SCHEDULES):
         Schedule(Random(seed), calm=True).run()
+
+
+def lost_again_and_again(seed: int, weight: float) -> list[float]:
+    """Return the mean weight of all peers after each of 40 losses of a peer's state, with messages between them."""
+    schedule, means = Schedule(Random(seed)), list[float]()
+    draw, walkers, schedule.refills = schedule.draw, schedule.walkers, True
+    for walker in walkers:
+        walker.weight = weight
+    pause, victim = draw.choice([3, 10, 30]), draw.choice([None, draw.randrange(len(walkers))])
+    for _ in range(40):
+        for _ in range(pause):
+            (walker,) = draw.choices(walkers, schedule.speeds)
+            schedule.absorb(walker)
+            ready = [other.number for other in schedule.up(walker) if other.number not in walker.owed]
+            schedule.send(walker, walker.floor.parts(walker.weight, dict.fromkeys(ready, 1 / walker.n)))
+            if schedule.messages:
+                schedule.deliver()
+        schedule.lose(walkers[draw.randrange(len(walkers)) if victim is None else victim])
+        held = sum(walker.weight + sum(share for _, share in walker.inbox) for walker in walkers)
+        means.append((held + sum(share for _, share in schedule.under_way(range(len(walkers))))) / len(walkers))
+    return means
+
+
+def test_what_peers_bring_that_lost_their_state_does_not_add_up() -> None:
+    """It is more than they lost where they had handed some on; those that are lost later take that along."""
+    for seed in range(SCHEDULES // 4):
+        assert max(lost_again_and_again(seed, 1.0)) < MOST, seed
+        assert lost_again_and_again(seed, 3.0)[-1] < MOST, seed
 
 
 MUTANTS = {

@@ -7,9 +7,12 @@ import importlib
 import json
 import linecache
 import math
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -17,11 +20,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from paths import ROOT
 from raising import raises
 from rich.console import Console
 from run_folders import metrics_line, privacy_row, summary_of
+from scipy.stats import ttest_ind
 
+from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.cli.main import main
 from flower_privdec.cli.study_command import TimeLeft, print_verdicts, run_study
 from flower_privdec.common.errors import RunError, ScenarioError
@@ -31,8 +38,9 @@ from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.loading import shipped
 from flower_privdec.studies.cells import Cell, Outcome, expand, folder_of, missing_cells, run_cells
 from flower_privdec.studies.publish import _draw_panel, budgets_text, columns, publish, row, to_csv
-from flower_privdec.studies.results import Estimate, PartResult, Verdict, collect, judge
-from flower_privdec.studies.spec import Part, load_study
+from flower_privdec.studies.results import Estimate, Finding, PartResult, Verdict, collect, compare, difference, judge
+from flower_privdec.studies.runner import choices_of
+from flower_privdec.studies.spec import Axis, Part, load_study
 
 BASE = """
 name: base
@@ -136,6 +144,24 @@ def test_every_published_study_is_sound_in_each_of_its_sizes(name: str, size: st
     assert {cell.scenario.name for cell in cells} == {name}
 
 
+def test_what_has_not_been_run_is_ready() -> None:
+    """Every command in the table of missing results resolves to sound cells, here with one seed of each."""
+    text = (ROOT / "docs" / "studies.md").read_text().partition("## What has not been run")[2]
+    commands = re.findall(r"\| `privdec study (.*?)` \|", text)
+    assert len(commands) > 10
+    for words in map(shlex.split, commands):
+        options = list(zip(words[1::2], words[2::2], strict=True))
+        only, settings = ([value for key, value in options if key == name] for name in ("--only", "--set"))
+        study, base = load_study(words[0])
+        size = study.size(dict(options).get("--size"))
+        short = {name: s.model_copy(update={"seeds": [1]}) for name, s in study.sizes.items()}
+        parts = [
+            part.model_copy(update={"sizes": {n: s.model_copy(update={"seeds": None}) for n, s in part.sizes.items()}})
+            for part in study.chosen(only)
+        ]
+        assert expand(study.model_copy(update={"sizes": short, "seeds": [1]}), base, size, parts, settings)
+
+
 def test_cases_have_settings_of_their_own(study_at: Callable[..., Path]) -> None:
     case = {"where": {"epsilon": "3", "algorithm": "push-sum"}, "settings": ["algorithm.learning_rate=0.25"]}
     rates = {cell.labels: cell.scenario.algorithm.learning_rate for cell in cells_of(study_at(cases=[case]))}
@@ -155,6 +181,25 @@ def test_the_study_of_noise_that_cancels_is_sound(monkeypatch: pytest.MonkeyPatc
         own = {"0.5": 2.58268, "1": 1.52855, "3": 0.86299}[epsilon]
         assert private.noise_multiplier == (pytest.approx(own / 4, rel=1e-3) if noise == "trusted server" else None)
         assert (private.noise is not None) == noise.startswith("cancelling")
+
+
+@pytest.mark.parametrize("name", ["study.yaml", "cifar-study.yaml"])
+def test_every_algorithm_is_compared_at_the_same_budget_and_with_as_many_rates(name: str) -> None:
+    """Left out are those that are another by another name, and those that only average or have no noise."""
+    study, base = load_study(str(ROOT / "simulations" / "compared" / name))
+    axes = {"epsilon": Axis(key="privacy.epsilon", values=[1])}
+    rates, table = (part.model_copy(update={"axes": part.axes | axes, "sizes": {}}) for part in study.parts)
+    short = study.model_copy(update={"seeds": [1], "sizes": {}})
+    tried, compared = expand(short, base, None, [rates]), expand(short, base, None, [table])
+    assert {cell.scenario.algorithm.name for cell in compared} == set(ALGORITHMS) - {
+        "sgp", "d-psgd", "const-d2p", "dp-dpsgd", "dda"
+    }  # fmt: skip
+    assert all(cell.scenario.private and cell.scenario.private.epsilon == 1 for cell in [*tried, *compared])
+    counts = Counter((cell.labels[1], cell.labels[3]) for cell in tried)
+    assert set(counts.values()) == {4}
+    assert set(counts) == {(cell.labels[1], cell.labels[2]) for cell in compared}
+    held_out = str(tried[0].scenario.data.root)
+    assert held_out == str(compared[0].scenario.data.root).replace(".npz", "-held-out.npz")
 
 
 def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_at: Callable[..., Path]) -> None:
@@ -415,13 +460,80 @@ GRID = {("1", "push-sum"): 0.5, ("3", "push-sum"): 0.7, ("1", "no privacy"): 0.9
 def test_an_order_is_judged_place_by_place(study_at: Callable[..., Path], tmp_path: Path) -> None:
     result = made_up(study_at(), tmp_path, by_place(GRID))
     (verdict,) = verdicts(result)
-    assert [case.holds for case in verdict.cases] == [True, False]
-    assert verdict.cases[0].numbers == "1: 50.0 % < 3: 70.0 %"
-    assert verdict.cases[1].numbers == "1: 90.0 % = 3: 90.0 %"
-    assert verdict.sentence == (
-        "The claim shows in 1 of 2 cells; of 2 neighbouring pairs 1 in the claimed order, "
-        "1 by more than the spread over seeds."
+    assert [case.outcome for case in verdict.cases] == [Finding.SHOWN, Finding.UNDECIDED]
+    assert verdict.cases[0].numbers == "1: 50.0 ± 1.4 % < 3: 70.0 ± 1.4 % (+13.9 to +26.1)"
+    assert verdict.cases[1].numbers.startswith("1: 90.0 ± 1.4 % = 3: 90.0 ± 1.4 % (")
+    assert verdict.sentence == "Shown in 1 of 2 cells, undecided in 1."
+
+
+def test_an_order_of_several_counts_its_pairs(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    axes = {"rounds": {"key": "rounds", "values": [1, 2, 3, 4]}}
+    values = {("1",): 0.1, ("2",): 0.3, ("3",): 0.31, ("4",): 0.2}
+    checks = [{"kind": "ordered", "axis": "rounds"}, {"kind": "ordered", "axis": "rounds", "by": -0.25}]
+    strict, lenient = verdicts(
+        made_up(study_at(axes=axes, checks=checks, figures=[], pivot=None), tmp_path, by_place(values))
     )
+    assert strict.sentence == (
+        "Contradicted; of 3 neighbouring pairs 2 in the claimed order, 1 by more than the spread."
+    )
+    assert lenient.sentence.startswith("Shown; of 3 neighbouring pairs 3 in the claimed order, 3 ")
+
+
+# --- the rule
+
+
+def estimate(*values: float) -> Estimate | None:
+    return Estimate.of(values)
+
+
+@pytest.mark.parametrize(
+    ("less", "more", "by", "outcome"),
+    [
+        ([0.70, 0.71, 0.72], [0.80, 0.81, 0.82], 0.0, Finding.SHOWN),
+        ([0.80, 0.81, 0.82], [0.70, 0.71, 0.72], 0.0, Finding.CONTRADICTED),
+        ([0.681, 0.706, 0.731], [0.695, 0.720, 0.745], 0.0, Finding.UNDECIDED),  # 70.6 and 72.0, a spread of 2.5
+        ([0.893, 0.894, 0.895], [0.896, 0.897, 0.898], 0.03, Finding.NOT_SHOWN),  # 89.4 and 89.7, claimed by 3
+        ([0.80, 0.81, 0.82], [0.70, 0.71, 0.72], 0.03, Finding.CONTRADICTED),
+        ([0.70, 0.71, 0.72], [0.80, 0.81, 0.82], 0.03, Finding.SHOWN),
+        ([0.70, 0.71, 0.72], [0.70, 0.76, 0.82], 0.03, Finding.UNDECIDED),
+        ([0.900, 0.901, 0.902], [0.899, 0.900, 0.901], -0.01, Finding.SHOWN),  # below by less than the margin
+        ([0.900, 0.901, 0.902], [0.879, 0.880, 0.881], -0.01, Finding.CONTRADICTED),
+        ([0.8, 0.8], [0.8, 0.8], 0.0, Finding.NOT_SHOWN),  # a tie without any spread
+        ([0.8, 0.8], [0.8, 0.8], -0.01, Finding.SHOWN),
+        ([0.8, 0.8], [0.9, 0.9], 0.0, Finding.SHOWN),
+        ([0.1], [0.9], 0.0, Finding.UNDECIDED),  # one seed
+        ([0.1, 0.1, 0.1], [0.9], 0.0, Finding.UNDECIDED),
+        ([0.1, 0.11, 0.12], [0.9, 0.91, math.nan], 0.0, Finding.UNDECIDED),  # a run diverged
+        ([math.inf, 0.1, 0.1], [0.9, 0.9, 0.9], 0.0, Finding.UNDECIDED),
+        ([math.nan, math.nan], [0.9, 0.9], 0.0, Finding.UNDECIDED),
+        ([], [0.9, 0.9], 0.0, Finding.UNDECIDED),
+    ],
+)
+def test_a_difference_is_judged_against_its_spread(
+    less: list[float], more: list[float], by: float, outcome: Finding
+) -> None:
+    assert compare(estimate(*less), estimate(*more), by) is outcome
+
+
+@given(
+    less=st.lists(st.floats(0, 1, width=16), min_size=2, max_size=6),
+    more=st.lists(st.floats(0, 1, width=16), min_size=2, max_size=6),
+)
+def test_the_interval_is_that_of_welchs_test(less: list[float], more: list[float]) -> None:
+    interval = difference(estimate(*less), estimate(*more))
+    assert interval is not None
+    if len({*less}) > 1 or len({*more}) > 1:
+        expected = ttest_ind(more, less, equal_var=False).confidence_interval(0.95)
+        assert interval == pytest.approx((expected.low, expected.high), rel=1e-6, abs=1e-9)
+    reverse = {Finding.SHOWN: Finding.CONTRADICTED, Finding.CONTRADICTED: Finding.SHOWN}
+    outcome = compare(estimate(*less), estimate(*more))
+    assert compare(estimate(*more), estimate(*less)) is reverse.get(outcome, outcome)
+
+
+def test_several_outcomes_are_one_by_the_worst() -> None:
+    assert Finding.of_all([Finding.SHOWN, Finding.UNDECIDED, Finding.SHOWN]) is Finding.UNDECIDED
+    assert Finding.of_all([Finding.NOT_RUN, Finding.UNDECIDED, Finding.SHOWN]) is Finding.NOT_RUN
+    assert Finding.of_all([Finding.NOT_RUN, Finding.CONTRADICTED]) is Finding.CONTRADICTED
 
 
 def test_a_claim_with_a_run_missing_is_not_decided(study_at: Callable[..., Path], tmp_path: Path) -> None:
@@ -432,10 +544,10 @@ def test_a_claim_with_a_run_missing_is_not_decided(study_at: Callable[..., Path]
         {"kind": "speedup", "axis": "algorithm", "metric": "loss"},
     ]
     first, second, third = verdicts(made_up(study_at(checks=checks), tmp_path, by_place(part)))
-    assert first.sentence.startswith("The claim is not decided: runs are missing")
-    assert [case.holds for case in second.cases] == [False, None]
-    assert "1 more not decided" in second.sentence
-    assert [case.holds for case in third.cases if case.where.startswith("ε 3")] == [None]
+    assert first.sentence == "Not run."
+    assert [case.outcome for case in second.cases] == [Finding.CONTRADICTED, Finding.NOT_RUN]
+    assert second.sentence == "Not run in 1 of 2 cells, contradicted in 1."
+    assert [case.outcome for case in third.cases if case.where.startswith("ε 3")] == [Finding.NOT_RUN]
 
 
 def test_best_allows_neighbours_within_reach_and_knows_that_less_loss_is_better(
@@ -448,7 +560,13 @@ def test_best_allows_neighbours_within_reach_and_knows_that_less_loss_is_better(
     ]
     axes = {"rounds": {"key": "rounds", "values": [1, 2, 3, 4]}}
     result = made_up(study_at(axes=axes, checks=checks, figures=[], pivot=None), tmp_path, by_place(values))
-    assert [verdict.cases[0].holds for verdict in verdicts(result)] == [True, False, True, True]
+    shown, undecided, contradicted = Finding.SHOWN, Finding.UNDECIDED, Finding.CONTRADICTED
+    outcomes = [verdict.cases[0].outcome for verdict in verdicts(result)]
+    assert outcomes == [shown, contradicted, shown, shown]
+    close = made_up(study_at(axes=axes, checks=checks[:1], figures=[], pivot=None), tmp_path, by_place(
+        values | {("1",): 0.49}
+    ))  # fmt: skip
+    assert verdicts(close)[0].cases[0].outcome is undecided
     assert verdicts(result)[0].cases[0].numbers.startswith("best first: 2 50.0 ± 1.4 %, 3 40.0")
 
 
@@ -458,13 +576,13 @@ def test_above_compares_every_place_with_the_baseline(study_at: Callable[..., Pa
         {"kind": "above", "baseline": {"algorithm": "push-sum"}, "where": {"epsilon": "3"}, "metric": "loss"},
     ]
     first, second = verdicts(made_up(study_at(checks=checks), tmp_path, by_place(GRID)))
-    assert {case.where: case.holds for case in first.cases} == {
-        "ε 1, algorithm push-sum": False,
-        "ε 1, algorithm no privacy": True,
-        "ε 3, algorithm no privacy": True,
+    assert {case.where: case.outcome for case in first.cases} == {
+        "ε 1, algorithm push-sum": Finding.CONTRADICTED,
+        "ε 1, algorithm no privacy": Finding.SHOWN,
+        "ε 3, algorithm no privacy": Finding.SHOWN,
     }
     assert "70.0 ± 1.4 %" in first.detail
-    assert [case.holds for case in second.cases] == [False]
+    assert [case.outcome for case in second.cases] == [Finding.CONTRADICTED]
 
 
 def test_speedup_compares_rounds_to_a_level_with_the_ratio_of_values(
@@ -487,7 +605,8 @@ def test_speedup_compares_rounds_to_a_level_with_the_ratio_of_values(
         return {slow: 2.0, 2 * slow: 0.5}
 
     first, second = verdicts(made_up(path, tmp_path, curve))
-    assert [case.holds for case in first.cases] == [True, False, False, False]
+    outcomes = [case.outcome for case in first.cases]
+    assert outcomes == [Finding.SHOWN, Finding.NOT_SHOWN, Finding.UNDECIDED, Finding.UNDECIDED]
     assert "67 and 33 rounds" in first.cases[0].numbers
     assert "2.00 times fewer where 2 is claimed" in first.cases[0].numbers
     assert "is not reached" in first.cases[2].numbers
@@ -496,7 +615,7 @@ def test_speedup_compares_rounds_to_a_level_with_the_ratio_of_values(
 
 def test_a_slope_is_that_of_the_logarithms_from_a_round_on(study_at: Callable[..., Path], tmp_path: Path) -> None:
     checks = [{"kind": "slope", "at_most": -0.9, "first": 10, "metric": "loss"}]
-    powers = {("1", "push-sum"): -1.0, ("1", "no privacy"): -0.8, ("3", "push-sum"): -2.0}
+    powers = {("1", "push-sum"): -1.0, ("3", "push-sum"): -0.8}
 
     def curve(cell: Cell) -> dict[int, float]:
         power = powers.get(tuple(dict(cell.labels).values()) if isinstance(cell.labels, dict) else cell.labels)
@@ -504,8 +623,9 @@ def test_a_slope_is_that_of_the_logarithms_from_a_round_on(study_at: Callable[..
         return {k: -1.0 if power is None else 1e9 if k == 1 else k**power for k in rounds}
 
     (verdict,) = verdicts(made_up(study_at(checks=checks, figures=[], pivot=None), tmp_path, curve))
-    assert [case.holds for case in verdict.cases] == [True, False, True, False]
-    assert "power -1.00 from round 10 to 1,000" in verdict.cases[0].numbers
+    outcomes = [case.outcome for case in verdict.cases]
+    assert outcomes == [Finding.SHOWN, Finding.UNDECIDED, Finding.CONTRADICTED, Finding.UNDECIDED]
+    assert "power -1.00 ± 0.00 from round 10 to 1,000" in verdict.cases[0].numbers
     assert "has no logarithm" in verdict.cases[3].numbers
 
 
@@ -529,11 +649,88 @@ def test_an_axis_can_be_chosen_from(study_at: Callable[..., Path], tmp_path: Pat
     path = study_at(axes=axes, best_over=["rate"], figures=[], pivot=None)
     result = made_up(path, tmp_path, by_place(values))
     assert [(group.labels, group.chosen) for group in result.groups] == [(("1",), ("0.2",)), (("3",), ("0.1",))]
-    assert verdicts(result)[0].cases[0].numbers == "1: 50.0 % < 3: 60.0 %"
+    assert verdicts(result)[0].cases[0].numbers.startswith("1: 50.0 ± 1.4 % < 3: 60.0 ± 1.4 %")
+
+
+CHOSEN = """
+name: chosen
+base: base.yaml
+parts:
+  - name: rates
+    axes:
+      rate: {key: algorithm.learning_rate, values: [0.1, 0.2, 0.4]}
+      algorithm: &algorithms
+        points:
+          - {label: push-sum}
+          - {label: duals, settings: ["algorithm={name: dp-dda, gamma: 3}"]}
+    cases:
+      - {where: {algorithm: duals, rate: "0.1"}, settings: [algorithm.gamma=1]}
+      - {where: {algorithm: duals, rate: "0.2"}, settings: [algorithm.gamma=2]}
+      - {where: {algorithm: duals, rate: "0.4"}, settings: [algorithm.gamma=7]}
+    best_over: [rate]
+    settings: [rounds=2, topology.name=ring, privacy.clip_norm=2]
+    metrics: [loss]
+  - name: main
+    chosen_in: rates
+    settings: [topology.name=ring]
+    axes: {epsilon: {key: privacy.epsilon, values: [1, 3]}, algorithm: *algorithms}
+"""
+
+
+def test_what_one_part_chooses_another_runs(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    """Each cell has what was best in its place, with the cases there, and none of what else was set there."""
+    path, cache = study_at(CHOSEN), tmp_path / "cells"
+    study, base = load_study(str(path))
+    (waiting, done) = ([cell for cell in cells_of(path) if cell.waits is waits] for waits in (True, False))
+    assert {cell.part for cell in waiting} == {"main"}
+    losses = {("0.1", "push-sum"): 0.5, ("0.2", "push-sum"): 0.3, ("0.4", "push-sum"): 0.9}
+    for cell in done:
+        fake_run(cache, cell, {2: losses.get(cell.labels, 0.2 if cell.labels[0] == "0.4" else 0.4)})
+    choices = choices_of(study, None, cells_of(path), cache)
+    assert choices == {"rates": {("push-sum",): ("0.2",), ("duals",): ("0.4",)}}
+    chosen = [cell for cell in expand(study, base, None, study.parts, (), choices) if cell.part == "main"]
+    assert [cell.waits for cell in chosen] == [False] * 4
+    for cell in chosen:
+        section = cell.scenario.algorithm
+        assert (getattr(section, "learning_rate", None), getattr(section, "gamma", None)) == (
+            (0.2, None) if cell.labels[1] == "push-sum" else (None, 7)
+        )
+        assert (cell.scenario.rounds, cell.scenario.private.clip_norm) == (4, 1)  # type: ignore[union-attr]
+    shutil.rmtree(folder_of(cache, done[0].key))
+    failed = [Outcome(done[0], "diverged")]
+    assert choices_of(study, None, cells_of(path), cache)["rates"] == {("duals",): ("0.4",)}
+    assert choices_of(study, None, cells_of(path), cache, failed) == choices
+    assert study.chosen(["main"]) == study.parts
+
+
+def test_the_command_runs_what_is_chosen_from_first(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    path, cache = study_at(CHOSEN), tmp_path / "cells"
+    results = run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, only=["main"], console=quiet())
+    assert [(result.part.name, result.complete) for result in results] == [("rates", True), ("main", True)]
+    best = {group.labels: group.chosen[0] for group in results[0].groups}
+    rates = {group.labels[1]: group.runs[0].scenario.algorithm for group in results[1].groups}
+    assert rates["push-sum"].learning_rate == float(best["push-sum",])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chosen_in": "nothing"}, "'nothing' must be an earlier part with best_over .rates."),
+        ({"axes": {"epsilon": {"key": "privacy.epsilon", "values": [1]}}}, "axis 'algorithm'"),
+        ({"axes": {"algorithm": {"points": [{"label": "other"}]}}}, "'other' must be a label of axis algorithm"),
+    ],
+)
+def test_a_part_is_chosen_in_an_earlier_one_with_its_axes(
+    study_at: Callable[..., Path], changes: dict[str, object], message: str
+) -> None:
+    data = yaml.safe_load(CHOSEN)
+    data["parts"][1] |= changes
+    with raises(ScenarioError, "scenario.value_error", names=rf"parts\.1\.chosen_in: .*{message}"):
+        load_study(str(study_at(yaml.safe_dump(data, sort_keys=False))))
 
 
 def test_estimates_leave_out_what_is_not_finite_and_have_no_spread_for_one_seed() -> None:
-    assert Estimate.of([1.0, 3.0, float("inf")]) == Estimate(2.0, pytest.approx(2**0.5), 2)
+    assert Estimate.of([1.0, 3.0, float("inf")]) == Estimate(2.0, pytest.approx(2**0.5), 2, diverged=1)
     assert Estimate.of([1.0]) == Estimate(1.0, None, 1)
     assert Estimate.of([float("nan")]) is None
 
@@ -559,7 +756,9 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
         "6 runs, 12.0 s",
         "All runs of this study, over cells and seeds, use the same data set. Each run's ε stands alone",
         "Each seed is a run, a release of its own of the same data",
-        "Criterion: test accuracy in the order 1 < 3. **The claim shows in 1 of 2 cells",
+        "Criterion: test accuracy in the order 1 < 3. **Shown in 1 of 2 cells, undecided in 1.**",
+        "- shown, algorithm push-sum: 1: 50.0",
+        "undecided where the spread hides it",
         "| ε | algorithm | rounds | learning rate | test accuracy | test loss | ε (claimed) | ε (exact) | δ | seeds |",
         "| 1 | push-sum | 4 | 0.5 | 50.0 ± 1.4 % | 0.500 ± 0.0141 | 1 | 2.50 | 0.001 | 2 |",
         "| algorithm | ε 1 | ε 3 |",
@@ -579,6 +778,28 @@ def test_the_terminal_says_that_each_seed_is_a_release_of_the_same_data(
     assert bare
     print_verdicts([replace(result, cells=bare)], tmp_path)
     assert "Each seed" not in capsys.readouterr().out
+
+
+def test_a_cell_that_was_not_run_is_shown_as_not_run(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    path = study_at()
+    values = {place: value for place, value in GRID.items() if place != ("3", "push-sum")}
+    result = made_up(path, tmp_path / "cells", by_place(values))
+    study, _ = load_study(str(path))
+    publish(study, "laptop", "privdec study small", [result], [], tmp_path / "out")
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "| push-sum | 50.0 ± 1.4 % | not run |" in readme
+    assert "| 3 | push-sum | – | – | not run | not run | – | – | 0 (2 missing) |" in readme
+    assert "- not run, algorithm push-sum:" in readme
+
+
+def test_many_long_labels_are_turned(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    points = [{"label": f"an algorithm, number {i}", "settings": [f"rounds={i}"]} for i in range(1, 9)]
+    figures = [{"kind": "final", "x": "algorithm"}]
+    path = study_at(axes={"algorithm": {"points": points}}, figures=figures, pivot=None, checks=[])
+    result = made_up(path, tmp_path / "cells", lambda cell: {4: 0.5})
+    axes = new_figure(5, 3).add_subplot()
+    assert _draw_panel(axes, result.part.figures[0], result, {})
+    assert {label.get_rotation() for label in axes.get_xticklabels()} == {50}
 
 
 def test_every_budget_stands_in_the_column_where_they_differ(study_at: Callable[..., Path], tmp_path: Path) -> None:
@@ -667,7 +888,7 @@ def test_the_example_compares_four_algorithms_over_three_seeds(tmp_path: Path) -
         ((name,), 3) for name in ("local", "const-d2p", "dyn-d2p", "privsgp")
     ]
     assert all(group.budgets("epsilon")[-1] <= 3.0 for group in result.groups)
-    assert "**The claim shows in all 3 cells" in (tmp_path / "out" / "README.md").read_text()
+    assert "**Shown in all 3 cells" in (tmp_path / "out" / "README.md").read_text()
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".md", ".svg", ".csv"}
 
 
@@ -691,7 +912,7 @@ def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(
     assert "failed: main: 1e25, seed 2" in output.file.getvalue()  # type: ignore[attr-defined]
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "**2 runs failed:**" in readme
-    assert "The claim is not decided" in readme
+    assert "**Not run.**" in readme
     assert [cell.labels for cell in missing_cells(cells_of(path), tmp_path / "cells")] == [("1e25",)] * 2
 
 

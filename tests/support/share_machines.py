@@ -35,7 +35,9 @@ def greeted_sessions() -> tuple[AsynchronousSession, AsynchronousSession]:
         machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, TensorArithmetic())
         frames = FrameCodec(b"run", formats_of(mass))
         sides.append(
-            AsynchronousSession(machine, witness_of(peer, [1 - peer]), frames, [], retry=1e6, rounds=9, n_peers=2)
+            AsynchronousSession(
+                machine, witness_of(peer, [1 - peer]), frames, [], 1e6, rounds=9, n_peers=2, decoded=dict
+            )
         )
     sender, receiver = sides
     commit(sender.protocol, receiver.protocol)

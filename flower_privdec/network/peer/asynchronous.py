@@ -56,6 +56,7 @@ from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
 _log = logging.getLogger(__name__)
 
 SURPLUS = 2.0  # times the weight of all peers: no share has more
+FAR = 1e6  # times the largest number of one's own model, and at least of 1: no neighbour's model has a larger one
 MANY = 16  # frames in a call beside rows
 LOST = 4  # calls in a row that do not reach a neighbour, until it counts as lost
 MEASURED = 128  # rounds of a random graph, in which the least weight of a peer is computed
@@ -201,6 +202,7 @@ class AsynchronousSession(Session):
         witness, frames: see Session.
         replies: the exchanges in which a neighbour is answered, whose round the rows are then for.
         n_peers: of the run, which is the push-sum weight of all of them together; inf where no peer knows that.
+        decoded: decodes the values of a share.
         retry: seconds between two hellos.
         rounds: of the run.
         silent: neighbours that never send shares or rows to this peer.
@@ -241,12 +243,13 @@ class AsynchronousSession(Session):
         retry: float,
         rounds: int,
         n_peers: float,
+        decoded: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
         silent: Collection[int] = (),
     ) -> None:
         sizes = [frame_size(formats) for formats in (frames.shares or {}, *frames.exchanges.values())]
         super().__init__(witness, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
         self.protocol, self._replies, self._retry = protocol, replies, retry
-        self._most_weight = SURPLUS * n_peers
+        self._most_weight, self._decoded_values = SURPLUS * n_peers, decoded
         self.quarantined: dict[int, str] = {}
         self.rounds: dict[int, int] = {}
         self.boots: dict[int, int] = {}
@@ -375,7 +378,7 @@ class AsynchronousSession(Session):
                     if caller in self._silent:
                         self.reached[caller] = self.rounds.get(caller, 0)
             elif isinstance(message, FrozenShare):
-                self._check_weight(message)
+                self._check_share(message)
                 if self.protocol.receive(message):
                     self._meet(caller)
                     self.rounds[caller] = max(message.round_index + 1, self.rounds.get(caller, 0))
@@ -399,21 +402,31 @@ class AsynchronousSession(Session):
         """Record that a neighbour exchanges with this peer, which is more than to greet it."""
         self.met[neighbor], self.met_at[neighbor] = self.steps, time.monotonic()
 
-    def _check_weight(self, share: FrozenShare[Tensor]) -> None:
-        """Quarantine the sender of a share whose weight no honest peer sends.
+    def _check_share(self, share: FrozenShare[Tensor]) -> None:
+        """Quarantine the sender of a share that no working device sends, which would replace each model it reaches.
 
         All weights together are the number of peers, unless they are numbers of examples, whose sum no peer knows:
-        then a weight has no bound. Only a peer that was restored from an old copy adds to them, at most what it was
-        restored with, until it is reset. A share of more than SURPLUS times that, or of none, would replace the model
-        of each peer that it reaches.
+        then a weight has no bound. Peers that lost their state, or were restored from an old copy, add to them, and
+        later losses take that along. A share has at most SURPLUS times that, and more than nothing. And its model,
+        x / w, is not FAR larger than this peer's own: that stops a device whose numbers broke, and not a careful liar.
 
         Raises:
-            RefusedError: naming the weight.
+            RefusedError: naming the weight, or the number.
         """
-        weight = float(share.values["w"]) if "w" in share.values else 1.0
-        if 0 < weight <= self._most_weight and math.isfinite(weight):
-            return
-        why = f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"
+        values, mass = self._decoded_values(share.values), self.protocol.mass
+        weight, own_weight = (float(rows["w"]) if "w" in rows else 1.0 for rows in (values, mass))
+        if not (0 < weight <= self._most_weight and math.isfinite(weight)):
+            why = f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"
+        else:
+            names = [name for name in values if name != "w"]
+            own = max(float(torch.linalg.vector_norm(mass[name], math.inf)) for name in names) / (own_weight or 1.0)
+            largest = max(float(torch.linalg.vector_norm(values[name], math.inf)) for name in names) / weight
+            most = FAR * max(1.0, own)
+            if largest <= most:
+                return
+            why = (
+                f"it sent a model with a number of {largest:.3g}, and {most:.3g} is a million times this peer's largest"
+            )
         self.quarantined[share.sender] = why
         self.protocol.close(share.sender)
         _log.warning("peer %s is quarantined: %s; restart this peer to take it back", share.sender, why)
@@ -560,7 +573,15 @@ class AsynchronousPeer(RunningPeer):
         total = math.inf if by_examples else scenario.n_peers
         silent = [j for j in neighbors if peer not in timetable.receivers_ever(j)]
         self.session = AsynchronousSession(
-            self.protocol, self.witness, frames, self._replies, self.network.retry, self.end, total, silent
+            self.protocol,
+            self.witness,
+            frames,
+            self._replies,
+            self.network.retry,
+            self.end,
+            total,
+            self._decoded,
+            silent,
         )
         self._resumed, self._sent = bool(checkpoints), False
         self.session.resumed_at = self.state.round_index
@@ -673,8 +694,8 @@ class AsynchronousPeer(RunningPeer):
             self.session.met_at = dict.fromkeys(opened, now) | self.session.met_at
 
     def _has_greeted(self, since: float) -> bool:
-        """Return whether all neighbours are open, or enough of them to begin."""
-        opened = [self.protocol.is_open(neighbor) for neighbor in self._neighbors]
+        """Return whether all neighbours are open that are not quarantined, or enough of them to begin."""
+        opened = [self.protocol.is_open(j) for j in self._neighbors if j not in self.session.quarantined]
         patience = GREETING_SECONDS if self._resumed or self.session.joins else self.network.start
         is_late = time.monotonic() - since > patience
         return all(opened) or (is_late and (any(opened) or self.protocol.round_index >= self.rounds))
@@ -755,7 +776,7 @@ class AsynchronousPeer(RunningPeer):
         if at_the_end and session.rounds.get(neighbor, 0) >= self.rounds:
             last = session.heard_at.get(neighbor, last)
         window = max(self.network.deadline, self.policy.patience)
-        is_open = at_the_end or self.protocol.is_open(neighbor)
+        is_open = (at_the_end or self.protocol.is_open(neighbor)) and neighbor not in session.quarantined
         return is_open and time.monotonic() - last < window
 
     def _turn(self, round_index: int, at: int) -> Turn:
@@ -1129,7 +1150,9 @@ class AsynchronousPeer(RunningPeer):
                 self.connections.changed.wait(POLL)
 
     def _is_over(self, neighbor: int) -> bool:
-        """Return whether a neighbour is done, and has all that this peer owes it or has left."""
+        """Return whether a neighbour is done, and has all that this peer owes it or has left; or is quarantined."""
+        if neighbor in self.session.quarantined:
+            return True
         if self.session.rounds.get(neighbor, -1) < self.end:
             return False
         is_informed = self.session.is_informed(neighbor, self.end) and not self.protocol.owes(neighbor)

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 
 from flower_privdec.common.errors import NotAgreedError, ScenarioError
-from flower_privdec.common.files import write_atomically
+from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.network.peer.asynchronous import AsynchronousPeer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, ScenarioTrainer, Trainer
 from flower_privdec.network.peer.status import status_line
@@ -119,6 +119,7 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
         write_atomically(folder / "summary.json", (json.dumps(running.status(), indent=2) + "\n").encode())
         if (why := running.shortcoming()) is not None:
             raise NotAgreedError(f"peer {running.device.peer}: {why}", code="network.not-agreed")
+        line.show(f"{status_line(running.status())}  model {folder / MODEL}")
     finally:
         line.end()
         running.close()
@@ -160,7 +161,7 @@ class _StatusLine:
         self._round_at, self._waiting = time.monotonic(), ""
         is_due = self._round_at - before >= LINE_SECONDS if self._terminal else round_index % self._every == 0
         if is_due or round_index == running.rounds:
-            self._print(status_line(running.status()))
+            self.show(status_line(running.status()))
 
     def _watch(self) -> None:
         while not self._over.is_set():
@@ -168,11 +169,12 @@ class _StatusLine:
             if now - self._round_at >= WAITING_SECONDS and (waiting := self._running.waiting()):
                 pause = AGAIN_SECONDS if waiting == self._waiting else WAITING_SECONDS
                 if self._terminal or now - self._waiting_at >= pause:
-                    self._print(waiting)
+                    self.show(waiting)
                     self._waiting, self._waiting_at = waiting, now
             self._over.wait(LINE_SECONDS)
 
-    def _print(self, text: str) -> None:
+    def show(self, text: str) -> None:
+        """Show a line."""
         with self._guard:
             if self._over.is_set():
                 return

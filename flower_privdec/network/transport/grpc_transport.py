@@ -223,8 +223,7 @@ class GrpcServer:
         try:
             caller = self._caller(context)
             with self._admission.call(context.peer(), caller, context.cancel) as call:
-                content = assembled(parts, self._cap, f"peer {caller}")
-                call.has_arrived = True
+                content = assembled(call.counted(parts), self._cap, f"peer {caller}")
                 reply = self._answer(caller, content)
         except RefusedError as error:
             reason = " ".join(str(error).split())
@@ -366,18 +365,31 @@ def most_connections(members: int) -> int:
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a member, until when it must have arrived, and how to end it."""
+    """A call of a member, when it began, how to end it, and how many bytes of it have come."""
 
     member: int
-    until: float
+    began: float
     end: Callable[[], object]
+    size: int = 0
     has_arrived: bool = False
+
+    def counted(self, parts: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the pieces of the call as they come."""
+        for part in parts:
+            self.size += len(part)
+            yield part
+        self.has_arrived = True
+
+    def rate(self, now: float) -> float:
+        """Return how fast it comes, bytes a second, as if one more byte had come."""
+        return (self.size + 1) / max(now - self.began, 1e-9)
 
 
 class Admission:
     """Limits the calls of a server's members, and shuts down connections to its port that have no right to stay.
 
-    A member has CALLS_EACH calls under way, and one that has not come whole after `patience` is cancelled.
+    A member has CALLS_EACH calls under way. One that has not come whole after `patience` is cancelled. Where the member
+    makes one more, the one that comes most slowly is: streams that trickle keep no call out that comes at once.
 
     A connection is *pending* until a member's call has come over it. One is shut down that is pending for `seconds`, or
     is one too many: the oldest pending ones of an address (of a network of 64 bits, where it has IPv6) beyond
@@ -395,7 +407,7 @@ class Admission:
     ) -> None:
         """Start the watching thread."""
         self._port, self._most, self._seconds, self._patience = port, most, seconds, patience
-        self._guard, self._closed, self._calls = Lock(), Event(), list[_Call]()
+        self._guard, self._closed, self._calls = Lock(), Event(), set[_Call]()
         self._members: dict[Address, int] = {}
         self._since: dict[Address, float] = {}  # when each connection was first seen
         self._sockets: dict[tuple[int, int, int], Address | None] = {}  # by descriptor, device and inode
@@ -412,24 +424,31 @@ class Admission:
             end: called once if the call does not arrive in time.
 
         Raises:
-            RefusedError: the member has as many as it may.
+            RefusedError: the member has as many as it may, all of which have come.
         """
         host, _, port = unquote(address).partition(":")[2].rpartition(":")
-        call = _Call(member, time.monotonic() + self._patience, end)
+        call, slowest = _Call(member, now := time.monotonic(), end), None
         with self._guard:
             with suppress(ValueError):
                 self._members[_plain(host.strip("[]")), int(port)] = member
-            if sum(other.member == member for other in self._calls) >= CALLS_EACH:
-                raise RefusedError(
-                    f"peer {member} has {CALLS_EACH} calls under way, which is the most; end one",
-                    code="call.too-many",
-                )
-            self._calls.append(call)
+            under_way = [other for other in self._calls if other.member == member]
+            if len(under_way) >= CALLS_EACH:
+                coming = (other for other in under_way if not other.has_arrived)
+                slowest = min(coming, key=lambda other: other.rate(now), default=None)
+                if slowest is None:
+                    raise RefusedError(
+                        f"peer {member} has {CALLS_EACH} calls under way, which is the most; end one",
+                        code="call.too-many",
+                    )
+                self._calls.discard(slowest)
+            self._calls.add(call)
+        if slowest is not None:
+            slowest.end()
         try:
             yield call
         finally:
             with self._guard:
-                self._calls.remove(call)
+                self._calls.discard(call)
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_SECONDS):
@@ -439,9 +458,8 @@ class Admission:
     def look(self, now: float) -> None:
         """End what takes too long, and shut down what must not stay, at a time."""
         with self._guard:
-            late = [call for call in self._calls if now >= call.until and not call.has_arrived]
-            for call in late:
-                call.until = float("inf")
+            late = [call for call in self._calls if now >= call.began + self._patience and not call.has_arrived]
+            self._calls.difference_update(late)
         for call in late:
             call.end()
         handles = self._handles()
@@ -536,12 +554,12 @@ def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) ->
     """
     try:
         names = identities_of(shown_certificate(address, credentials, seconds))
-    except ValueError as error:
-        raise RunError(f"{address}: must be HOST:PORT ({one_line(error)})", code="call.address") from error
-    except OSError as error:
+    except OSError as error:  # a certificate that does not verify is a ValueError too
         raise calling_error(address, None, credentials, seconds) or RunError(
             f"{address}: {one_line(error)}; is a peer running there?", code="call.failed"
         ) from error
+    except ValueError as error:
+        raise RunError(f"{address}: must be HOST:PORT ({one_line(error)})", code="call.address") from error
     if not names:
         raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer", code="certificate.no-name")
     return names[0]

@@ -1,0 +1,194 @@
+"""The papers' claims and what the committed tables make of them: `python -m tools.docs.claims` writes both.
+
+Verdicts are judged from `results/*/table-*.csv` by the checks of the studies, as a study judges its runs: the page
+`docs/claims.md` is written, and the verdicts in each results' README are replaced.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flower_privdec.common.catalogue import MetricKind
+from flower_privdec.scenario import load_scenario
+from flower_privdec.studies.publish import HOW_JUDGED, WHOSE, markdown, verdict_blocks
+from flower_privdec.studies.results import Estimate, Group, PartResult, criterion, judge
+from flower_privdec.studies.spec import Check, Part, Slope, Speedup, Study, kinds_of, load_study
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "claims.md"
+PUBLISHED = [  # study, size
+    ("feddeper", "laptop"),
+    ("feddeper", "paper"),
+    ("dyn-d2p", "laptop"),
+    ("privsgp-vr", "laptop"),
+    ("privsgp-vr", "paper"),
+    ("dp-dda", "laptop"),
+    ("pdsl", "laptop"),
+]
+MOST = 2  # cells of a check whose numbers stand on the page
+UNJUDGED = "not judged here, for the curves are not published"
+Rows = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Published(Group):
+    """A group whose runs are a row of a published table.
+
+    Attributes:
+        cells: the row, by column.
+        rounds: of its published curves, one row of a table a round; none where no check needs them.
+    """
+
+    cells: Mapping[str, str] | None = None
+    rounds: tuple[Mapping[str, str], ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the table has the row."""
+        return self.cells is not None
+
+    def final(self, name: str) -> Estimate | None:
+        """Return mean and spread as published: from each seed's value where the table has them."""
+        cells = self.cells or {}
+        if cells.get(f"{name}_by_seed"):
+            return Estimate.of([float(value) for value in cells[f"{name}_by_seed"].split()])
+        mean, std = cells.get(f"{name}_mean"), cells.get(f"{name}_std")
+        return Estimate(float(mean), float(std) if std else None, int(cells["seeds"])) if mean else None
+
+    def curves(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the published curves, or None."""
+        if not self.rounds:
+            return None
+        values = [[float(value) for value in row[f"{name}_by_seed"].split()] for row in self.rounds]
+        return np.asarray([int(row["round"]) for row in self.rounds]), np.asarray(values).T
+
+
+def _rows(path: Path) -> Rows:
+    """Return the rows of a table, of equal names the first column; none where there is no table."""
+    if not path.is_file():
+        return []
+    head, *lines = csv.reader(path.read_text(encoding="utf-8").splitlines())
+    return [dict(reversed(list(zip(head, line, strict=True)))) for line in lines]
+
+
+def published(folder: Path, part: Part, size: str, kinds: Mapping[str, MetricKind]) -> PartResult:
+    """Return a part with the rows of its published tables in the place of runs."""
+    axes = part.axes_at(size)
+    varied = {name: axis for name, axis in axes.items() if name not in part.best_over}
+    best = {name: axis for name, axis in axes.items() if name in part.best_over}
+
+    def by_place(rows: Rows) -> dict[tuple[str, ...], Rows]:
+        places: dict[tuple[str, ...], Rows] = {}
+        for row in rows:
+            places.setdefault(tuple(row[name] for name in varied), []).append(row)
+        return places
+
+    table, curves = (by_place(_rows(folder / f"{kind}-{part.name}.csv")) for kind in ("table", "curves"))
+    empty = PartResult(part, varied, best, (), (), 0.0)
+    groups = []
+    for place in empty.places({}, []):
+        labels = tuple(place[name] for name in varied)
+        row = table.get(labels, [None])[0]
+        groups.append(Published(labels, (), int(row is None), kinds, (), row, tuple(curves.get(labels, ()))))
+    return PartResult(part, varied, best, tuple(groups), (), 0.0)
+
+
+def results() -> Iterator[tuple[Study, str, Path, list[PartResult]]]:
+    """Yield each published study with its size, its folder, and its parts that claim something."""
+    for name, size in PUBLISHED:
+        study, base = load_study(name)
+        folder, kinds = ROOT / "results" / f"{name}-{size}", kinds_of([load_scenario(base)])
+        parts = [part for part in study.parts if (folder / f"table-{part.name}.csv").is_file()]
+        yield study, size, folder, [published(folder, part, size, kinds) for part in parts]
+
+
+PAPERS = {
+    "feddeper": "FedDeper",
+    "dyn-d2p": "Dyn-D²P",
+    "privsgp-vr": "PrivSGP-VR",
+    "dp-dda": "DP-DDA",
+    "pdsl": "PDSL",
+}
+HEAD = """# Claimed and measured
+
+What five papers claim, and what the published tables make of it. {rule}
+
+Some studies have two sizes, and both stand here. `privdec study NAME --size SIZE --only PART` runs a part. Claims of
+ours are marked. `python -m tools.docs.claims` makes this page from the tables.
+"""
+
+
+def page() -> str:
+    """Return the page of all claims."""
+    blocks = [HEAD.format(rule=HOW_JUDGED)]
+    sections: dict[str, list[list[str]]] = {}
+    for study, size, folder, parts in results():
+        for result in parts:
+            link = f"[{result.part.name}, {size}](../results/{folder.name}/README.md)"
+            claim = f"{'' if result.part.asks == 'paper' else 'Ours: '}{result.part.claim}"
+            for check in result.part.checks:
+                row = [claim, "–", UNJUDGED]
+                if check in _judged(result):
+                    row = [claim, _measured(check, result), f"**{judge(check, result).sentence}**"]
+                sections.setdefault(study.name, []).append([*row, f"{link}: {criterion(check, result)}"])
+                claim = "the same"
+    for name, rows in sections.items():
+        blocks.append(f"## {PAPERS[name]}\n\n{markdown(['claimed', 'measured', 'verdict', 'by which check'], rows)}\n")
+    return "\n".join(blocks)
+
+
+def _judged(result: PartResult) -> list[Check]:
+    """Return the checks of a part, without those by curves where none are published."""
+    curves = any(isinstance(group, Published) and group.rounds for group in result.groups)
+    return [check for check in result.part.checks if curves or not isinstance(check, Slope | Speedup)]
+
+
+def _measured(check: Check, result: PartResult) -> str:
+    """Return the numbers of a check's first cells."""
+    cases = judge(check, result).cases
+    numbers = "; ".join(f"{case.where}{': ' if case.where else ''}{case.numbers}" for case in cases[:MOST])
+    return numbers + (f"; and {len(cases) - MOST} more" if len(cases) > MOST else "")
+
+
+_VERDICTS = re.compile(r"(?:Criterion: [^\n]*\n\n(?:- [^\n]*\n)+\n)+")
+_CLAIM = re.compile(rf"(?m)^(?:{'|'.join(WHOSE.values())}): .*$")
+
+
+def with_verdicts(readme: str, parts: list[PartResult]) -> str:
+    """Return a results' README with its claims and verdicts replaced."""
+    head, *sections = re.split(r"(?m)^(?=## )", readme)
+    by_heading = {f"## {result.part.heading}": result for result in parts if result.part.checks}
+    texts = [head]
+    for section in sections:
+        result = by_heading.get(section.splitlines()[0])
+        if result is not None:
+            blocks = [block for check in _judged(result) for block in verdict_blocks(check, result)]
+            section = _replaced(_VERDICTS, "".join(f"{block}\n\n" for block in blocks), section) if blocks else section
+            section = _replaced(_CLAIM, f"{WHOSE[result.part.asks]}: {result.part.claim}", section)
+        texts.append(section)
+    text, values = "".join(texts), "Values are mean ± standard deviation over the seeds.\n"
+    return text if HOW_JUDGED in text else text.replace(values, f"{values}\n{HOW_JUDGED}\n")
+
+
+def _replaced(pattern: re.Pattern[str], text: str, section: str) -> str:
+    return pattern.sub(lambda _: text, section, count=1)
+
+
+def written() -> dict[Path, str]:
+    """Return every file that is made from the tables, with its text."""
+    files = {PAGE: page()}
+    for _, _, folder, parts in results():
+        path = folder / "README.md"
+        files[path] = with_verdicts(path.read_text(encoding="utf-8"), parts)
+    return files
+
+
+if __name__ == "__main__":
+    for path, text in written().items():
+        path.write_text(text, encoding="utf-8")

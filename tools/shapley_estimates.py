@@ -1,0 +1,78 @@
+"""How well cheap Shapley values of PDSL rank as the exact ones: `python -m tools.shapley_estimates SCENARIO`.
+
+It runs PDSL with the exact values on all of data.validation, and estimates each game's beside them. It prints the mean
+rank correlation (Spearman's) over the games of every peer in every round, without those whose estimates are all equal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from flower_privdec.algorithms import pdsl
+from flower_privdec.algorithms.shapley import Game, exact, monte_carlo
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import State
+from flower_privdec.engine.engine import Engine
+from flower_privdec.experiment import Experiment
+from flower_privdec.scenario import load_scenario
+
+SETTINGS = ["n_peers=6", "rounds=8", "algorithm={name: pdsl, learning_rate: 0.1}", "compute.workers=1"]
+SUBSAMPLE, TRUNCATION = 4, 0.01  # a quarter of the examples
+
+
+def estimates(game: Callable[[int], Game], seed: int) -> dict[str, np.ndarray]:
+    """Return estimates of a game's values, by name.
+
+    Args:
+        game: makes one on the share 1 / n of the examples.
+        seed: of the permutations.
+    """
+
+    def drawn() -> np.random.Generator:
+        return np.random.default_rng(seed)
+
+    return {
+        f"exact on 1/{SUBSAMPLE} of the examples": exact(game(SUBSAMPLE)),
+        "10 permutations": monte_carlo(game(1), 10, drawn()),
+        "20 permutations": monte_carlo(game(1), 20, drawn()),
+        f"10 permutations, truncated at {TRUNCATION}": monte_carlo(game(1), 10, drawn(), TRUNCATION),
+        "both": monte_carlo(game(SUBSAMPLE), 10, drawn(), TRUNCATION),
+    }
+
+
+def correlations(path: str, settings: list[str]) -> dict[str, list[float]]:
+    """Run a scenario, and return the rank correlation of each estimate with the exact values, game by game."""
+    ranks: dict[str, list[float]] = defaultdict(list)
+
+    class Compared(pdsl.PDSL):
+        def _values(self, cohort: Cohort, state: State, row: int, models: Tensor) -> np.ndarray:
+            values, held = super()._values(cohort, state, row, models), cohort.validation
+            if held is None:
+                raise TypeError("data.validation is missing")
+
+            def game(share: int) -> Game:
+                part: Any = held if share == 1 else held.some(np.arange(0, len(held), share))
+                return Game(len(models), lambda coalitions: part.worth(cohort.kernel, models, coalitions))
+
+            for name, estimate in estimates(game, 1000 * state.round_index + row).items():
+                if np.ptp(values) > 0 and np.ptp(estimate) > 0:
+                    ranks[name].append(float(spearmanr(values, estimate).statistic))
+            return values
+
+    experiment = Experiment.build(load_scenario(path, [*SETTINGS, *settings]))
+    experiment.algorithm.__class__ = Compared
+    cohort = experiment.cohort()
+    Engine(experiment.algorithm, cohort, experiment.initial_state(cohort)).rounds(experiment.scenario.rounds)
+    return ranks
+
+
+if __name__ == "__main__":
+    for name, values in correlations(sys.argv[1], sys.argv[2:]).items():
+        print(f"{name}: {np.mean(values):.2f} over {len(values)} games")
