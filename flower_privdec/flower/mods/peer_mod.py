@@ -647,7 +647,7 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
             )
         value = context.run_config[key]
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise RunError(f"{name}={value!r} of this run must be a number", code="flower.setting")
+        raise RunError(f"{name}={value!r} of this run must be a number, without quotes", code="flower.setting")
     return value
 
 
