@@ -61,7 +61,7 @@ class Muffliato(Algorithm):
 
     Privacy: one release a round and peer, of the noised gradient; whatever is gossiped is a function of releases, so
     more gossip steps cost nothing. ε is towards an observer of all messages (local DP). The paper's smaller pairwise
-    network ε holds against a single peer that does not collude, and is not claimed here.
+    ε is towards a single peer that does not collude; `planner.pairwise` computes it from the covariance of messages.
 
     Deviations from the paper: gradients are clipped example by example; every peer gossips T times a round, where the
     paper derives T from λ and σ. λ is 1 - |λ_2| with λ_2 the second eigenvalue by size; the authors' code takes the

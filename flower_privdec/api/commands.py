@@ -203,13 +203,16 @@ def report(runs: RunResult | str | Path | Sequence[RunResult | str | Path], out:
 
 
 @python_words
-def ledger(path: str | Path, delta: float, *, epsilon: float | None = None) -> list[dict[str, Any]]:
+def ledger(
+    path: str | Path, delta: float, *, epsilon: float | None = None, check: bool = False
+) -> list[dict[str, Any]]:
     """Verify ledgers, and return what each run spent, the ε of all together, and what is left of a budget.
 
     Args:
         path: a ledger, SOURCE.jsonl, or a folder with some.
         delta: δ at which ε is computed, in (0, 1): a ledger holds releases, and no δ.
         epsilon: a budget of which to return what is left.
+        check: whether dp-accounting composes the same events too (extra `accounting`).
 
     Returns:
         For each ledger what `privdec ledger --json` prints.
@@ -218,7 +221,7 @@ def ledger(path: str | Path, delta: float, *, epsilon: float | None = None) -> l
         BudgetError: a ledger cannot be read or fails verification, which names the line.
         ScenarioError: there is no ledger, or an argument breaks a rule.
     """
-    return [ledger_facts(file, delta, epsilon) for file in ledgers_below(as_path(path, "path"))]
+    return [ledger_facts(file, delta, epsilon, check=check) for file in ledgers_below(as_path(path, "path"))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class AuditedPeers:
         trials: how many, with a canary and without.
         replica_lower_bound: what a replica of the declared releases shows.
         replica_trials: how many of these.
+        scores: of the replica, log likelihood ratios without and with the example; for a picture.
     """
 
     peers: tuple[int, ...]
@@ -53,6 +54,7 @@ class AuditedPeers:
     trials: int
     replica_lower_bound: float
     replica_trials: int
+    scores: tuple[np.ndarray, np.ndarray] = field(repr=False, compare=False)
 
     @property
     def shown(self) -> float:
@@ -103,7 +105,9 @@ class Audit:
 
     def to_json(self) -> dict[str, Any]:
         """Return the audit as a JSON object: at the top the larger lower bound of its first group."""
-        groups = [{name: _number(value) for name, value in vars(group).items()} for group in self.groups]
+        groups = [
+            {name: _number(value) for name, value in vars(group).items() if name != "scores"} for group in self.groups
+        ]
         first = self.groups[0]
         by_canaries = first.canary_lower_bound >= first.replica_lower_bound
         return {
@@ -183,6 +187,7 @@ def audit(
                 trials=score.size,
                 replica_lower_bound=epsilon_from_scores(absent, present, account.delta, level),
                 replica_trials=2 * replica,
+                scores=(absent, present),
             )
         )
     groups.sort(key=lambda group: group.epsilon - group.shown)
@@ -213,8 +218,9 @@ def ledger_defects(canaries: Experiment, plan: Protection, seed: int) -> dict[st
 
 def noise_defects(observers: list[Observer]) -> dict[str, str]:
     """Return by how much noise is smaller than planned, where that is no chance."""
-    numbers = np.concatenate([part.ravel() for observer in observers for part in observer.noise])
-    squares, count = float((numbers**2).sum()), len(numbers)
-    if count and stats.chi2.cdf(squares, count) < FALSE_ALARM:
-        return {"noise too small": f"noise is {math.sqrt(squares / count):.3f} times as large as planned"}
+    for kind in ("noise", "left"):
+        parts = [part.ravel() for observer in observers for part in getattr(observer, kind)]
+        squares, count = float(sum((part**2).sum() for part in parts)), sum(map(len, parts))
+        if count and stats.chi2.cdf(squares, count) < FALSE_ALARM:
+            return {"noise too small": f"noise is {math.sqrt(squares / count):.3f} times as large as planned"}
     return {}

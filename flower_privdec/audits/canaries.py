@@ -10,8 +10,10 @@ neighbouring datasets.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations, islice
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,8 @@ from flower_privdec.models import flatten
 from flower_privdec.privacy.mechanism.declared import Declaration, joint_release
 from flower_privdec.privacy.mechanism.events import Release, epoch_steps
 from flower_privdec.privacy.mechanism.protection import Protection
-from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
+from flower_privdec.privacy.noise import INDEPENDENT, NoisedSum, NoiseMechanism
+from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.rows.keys import digest, keyed_generator
 from flower_privdec.tasks.losses import Loss
 
@@ -38,6 +41,7 @@ LONG = 1e6  # a canary's features beside the others', so that a batch that is cl
 NOISE_ALONE = 2  # the first coordinate that no example has
 NOISE_KEPT = 10_000  # calls of the mechanism whose noise is looked at
 SLACK = 1e-6  # of a move, for rounding
+MOST_SETS = 256  # of colluders that are tried for a row
 LEAST = 1e-150  # a noise multiplier of 0, to divide by
 
 
@@ -52,7 +56,9 @@ class Observer:
     Attributes:
         scores: float64 [m].
         defects: what is not as planned and declared, a line each; the first of each kind.
-        noise: what the coordinates without examples held, over the planned σ; of `NOISE_KEPT` sums at most.
+        noise: what the coordinates without examples held, over the planned σ, independent numbers; of `NOISE_KEPT` sums
+            at most.
+        left: where noise cancels, likewise what colluders leave of one row, over what is planned.
         cost: for each row, the releases that it made, as they were declared and planned; empty unless `counts_cost`.
     """
 
@@ -68,6 +74,8 @@ class Observer:
         self._step, self._sums = -1, np.zeros((4, len(own.peers)))
         self._chance, self._active = np.ones(len(own.peers)), np.zeros(len(own.peers), dtype=bool)
         self._draws: dict[bytes, str] = {}
+        self._views: dict[bytes, tuple[list[View], np.ndarray]] = {}
+        self.left: list[np.ndarray] = []
         self.scores = np.zeros(len(own.peers))
         self.defects: dict[str, str] = {}
         self.noise: list[np.ndarray] = []
@@ -78,7 +86,8 @@ class Observer:
         """Count one published sum of some rows.
 
         Args:
-            before, after: the sum without its noise and with it, [r, d]; only the second is used for scores.
+            before, after: the sum without its noise and with it, [r, d]; of a row's own only the second is used for its
+                score.
         """
         if noised.step != self._step:
             self.close()
@@ -89,11 +98,60 @@ class Observer:
         clean, seen = (rows.div(unit.unsqueeze(1)).double().cpu().numpy() for rows in (before, after))
         self._chance[noised.rows] = np.where(everyone, 1.0, self._rates[noised.rows])
         idle = np.where(everyone, drawn, idle)
-        value, variance = seen[:, 0], np.maximum(sigma, LEAST) ** 2
+        value, left, whole, independent = seen[:, 0], sigma, sigma, len(seen)
+        if self._plan.pairs is not None:
+            units = self._plan.pairs.weights[noised.peers] * unit.double().cpu().numpy()
+            conserved = clean * units[:, None], seen * units[:, None], sigma * np.abs(units)
+            rest, left, whole = self._uncovered(*conserved, noised)
+            value, independent = rest[:, 0] / units, 1
+            self.left.append(rest[:1, NOISE_ALONE:] / left[0])
+            left, whole = left / np.abs(units), whole / np.abs(units)
+        variance = np.maximum(left, LEAST) ** 2
         moves = np.array([value * idle, idle**2, value * drawn, drawn**2]) / variance
         for total, move in zip(self._sums, moves, strict=True):
             np.add.at(total, noised.rows, move)
-        self._check(clean, (seen - clean)[:, NOISE_ALONE:], sigma, drawn, noised)
+        self._check(clean, (seen - clean)[:, NOISE_ALONE:], whole, drawn, noised, independent)
+
+    def _uncovered(
+        self, before: np.ndarray, after: np.ndarray, own: np.ndarray, noised: NoisedSum
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what worst colluders leave of each row, less what the other rows' examples add, and noises.
+
+        The observer of a row has the secrets of its colluders and weighs the sums of the honest peers H by the row of
+        Σ_H^{-1}, which leaves the least noise (see `mechanism.cancelling`).
+
+        Args:
+            before, after: the sums without noise and with it, [r, d].
+            own: standard deviation of each row's own noise, [r]; all three in what the network conserves.
+
+        Returns:
+            [r, d], with a row's own examples in it; the standard deviations of its noise, and of all of the row's, [r].
+        """
+        assert isinstance(self._mechanism, CancellingNoise)
+        pairs, count = self._mechanism.plan, len(own)
+        weights, place = pairs.weights[noised.peers], np.full(len(pairs.weights), -1)
+        place[noised.peers] = np.arange(count)
+        shared, rows = pairs.pair_std(noised.step, noised.peers, own / weights), place[pairs.edges]
+        here = np.flatnonzero((rows >= 0).all(axis=1) & (shared > 0))
+        key = np.round(np.concatenate([own, shared]) / own.max(), 9).tobytes() + noised.peers.tobytes()
+        if key not in self._views:
+            squares = np.zeros((count, count))
+            squares[rows[here, 0], rows[here, 1]] = squares[rows[here, 1], rows[here, 0]] = (
+                shared[here] ** 2 / own.max() ** 2
+            )
+            own_squares = (own / own.max()) ** 2
+            views = [worst_view(row, own_squares, squares, pairs.colluding) for row in range(count)]
+            self._views[key] = views, np.sqrt(own_squares + squares.sum(axis=1))
+        views, whole = self._views[key]
+        left, noise = np.empty(after.shape), np.empty(count)
+        for row, (honest, combined, variance) in enumerate(views):
+            drawn = torch.zeros(after.shape, dtype=torch.float64)
+            known = here[~np.isin(rows[here], honest).all(axis=1)]
+            self._mechanism.add_pairs_(drawn, noised, known, rows, shared)
+            others = np.where(np.arange(count)[:, None] == row, 0.0, before)
+            rest = after - weights[:, None] * drawn.numpy() - others
+            left[row], noise[row] = combined @ rest[honest], math.sqrt(variance) * own.max()
+        return left, noise, whole * own.max()
 
     def _declared(self, step: int) -> dict[str, np.ndarray]:
         """Return idle, drawn, noise and whether all examples enter it, of each published sum of a step, [4, m]."""
@@ -108,9 +166,9 @@ class Observer:
         return self._facts[declared]
 
     def _sums_of(self, step: int) -> tuple[Declaration, ...]:
-        """Return what a step publishes by each way of drawing examples."""
-        sums = (self._algorithm.released(step, drawing) for drawing in self._drawings)
-        return tuple(self._mechanism.released(part) for part in sums)
+        """Return what a step publishes by each way of drawing examples; the plan knows what cancels costs."""
+        noised = INDEPENDENT if self._plan.pairs is not None else self._mechanism
+        return tuple(noised.released(self._algorithm.released(step, drawing)) for drawing in self._drawings)
 
     def _pay(self) -> None:
         """Count the cost of the step under way to the rows that took it; an epoch of `shuffle` costs once."""
@@ -124,11 +182,18 @@ class Observer:
                     if epoch in self._epochs[row]:
                         continue
                     self._epochs[row].add(epoch)
-                noise = float(self._plan.noise_multipliers[self._step, row]) * release.noise_multiplier
+                own = 1.0 if self._plan.pairs is None else float(self._plan.pairs.own[self._step, row])
+                noise = float(self._plan.noise_multipliers[self._step, row]) / own * release.noise_multiplier
                 self.cost[row][replace(release, noise_multiplier=noise)] += 1
 
     def _check(
-        self, clean: np.ndarray, noise: np.ndarray, sigma: np.ndarray, drawn: np.ndarray, noised: NoisedSum
+        self,
+        clean: np.ndarray,
+        noise: np.ndarray,
+        sigma: np.ndarray,
+        drawn: np.ndarray,
+        noised: NoisedSum,
+        independent: int,
     ) -> None:
         """Note what is not as planned: how far the canary moved the sum, and whether a draw of noise was seen before.
 
@@ -142,8 +207,9 @@ class Observer:
             self.defects.setdefault("clipping", text)
         self._active[noised.rows] = True
         if len(self.noise) < NOISE_KEPT:
-            self.noise.append(noise / np.maximum(sigma, LEAST)[:, None])
-            for row, draw in enumerate(np.round(self.noise[-1], 6)):
+            numbers = noise / np.maximum(sigma, LEAST)[:, None]
+            self.noise.append(numbers[:independent])
+            for row, draw in enumerate(np.round(numbers, 6)):
                 peer = f"peer {noised.peers[row]}, step {noised.step}, {noised.name!r}"
                 other = self._draws.setdefault(draw.tobytes(), peer)
                 if other is not peer and draw.any():
@@ -161,6 +227,29 @@ def log_ratio(idle: np.ndarray, drawn: np.ndarray, chance: np.ndarray | float) -
     """Return log((1 - q) e^idle + q e^drawn), elementwise."""
     with np.errstate(divide="ignore"):
         return np.asarray(np.logaddexp(np.log1p(-np.asarray(chance)) + idle, np.log(chance) + drawn))
+
+
+View = tuple[np.ndarray, np.ndarray, float]
+
+
+def worst_view(row: int, own: np.ndarray, shared: np.ndarray, colluding: int) -> View:
+    """Return the honest rows that leave one of them the least noise, how they are combined, and its variance.
+
+    Args:
+        own, shared: variances of own noise [m] and of each pair's [m, m].
+        colluding: how many rows' draws are known; of more than MOST_SETS sets of them the first are tried.
+    """
+    best: View | None = None
+    others = np.delete(np.arange(len(own)), row)
+    for colluders in islice(combinations(others.tolist(), min(colluding, len(others))), MOST_SETS):
+        honest = np.setdiff1d(np.arange(len(own)), colluders)
+        part = shared[np.ix_(honest, honest)]
+        inverse = np.linalg.inv(np.diag(own[honest] + part.sum(axis=1)) - part)[honest.tolist().index(row)]
+        variance = 1 / float(inverse[honest == row][0])
+        if best is None or variance < best[2]:
+            best = honest, inverse * variance, variance
+    assert best is not None
+    return best
 
 
 class Observed(NoiseMechanism):
@@ -202,15 +291,10 @@ def with_canaries(experiment: Experiment) -> Experiment:
     """Return an experiment with the model and the data of canaries, and all else as it was.
 
     Raises:
-        ScenarioError: see `audited_plan`, or noise cancels between peers.
+        ScenarioError: see `audited_plan`.
     """
     scenario = experiment.scenario
-    if audited_plan(experiment).pairs is not None:
-        raise ScenarioError(
-            "privacy.noise.kind=cancelling hides an example in the sums of several peers, and an audit looks at one "
-            "peer's releases: audit the scenario with independent noise (--set privacy.noise=null)",
-            code="audit.cancelling",
-        )
+    audited_plan(experiment)
     module = nn.Linear(FEATURES, 1, bias=False)
     nn.init.zeros_(module.weight)
     initial = flatten(module).to(experiment.device, torch.float64)

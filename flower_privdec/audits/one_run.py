@@ -54,8 +54,7 @@ class OneRun:
 class _Watcher:
     """What an observer computes of each canary as the steps come in: row i has the peer's canaries.
 
-    A canary's score is the sum over steps of its coefficient in what was released: that of ridge regression on all
-    canaries' gradients, their prior variance being that of a draw with half of the sampling rate.
+    A canary's score is the sum over steps of its coefficient in what was released.
     """
 
     experiment: Experiment
@@ -78,9 +77,7 @@ class _Watcher:
         for row, place in enumerate(step.rows.tolist()):
             gradients = self._gradients(step, row, place)
             seen, rate = released[row] / unit[row], float(self.experiment.own.sampler.sampling_rate[place])
-            inner = gradients @ gradients.T
-            inner.diagonal().add_(noise[row] ** 2 / (rate / 2 * (1 - rate / 2)))
-            self.scores[place] += torch.linalg.solve(inner, gradients @ seen).double().cpu().numpy()
+            self.scores[place] += coefficients(gradients, seen, noise[row], rate).double().cpu().numpy()
 
     def _gradients(self, step: PrivateStep, row: int, place: int) -> Tensor:
         """Return the clipped gradients of a peer's canaries at its model in the step, in clip norms, [c, d]."""
@@ -151,15 +148,40 @@ def audit_in_one_run(experiment: Experiment, *, canaries: int = 100, seed: int =
     cohort.release_ = watcher.release_  # type: ignore[method-assign]
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     engine.rounds(experiment.scenario.rounds)
-    order, half = np.argsort(watcher.scores.ravel()), inside.size // GUESSED // 2
+    delta = max(account.delta for account in plan.accounts)
+    return guessed(watcher.scores, inside, max(plan.epsilons(experiment.scenario.rounds)), delta, confidence)
+
+
+def guessed(scores: np.ndarray, inside: np.ndarray, epsilon: float, delta: float, confidence: float) -> OneRun:
+    """Return what guesses on the clearest scores show: the least are out, the largest in.
+
+    Args:
+        scores, inside: of all canaries, of one shape.
+        epsilon, delta: as printed.
+    """
+    order, half = np.argsort(scores.ravel()), inside.size // GUESSED // 2
     coins = inside.ravel()[order]
     guesses, right = 2 * half, int((~coins[:half]).sum() + coins[len(coins) - half :].sum())
-    delta = max(account.delta for account in plan.accounts)
     return OneRun(
-        epsilon=max(plan.epsilons(experiment.scenario.rounds)),
+        epsilon=epsilon,
         delta=delta,
         epsilon_lower_bound=epsilon_from_guesses(inside.size, guesses, right, delta, confidence),
         canaries=inside.size,
         guesses=guesses,
         right=right,
     )
+
+
+def coefficients(gradients: Tensor, released: Tensor, noise: float | Tensor, rate: float) -> Tensor:
+    """Return each canary's coefficient in what a step released, [c].
+
+    It is ridge regression's on all canaries' gradients, their prior variance that of a draw with half of the rate.
+
+    Args:
+        gradients: clipped, [c, d]; released: [d]; both in clip norms, as the noise's standard deviation.
+        rate: of sampling.
+    """
+    inner = gradients @ gradients.T
+    inner.diagonal().add_(noise**2 / (rate / 2 * (1 - rate / 2)))
+    solution: Tensor = torch.linalg.solve(inner, gradients @ released)
+    return solution

@@ -4,37 +4,62 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import typer
 
 from flower_privdec.audits.audit import CANARIES, REPLICA, Audit, audit
 from flower_privdec.audits.one_run import ONE_RUN, OneRun, audit_in_one_run
-from flower_privdec.common.errors import RunError
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges, setting
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console import comparison_text
+from flower_privdec.reporting.plots import DASHES, SERIES, new_figure, save_picture
 from flower_privdec.reporting.progress import rounds
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PICTURES = (".svg", ".png", ".pdf")
+BINS, MOST_DRAWN = 60, 12  # of a histogram; groups of peers in a picture
 HEADS = ["peers", "δ", "claimed ε", "printed ε", "canaries: ε ≥", "replica: ε ≥"]
 
 
 def print_audit(
-    experiment: Experiment, as_json: bool, *, trials: int, replica: int, seed: int, one_run: int | None = None
+    experiment: Experiment,
+    as_json: bool,
+    *,
+    trials: int,
+    replica: int,
+    seed: int,
+    one_run: int | None = None,
+    plot: Path | None = None,
 ) -> None:
     """Audit a scenario and print the result.
 
     Args:
         one_run: how many canaries of each peer to guess in one run of real training, instead of the other two attacks.
+        plot: a picture to write of the other two, .svg, .png or .pdf.
 
     Raises:
+        ScenarioError: the picture is of another kind, or cannot be written.
         RunError: the printed ε is refuted, or something is not as planned.
     """
+    if plot is not None and (one_run is not None or plot.suffix.lower() not in PICTURES):
+        rule = (
+            f"be {', '.join(PICTURES[:-1])} or {PICTURES[-1]}, and without --one-run, which has no thresholds to show"
+        )
+        raise ScenarioError(f"--plot {plot} must {rule}", code="audit.plot")
     if one_run is not None:
         _print_one_run(audit_in_one_run(experiment, canaries=one_run, seed=seed), as_json)
         return
     with rounds(experiment.scenario.name, "canary") as show:
         result = audit(experiment, trials=trials, replica=replica, seed=seed, on_trials=show)
     typer.echo(json.dumps(result.to_json(), indent=2) if as_json else audit_text(result))
+    if plot is not None:
+        save_picture(lambda: draw_audit(result), plot, "--plot")
     if not result.holds:
         raise RunError(f"audit: {result.verdict}", code="audit.refuted")
 
@@ -62,6 +87,39 @@ def _print_one_run(result: OneRun, as_json: bool) -> None:
             f"audit: ε = {result.epsilon:.4g} is refuted: at least {result.epsilon_lower_bound:.4g}",
             code="audit.refuted",
         )
+
+
+def draw_audit(result: Audit) -> Figure:
+    """Draw ε as claimed, printed and shown, by group, and the likelihood ratios of the first; within `drawing`."""
+    figure = new_figure(9.0, 3.2)
+    bounds, ratios = figure.subplots(1, 2)
+    shown = result.groups[:MOST_DRAWN]
+    rows = range(len(shown))
+    for series, (marker, label, values) in enumerate(
+        [
+            ("|", "printed", [group.epsilon for group in shown]),
+            (">", "replica: at least", [group.replica_lower_bound for group in shown]),
+            (">", "canaries: at least", [group.canary_lower_bound for group in shown]),
+            ("x", "claimed", [math.nan if group.claimed_epsilon is None else group.claimed_epsilon for group in shown]),
+        ]
+    ):
+        if not all(map(math.isnan, values)):
+            size = 14 if marker == "|" else 6
+            bounds.plot(values, rows, marker, color=SERIES[series], markersize=size, markeredgewidth=2, label=label)
+    bounds.set_yticks(rows, [f"peers {peer_ranges(set(group.peers))}" for group in shown])
+    bounds.set_ylim(len(shown) - 0.5, -0.5)
+    bounds.set_xlim(left=0)
+    bounds.set_title("ε", loc="left", fontsize=10.5)
+    scores = [part[np.isfinite(part)] for part in shown[0].scores]
+    edges = np.histogram_bin_edges(np.concatenate(scores), BINS)
+    for series, (part, label) in enumerate(zip(scores, ("without the example", "with it"), strict=True)):
+        ratios.hist(part, edges, histtype="step", color=SERIES[series], linestyle=tuple(DASHES)[series], label=label)
+    ratios.set_yscale("log")
+    ratios.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    ratios.set_title("log likelihood ratio of the replica's trials", loc="left", fontsize=10.5)
+    for axes in (bounds, ratios):
+        axes.legend(frameon=False, fontsize=8.5, loc="best")
+    return figure
 
 
 def audit_text(result: Audit) -> str:

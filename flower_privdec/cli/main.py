@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from flower_privdec import __version__
-from flower_privdec.cli.network_commands import NETWORK_COMMANDS
+from flower_privdec.cli.network_commands import NETWORK_COMMANDS, ON_PROCESSES, run_soak
 from flower_privdec.cli.typer_parts import (
     Command,
     CommandGroup,
@@ -278,6 +278,9 @@ def ledger(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A ledger, SOURCE.jsonl, or a folder with some.")],
     delta: Annotated[float, typer.Option(help="δ at which to compute ε: a ledger holds releases, and no δ.")],
     epsilon: Annotated[float | None, typer.Option(help="A budget of which to print what is left.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compose the same events with dp-accounting too (extra accounting).")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Verify a ledger, and print what each run spent, the ε of all together, and what is left.
@@ -287,7 +290,7 @@ def ledger(
     with starting():
         from flower_privdec.reporting import ledgers
 
-    ledgers.print_ledgers(path, delta, epsilon, as_json)
+    ledgers.print_ledgers(path, delta, epsilon, as_json, check=check)
 
 
 @command()
@@ -299,6 +302,18 @@ def audit(
     one_run: Annotated[
         int | None,
         typer.Option("--one-run", metavar="N", help="Guess N examples of each peer in one run of real training."),
+    ] = None,
+    process: Annotated[
+        float | None,
+        typer.Option(
+            "--process",
+            metavar="MINUTES",
+            help="Kill, restore, copy and lose the folders of real peers instead, and count releases from outside "
+            "(source checkout).",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="A picture to write: .svg, which follows the reader's theme, .png or .pdf.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Keys coins, batches and noise.")] = 0,
     as_json: Json = False,
@@ -312,8 +327,13 @@ def audit(
         from flower_privdec.experiment import Experiment
         from flower_privdec.scenario import load_scenario
 
-        experiment = Experiment.build(load_scenario(scenario, settings or ()))
-    audits.print_audit(experiment, as_json, trials=trials, replica=replica, seed=seed, one_run=one_run)
+        loaded = load_scenario(scenario, settings or ())
+    if process is not None:
+        folder = Path("runs") / f"{loaded.name}-audit"
+        run_soak("audit --process", loaded, folder, minutes=process, seed=seed, kinds=ON_PROCESSES)
+        return
+    experiment = Experiment.build(loaded)
+    audits.print_audit(experiment, as_json, trials=trials, replica=replica, seed=seed, one_run=one_run, plot=plot)
 
 
 @command()

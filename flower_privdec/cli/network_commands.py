@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,9 @@ from flower_privdec.cli.typer_parts import (
     starting,
 )
 from flower_privdec.common.user_code import require
+
+if TYPE_CHECKING:
+    from flower_privdec.scenario import Scenario as LoadedScenario
 
 
 def certs(
@@ -205,11 +208,20 @@ def soak(
     """Run all peers of a scenario on this machine, inject faults, and check the invariants."""
     from flower_privdec.scenario import load_scenario
 
-    rig = checkout_tool("tools.soak", "soak")
     loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / f"{loaded.name}-soak"
     options = {"kinds": tuple(fault)} if fault else {}
-    soaked = rig.Soak(loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **options)
+    run_soak("soak", loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **options)
+
+
+def run_soak(command: str, scenario: LoadedScenario, folder: Path, **options: Any) -> None:
+    """Soak the peers of a scenario in a new folder, and print what was counted; options are those of `Soak`.
+
+    Raises:
+        RunError: an invariant did not hold.
+        ScenarioError: an option breaks a rule, or there is no source checkout.
+    """
+    soaked = checkout_tool("tools.soak", command).Soak(scenario, folder, **options)
     with saying_when_interrupted(f"the results are above, and the traces in {folder}"):
         try:
             soaked.run(typer.echo)
@@ -218,4 +230,5 @@ def soak(
     typer.echo("all invariants held")
 
 
+ON_PROCESSES = ("kill", "restore", "copy", "lose", "delete")  # faults that `privdec audit --process` makes
 NETWORK_COMMANDS = (certs, peer, up, status, network_bench, soak)

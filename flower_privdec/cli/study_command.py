@@ -15,7 +15,7 @@ from flower_privdec.common.formatting import duration
 from flower_privdec.reporting.progress import counting_bar, error_console
 from flower_privdec.scenario.loading import shipped
 from flower_privdec.studies.cells import CACHE, Cell, OnCell, Outcome, expand, missing_cells
-from flower_privdec.studies.publish import columns, row
+from flower_privdec.studies.publish import columns, row, scope_of_epsilon
 from flower_privdec.studies.results import PartResult, criterion, judge
 from flower_privdec.studies.runner import choices_of, run_and_publish
 from flower_privdec.studies.spec import load_study
@@ -128,6 +128,8 @@ def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | 
             console.print(table)
         for check in result.part.checks:
             console.print(f"  {criterion(check, result)}: {judge(check, result).sentence}")
+    if scope := scope_of_epsilon(results):
+        console.print(scope)
     console.print(f"published: {out}/README.md")
 
 

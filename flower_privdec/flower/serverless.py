@@ -680,7 +680,7 @@ def run_mesh(
     assert agreed.network.peers is not None
     assert settings.certificates is not None
     private = None if privacy is None else privacy.model_copy(update={"ledger": str(settings.folder)})
-    folder = settings.folder / f"mesh-{run}"
+    folder = mesh_folder(settings, run)
     credentials = credentials_of(agreed, settings.certificates, settings.peer)
     addresses = tuple(peer.address for peer in agreed.network.peers)
     device = PeerDevice(settings.peer, folder, credentials, addresses, witnessed=settings.folder / WITNESSED)
@@ -700,6 +700,11 @@ def run_mesh(
         finally:
             running.close()
     raise AssertionError
+
+
+def mesh_folder(settings: PeerSettings, run: str) -> Path:
+    """Return the folder of a mesh's checkpoints in that of its peer."""
+    return settings.folder / f"mesh-{run}"
 
 
 def _checked_scenario(run: str, text: str, settings: PeerSettings) -> AppScenario:

@@ -12,6 +12,7 @@ from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.spent import json_number
 from flower_privdec.experiment.view import drawings_of
+from flower_privdec.planner.pairwise import by_colluders, not_computed, views
 from flower_privdec.privacy.mechanism.declared import ReleasedSum
 from flower_privdec.reporting.console import comparison_text
 
@@ -25,6 +26,10 @@ HOW_DRAWN = {
     "full": "all examples are in every step; nothing is amplified",
     "blocks": "one of some fixed batches is drawn in each step; which one counts as public",
 }
+ALONE = (
+    "what one peer that colludes with no other learns, at most, where peers mix in step; over all rounds it is "
+    "no bound: others' steps count as given, and follow from models that hold the example"
+)
 SEES = {
     "all": "to everybody who sees the peer's messages",
     "neighbour": "a sum of its own to each neighbour",
@@ -38,9 +43,10 @@ def privacy_statement(experiment: Experiment) -> dict[str, Any]:
     Returns:
         unit, adjacency; sampling and participation in words; releases: for each kind of step the sums that it makes;
         observers: of each who it is, what it sees, and the least and the largest ε of the peers towards it, "inf" where
-        there is no bound.
+        there is no bound; by_distance: what one peer alone sees of others (`pairwise.Distance`), or why that is not
+        computed; by_colluders: where noise cancels, the largest ε for each number of colluders.
     """
-    own, scenario = experiment.own, experiment.scenario
+    own, scenario, plan = experiment.own, experiment.scenario, experiment.own.protection
     drawings = drawings_of(experiment, own.peers, own.sampler)
     steps = range(min(scenario.rounds * experiment.algorithm.steps_per_round, MOST_STEPS))
     kinds = dict.fromkeys(experiment.algorithm.released(step, drawings[0]) for step in steps)
@@ -55,6 +61,11 @@ def privacy_statement(experiment: Experiment) -> dict[str, Any]:
         "participation": active,
         "releases": [None if sums is None else [_sum(part) for part in sums] for sums in kinds],
         "observers": _observers(experiment),
+        "by_distance": not_computed(experiment)
+        or [{key: json_number(value) for key, value in vars(one).items()} for one in views(experiment)],
+        "by_colluders": []
+        if plan is None or plan.pairs is None
+        else [[count, json_number(value)] for count, value in by_colluders(experiment)],
     }
 
 
@@ -113,7 +124,23 @@ def statement_text(statement: dict[str, Any]) -> str:
         low, high = map(epsilon_text, one["epsilon"])
         rows.append([one["observer"], one["sees"], low if low == high else f"{low} to {high}"])
     note = "ε of each peer after all rounds, an upper bound; what protects from more also protects from less"
-    return "\n".join([*lines, "", comparison_text(["observer", "sees", "ε"], rows, note)])
+    lines += ["", comparison_text(["observer", "sees", "ε"], rows, note)]
+    by_distance = statement["by_distance"]
+    if isinstance(by_distance, str):
+        lines += ["", f"one peer alone, by distance: not computed: {by_distance}"]
+    else:
+        figures = [
+            [f"{one['hops']}", f"{one['pairs']:,}", *(epsilon_text(one[key]) for key in ("one_step", "all_rounds"))]
+            for one in by_distance
+        ]
+        lines += [
+            "",
+            comparison_text(["hops", "pairs", "ε of one step", "ε if others' steps were given"], figures, ALONE),
+        ]
+    if statement["by_colluders"]:
+        figures = [[str(count), epsilon_text(value)] for count, value in statement["by_colluders"]]
+        lines += ["", comparison_text(["colluders", "ε"], figures, "of peers that hold secrets of pairs")]
+    return "\n".join(lines)
 
 
 def _sentence(part: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,16 @@ import typer
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import epsilon_text, setting
 from flower_privdec.experiment.spent import json_number
-from flower_privdec.privacy.accountant.accounting import check_delta, epsilon_of_runs
+from flower_privdec.privacy.accountant.accounting import (
+    Alternatives,
+    check_delta,
+    dp_accounting_epsilon,
+    epsilon_of_runs,
+)
 from flower_privdec.privacy.ledger.ledger import FORMAT, Totals, runs_in, verified
 from flower_privdec.reporting.console import comparison_text
 
+OTHER = "dp-accounting's ε"
 PREFIX = FORMAT.rpartition("-")[0].encode()
 
 
@@ -39,13 +46,15 @@ def _is_ledger(path: Path) -> bool:
         return PREFIX in file.read(100)
 
 
-def ledger_facts(path: Path, delta: float, budget: float | None = None) -> dict[str, Any]:
+def ledger_facts(path: Path, delta: float, budget: float | None = None, *, check: bool = False) -> dict[str, Any]:
     """Verify a whole ledger and return what it says.
 
     Args:
         path: of SOURCE.jsonl; sealed segments lie beside it.
         delta: at which ε is computed, in (0, 1): a ledger holds releases, and each run states its own δ.
         budget: an ε of which to return what is left.
+        check: whether dp-accounting composes the same events too, as `dp_accounting` of each run and of all together:
+            an ε, or None where it has no event for one of the mechanisms.
 
     Returns:
         ledger, source, lines, delta; runs: of each its id, the step before which all are charged, the number of its
@@ -72,38 +81,56 @@ def ledger_facts(path: Path, delta: float, budget: float | None = None) -> dict[
         "source": source,
         "lines": lines,
         "delta": delta,
-        "runs": [_run_facts(run, totals, alternatives, delta) for run, alternatives in costs.items()],
+        "runs": [_run_facts(run, totals, alternatives, delta, check) for run, alternatives in costs.items()],
         "epsilon": json_number(together),
+        **_checked(list(costs.values()), delta, check),
         "left": None if budget is None else max(0.0, budget - together),
     }
 
 
-def _run_facts(run: str, totals: Totals, alternatives: Any, delta: float) -> dict[str, Any]:
+def _checked(runs: Sequence[Alternatives], delta: float, check: bool) -> dict[str, Any]:
+    other = dp_accounting_epsilon(runs, delta) if check else None
+    return {"dp_accounting": None if other is None else json_number(other)} if check else {}
+
+
+def _run_facts(run: str, totals: Totals, alternatives: Alternatives, delta: float, check: bool) -> dict[str, Any]:
     entries = [entry for entry in totals.entries if entry.run.id == run]
     return {
         "run": run,
         "steps": max(entry.to_step for entry in entries),
         "peers": len({peer for entry in entries for charge in entry.charges for peer in charge.peers}),
         "epsilon": json_number(epsilon_of_runs([alternatives], delta)),
+        **_checked([alternatives], delta, check),
         "environment": entries[-1].run.environment,
     }
 
 
-def print_ledgers(path: Path, delta: float, budget: float | None, as_json: bool) -> None:
+def print_ledgers(path: Path, delta: float, budget: float | None, as_json: bool, *, check: bool = False) -> None:
     """Print what the ledgers at a path say; see `ledger_facts`."""
-    facts = [ledger_facts(one, delta, budget) for one in ledgers_below(path)]
+    facts = [ledger_facts(one, delta, budget, check=check) for one in ledgers_below(path)]
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
+    heads = ["run", "drawn by", "steps", "peers", "ε", *([OTHER] if check else [])]
     for one in facts:
         rows = [
-            [run["run"][:8], run["environment"], f"{run['steps']:,}", str(run["peers"]), epsilon_text(run["epsilon"])]
+            [run["run"][:8], run["environment"], f"{run['steps']:,}", str(run["peers"]), *_epsilons(run)]
             for run in one["runs"]
         ]
         left = "" if one["left"] is None else f"; {_rounded_down(one['left'])} left of {epsilon_text(budget)}"
-        note = f"all together: ε = {epsilon_text(one['epsilon'])} at δ = {setting(delta)}{left}"
+        ours, *theirs = _epsilons(one)
+        other = f" ({OTHER}: {theirs[0]})" if check else ""
+        note = f"all together: ε = {ours}{other} at δ = {setting(delta)}{left}"
+        if check and any(run["dp_accounting"] is None for run in one["runs"]):
+            note += "; –: dp-accounting has no event for uniform sampling under zero-out"
         typer.echo(f"{one['ledger']}: {one['lines']:,} lines, verified")
-        typer.echo(comparison_text(["run", "drawn by", "steps", "peers", "ε"], rows, note))
+        typer.echo(comparison_text(heads, rows, note))
+
+
+def _epsilons(facts: dict[str, Any]) -> list[str]:
+    """Return ε and, where it was asked for, dp-accounting's."""
+    others = [facts["dp_accounting"]] if "dp_accounting" in facts else []
+    return [epsilon_text(facts["epsilon"]), *("–" if other is None else epsilon_text(other) for other in others)]
 
 
 def _rounded_down(epsilon: float) -> str:

@@ -273,6 +273,24 @@ def themed(svg: str) -> str:
     return f"{svg[:start]}<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{svg[start:]}"
 
 
+def save_picture(draw: Callable[[], Figure], out: Path, option: str) -> None:
+    """Draw a figure into a file; an SVG follows the reader's theme.
+
+    Raises:
+        ScenarioError: matplotlib is not installed, or the file cannot be written; `option` is what named it.
+    """
+    with drawing():
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            draw().savefig(out, dpi=150, facecolor="white")
+            if out.suffix.lower() == ".svg":
+                out.write_text(themed(out.read_text(encoding="utf-8")), encoding="utf-8")
+        except OSError as error:
+            raise ScenarioError(
+                f"{option} {out}: cannot be written ({error.strerror}); give another path", code="reporting.unwritable"
+            ) from error
+
+
 def html_of(text: str, pictures: Iterable[str] = ()) -> str:
     """Return text, and pictures as SVG below it, as HTML for a notebook, in colours of its light or dark theme."""
     light, dark = (
@@ -470,16 +488,7 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         "note": None,
     }
     if out is not None:
-        with drawing():
-            try:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                draw_topology(topology).savefig(out, dpi=150, facecolor="white")
-                if out.suffix.lower() == ".svg":
-                    out.write_text(themed(out.read_text(encoding="utf-8")), encoding="utf-8")
-            except OSError as error:
-                raise ScenarioError(
-                    f"--out {out}: cannot be written ({error.strerror}); give another path", code="reporting.unwritable"
-                ) from error
+        save_picture(lambda: draw_topology(topology), out, "--out")
     return description
 
 

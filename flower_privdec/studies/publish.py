@@ -225,8 +225,9 @@ def _far_apart(values: Sequence[float]) -> bool:
 
 ONE_DATA_SET = "All runs of this study, over cells and seeds, use the same data set."
 EACH_ALONE = (
-    "Each run's ε stands alone: it is what releasing that one run would cost. Releasing all of them would add up to "
-    "far more. Where a part does not say otherwise, the choice between settings is made on the public test set."
+    "Each run's ε stands alone: it is what releasing that one run would cost. Each seed is a run, a release of its own "
+    "of the same data: releasing all of them would add up to far more. Where a part does not say otherwise, the choice "
+    "between settings is made on the public test set."
 )
 WHOSE = {"paper": "The paper's claim", "us": "Beyond the paper"}
 HOW_JUDGED = (
@@ -239,6 +240,15 @@ TWO_EPSILONS = (
     "ε (exact) is the accountant's, for what the run did: unit example, adjacency zero-out. Where there is a column "
     "ε (claimed), the noise was computed by the paper's formula; its ε is a claim, not a guarantee."
 )
+
+
+def scope_of_epsilon(results: Sequence[PartResult]) -> str:
+    """Return what an ε of a study is of, in words; nothing where no run has one."""
+    scenarios = [cell.scenario for result in results for cell in result.cells]
+    if all(scenario.private is None for scenario in scenarios):
+        return ""
+    data = {(repr(scenario.data.dataset), scenario.data.root) for scenario in scenarios}
+    return f"{ONE_DATA_SET} {EACH_ALONE}" if len(data) == 1 else EACH_ALONE
 
 
 def make_folder(out: Path) -> None:
@@ -277,17 +287,14 @@ def publish(
     """
     cells = [cell for result in results for cell in result.cells]
     runs, seconds = len({cell.key for cell in cells}), sum(result.seconds for result in results)
-    privacy = []
-    if any(cell.scenario.private is not None for cell in cells):
-        data = {(repr(cell.scenario.data.dataset), cell.scenario.data.root) for cell in cells}
-        privacy = [f"{ONE_DATA_SET} {EACH_ALONE}" if len(data) == 1 else EACH_ALONE, TWO_EPSILONS]
+    scope = scope_of_epsilon(results)
     head = [
         f"# {study.heading}{f' ({size} size)' if size else ''}",
         *([study.paper] if study.paper else ()),
         f"Made by `{command}` with flower-privdec {__version__}: {runs} runs, {duration(seconds)} of CPU time "
         f"in all, one thread each, on a machine with {os.cpu_count()} cores ({platform.machine()}).",
         *study.notes,
-        *privacy,
+        *([scope, TWO_EPSILONS] if scope else ()),
         "Values are mean ± standard deviation over the seeds.",
         *([HOW_JUDGED] if any(result.part.checks for result in results) else []),
     ]

@@ -59,7 +59,7 @@ class ClippedSum:
         if way not in WAYS:
             raise ScenarioError(f"way={way!r} must be one of {', '.join(WAYS)}", code="training-loop.way")
         self._module, self._parameters, self._criterion = module, parameters, criterion
-        self._clip_norm, self._memory = clip_norm, memory_bytes
+        self.clip_norm, self._memory = clip_norm, memory_bytes
         self._ways, self._way = WAYS[1:] if way == "auto" else (way,), ""
 
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -85,21 +85,25 @@ class ClippedSum:
             ScenarioError: the arguments are no batch, or the model or criterion cannot take one example alone.
             RunError: these fail on the examples; their message is withheld, for it may reveal them.
         """
-        tensors, rebuild = _batched(args, kwargs, targets)
+        tensors, rebuild = batched(args, kwargs, targets)
         like = next(iter(self._parameters.values()))
         total, examples = torch.zeros(self.d, dtype=like.dtype, device=like.device), len(tensors[0])
         if examples == 0:
             return total, 0
-        self._way = self._way or self._first_way_that_works(rebuild, tensors)
         for part in row_chunks(examples, self.d * like.element_size(), self._memory):
-            some = [tensor[part] for tensor in tensors]
-            gradients = without_revealing(BOTH, lambda *some: self._gradients(self._way, rebuild, some), some)
+            gradients = self.gradients(rebuild, [tensor[part] for tensor in tensors])
             norms = upper(gradients)
             bad = beyond(norms)
             if bad is not None:
                 gradients, norms = gradients.masked_fill(bad[:, None], 0), norms.masked_fill(bad, 0)
-            total.add_((self._clip_norm / norms).clamp(max=1) @ gradients)
+            total.add_((self.clip_norm / norms).clamp(max=1) @ gradients)
         return total, examples
+
+    def gradients(self, rebuild: Rebuild, tensors: list[Tensor]) -> Tensor:
+        """Return the gradients [b, d] of some examples, not clipped; see `batched`."""
+        self._way = self._way or self._first_way_that_works(rebuild, tensors)
+        rows: Tensor = without_revealing(BOTH, lambda *some: self._gradients(self._way, rebuild, some), tensors)
+        return rows
 
     @property
     def d(self) -> int:
@@ -166,7 +170,7 @@ def _fresh(criterion: Criterion) -> Criterion:
     return copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
 
 
-def _batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[list[Tensor], Rebuild]:
+def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[list[Tensor], Rebuild]:
     """Return a batch's tensors, the first axis of which is the example, and the function from others to arguments."""
     leaves, spec = tree_flatten((list(args), dict(kwargs), list(targets)))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]

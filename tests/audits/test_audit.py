@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,11 +35,17 @@ from flower_privdec.privacy.ledger.ledger import Account
 from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
+from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.philox import PhiloxNoise
 from flower_privdec.scenario import parse_scenario
 
 SHORT = ["rounds=3", "data.samples=48", "privacy.clip_norm=0.05", "data.batch={sampling: poisson, size: 4}"]
 FULL = [*SHORT, "data.batch={sampling: full}"]  # whose privacy a test of one score can show whole
+CANCELLING = [
+    *FULL,
+    "privacy.noise={kind: cancelling, colluding: 1, secrets: complete}",
+    "topology.name=complete",
+]
 CROSS = [*FULL, *settings_for("algorithm.name=dp-cga")]
 
 
@@ -110,6 +117,26 @@ def test_an_audit_repeats_by_its_seed() -> None:
     assert one["groups"] != other["groups"] or one == other  # the figures of few trials may agree
 
 
+@pytest.mark.parametrize("colluding", [0, 1, 2])
+@pytest.mark.parametrize("topology", ["complete", "directed-exponential"])
+def test_colluders_that_subtract_what_they_share_leave_the_planned_noise(colluding: int, topology: str) -> None:
+    """The mean log ratio of both worlds is a replica's, within five standard errors; all is as planned."""
+    noise = f"privacy.noise={{kind: cancelling, colluding: {colluding}, secrets: complete}}"
+    experiment = experiment_of(*FULL, noise, f"topology.name={topology}", "privacy.epsilon=6")
+    result = audit(experiment, trials=400, replica=1000)
+    assert result.defects == {}
+    assert result.holds
+    runs = [run_once(with_canaries(experiment), 3, number) for number in range(100)]
+    there, scores = np.array([run[0] for run in runs]), np.array([run[1].scores for run in runs])
+    plan = experiment.own.protection
+    assert plan is not None
+    for real, drawn in zip(
+        (scores[~there], scores[there]), replica_scores(plan.accounts[0].releases(0, 3), 20_000, 1), strict=True
+    ):
+        assert abs(real.mean() - drawn.mean()) < 5 * real.std() / math.sqrt(real.size)
+        assert real.std() == pytest.approx(drawn.std(), rel=0.25)
+
+
 # --- what is broken is found, by name ---
 
 
@@ -121,6 +148,12 @@ def half_the_noise() -> Iterator[None]:
         add(self, out, std / 2, noised)
 
     with patch.object(NoiseMechanism, "add_", add_half):
+        yield
+
+
+@contextmanager
+def without_pairs() -> Iterator[None]:
+    with patch.object(CancellingNoise, "add_pairs_"):
         yield
 
 
@@ -181,6 +214,8 @@ def half_of_the_steps_charged() -> Iterator[None]:
 
 BROKEN = {
     "noise at half": (half_the_noise, FULL, "noise too small"),
+    "own noise at half beside what pairs share": (half_the_noise, CANCELLING, "noise too small"),
+    "no noise of pairs": (without_pairs, CANCELLING, "noise too small"),
     "clipped by batch": (clipped_by_batch, FULL, "clipping"),
     "noise reused for two neighbours": (same_noise_for_all_receivers, CROSS, "noise reused"),
     "half of the steps charged": (half_of_the_steps_charged, FULL, "ledger"),
@@ -294,10 +329,6 @@ def test_an_audit_in_one_run_refuses_what_it_cannot_do(overrides: list[str], can
     ("overrides", "code"),
     [
         (["privacy=none"], "audit.no-privacy"),
-        (
-            ["privacy.noise={kind: cancelling, colluding: 1, secrets: complete}", "topology.name=complete"],
-            "audit.cancelling",
-        ),
     ],
 )
 def test_what_cannot_be_audited_is_refused(overrides: list[str], code: str) -> None:
@@ -334,6 +365,24 @@ def test_the_command_prints_a_table_or_json_and_exits_with_1_for_what_is_broken(
     assert "times as large as planned" in printed.err
     assert {"claimed_epsilon", "epsilon", "epsilon_lower_bound", "method", "trials"} <= facts.keys()
     assert facts["holds"] is False
+
+
+def test_a_picture_has_every_figure_and_follows_the_theme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "audit.svg"
+    words = ["audit", "digits", "--set", "rounds=2", "--trials", "16", "--replica", "100"]
+    with pytest.raises(SystemExit) as done:
+        main([*words, "--plot", str(out)])
+    assert done.value.code == 0
+    text = out.read_text()
+    for label in ("printed", "replica: at least", "canaries: at least", "without the example", "with it", "peers 0-7"):
+        assert f">{label}<" in text
+    assert "claimed" not in text
+    assert "prefers-color-scheme: dark" in text
+    for wrong in (["--plot", "audit.txt"], ["--plot", str(out), "--one-run", "10"]):
+        with pytest.raises(SystemExit) as done:
+            main([*words, *wrong])
+        assert done.value.code == 2
+        assert "must be .svg, .png or .pdf" in capsys.readouterr().err
 
 
 def test_the_nearest_to_being_refuted_comes_first() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ports import own_addresses
 from raising import raises
-from routing_peers import client, first, sets_its_values_once, values_of, zeros
+from routing_peers import Step, client, first, sets_its_values_once, values_of, zeros
 from together_grid import TogetherGrid
 
 from flower_privdec.common.errors import RunError, ScenarioError
@@ -21,7 +21,9 @@ from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario.loading import parse_app_scenario
 
 
-def grid_of(folder: Path, n_peers: int, *, without: tuple[int, ...] = (), **options) -> LocalGrid:
+def grid_of(
+    folder: Path, n_peers: int, *, without: tuple[int, ...] = (), step: Step = sets_its_values_once, **options
+) -> LocalGrid:
     """Return nodes with an address and certificates each, but for some; where rounds are relayed they take turns."""
     scenario = parse_app_scenario(f"{{name: mesh, n_peers: {n_peers}, rounds: 1, privacy: none}}")
     make_certificates(scenario, folder / "certs")
@@ -31,7 +33,7 @@ def grid_of(folder: Path, n_peers: int, *, without: tuple[int, ...] = (), **opti
         if peer not in without
     }
     kind = LocalGrid if without else TogetherGrid
-    return kind(client(sets_its_values_once, **options), n_peers, folder=folder, config=config)
+    return kind(client(step, **options), n_peers, folder=folder, config=config)
 
 
 def mean_of(n_peers: int) -> np.ndarray:
@@ -55,6 +57,29 @@ def test_a_mesh_that_is_done_is_not_run_again_and_none_goes_on_from_relayed_roun
     np.testing.assert_array_equal(first(once.arrays), first(again.arrays))
     with raises(RunError, "nodes.all-failed", "give the run another name"):
         Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 3)
+
+
+def test_a_peer_that_was_lost_finishes_once_the_run_of_its_name_is_started_again(tmp_path):
+    """The others are done, and train no more: they run on from their checkpoints so that it reaches them."""
+    trained, is_off = [], [True]
+
+    def step(arrays, peer, server_round):
+        trained.append((peer, server_round))
+        if peer == 2 and server_round == 3 and is_off[0]:
+            raise RuntimeError("the device is off")
+        return [arrays[0] + 1]
+
+    def start():
+        strategy = Mesh("complete", name="mesh", start=5.0, deadline=0.5, fraction_evaluate=0.0)
+        strategy.start(grid_of(tmp_path, 3, step=step), zeros(), 6)
+        return strategy
+
+    with raises(RunError, "mesh.unfinished", names=r"peers \[2\]"):
+        start()
+    is_off[0] = False
+    strategy = start()
+    assert {report.round_index for report in strategy.reports.values()} == {6}
+    assert sorted(trained) == sorted([(peer, k) for peer in range(3) for k in range(1, 7)] + [(2, 3)])
 
 
 def test_where_a_node_has_no_address_the_rounds_are_relayed(tmp_path, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,18 +132,22 @@ def test_a_peer_that_dies_between_two_commits_pays_for_what_it_takes_again(
     assert 6 <= taken.count(1) <= paid(tmp_path / "peer-1") <= 7
 
 
-def test_two_peers_of_one_data_file_do_not_train_at_once(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["data.root", "--data"])
+def test_two_peers_of_one_data_file_do_not_train_at_once(by: str, tiny: Tiny, tmp_path: Path) -> None:
     examples = Experiment.build(tiny()).own.examples
     x, y = examples.x.numpy(), examples.y.numpy()
     np.savez(tmp_path / "all.npz", x_train=x, y_train=y)
     np.savez(tmp_path / "test.npz", x_test=x, y_test=y)
+    root = tmp_path / ("{peer}.npz" if by == "data.root" else "all.npz")
     scenario = tiny(
         *("n_peers=2", "topology.name=complete", "data.dataset=npz", "data.test_samples=null", "data.samples=null"),
-        *(f"data.root={tmp_path}/{{peer}}.npz", f"data.test={tmp_path}/test.npz", ASYNCHRONOUS),
+        *(f"data.root={root}", f"data.test={tmp_path}/test.npz", ASYNCHRONOUS),
     )
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
     for peer in (0, 1):
         (tmp_path / f"{peer}.npz").symlink_to(tmp_path / "all.npz")
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+        if by == "--data":
+            theirs[peer] = replace(theirs[peer], data=f"{tmp_path}/{peer}.npz")
     one = running_peer(scenario, theirs[0])
     with raises(RunError, "peer.data-in-use", "1.npz"):
         running_peer(scenario, theirs[1])

@@ -272,7 +272,7 @@ def test_a_run_in_which_all_kinds_of_things_break_comes_to_its_end(soaked: Calla
     assert tally.weight.expected == 2
     assert tally.faults["isolate"] >= 1
     assert 1 <= tally.faults["kill"] == tally.crashes <= 2
-    assert 2 * rounds - tally.crashes <= tally.taken <= tally.paid <= 2 * rounds + tally.crashes
+    assert 2 * rounds - tally.crashes <= tally.total("taken") <= tally.total("paid") <= 2 * rounds + tally.crashes
     assert tally.first
     assert all(tally.largest[peer] >= first > 1 << 20 for peer, first in tally.first.items())
     assert len((run.out / "faults.log").read_text().splitlines()) == sum(tally.faults.values())
@@ -291,7 +291,7 @@ def test_peers_that_do_not_wait_for_each_other_are_soaked_the_same_way(soaked: C
     assert tally.weight.is_right
     assert tally.weight.expected == 2
     assert tally.crashes <= 1
-    assert 2 * ROUNDS - tally.crashes <= tally.taken <= tally.paid <= 2 * ROUNDS + tally.crashes
+    assert 2 * ROUNDS - tally.crashes <= tally.total("taken") <= tally.total("paid") <= 2 * ROUNDS + tally.crashes
 
 
 @pytest.mark.slow
@@ -323,8 +323,38 @@ def test_the_command_soaks_until_the_time_is_over(
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"[\d.]+ s  run 1  rounds \d+ to \d+ of 20  \d+ faults.*", lines[0])
     assert lines[-1] == "all invariants held"
+    for peer in (0, 1):
+        assert any(re.fullmatch(rf"peer {peer}: \d+ steps taken, \d+ received, \d+ paid for", line) for line in lines)
     assert any(re.fullmatch(r"seed 4: \d+ runs, \d+ of them to their end, \d+ rounds", line) for line in lines)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"run-1"}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_audit_of_processes_is_a_soak_that_takes_folders_away(
+    broken: bool, tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[dict[str, object]] = []
+
+    class Recorded(Soak):
+        def __init__(self, *given: object, **options: object) -> None:
+            made.append(options)
+            super().__init__(*given, **options)  # type: ignore[arg-type]
+
+        def run(self, say: object = print) -> Tally:
+            self.tally.by_peer[1].update(taken=9, received=8, paid=7)
+            if broken:
+                raise RunError("the ledger of peer 1: it pays for 7 steps, and 8 were taken", code="soak.ledger")
+            return self.tally
+
+    monkeypatch.setattr("tools.soak.Soak", Recorded)
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(tiny_text)
+    assert privdec("audit", "tiny.yaml", "--process", "0.5", "--seed", "3") == broken
+    printed = capsys.readouterr()
+    assert made == [{"minutes": 0.5, "seed": 3, "kinds": ("kill", "restore", "copy", "lose", "delete")}]
+    assert "peer 1: 9 steps taken, 8 received, 7 paid for" in printed.out
+    assert ("all invariants held" in printed.out) != broken
+    assert ("it pays for 7 steps" in printed.err) == broken
 
 
 @pytest.mark.slow

@@ -50,7 +50,10 @@ def test_noise_that_cancels_has_an_epsilon_against_all_others_beside_the_collude
     experiment = experiment_of(BATCH, CANCELLING, "topology.name=complete")
     plan = experiment.own.protection
     assert plan is not None
-    towards = {row["observer"]: row["epsilon"][1] for row in privacy_statement(experiment)["observers"]}
+    statement = privacy_statement(experiment)
+    towards = {row["observer"]: row["epsilon"][1] for row in statement["observers"]}
+    assert [count for count, _ in statement["by_colluders"]] == [0, 1, 2, 3]
+    assert "colluders" in statement_text(statement)
     assert towards["up to 1 other peers, relays and servers together"] == max(plan.epsilons(4))
     assert towards["all other peers together"] == max(plan.collusion_epsilons(4)) > max(plan.epsilons(4))
 
@@ -75,5 +78,6 @@ def test_the_command_prints_words_or_json(capsys: pytest.CaptureFixture[str]) ->
         assert done.value.code == 0
     printed = capsys.readouterr().out
     text, _, data = printed.partition("{")
+    assert "hops" in text
     assert "one example of one peer" in text
     assert json.loads("{" + data)["observers"][0]["epsilon"][1] <= 3.0

@@ -15,6 +15,7 @@ from delta_of_releases import delta
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld.pld_pmf import create_pmf_pessimistic_connect_dots_fixed_gap
+from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from scipy import stats
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.privacy.accountant import loss_distributions
-from flower_privdec.privacy.accountant.accounting import epsilon
+from flower_privdec.privacy.accountant.accounting import dp_accounting_epsilon, epsilon
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical, epoch_steps, event, plan_spends
 
 ZERO_OUT = NeighboringRelation.REPLACE_SPECIAL
@@ -144,6 +145,27 @@ def test_different_mechanisms_together_agree_with_googles_accountant():
     releases = [poisson(0.02, 1.0, 100), full(30.0, 10), poisson(0.1, 3.0, 50), full(20.0, 5)]
     fine = other_epsilon(event(releases), 1e-5, ZERO_OUT, PLDAccountant(ZERO_OUT, 5e-5))
     assert epsilon(releases, 1e-5) == pytest.approx(fine, rel=5e-4)
+
+
+RANDOM = np.random.default_rng(2026)
+CONFIGURATIONS = [  # rate, noise, steps, δ
+    (10 ** RANDOM.uniform(-3, -0.2), 10 ** RANDOM.uniform(-0.1, 1), int(10 ** RANDOM.uniform(1.5, 3.5)), 10.0**-digits)
+    for digits in [3, 4, 5, 6, 7] * 4
+]
+
+
+@pytest.mark.parametrize(("q", "noise", "steps", "target"), CONFIGURATIONS)
+def test_it_is_between_dp_accountings_bounds(q: float, noise: float, steps: int, target: float) -> None:
+    """Twenty random configurations: above its lower bound, 0.05 % from its upper one, and below Rényi's (Opacus')."""
+    release = poisson(q, noise, steps)
+    found, upper = epsilon([release], target), dp_accounting_epsilon([((release,),)], target)
+    options = {"pessimistic_estimate": False, "use_connect_dots": False, "sampling_prob": q}
+    optimistic = from_gaussian_mechanism(
+        noise, value_discretization_interval=2e-4 * min(max(found, 0.02), 1), **options
+    )
+    assert optimistic.self_compose(steps).get_epsilon_for_delta(target) <= found
+    assert found == pytest.approx(upper, rel=5e-4)
+    assert found <= other_epsilon(event([release]), target, ZERO_OUT, RdpAccountant(neighboring_relation=ZERO_OUT))
 
 
 def test_agrees_with_opacus():

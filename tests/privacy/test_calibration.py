@@ -19,7 +19,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.privacy.accountant import accounting, calibration
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import charged_steps, max_steps, noise_multiplier, scale_for_budget
-from flower_privdec.privacy.mechanism.events import Release, event
+from flower_privdec.privacy.mechanism.events import Release, canonical, event
 
 MNIST = {
     "sampling": "poisson",
@@ -107,6 +107,23 @@ def test_a_schedule_of_many_distinct_steps_is_scaled_to_the_budget():
 
     scale = scale_for_budget(make, 1.0, 1e-4)
     assert 0.995 <= epsilon(make(scale), 1e-4) <= 1.0
+
+
+def test_many_distinct_steps_are_solved_for_by_few_mechanisms(monkeypatch):
+    sizes = []
+
+    def counted(releases, target):
+        sizes.append(len(canonical(releases)))
+        return epsilon(releases, target)
+
+    def make(scale: float) -> list[Release]:
+        return [Release("poisson", 0.02, 2500, 50, scale / mu) for mu in 2.0 ** (np.arange(400) / 400)]
+
+    monkeypatch.setattr(accounting, "epsilon", counted)
+    scale = scale_for_budget(make, 2.0, 1e-5)
+    assert 0.995 * 2 <= epsilon(make(scale), 1e-5) <= 2.0
+    assert sizes.count(400) <= 3
+    assert max(size for size in sizes if size < 400) <= 64
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,13 @@ def test_every_release_has_its_noise_and_no_draw_is_used_twice(case: Experiment)
     testing.assert_noise(case, 4)
 
 
+def test_the_noise_spends_the_budget_and_no_more(case: Experiment) -> None:
+    plan, budget = case.own.protection, case.scenario.private.epsilon
+    assert plan is not None
+    for account, spent in zip(plan.accounts, plan.epsilons(case.scenario.rounds), strict=True):
+        assert 0.995 * budget <= spent <= budget or not account.spends  # one that is never active
+
+
 def test_nothing_else_leaves(case: Experiment) -> None:
     testing.assert_nothing_else_leaves(case)
 

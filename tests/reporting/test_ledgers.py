@@ -48,6 +48,26 @@ def test_the_command_prints_each_ledger_below_a_folder(
     assert len(json.loads(capsys.readouterr().out)) == 1
 
 
+def test_dp_accounting_composes_the_same_events_and_stands_beside(
+    two_runs: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = (tmp_path / "ledger").glob("*.jsonl")
+    facts = ledger_facts(path, 1e-3, check=True)
+    for one in (facts, *facts["runs"]):
+        assert one["dp_accounting"] == pytest.approx(one["epsilon"], rel=1e-3)
+    assert "dp_accounting" not in ledger_facts(path, 1e-3)
+    assert privdec("ledger", str(path), "--delta", "1e-3", "--check") == 0
+    assert f"(dp-accounting's ε: {epsilon_text(facts['dp_accounting'])})" in capsys.readouterr().out
+
+
+def test_where_dp_accounting_has_no_event_a_dash_stands(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(Experiment.build(tiny("rounds=1", "data.batch.sampling=uniform")), tmp_path / "run")
+    assert privdec("ledger", str(tmp_path), "--delta", "1e-3", "--check") == 0
+    assert "(dp-accounting's ε: –)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from scipy.stats import ttest_ind
 
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.cli.main import main
-from flower_privdec.cli.study_command import TimeLeft, run_study
+from flower_privdec.cli.study_command import TimeLeft, print_verdicts, run_study
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.reporting.plots import new_figure
@@ -773,7 +774,8 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
         "# A small study (laptop size)",
         "`privdec study small`",
         "6 runs, 12.0 s",
-        "Each run's ε stands alone",
+        "All runs of this study, over cells and seeds, use the same data set. Each run's ε stands alone",
+        "Each seed is a run, a release of its own of the same data",
         "Criterion: test accuracy in the order 1 < 3. **Shown in 1 of 2 cells, undecided in 1.**",
         "- shown, algorithm push-sum: 1: 50.0",
         "undecided where the spread hides it",
@@ -784,6 +786,18 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
     ):
         assert text in readme, text
     assert (tmp_path / "out" / "main-1.svg").read_text().count("push-sum") >= 1
+
+
+def test_the_terminal_says_that_each_seed_is_a_release_of_the_same_data(
+    study_at: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = made_up(study_at(), tmp_path / "cells", by_place(GRID), epsilon=2.5)
+    print_verdicts([result], tmp_path)
+    assert "Each seed is a run, a release of its own of the same data" in " ".join(capsys.readouterr().out.split())
+    bare = [cell for cell in result.cells if cell.scenario.private is None]
+    assert bare
+    print_verdicts([replace(result, cells=bare)], tmp_path)
+    assert "Each seed" not in capsys.readouterr().out
 
 
 def test_a_cell_that_was_not_run_is_shown_as_not_run(study_at: Callable[..., Path], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -83,8 +83,8 @@ class Tally:
         runs, finished: how many were begun, and came to their end.
         faults: how often each kind of fault was made.
         rounds: that the fastest peer went through, over all runs.
-        taken, paid: private steps as counted, and as the ledgers that went on have them, of all peers of finished runs.
-        received: releases of them that reached a neighbour.
+        by_peer: of each peer, over all runs: private steps `taken`, as counted, the releases of them that a neighbour
+            `received`, and the steps `paid` by the ledger that went on.
         shared, apart: draws of pairs that both ends added, and that one of them alone did.
         charged: steps that were paid for in place of lines that a ledger had lost.
         given_up: runs that ended early: peers that wait for each other cannot go on with one that lost its state.
@@ -100,9 +100,7 @@ class Tally:
     finished: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
-    taken: int = 0
-    paid: int = 0
-    received: int = 0
+    by_peer: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     shared: int = 0
     apart: int = 0
     charged: int = 0
@@ -114,6 +112,10 @@ class Tally:
     isolated: int = 0
     not_agreed: int = 0
     models: Models | None = None
+
+    def total(self, count: str) -> int:
+        """Return one of the counts by peer, of all peers together."""
+        return sum(counts[count] for counts in self.by_peer.values())
 
 
 @dataclass
@@ -487,10 +489,11 @@ class SoakedRun:
         self.processes.end()
         self.tally.given_up += self.is_given_up
         self._look()
-        self.tally.taken += sum(counted_in(self._counts(peer)) for peer in self.processes.peers)
-        self.tally.paid += sum(paid.steps for paid in self._paid.values())
+        for peer, paid in self._paid.items():
+            received = self._received[peer] if paid.records else 0
+            counts = {"taken": counted_in(self._counts(peer)), "received": received, "paid": paid.steps}
+            self.tally.by_peer[peer].update(counts)
         self.tally.charged += sum(paid.charged for paid in self._paid.values())
-        self.tally.received += sum(self._received[peer] for peer, paid in self._paid.items() if paid.records)
         self.tally.shared += self._observer.shared
         self.tally.apart += self._observer.apart
         self.tally.finished += came_to_its_end
@@ -611,8 +614,13 @@ class Soak:
         lines = [
             f"seed {self.seed}: {tally.runs} runs, {tally.finished} of them to their end, {tally.rounds:,} rounds",
             f"faults: {made}",
-            f"ledgers: {tally.taken:,} steps taken, {tally.paid:,} paid for, {tally.crashes} processes killed",
-            f"releases: {tally.received:,} received, {tally.charged:,} charged as witnessed",
+            f"ledgers: {tally.total('taken'):,} steps taken, {tally.total('paid'):,} paid for, {tally.crashes} "
+            "processes killed",
+            f"releases: {tally.total('received'):,} received, {tally.charged:,} charged as witnessed",
+        ]
+        lines += [
+            f"peer {peer}: {one['taken']:,} steps taken, {one['received']:,} received, {one['paid']:,} paid for"
+            for peer, one in sorted(tally.by_peer.items())
         ]
         if tally.shared:
             lines.append(

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,6 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 
 from flower_privdec.common.arguments import check_kinds, check_numbers, check_paths
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError
+from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.common.user_code import last_line_of_users
 from flower_privdec.flower.error_formatting import USER_ERRORS, error_line, reason
 from flower_privdec.flower.mods.dual_step import DualStep
@@ -646,7 +647,7 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
             )
         value = context.run_config[key]
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise RunError(f"{name}={value!r} of this run must be a number", code="flower.setting")
+        raise RunError(f"{name}={value!r} of this run must be a number, without quotes", code="flower.setting")
     return value
 
 
@@ -807,21 +808,25 @@ class PeerMod:
         return self._leaving(peer, from_app)
 
     def _mesh(self, peer: RequestHandler, message: Message, context: Context, app: App) -> None:
-        """Run all rounds with the other peers directly, and keep the resulting state, unless that was done before.
+        """Run all rounds with the other peers directly, and keep the resulting state.
+
+        A peer that is done runs on from its last checkpoint while others are not, so that they reach it, or not at all.
 
         Raises:
             RunError: the message has no initial arrays, or the rounds cannot be run.
         """
-        from flower_privdec.flower.serverless import InitialArrays, run_mesh  # over torch, which only a mesh needs
+        from flower_privdec.flower.serverless import InitialArrays, mesh_folder, run_mesh  # over torch
 
-        content, request = message.content, peer.request
-        if peer.state is not None:
-            if peer.state.round_index != request.rounds:
+        content, request, done = message.content, peer.request, peer.state
+        if done is not None:
+            if done.round_index != request.rounds:
                 raise RunError(
-                    f"peer {peer.node.peer} has a state of run {request.run!r} after round {peer.state.round_index} "
+                    f"peer {peer.node.peer} has a state of run {request.run!r} after round {done.round_index} "
                     f"of {request.rounds}, which a mesh cannot continue from: give the run another name"
                 )
-            return
+            is_whole = len(request.neighbors) == peer.node.n_peers  # which all have a state
+            if is_whole or not (mesh_folder(peer.node, request.run) / CHECKPOINTS).exists():
+                return
         if INITIAL not in content.array_records:
             raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
         layout = Layout.of(numpy_arrays(content.array_records[INITIAL]))
@@ -837,7 +842,8 @@ class PeerMod:
             return self._trained(peer, answer, layout)
 
         initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), request.arrays)
-        peer.state = run_mesh(request.run, request.scenario, initial, peer.node, peer.privacy, train)
+        state = run_mesh(request.run, request.scenario, initial, peer.node, peer.privacy, train)
+        peer.state = state if done is None else replace(state, handed=done.handed)
 
     def _count(self, peer: RequestHandler, answer: RecordDict, context: Context) -> float:
         """Return the public number of examples by which a peer counts: the owner's, else the app's where it leaves."""

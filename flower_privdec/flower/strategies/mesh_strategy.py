@@ -122,7 +122,9 @@ class Mesh(PushSum):
             f" ({troubles})" if (troubles := network.troubles()) else "",
         )
         if missing := sorted(set(peers) - done.keys()):
-            raise RunError(f"peers {missing} did not finish; start the run of the same name again")
+            raise RunError(
+                f"peers {missing} did not finish; start the run of the same name again", code="mesh.unfinished"
+            )
         result, last, self._asked = Result(), self._rounds, peers
         evaluated = network.ask(
             self.configure_evaluate(last, self._initial, self._given["evaluate_config"] or ConfigRecord(), network.grid)

@@ -607,7 +607,8 @@ class ScenarioTrainer:
         if len(secret_pairs(scenario)):
             self.pair_secrets = AgreedSecrets(peer, numbers_hash(scenario).encode(), identities(scenario))
         root, self._held = scenario.data.root if data is None else data, -1
-        is_private = scenario.private is not None and scenario.data.each_its_own and not insecure_seeds
+        is_own = data is not None or scenario.data.each_its_own
+        is_private = scenario.private is not None and is_own and not insecure_seeds
         self._data = Path(root.replace(PEER, str(peer))) if root is not None and is_private else None
         self._loss: float | None = None
 

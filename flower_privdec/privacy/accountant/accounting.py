@@ -33,13 +33,14 @@ arXiv:1702.07476, Proposition 1).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, product
 
 import numpy as np
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.user_code import require
 from flower_privdec.privacy.accountant.composition import (
     composed_epsilon,
     divergences,
@@ -47,13 +48,14 @@ from flower_privdec.privacy.accountant.composition import (
     together,
 )
 from flower_privdec.privacy.accountant.loss_distributions import Steps, group_steps, quietly
-from flower_privdec.privacy.mechanism.events import Mechanism, Release, canonical
+from flower_privdec.privacy.mechanism.events import ACCOUNTING, Mechanism, Release, canonical, event
 
 Alternatives = tuple[tuple[Release, ...], ...]
 
 LEAST_DELTA = 1e-300
 LARGEST = 1e100  # sensitivity over noise from which on ε counts as ∞
 MOST_CHOICES = 64  # compositions computed one by one
+FINE = 1e-4  # intervals of another accountant's grid, over ε
 ORDERS = tuple(np.geomspace(1e-2, 1e4, 97).tolist())
 
 
@@ -162,10 +164,45 @@ def epsilon_of_runs(runs: Sequence[Alternatives], delta: float) -> float:
     check_delta(delta)
     costliest = [_costliest(run) for run in runs if run]
     if math.prod(map(len, costliest)) <= MOST_CHOICES:
-        return max((epsilon(chain(*choice), delta) for choice in product(*costliest)), default=0.0)
+        return max((epsilon(choice, delta) for choice in _choices(costliest)), default=0.0)
     if any(beyond_numbers(releases) for run in costliest for releases in run):
         return math.inf
     return max(_renyi_bound(costliest, delta, add) for add in (False, True))
+
+
+def _choices(runs: Sequence[Alternatives]) -> Iterator[tuple[Release, ...]]:
+    """Yield the releases of each choice of a peer in each run."""
+    return (tuple(chain(*choice)) for choice in product(*runs))
+
+
+def dp_accounting_epsilon(runs: Sequence[Alternatives], delta: float) -> float | None:
+    """Return the ε that dp-accounting's PLDAccountant computes of the same events; an upper bound too.
+
+    Args:
+        runs, delta: see `epsilon_of_runs`.
+
+    Returns:
+        ε; None where it has no event for one of the mechanisms (uniform sampling under zero-out), or where the choices
+        are too many to be tried.
+
+    Raises:
+        ScenarioError: dp-accounting is not installed, or δ is not in (0, 1).
+    """
+    pld = require("dp_accounting.pld", *ACCOUNTING)
+    zero_out = require("dp_accounting", *ACCOUNTING).NeighboringRelation.REPLACE_SPECIAL
+    costliest, costs = [_costliest(run) for run in runs if run], [0.0]
+    if math.prod(map(len, costliest)) > MOST_CHOICES:
+        return None
+    for choice in _choices(costliest):
+        ours = epsilon(choice, delta)
+        if math.isinf(ours):
+            return ours  # a release without noise, which has no distribution on a grid
+        accountant = pld.PLDAccountant(zero_out, FINE * min(max(ours, 0.01), 10.0))
+        composed = event(choice)
+        if not accountant.supports(composed):
+            return None
+        costs.append(float(accountant.compose(composed).get_epsilon(delta)))
+    return max(costs)
 
 
 def _costliest(run: Alternatives) -> Alternatives:

@@ -56,6 +56,7 @@ from flower_privdec.common.errors import RunError
 LARGEST_WORK = 2e8  # of the eigenvalues of all honest sets of a step, in m³: beyond it they are bounded
 AT_ONCE = 2**22  # numbers of the matrices that are decomposed at once
 MARGIN = 1e-9  # of squares, above the rounding of eigenvalues: no peer has less noise than it needs
+ROUNDING = 1e-14  # of eigenvalues, over the largest
 HALVINGS = 60
 STRENGTHS = tuple(float(2 ** (number / 2)) for number in range(-4, 9))  # 1/4 to 16
 HORIZON = 64  # rounds: 16 peers on directed-exponential then take strength 1 at one mixing step and 1.4 at two;
@@ -138,7 +139,8 @@ def _least_square(needed: np.ndarray, squares: np.ndarray, colluding: int) -> fl
         values, vectors = np.linalg.eigh(
             _scaled_laplacian(needed[chosen], squares[chosen[:, :, None], chosen[:, None]])
         )
-        shares, values = vectors**2, np.clip(values, 0.0, None)[:, None]  # [sets, peers, eigenvalues]
+        values = np.clip(values - ROUNDING * values[:, -1:], 0.0, None)  # never above the true ones
+        shares, values = vectors**2, values[:, None]  # [sets, peers, eigenvalues]
         largest = max(largest, _least(lambda square: float((shares / (square + values)).sum(axis=2).max())))  # noqa: B023
     return largest
 
@@ -244,6 +246,31 @@ class PairPlan:
         """Return D_i / V_i of every step, float64 [steps, n_peers]."""
         profile_of, profiles = self._solved
         return np.asarray(np.stack([profile.own for profile in profiles])[profile_of])
+
+    def left(self, colluding: int) -> np.ndarray | None:
+        """Return the noise that each peer has left against any so many colluders, over V, float64 [steps, n_peers].
+
+        Returns:
+            [Σ_H^{-1}]_ii^{-1/2} / V_i, the least over all sets H that the colluders leave; 1 where a peer is idle. None
+            where these sets are too many for LARGEST_WORK.
+        """
+        profile_of, profiles = self._solved
+        n, first = self.needed.shape[1], [int(np.argmax(profile_of == number)) for number in range(len(profiles))]
+        honest = n - colluding
+        if math.comb(n, honest) * honest**3 * len(profiles) > LARGEST_WORK:
+            return None
+        left = np.full((len(profiles), n), np.inf)
+        for number, (step, profile) in enumerate(zip(first, profiles, strict=True)):
+            needed = self.needed[step] / max(float(self.needed[step].max()), 1e-300)
+            own, squares = np.where(needed > 0, profile.own * needed, 1.0), np.zeros((n, n))
+            squares[self.edges[:, 0], self.edges[:, 1]] = squares[self.edges[:, 1], self.edges[:, 0]] = profile.pair**2
+            for batch in combinations(range(n), honest):
+                chosen = np.array(batch)
+                part = squares[np.ix_(chosen, chosen)]
+                covariance = np.diag(own[chosen] ** 2 + part.sum(axis=1)) - part
+                std = np.diag(np.linalg.inv(covariance)) ** -0.5 / np.where(needed[chosen] > 0, needed[chosen], 1.0)
+                left[number, chosen] = np.minimum(left[number, chosen], std)
+        return np.asarray(left[profile_of])
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[PairNoise]]:

@@ -45,16 +45,23 @@ class CancellingNoise(NoiseMechanism):
         chosen = np.flatnonzero((pair > 0) & (rows >= 0).any(axis=1))
         if noised.secrets.simulated:
             super().add_(out, std, noised)
-            self._add_simulated_(out, noised, chosen, rows, pair)
+            self.add_pairs_(out, noised, chosen, rows, pair)
             return
         work = out.double()
         self._add_once_(work, noised, chosen, rows, pair)
         super().add_(work, std.double(), noised)
         out.copy_(work)
 
-    def _add_simulated_(
+    def add_pairs_(
         self, out: Tensor, noised: NoisedSum, chosen: np.ndarray, rows: np.ndarray, pair: np.ndarray
     ) -> None:
+        """Add what some pairs draw from simulated secrets.
+
+        Args:
+            chosen: which pairs, int64 [c].
+            rows: where the ends of each pair stand in `out`, -1 where they do not, int64 [E, 2].
+            pair: see `PairPlan.pair_std`.
+        """
         scales = pair[chosen, None] * np.array([sign for _, sign in ENDS]) / self.plan.weights[self.plan.edges[chosen]]
         source = self._pairs(noised, out.device)
         source.add_shared_(out, rows[chosen], scales, noised.step, chosen, f"pair {noised.name}")
