@@ -312,6 +312,9 @@ def audit(
             "(source checkout).",
         ),
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder for --process.", show_default="runs/NAME-audit")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="A picture to write: .svg, which follows the reader's theme, .png or .pdf.")
     ] = None,
@@ -329,7 +332,7 @@ def audit(
 
         loaded = load_scenario(scenario, settings or ())
     if process is not None:
-        folder = Path("runs") / f"{loaded.name}-audit"
+        folder = out or Path("runs") / f"{loaded.name}-audit"
         run_soak("audit --process", loaded, folder, minutes=process, seed=seed, kinds=ON_PROCESSES)
         return
     experiment = Experiment.build(loaded)

@@ -324,7 +324,8 @@ def test_the_command_soaks_until_the_time_is_over(
     assert re.fullmatch(r"[\d.]+ s  run 1  rounds \d+ to \d+ of 20  \d+ faults.*", lines[0])
     assert lines[-1] == "all invariants held"
     for peer in (0, 1):
-        assert any(re.fullmatch(rf"peer {peer}: \d+ steps taken, \d+ received, \d+ paid for", line) for line in lines)
+        counts = rf"peer {peer}: \d+ steps taken, \d+ received, \d+ paid for.*"
+        assert any(re.fullmatch(counts, line) for line in lines)
     assert any(re.fullmatch(r"seed 4: \d+ runs, \d+ of them to their end, \d+ rounds", line) for line in lines)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"run-1"}
 
@@ -342,6 +343,7 @@ def test_an_audit_of_processes_is_a_soak_that_takes_folders_away(
 
         def run(self, say: object = print) -> Tally:
             self.tally.by_peer[1].update(taken=9, received=8, paid=7)
+            self.tally.by_peer[2].update(taken=5, ledgerless=1)
             if broken:
                 raise RunError("the ledger of peer 1: it pays for 7 steps, and 8 were taken", code="soak.ledger")
             return self.tally
@@ -352,7 +354,8 @@ def test_an_audit_of_processes_is_a_soak_that_takes_folders_away(
     assert privdec("audit", "tiny.yaml", "--process", "0.5", "--seed", "3") == broken
     printed = capsys.readouterr()
     assert made == [{"minutes": 0.5, "seed": 3, "kinds": ("kill", "restore", "copy", "lose", "delete")}]
-    assert "peer 1: 9 steps taken, 8 received, 7 paid for" in printed.out
+    assert "peer 1: 9 steps taken, 8 received, 7 paid for\n" in printed.out
+    assert "peer 2: 5 steps taken, 0 received, 0 paid for; without a ledger when the time was over\n" in printed.out
     assert ("all invariants held" in printed.out) != broken
     assert ("it pays for 7 steps" in printed.err) == broken
 

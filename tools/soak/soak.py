@@ -84,7 +84,8 @@ class Tally:
         faults: how often each kind of fault was made.
         rounds: that the fastest peer went through, over all runs.
         by_peer: of each peer, over all runs: private steps `taken`, as counted, the releases of them that a neighbour
-            `received`, and the steps `paid` by the ledger that went on.
+            `received`, and the steps `paid` by the ledger that went on; in `ledgerless` runs it had none at the end, as
+            while it recovers, and the last two are not counted.
         shared, apart: draws of pairs that both ends added, and that one of them alone did.
         charged: steps that were paid for in place of lines that a ledger had lost.
         given_up: runs that ended early: peers that wait for each other cannot go on with one that lost its state.
@@ -490,9 +491,9 @@ class SoakedRun:
         self.tally.given_up += self.is_given_up
         self._look()
         for peer, paid in self._paid.items():
-            received = self._received[peer] if paid.records else 0
-            counts = {"taken": counted_in(self._counts(peer)), "received": received, "paid": paid.steps}
-            self.tally.by_peer[peer].update(counts)
+            counts = {"taken": counted_in(self._counts(peer))}
+            known = {"received": self._received[peer], "paid": paid.steps} if paid.records else {"ledgerless": 1}
+            self.tally.by_peer[peer].update(counts | known)
         self.tally.charged += sum(paid.charged for paid in self._paid.values())
         self.tally.shared += self._observer.shared
         self.tally.apart += self._observer.apart
@@ -620,6 +621,7 @@ class Soak:
         ]
         lines += [
             f"peer {peer}: {one['taken']:,} steps taken, {one['received']:,} received, {one['paid']:,} paid for"
+            + ("; without a ledger when the time was over" if one["ledgerless"] else "")
             for peer, one in sorted(tally.by_peer.items())
         ]
         if tally.shared:

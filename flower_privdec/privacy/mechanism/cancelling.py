@@ -252,24 +252,26 @@ class PairPlan:
 
         Returns:
             [Σ_H^{-1}]_ii^{-1/2} / V_i, the least over all sets H that the colluders leave; 1 where a peer is idle. None
-            where these sets are too many for LARGEST_WORK.
+            where these sets are too many for a tenth of LARGEST_WORK.
         """
         profile_of, profiles = self._solved
         n, first = self.needed.shape[1], [int(np.argmax(profile_of == number)) for number in range(len(profiles))]
         honest = n - colluding
-        if math.comb(n, honest) * honest**3 * len(profiles) > LARGEST_WORK:
+        if math.comb(n, honest) * honest**3 * len(profiles) > LARGEST_WORK / 10:  # for each number of colluders
             return None
         left = np.full((len(profiles), n), np.inf)
         for number, (step, profile) in enumerate(zip(first, profiles, strict=True)):
             needed = self.needed[step] / max(float(self.needed[step].max()), 1e-300)
             own, squares = np.where(needed > 0, profile.own * needed, 1.0), np.zeros((n, n))
             squares[self.edges[:, 0], self.edges[:, 1]] = squares[self.edges[:, 1], self.edges[:, 0]] = profile.pair**2
-            for batch in combinations(range(n), honest):
+            units, sets = np.where(needed > 0, needed, 1.0), combinations(range(n), honest)
+            while batch := list(islice(sets, max(1, AT_ONCE // honest**2))):
                 chosen = np.array(batch)
-                part = squares[np.ix_(chosen, chosen)]
-                covariance = np.diag(own[chosen] ** 2 + part.sum(axis=1)) - part
-                std = np.diag(np.linalg.inv(covariance)) ** -0.5 / np.where(needed[chosen] > 0, needed[chosen], 1.0)
-                left[number, chosen] = np.minimum(left[number, chosen], std)
+                part = squares[chosen[:, :, None], chosen[:, None]]
+                diagonal = own[chosen] ** 2 + part.sum(axis=2)
+                covariances = np.eye(honest) * diagonal[:, None] - part
+                std = np.diagonal(np.linalg.inv(covariances), axis1=1, axis2=2) ** -0.5 / units[chosen]
+                np.minimum.at(left[number], chosen, std)
         return np.asarray(left[profile_of])
 
     @cached_property
