@@ -226,8 +226,8 @@ def _far_apart(values: Sequence[float]) -> bool:
 ONE_DATA_SET = "All runs of this study, over cells and seeds, use the same data set."
 EACH_ALONE = (
     "Each run's ε stands alone: it is what releasing that one run would cost. Each seed is a run, a release of its own "
-    "of the same data: releasing all of them would add up to far more. The choice between settings is made on the "
-    "public test set."
+    "of the same data: releasing all of them would add up to far more. Where a part does not say otherwise, the choice "
+    "between settings is made on the public test set."
 )
 WHOSE = {"paper": "The paper's claim", "us": "Beyond the paper"}
 HOW_JUDGED = (
@@ -325,7 +325,7 @@ def _section(result: PartResult, out: Path) -> str:
     part = result.part
     blocks = [f"## {part.heading}", *([f"{WHOSE[part.asks]}: {part.claim}"] if part.claim else ()), *part.notes]
     if result.chosen:
-        names = " and ".join(map(result.title, result.chosen))
+        names = " and ".join(f"{result.title(n)} of {', '.join(a.labels())}" for n, a in result.chosen.items())
         better = result.metric(part.metrics[0]).title
         blocks.append(f"In every cell the {names} with the best {better} is chosen.")
     for check in part.checks:

@@ -18,6 +18,8 @@ from flower_privdec.studies.cells import (
     Outcome,
     check_data,
     expand,
+    folder_of,
+    is_finished,
     missing_cells,
     run_cells,
 )
@@ -58,8 +60,8 @@ def choices_of(
         free = [name not in part.best_over for name in part.axes_at(size)]
         waiting = {
             tuple(itertools.compress(cell.labels, free))
-            for cell in missing_cells([cell for cell in cells if cell.part == part.name], cache)
-            if cell.key not in tried
+            for cell in cells
+            if cell.part == part.name and cell.key not in tried and not is_finished(folder_of(cache, cell.key))
         }
         groups = collect(part, size, cells, cache).groups
         choices[part.name] = {

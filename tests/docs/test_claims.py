@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import re
 
 import pytest
 from paths import ROOT
@@ -24,6 +26,33 @@ def test_page_and_verdicts_are_what_the_tables_say() -> None:
     assert [case.outcome for case in judge(check, result).cases] == [Finding.SHOWN]
     gone = tuple(dataclasses.replace(group, cells=None) for group in result.groups)  # type: ignore[call-arg]
     assert [case.outcome for case in judge(check, dataclasses.replace(result, groups=gone)).cases] == [Finding.NOT_RUN]
+
+
+def test_the_comparison_in_the_readme_is_that_of_the_table() -> None:
+    """All that is there was run with three seeds, and the sentence under it holds of all algorithms."""
+    head, *lines = csv.reader((ROOT / "results" / "compared-laptop" / "table-table.csv").read_text().splitlines())
+    mean = head.index("accuracy_mean")
+    shown = {tuple(line[:3]): f"{100 * float(line[mean]):.1f}" for line in lines if line[-1] == "3"}
+    places = [("1", "iid"), ("1", "Dirichlet 0.3"), ("3", "iid")]
+    rows = [
+        re.split(r"  +", line.strip())
+        for line in (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("ε 3, iid\n")[2]
+        .partition("```")[0]
+        .splitlines()
+    ]
+    assert len(rows) == 11
+    for name, *values in rows:
+        assert [value.removesuffix(" %") for value in values] == [shown[*place, name] for place in places]
+    names = {name for *_, name in shown}
+    assert len(names) == 19
+    for place in places:
+        plain = float(shown[*place, "PrivSGP, Const-D2P"])
+        sharing = names - {"each alone", "DP-SGD (all data in one place)"}
+        assert max(float(shown[*place, name]) for name in sharing) <= plain + 0.5001
+        assert 0.9 <= float(shown[*place, "DP-SGD (all data in one place)"]) - plain <= 3.2
+        assert 4 <= plain - float(shown[*place, "each alone"]) <= 40
 
 
 def test_what_the_rounds_are_in_proportion_to_is_the_peers() -> None:

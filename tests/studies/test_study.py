@@ -703,6 +703,26 @@ def test_what_one_part_chooses_another_runs(study_at: Callable[..., Path], tmp_p
     assert study.chosen(["main"]) == study.parts
 
 
+def test_a_run_that_two_places_share_is_missing_in_both(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    data = yaml.safe_load(CHOSEN)
+    epsilon, shared = data["parts"][1]["axes"]["epsilon"], {"label": "no privacy", "settings": ["privacy=none"]}
+    algorithm = {"points": [shared | {"ignores": ["epsilon"]}]}
+    rate = data["parts"][0]["axes"]["rate"]
+    data["parts"][0] |= {
+        "axes": {"rate": rate, "epsilon": epsilon, "algorithm": algorithm},
+        "cases": [],
+        "settings": [],
+    }
+    data["parts"][1] |= {"axes": {"epsilon": epsilon, "algorithm": algorithm}, "settings": []}
+    path = study_at(yaml.safe_dump(data, sort_keys=False))
+    study, _ = load_study(str(path))
+    cells = cells_of(path)
+    for cell in cells[:-2]:
+        if cell.part == "rates" and cell.labels[0] != "0.4":
+            fake_run(tmp_path, cell, {4: 0.5})
+    assert choices_of(study, None, cells, tmp_path) == {"rates": {}}
+
+
 def test_the_command_runs_what_is_chosen_from_first(study_at: Callable[..., Path], tmp_path: Path) -> None:
     path, cache = study_at(CHOSEN), tmp_path / "cells"
     results = run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, only=["main"], console=quiet())
