@@ -44,9 +44,10 @@ docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-# Install the wheel from the index without extras into an environment of its own, and try it: some minutes, 6 GB.
+# Install the wheel from the index without extras into an environment of its own, and try it: some minutes, 6 GB. With
+# FIRST=torch==2.13.0+cpu, where the index has that, beside torch's build for the CPU.
 try-install: $(STAMP)
-	$(BIN)/python -m tools.try_install
+	$(BIN)/python -m tools.try_install $(FIRST)
 
 clean:
 	rm -rf .venv runs site .mypy_cache .ruff_cache .hypothesis

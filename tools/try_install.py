@@ -1,9 +1,9 @@
 """Install the wheel without extras and check what works, and that everything else names the extra it needs.
 
-    python -m tools.try_install
+    python -m tools.try_install [REQUIREMENT ...]
 
 builds the wheel, installs it from the index into an empty environment, all its dependencies with it (some 6 GB, some
-minutes), and tries it there.
+minutes), and tries it there. Requirements are installed before it, as torch's build for the CPU.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def try_it(binaries: Path, folder: Path) -> None:
 if __name__ == "__main__":
     with TemporaryDirectory() as temporary:
         place, began = Path(temporary), time.monotonic()
-        binaries = make_environment(place / "environment", build_wheel(place))
+        binaries = make_environment(place / "environment", build_wheel(place), *sys.argv[1:])
         print(f"installed in {time.monotonic() - began:.0f} s: {footprint(binaries, place)}")
         try_it(binaries, place)
     print("installed without extras: all that needs none works, and all that needs one names it")

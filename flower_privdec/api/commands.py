@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class _PeersStopped(Exception):  # noqa: N818 (no error)
-    """The callback stops the peers."""
-
-
 @python_words
 def up(
     scenario: Scenario | str | Path,
@@ -68,7 +64,9 @@ def up(
         kill: the round after which a peer is killed for good, by peer.
         restart: the round after which a peer is killed and restarted, by peer.
         insecure_seeds: INSECURE: draw noise and batches from the scenario's seed, for tests.
-        on_evaluation: called with each evaluation's metrics. When it returns True the peers stop; `resume` continues.
+        on_evaluation: called with each evaluation's metrics. When it returns True the peers stop: the result has the
+            models of that round and the ε of all that the ledgers were charged; `resume` continues. So it is after
+            Ctrl-C.
         on_end: as of `run`.
 
     Raises:
@@ -89,16 +87,10 @@ def up(
     faults = [[f"{peer}@{when}" for peer, when in _rounds(value, name)] for name, value in _named(kill, restart)]
     kills = network.injected_kills(*faults, loaded.n_peers, loaded.rounds)
 
-    watching = stopping(on_evaluation, loaded.rounds)
-
-    def on_metrics(metrics: dict[str, Any]) -> None:
-        if watching(metrics):
-            raise _PeersStopped
-
     def train(folder: Path) -> None:
-        with network.losing(loss) as proxy, suppress(_PeersStopped):
+        with network.losing(loss) as proxy:
             options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "kills": kills}
-            network.Up(loaded, folder, **options).run(on_metrics)
+            network.Up(loaded, folder, **options).run(stopping(on_evaluation, loaded.rounds))
 
     return train_into(train, folder, on_end)
 

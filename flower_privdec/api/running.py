@@ -414,7 +414,7 @@ class Comparison:
     Attributes:
         rows: for each algorithm or scenario its label, its number of runs (`runs`), its largest ε of any peer in any
             run (infinity without privacy), and for each metric its `mean`, `std` (sample standard deviation, None for
-            one run) and `n`, or None where no run has it.
+            one run), `n` and how many runs `diverged`, or None where no run has it.
         failures: the errors of failed runs, by label and seed.
         note: the ε of all runs together.
     """

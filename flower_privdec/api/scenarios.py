@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -21,6 +22,7 @@ from flower_privdec.common.errors import PrivdecError, ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
+from flower_privdec.data.readers import PLAIN_PIXELS, channels_first, scale_pixels
 from flower_privdec.data.table_files import from_frame
 from flower_privdec.experiment.run_key import object_hash
 from flower_privdec.graph.topology import Topology, networkx
@@ -93,6 +95,8 @@ class _FrameReader:
         if kind not in ("pandas.DataFrame", "datasets.Dataset"):
             return None
         if self.table is None:
+            if kind.startswith("datasets") and (pair := _images(value, key)) is not None:
+                return pair
             raise _data_error(
                 f"{key} is a {type(value).__name__}: name its columns in data.table, as "
                 "{'target': 'outcome', 'numbers': {'age': [60, 12]}, 'categories': {'ward': ['A', 'B']}}, "
@@ -107,6 +111,19 @@ class _FrameReader:
             return list(cells.astype(object).where(cells.notna(), None))
 
         return from_frame(header, column, key, self.table, self.labels, self.targets)
+
+
+def _images(rows: Any, key: str) -> Pair | None:
+    """Return x and y of a Hugging Face dataset of a column of images and one of class labels; None of any other."""
+    kinds = {name: type(feature).__name__ for name, feature in rows.features.items()}
+    images, labels = ([name for name, kind in kinds.items() if kind == wanted] for wanted in ("Image", "ClassLabel"))
+    if len(images) != 1 or len(labels) != 1:
+        return None
+    pictures = list(rows[images[0]])
+    if odd := {picture.mode for picture in pictures} - {"L", "RGB"}:
+        raise _data_error(f"{key}: column {images[0]!r} has images of mode {sorted(odd)}: convert all to RGB or L")
+    x = torch.from_numpy(_stack([np.asarray(picture) for picture in pictures], f"{key}: column {images[0]!r}"))
+    return scale_pixels(channels_first(x), PLAIN_PIXELS).numpy(), np.asarray(rows[labels[0]], np.int64)
 
 
 def _frame_reader(section: Data, task: Any) -> _FrameReader:
@@ -340,8 +357,9 @@ def make_scenario(
     - `task`, as its `loss`: a function of one example's outputs and target; among its `metrics`: functions of a model's
       outputs and the targets of the test set.
     - `data`, as its `train` and `test` in place of a dataset: a pair (x, y) of arrays or tensors, or a torch dataset of
-      such pairs; or, with `table` (and `labels`) as of a CSV file, a pandas frame or a Hugging Face `Dataset`. A list
-      of these as `train` has one for each peer, and then nothing is partitioned. Data are copied.
+      such pairs; a Hugging Face `Dataset` of images with class labels; or, with `table` (and `labels`) as of a CSV
+      file, a pandas frame or a Hugging Face `Dataset`. A list of these as `train` has one for each peer, and then
+      nothing is partitioned. Data are copied.
 
     A class or function of an importable module is stored as its import path. A scenario with any other object runs in
     this process alone; the scenario.yaml of its run cannot be run again.

@@ -212,7 +212,7 @@ def read_images(kind: str, root: str | None, wanted: Wanted) -> Source:
             if not (path / file).is_file():
                 raise ScenarioError(
                     f"{key}={tried(root)} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
-                    f"{kind}; point it there (from where the command runs), or use digits, which needs no file",
+                    f"{kind}; point it there, or use digits, which needs no file",
                     code="data.no-file",
                 )
         where = f"{key}={path.parent} holds a damaged {kind}"

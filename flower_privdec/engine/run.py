@@ -165,7 +165,8 @@ class Run:
             return None
         spent = Spent.of(cohort, done)
         if self.experiment.own.from_system and cohort.ledger is not None:  # steps after it are charged for good
-            spent = replace(spent, epsilons=epsilons(cohort, -(-cohort.ledger.charged // cohort.steps_per_round)))
+            charged = Spent.of(cohort, -(-cohort.ledger.charged // cohort.steps_per_round))
+            spent = replace(charged, rounds_run=spent.rounds_run)
         self.recorder.ledger = self._charged
         return self.recorder.finish(state.rows, spent, stopped=(done, why))
 

@@ -1,6 +1,7 @@
 """The scenario file: one experiment, typed and strict, every default visible."""
 
 from flower_privdec.scenario.loading import (
+    anchored,
     load_scenario,
     numbers_hash,
     own_parts,
@@ -14,6 +15,7 @@ from flower_privdec.scenario.sections import OwnAlgorithmSection, Scenario
 __all__ = [
     "OwnAlgorithmSection",
     "Scenario",
+    "anchored",
     "load_scenario",
     "numbers_hash",
     "own_parts",

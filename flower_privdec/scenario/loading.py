@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.scenario.findings import Location, Places, explain
-from flower_privdec.scenario.sections import AppScenario, LocatedFile, Scenario, own_modules
+from flower_privdec.scenario.sections import PATHS, PEER, AppScenario, LocatedFile, Scenario, own_modules
 
 LONGEST, LARGEST, DEEPEST = 1 << 20, 1_000_000, 32  # characters; values once aliases stand for copies; levels
 LARGEST_WHOLE = 2**63
@@ -227,9 +228,36 @@ def put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
     data[path[-1]] = value
 
 
-def parse_model(root: type[Model], text: str, *, form: str, where: str, overrides: Iterable[str] = ()) -> Model:
+def anchored(settings: Iterable[str], folder: Path) -> list[str]:
+    """Return `key.path=value` settings of a scenario whose relative paths begin in a folder."""
+    lines = []
+    for setting in settings:
+        data: dict[Any, Any] = {}
+        if re.split(r"[.=]", setting, maxsplit=1)[0].strip() in dict(PATHS):
+            key = _override(data, setting)
+            _anchor(data, folder)
+            for part in key:
+                data = data[part]
+            setting = f"{setting.partition('=')[0]}={json.dumps(data)}"
+        lines.append(setting)
+    return lines
+
+
+def _anchor(data: dict[str, Any], folder: Path) -> None:
+    """Let the relative paths of a scenario's plain data begin in a folder, in place."""
+    for section, key in PATHS:
+        keys = data.get(section)
+        if isinstance(keys, dict) and isinstance(path := keys.get(key), str) and path not in ("", PEER):
+            keys[key] = str(folder.absolute() / Path(path).expanduser())
+
+
+def parse_model(
+    root: type[Model], text: str, *, form: str, where: str, overrides: Iterable[str] = (), folder: Path | None = None
+) -> Model:
     """Read a strict model from YAML text; see `parse_scenario`. `form` is said to a text that is no mapping."""
     data, lines = read_yaml(text, where, form)
+    if folder is not None:
+        _anchor(data, folder)
     return validated(root, data, where, lines, {_override(data, setting): "--set" for setting in overrides})
 
 
@@ -260,13 +288,17 @@ def validated(
     return model
 
 
-def parse_scenario(text: str, *, where: str = "scenario", overrides: Iterable[str] = ()) -> Scenario:
+def parse_scenario(
+    text: str, *, where: str = "scenario", overrides: Iterable[str] = (), folder: Path | None = None
+) -> Scenario:
     """Read a scenario from YAML text.
 
     Args:
         text: the YAML.
         where: what to call the text in an error (a path).
-        overrides: `key.path=value` settings laid over it, each value YAML.
+        overrides: `key.path=value` settings laid over it, each value YAML; their relative paths begin where the command
+            runs.
+        folder: in which the text's relative paths begin; where the command runs, by default.
 
     Raises:
         ScenarioError: with the line, the value, the rule and, for an unknown key, the nearest valid one.
@@ -287,7 +319,7 @@ def parse_scenario(text: str, *, where: str = "scenario", overrides: Iterable[st
         Traceback (most recent call last):
         flower_privdec.common.errors.ScenarioError: --set: n_peers=0 must be >= 1
     """
-    return parse_model(Scenario, text, form=SCENARIO, where=where, overrides=overrides)
+    return parse_model(Scenario, text, form=SCENARIO, where=where, overrides=overrides, folder=folder)
 
 
 def read_text(path: Path, what: str = "a scenario file") -> str:
@@ -310,19 +342,25 @@ def read_text(path: Path, what: str = "a scenario file") -> str:
 
 
 def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
-    """Read a scenario file, or a bundled one by its name; see `parse_scenario`."""
+    """Read a scenario file, or a bundled one by its name; its relative paths begin in its folder.
+
+    See `parse_scenario`.
+    """
     path = find_scenario(path)
-    return parse_scenario(read_text(path), where=str(path), overrides=overrides)
+    return parse_scenario(read_text(path), where=str(path), overrides=overrides, folder=path.parent)
 
 
-def parse_app_scenario(text: str, *, where: str = "scenario", overrides: Iterable[str] = ()) -> AppScenario:
+def parse_app_scenario(
+    text: str, *, where: str = "scenario", overrides: Iterable[str] = (), folder: Path | None = None
+) -> AppScenario:
     """Read an app's scenario from YAML text; see `parse_scenario`."""
-    return parse_model(AppScenario, text, form=APP_SCENARIO, where=where, overrides=overrides)
+    return parse_model(AppScenario, text, form=APP_SCENARIO, where=where, overrides=overrides, folder=folder)
 
 
 def load_app_scenario(path: Path, overrides: Iterable[str] = ()) -> AppScenario:
-    """Read an app's scenario from a file; see `parse_scenario`."""
-    return parse_app_scenario(read_text(find_scenario(path)), where=str(path), overrides=overrides)
+    """Read an app's scenario from a file; see `load_scenario`."""
+    path = find_scenario(path)
+    return parse_app_scenario(read_text(path), where=str(path), overrides=overrides, folder=path.parent)
 
 
 def load_for_network(path: Path, overrides: Iterable[str] = ()) -> Scenario | AppScenario:
@@ -343,9 +381,14 @@ def to_yaml(scenario: Scenario | AppScenario) -> str:
     return (UNNAMEABLE if has_objects else "") + write_yaml(data)
 
 
-def scenario_hash(scenario: Scenario | AppScenario) -> str:
-    """Return a hash of everything that decides the run's results: not threads, memory, addresses or the planner's."""
-    return _hash_without(scenario, {"compute": {"threads", "workers", "memory_mib"}, "plan": True, "network": True})
+def scenario_hash(scenario: Scenario | AppScenario, *, movable: bool = True) -> str:
+    """Return a hash of everything that decides the run's results: not threads, memory, addresses or the planner's.
+
+    Args:
+        movable: whether paths count by their names alone, so that a run's files may move, and differ among machines.
+    """
+    excluded = {"compute": {"threads", "workers", "memory_mib"}, "plan": True, "network": True}
+    return _hash_without(scenario, excluded, movable=movable)
 
 
 def seedless_hash(scenario: Scenario) -> str:
@@ -364,7 +407,7 @@ def numbers_hash(scenario: Scenario | AppScenario) -> str:
     nothing |= {"task": {"metrics"}, "network": True}
     if scenario.private is not None:
         nothing["privacy"] = {"ledger"}
-    return _hash_without(scenario, nothing)
+    return _hash_without(scenario, nothing, movable=True)
 
 
 def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
@@ -381,8 +424,11 @@ def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
     return [part if replacement is None else replacement for part, replacement in loaded]
 
 
-def _hash_without(scenario: Scenario | AppScenario, excluded: Any) -> str:
-    data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True))
+def _hash_without(scenario: Scenario | AppScenario, excluded: Any, *, movable: bool = False) -> str:
+    data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True, by_alias=True))
+    for section, key in PATHS if movable else ():
+        if key in (data.get(section) or ()):
+            data[section][key] = os.path.basename(data[section][key])
     data |= {"seed": None, "seeds": scenario.all_seeds()}  # regardless of their source
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()
 

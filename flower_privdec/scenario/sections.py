@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,21 +135,22 @@ def _plain_name(value: str) -> str:
     return value
 
 
-def _one_line(value: str) -> str:
-    """Raise unless a value can be a path."""
+def _full_path(value: str) -> str:
+    """Return a path in full, from where the command runs; `{peer}` alone as it is. Raise unless a value can be one."""
     if not value.isprintable():
         raise ArgumentError("must be a path on one line, without control characters", code="scenario.path")
     if len(value.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST_PART for part in value.split("/")):
         raise ArgumentError(
             f"must be a path of at most {LONGEST_PATH} bytes, {LONGEST_PART} between two slashes", code="scenario.path"
         )
-    return value
+    return value if value == PEER else os.path.abspath(os.path.expanduser(value))
 
 
 LONGEST_NAME = 100
 LONGEST_PATH, LONGEST_PART = 4000, 255  # what Linux takes, and what its file systems do
 Name = Annotated[str, AfterValidator(_plain_name)]
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_full_path)]
+PATHS = (("data", "root"), ("data", "test"), ("model", "from"), ("topology", "file"), ("privacy", "ledger"))
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -300,7 +302,9 @@ class DataSection(Section):
         dataset: `digits` and `breast-cancer` are embedded; `npz` is a file of your own with the arrays x_train,
             y_train, x_test and y_test. A function of your own is called with "train" or "test", its arguments, and root
             where that is given; it returns x and y.
-        root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
+        root: the folder in which the data lie, or the .npz file; nothing is downloaded. A relative path begins in the
+            scenario's folder, as those of test, `model.from`, `topology.file` and `privacy.ledger` do; on the command
+            line and in Python, where the command runs. A function gets `{peer}` alone as the peer's number.
             With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out; so
             has a device that names its own by `privdec peer --data`.
         test: where the public test set lies, in place of root; needed where root has `{peer}`, and for svmlight.

@@ -26,7 +26,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.user_code import Given, raised_at
 from flower_privdec.data.datasets import open_dataset, read_public
 from flower_privdec.experiment.run_key import code_of
-from flower_privdec.scenario import Scenario, own_parts, parse_scenario, scenario_hash, to_yaml
+from flower_privdec.scenario import Scenario, anchored, own_parts, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import read_text
 from flower_privdec.studies.spec import Part, Point, Size, Study, kinds_of, metric
 
@@ -118,7 +118,8 @@ def expand(
             waits = source is not None and best is None
             own = _own_settings(part, source, size, combination, best)
             for seed in repetitions:
-                cell = _cell(part, combination, text, base, [*common, *own, *common_after, *seed])
+                lines = [*anchored([*common, *own], study.folder), *common_after, *seed]
+                cell = _cell(part, combination, text, base, lines)
                 cells.append(replace(cell, waits=True, key=f"waits-{cell.key}") if waits else cell)
         _check_rows(part, cells)
         if len({cell.key for cell in cells[: len(repetitions)]}) < len(repetitions):
@@ -168,7 +169,7 @@ def _own_settings(
 def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, settings: list[str]) -> Cell:
     labels = tuple(point.label for point in combination)
     try:
-        scenario = parse_scenario(text, where=str(base), overrides=settings)
+        scenario = parse_scenario(text, where=str(base), overrides=settings, folder=base.parent)
     except ScenarioError as error:
         problem = str(error).removeprefix("--set: ")  # most settings are the study's
         raise ScenarioError(f"part {part.name}, cell {', '.join(labels)}: {problem}", code=error.code) from error
@@ -187,7 +188,7 @@ def cell_key(scenario: Scenario) -> str:
     Raises:
         ScenarioError: a part cannot be loaded.
     """
-    key, parts = scenario_hash(scenario), own_parts(scenario, metrics=True)
+    key, parts = scenario_hash(scenario, movable=False), own_parts(scenario, metrics=True)
     if not parts:
         return key
     digest = hashlib.sha256(key.encode())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from flower_privdec.common.catalogue import MetricKind
 from flower_privdec.common.errors import ScenarioError, did_you_mean
@@ -414,6 +414,12 @@ class Study(TitledSection):
     seeds: Seeds | None = None
     sizes: Annotated[dict[Name, Size], Field(default_factory=dict)]
     parts: Annotated[list[Part], Field(min_length=1)]
+    _folder: Path = PrivateAttr(default=Path())
+
+    @property
+    def folder(self) -> Path:
+        """Where the study's file lies, and its relative paths begin."""
+        return self._folder
 
     def _check(self) -> None:
         names = [part.name for part in self.parts]
@@ -490,6 +496,7 @@ def load_study(name: str) -> tuple[Study, Path]:
         )
     path = files.get(name, Path(name))
     study = parse_model(Study, read_text(path, "a study"), form=FORM, where=str(path))
+    study._folder = path.parent
     return study, path.parent / study.base
 
 

@@ -1,15 +1,18 @@
-"""Fine-tune by LoRA and in full: accuracy at ε = 8, bytes and seconds a round, beside per-example gradients by vmap.
+"""Fine-tune by LoRA and in full: accuracy at ε = 8, bytes and seconds a round, beside Opacus.
 
-python study.py            prints the table of README.md
+python study.py            prints the table of README.md; `pip install opacus` for its last column
 """
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import math
 import time
+from collections.abc import Callable
 from statistics import mean, stdev
 
 import torch
-from torch.func import functional_call, grad, vmap
 from transformer import WEIGHTS, pretrain
 
 import flower_privdec as fp
@@ -44,41 +47,47 @@ def engine_of(name: str) -> tuple[Engine, torch.nn.Module]:
     return engine, experiment.module
 
 
-def plain_round(engine: Engine, module: torch.nn.Module) -> None:
-    """Compute the clipped and noised sums of a round's batches as Opacus does in functorch mode, by vmap."""
-    cohort, names = engine.cohort, [n for n, p in module.named_parameters() if p.requires_grad]
-    fixed = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+def opacus_round(engine: Engine, module: torch.nn.Module) -> Callable[[], None]:
+    """Return a function that takes the private steps of a round's batches, peer by peer, by Opacus."""
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
 
-    def loss(trained: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(functional_call(module, {**fixed, **trained}, (x[None],)), y[None])
+    model = GradSampleModule(copy.deepcopy(module))
+    plain = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = DPOptimizer(plain, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=30)
+    cohort = engine.cohort
 
-    each = vmap(grad(loss), in_dims=(None, 0, 0))
-    batch = cohort.data.batch(engine.state.round_index, cohort.rows)
-    for row in range(len(cohort.rows)):
-        present = batch.weight[row] > 0
-        trained = {n: dict(module.named_parameters())[n].detach() for n in names}
-        gradients = each(trained, batch.x[row][present], batch.y[row][present])
-        flat = torch.cat([gradients[n].flatten(1) for n in names], dim=1)
-        scale = (1.0 / flat.norm(dim=1).clamp_min(1e-12)).clamp_max(1.0)
-        (scale @ flat).add_(torch.randn(flat.shape[1]))
+    def work() -> None:
+        batch = cohort.data.batch(engine.state.round_index, cohort.rows)
+        for row in range(len(cohort.rows)):
+            present = batch.weight[row] > 0
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(batch.x[row][present]), batch.y[row][present]).backward()
+            optimizer.step()
+
+    return work
 
 
 def seconds(name: str) -> tuple[float, float]:
-    """Return the CPU seconds of a round of ours, and of vmap's gradients for it alone, the least of some in turn."""
+    """Return the CPU seconds of a round of ours, and of Opacus' steps for it alone, the least of some in turn.
+
+    Without Opacus the second is NaN.
+    """
     torch.set_num_threads(1)
-    (engine, module), ours, theirs = engine_of(name), [], []
-    for _ in range(TIMED):
-        for work, times in ((engine.round, ours), (lambda: plain_round(engine, module), theirs)):
+    (engine, module), times = engine_of(name), ([], [])
+    works = [engine.round, *([opacus_round(engine, module)] if importlib.util.find_spec("opacus") else [])]
+    for _ in range(TIMED + 1):
+        for work, taken in zip(works, times, strict=False):
             began = time.process_time()
             work()
-            times.append(time.process_time() - began)
-    return min(ours), min(theirs)
+            taken.append(time.process_time() - began)
+    return min(times[0][1:]), min(times[1][1:], default=math.nan)
 
 
 if __name__ == "__main__":
     if not WEIGHTS.exists():
         pretrain()
-    print("| fine-tuned | trained | accuracy at ε = 8 | without privacy | KiB a round | ms a round | vmap alone |")
+    print("| fine-tuned | trained | accuracy at ε = 8 | without privacy | KiB a round | ms a round | by Opacus |")
     print("|---|---|---|---|---|---|---|")
     for name in ("lora", "full"):
         private = max(RATES, key=lambda rate: accuracy(name, rate, 0)[0])

@@ -196,6 +196,16 @@ def test_a_scenarios_file_is_run_and_a_thread_count_of_ones_own_is_kept(tiny_tex
 
 
 @pytest.mark.slow
+def test_a_finished_run_goes_on(tmp_path: Path) -> None:
+    first = fp.run(fp.make_scenario(SECTIONS, rounds=4), out=tmp_path / "run")
+    with raises(fp.ScenarioError, "run.budget-spent", r"privacy\.epsilon"):
+        fp.run(first.scenario, out=tmp_path / "run", resume=True, rounds=6)
+    larger = fp.make_scenario(first.scenario, {"privacy.epsilon": 6.0})
+    second = fp.run(larger, out=tmp_path / "run", resume=True, rounds=6)
+    assert (second.finished, second.summary["rounds"]) == (True, 6)
+    assert 5 < second.privacy[0]["epsilon"] <= 6
+
+
 def test_a_run_without_a_folder_has_one_as_long_as_its_result() -> None:
     result = fp.run(fp.make_scenario(SECTIONS, rounds=2))
     folder = result.folder

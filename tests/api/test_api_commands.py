@@ -110,6 +110,8 @@ def test_peers_on_this_machine_train_as_by_the_command(tmp_path: Path) -> None:
     assert result.summary["runtime"] == "network"
     stopped = fp.up(scenario, out=tmp_path / "stopped", on_evaluation=lambda metrics: metrics["round"] == 4)
     assert not stopped.finished
+    assert (stopped.summary["stopped_at"], stopped.summary["stopped_by"]) == (4, "callback")
+    assert stopped.model(0)[1].weight.shape == stopped.model()[1].weight.shape
     assert fp.up(scenario, out=tmp_path / "stopped", resume=True).finished
 
 

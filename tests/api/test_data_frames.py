@@ -56,6 +56,40 @@ def test_a_hugging_face_dataset_is_read_by_its_columns() -> None:
     assert result.model()[1].weight.shape == (2, 5)
 
 
+def pictures(count: int = 60, mode: str = "L", sizes: tuple[int, ...] = (8,)) -> Any:
+    """Return a Hugging Face dataset of images, dark or light by their label."""
+    datasets = pytest.importorskip("datasets", reason="an extra: simulation")
+    image = pytest.importorskip("PIL.Image", reason="an extra: images")
+    labels = [i % 2 for i in range(count)]
+    sides = [sizes[i % len(sizes)] for i in range(count)]
+    images = [image.new("L", (n, n), 40 + 150 * y).convert(mode) for n, y in zip(sides, labels, strict=True)]
+    features = datasets.Features({"pixels": datasets.Image(), "shade": datasets.ClassLabel(names=["dark", "light"])})
+    return datasets.Dataset.from_dict({"pixels": images, "shade": labels}, features=features)
+
+
+def of_pictures(rows: Any) -> fp.Scenario:
+    data = {"train": rows, "test": rows, "batch": {"size": 5}}
+    return fp.make_scenario(SECTIONS, data=data, model={"name": "linear"}, privacy="none")
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
+def test_a_hugging_face_dataset_of_images_is_read_as_pixels(mode: str, channels: int) -> None:
+    rows = pictures(mode=mode)
+    result = fp.run(of_pictures(rows))
+    weight = result.model()[1].weight
+    assert weight.shape == (2, channels * 64)
+    assert result.metrics[-1]["accuracy"]["mean_model"] == 1
+
+
+def test_images_of_other_sizes_or_modes_are_refused() -> None:
+    with raises(fp.ScenarioError, "api.data", r"data\.train: column 'pixels' has shapes"):
+        of_pictures(pictures(sizes=(8, 9)))
+    with raises(fp.ScenarioError, "api.data", r"data\.train: column 'pixels' has images of mode \['P'\]"):
+        of_pictures(pictures(mode="P"))
+    with raises(fp.ScenarioError, "api.data", "name its columns in data.table"):
+        of_pictures(pictures().remove_columns("shade"))
+
+
 def test_regression_takes_the_target_as_a_number() -> None:
     rows = frame(outcome=np.arange(60.0))
     table = TABLE | {"target_scale": [30, 10]}

@@ -299,3 +299,5 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -
     fetching = re.compile(r"""<(?:link|script|img)[^>]*(?:href|src)=["']?(?:https?:)?//""")
     for page in pages:
         assert not fetching.search(page.read_text(encoding="utf-8")), page
+    assert '"javascripts/search-from-disk.js"' in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site" / "javascripts" / "search-from-disk.js").is_file()

@@ -18,8 +18,9 @@ from flower_privdec.audits.audit import audit
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Experiment, recorder
 from flower_privdec.experiment.recorder import Recorder, with_more_rounds
+from flower_privdec.experiment.spent import Spent
 from flower_privdec.network.local.up import Up
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import read_chain, releases_in, runs_in
@@ -174,6 +175,27 @@ def test_the_scenario_of_more_rounds_is_no_run_of_its_own(tiny: Tiny, tmp_path: 
         audit(experiment, trials=8, replica=8)
 
 
+def test_more_rounds_of_one_run_are_not_taken_from_another_with_as_many(tiny: Tiny, tmp_path: Path) -> None:
+    run(Experiment.build(tiny()), tmp_path / "run")
+    run(Experiment.build(tiny("seed=4")), tmp_path / "other")
+    experiment = Experiment.build(with_more_rounds(tiny(*MORE), tmp_path / "run"))
+    with raises(ScenarioError, "checkpoint.other-scenario"):
+        run(experiment, tmp_path / "other", resume=True)
+
+
+def test_steps_that_were_charged_twice_count_twice_for_more_rounds(tiny: Tiny, tmp_path: Path) -> None:
+    system = ("compute.generator=system", "privacy={noise_multiplier: 2.0, delta: 1.0e-3}")
+    broken_off = Run(Experiment.build(tiny(*system)), tmp_path / "run")
+    broken_off.advance()
+    broken_off.engine.round()  # charged, and released, after the checkpoint
+    broken_off.close()
+    run(Experiment.build(tiny(*system)), tmp_path / "run", resume=True)
+    row = more(tiny(*system, "rounds=10"), tmp_path / "run")["privacy"][0]
+    entries = read_chain(tmp_path / "run" / "ledger" / "digits.jsonl")[1]
+    assert sum(release.steps for release in releases_in(entries)) > 10
+    assert row["epsilon"] >= epsilon(releases_in(entries), 1e-3) * (1 - 1e-9)
+
+
 def test_what_cannot_be_planned_again_says_so(tiny: Tiny, tmp_path: Path) -> None:
     paper = ("privacy.calibration=paper",)
     run(Experiment.build(tiny(*paper)), tmp_path / "run")
@@ -280,3 +302,30 @@ def test_a_run_that_stops_before_its_first_checkpoint_has_no_summary(tiny: Tiny,
     assert stopped.stop("interrupt") is None
     stopped.close()
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_lean_run_that_stops_has_no_summary(tiny: Tiny, tmp_path: Path, monkeypatch: Any) -> None:
+    """A study's cell is a lean run: one that was stopped must not pass for finished."""
+    monkeypatch.setattr(recorder, "LEAN_SECONDS", 0)
+    stopped = Run(Experiment.build(tiny()), tmp_path / "run", lean=True)
+    stopped.advance()
+    stopped.recorder.save(stopped.engine.state, None)
+    assert stopped.stop("interrupt") is None
+    stopped.close()
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_what_all_others_learn_of_a_stopped_run_counts_every_step_too(tiny: Tiny, tmp_path: Path) -> None:
+    noise = "privacy.noise={kind: cancelling, colluding: 1, secrets: complete, strength: 2.0}"
+    experiment = Experiment.build(tiny("compute.generator=system", noise))
+    stopped = Run(experiment, tmp_path / "run")
+    stopped.advance()
+    stopped.engine.round()
+    summary = stopped.stop("interrupt")
+    assert summary is not None
+    assert stopped.cohort.ledger is not None
+    charged = Spent.of(stopped.cohort, stopped.cohort.ledger.charged)
+    stopped.close()
+    row = summary["privacy"][0]
+    assert (row["epsilon"], row["epsilon_if_all_collude"]) == (charged.epsilons[0], charged.if_all_collude[0])
+    assert row["rounds_run"] == 2

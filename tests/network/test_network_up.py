@@ -26,9 +26,11 @@ from flower_privdec.cli import main
 from flower_privdec.common.errors import RunError
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.recorder import read_metrics
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import PRIVDEC, PeerProcesses, on_this_machine
 from flower_privdec.network.local.up import Up, injected_kills
+from flower_privdec.reporting.ledgers import ledger_facts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
 
 pytestmark = pytest.mark.slow
@@ -181,6 +183,29 @@ def test_killed_peers_are_named_and_the_run_goes_on_from_their_disks(
     found = Up(scenario, out, resume=True, insecure_seeds=True).run()
     wanted = run(Experiment.build(scenario), tmp_path / "engine")
     assert found["accuracy"] == pytest.approx(wanted["accuracy"])
+
+
+def test_a_stopped_run_is_summarized_with_all_that_its_ledgers_were_charged(
+    tiny: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    """Peers are past the evaluation at which Ctrl-C comes: their ε is that of their ledgers, not that of its models."""
+    scenario, out = tiny(*SETTINGS, "rounds=40"), tmp_path / "up"
+
+    def interrupt(metrics: dict[str, Any]) -> None:
+        if metrics["round"] == 4:
+            peers = [out / "peers" / str(peer) / "ledger" / "digits.jsonl" for peer in range(3)]
+            wait_until(lambda: all(ledger_facts(path, 1e-3)["runs"][0]["steps"] > 6 for path in peers))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Up(scenario, out, insecure_seeds=True).run(interrupt)
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["stopped_at"], summary["stopped_by"], summary["rounds_done"]) == (4, "interrupt", 4)
+    charged = [ledger_facts(out / "peers" / str(peer) / "ledger" / "digits.jsonl", 1e-3) for peer in range(3)]
+    assert [one["epsilon"] for one in summary["privacy"]] == pytest.approx([one["epsilon"] for one in charged])
+    assert summary["privacy"][0]["epsilon"] > read_metrics(out)[-1]["epsilon"]
+    assert (out / "model.safetensors").is_file()
+    assert Up(scenario, out, resume=True, insecure_seeds=True).run().get("stopped_at") is None
 
 
 def test_nothing_lingers_when_it_is_killed(scenario: Path, tmp_path: Path) -> None:

@@ -329,6 +329,14 @@ def test_runs_that_deal_the_data_out_otherwise_add_up_to_the_dearest(tmp_path):
     assert expected <= third.epsilons(40)[0] <= expected * 1.001
 
 
+def test_earlier_stages_that_were_charged_otherwise_count_as_another_run(tmp_path):
+    dear, cheap = Release("full", 1.0, 9, 9, 15.0), Release("full", 1.0, 9, 9, 40.0)
+    run_steps(tmp_path, "a", [account(0, release=dear)], 3, block=1)
+    spending = spending_of(tmp_path, DATA, run_name("b"), [account(0, release=cheap)], start=3, earlier=["a"])
+    expected = epsilon([dear.times(3), cheap.times(2)], DELTA)
+    assert expected <= spending.epsilons(5)[0] <= expected * 1.001
+
+
 def test_equal_peers_are_one_alternative(tmp_path):
     run_steps(tmp_path, "a", [account(peer) for peer in range(50)], 40)
     assert costs(tmp_path) == {"a": ((STEP.times(40),),)}

@@ -49,7 +49,8 @@ def test_rows_are_mean_and_spread_of_the_runs_themselves() -> None:
     assert [(row["label"], row["runs"]) for row in table.rows] == [("privsgp", 2), ("local", 2)]
     runs = [fp.run(fp.make_scenario(base, seed=seed)).metrics[-1]["accuracy"]["mean_model"] for seed in (3, 5)]
     found = table.rows[0]["accuracy"]
-    assert found == {"mean": pytest.approx(np.mean(runs)), "std": pytest.approx(np.std(runs, ddof=1)), "n": 2}
+    spread = pytest.approx(np.std(runs, ddof=1))
+    assert found == {"mean": pytest.approx(np.mean(runs)), "std": spread, "n": 2, "diverged": 0}
     assert table.rows[1]["accuracy"] == table.rows[1]["peer-accuracy"]  # nobody has the mean of models kept apart
     assert (tuple(table.metrics), table.seeds, table.failures) == (
         ("accuracy", "peer-accuracy", "consensus"),

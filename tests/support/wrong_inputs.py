@@ -156,7 +156,7 @@ SETTINGS = {  # laid over the tiny scenario of two rounds
     "topology={name: erdos-renyi, p: 0.5}": "unknown key 'topology.p'; did you mean 'probability'?",
     "topology={name: torus, rows: 3}": "n_peers=4 on topology torus with rows=3 must be rows x cols, both >= 2;",
     "topology={name: edge-list}": "topology.file is missing: edge-list reads its edges from a text file; add",
-    "topology={name: edge-list, file: nowhere.txt}": "/nowhere.txt) cannot be read (No such file or",
+    "topology={name: edge-list, file: nowhere.txt}": "/nowhere.txt cannot be read (No such file or",
     "topology={name: random-edges, edges: 7}": "topology.edges=7 must be <= 6, the undirected edges of",
     "topology={name: random-edges, supergraph: directed-ring}": "topology.supergraph=directed-ring on",
     "topology.weights=metropolis": "topology.weights=metropolis on topology directed-exponential must have an",
@@ -323,7 +323,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
         "data.dataset=npz",
         "--set",
         "data.root=no.npz",
-    ): "/no.npz) is no file: dataset",
+    ): "/no.npz is no file: dataset",
     ("list", "modells"): "KIND='modells' must be one of algorithms, tables",
     ("up", "s.yaml", "--loss", "1"): "--loss 1 must be a share, from 0 to below 1",
     ("up", "s.yaml", "--loss", "nan"): "--loss nan must be a share",
@@ -477,7 +477,7 @@ def _flipped(content: bytearray) -> None:
 
 
 ARCHIVES: dict[str, tuple[bytes | None, str]] = {
-    "absent": (None, "/d.npz) is no file: dataset npz needs the path of an .npz with x_train"),
+    "absent": (None, "/d.npz is no file: dataset npz needs the path of an .npz with x_train"),
     "empty": (b"", "cannot be read as .npz (BadZipFile: File is not a zip file): save the arrays again"),
     "text": (b"hello", "cannot be read as .npz"),
     "one array": (npy("(4,)"), "cannot be read as .npz (a single array)"),

@@ -10,12 +10,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # mkdocs loads this file by its path
 from tools.docs import made  # noqa: E402
 
 SHIPPED = ("results/**/*.*", "scenarios/**/*.yaml", "simulations/*/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+SHIM = "javascripts/search-from-disk.js"
 OUTSIDE = re.compile(r"\]\(((?:\.\./)+)(results|scenarios|simulations|CONTRIBUTING\.md|CHANGELOG\.md)")
 
 
@@ -38,3 +40,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     text = made.MARK.sub(part, markdown)
     return OUTSIDE.sub(lambda link: f"]({link[1].removeprefix('../')}{link[2]}", text)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Load the script by which search works from disk out of the site itself, not from a server."""
+    return _shim_of_ours(output, get_relative_url(SHIM, page.url))
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Do the same in pages without a source, as that of a wrong address."""
+    return _shim_of_ours(output_content, f"/{SHIM}")
+
+
+def _shim_of_ours(output: str, path: str) -> str:
+    return output.replace("https://unpkg.com/iframe-worker/shim", path)

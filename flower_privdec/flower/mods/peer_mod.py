@@ -135,7 +135,7 @@ class PeerRequest(_Record):
         kind: introduce, join, greet (reports of ledgers alone), round, deliver, evaluate or mesh.
         run: the run's name.
         peer: the receiver.
-        folder: where a simulation's peers keep what is from_app.
+        folder: where a simulation's peers keep their files.
         arrays: the key of the ArrayRecord that the app's functions look for.
         local_record: the name of an ArrayRecord that never leaves the peer: the initial arrays at first, then what the
             app's train function last answered under that name; it is given to both of the app's functions. Empty: none.
@@ -197,7 +197,7 @@ class PeerReport(_Record):
         stopped: why it did not train; empty where it did.
         exhausted: whether that is for good, its budget being spent.
         spent: its ε in words, with unit, adjacency and what was charged; empty where nothing is protected.
-        epsilon: its ε; ∞ where nothing is protected. Where the app protects its examples, at the end: from_app.
+        epsilon: its ε; ∞ where nothing is protected. Where the app protects its examples, at the end theirs.
         app_spent: that of the app's examples in words, at the end.
         acknowledgements: frames: which shares are in its mass on disk.
         refused_keys, refused: the shares that it refused, and why.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from flower_privdec.core import State
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds, with_more_rounds
-from flower_privdec.experiment.spent import Spent
+from flower_privdec.experiment.spent import Spent, ledger_folder
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
 from flower_privdec.network.peer.peer import INSECURE, final_path, network_mixing, rows_path
+from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
+from flower_privdec.privacy.ledger.ledger import read_entries, runs_in
 from flower_privdec.scenario import Scenario
 
 _log = logging.getLogger(__name__)
@@ -109,14 +112,18 @@ class Up:
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, proxy=proxy)
         self._spent, self._noise = Spent([], [], [], []), list[str]()
+        self._evaluated = 0  # the round of the last evaluation of this process
         self._gone: set[int] = set()
         self._apart: dict[int, str] = {}  # peers whose model is not the one that the others agreed on, and why
 
     def run(self, on_metrics: OnMetrics | None = None, on_status: OnStatus | None = None) -> dict[str, Any]:
         """Start the peers, follow them to the end, and return the summary.
 
+        Where Ctrl-C or the callback stops them, the summary is of the last evaluation, with the ε of all that their
+        ledgers were charged until then.
+
         Args:
-            on_metrics: called with each evaluation's metrics.
+            on_metrics: called with each evaluation's metrics; the peers stop where it returns True.
             on_status: called with the status of each peer, see `Watch`; without it no status is requested.
 
         Raises:
@@ -126,20 +133,55 @@ class Up:
         state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
         self._processes.prepare()
         every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
+        stopped = False
         try:
             with self._running(on_status):
                 for round_index in [number for number in every if number > state.round_index]:
                     metrics = self._evaluation(round_index)
-                    if on_metrics is not None:
-                        on_metrics(metrics)
+                    if stopped := on_metrics is not None and on_metrics(metrics) is True:
+                        break
                     self._inject(round_index)
-                self._wait()
-            facts = {"noise": INSECURE, "publishable": False} if self._insecure else noise_facts(self._noise)
-            facts = (facts if self.scenario.private else {}) | {"numbers": NUMBERS[self.scenario.network.mode]}
-            facts |= self._exceptions()
-            return self.recorder.finish(self._last_rows(), self._spent, self._measured(), **facts)
+                else:
+                    self._wait()
+            if stopped:
+                return self._stop("callback")
+            return self._finish(self._last_rows(), self._spent, self._measured())
+        except KeyboardInterrupt:
+            self._stop("interrupt")
+            raise
         finally:
             self.recorder.close()
+
+    # --- the end ---
+
+    def _stop(self, why: str) -> dict[str, Any]:
+        """Write models and summary as of the last evaluation, with what the peers' ledgers were charged since."""
+        done = self._evaluated
+        if not 0 < done < self.scenario.rounds:
+            return {}
+        spent = replace(
+            self._spent,
+            epsilons=[self._charged(peer) for peer in range(self.scenario.n_peers)],
+            replies=[math.inf for _ in self._spent.replies],  # of steps since then, no ledger counts these apart
+            if_all_collude=[math.inf for _ in self._spent.if_all_collude],
+        )
+        return self._finish(self._rows(done), spent, stopped=(done, why))
+
+    def _charged(self, peer: int) -> float:
+        """Return ε of all that a peer's ledger was charged, which may be more than it reported last."""
+        if self.scenario.private is None:
+            return math.inf
+        ledger = ledger_folder(self.scenario, self._processes.folder(peer))
+        costs = runs_in(read_entries(ledger, self.agreement.public.name))
+        return epsilon_of_runs(list(costs.values()), self._spent.deltas[peer])
+
+    def _finish(self, *result: Any, **options: Any) -> dict[str, Any]:
+        """Write models and summary; see `Recorder.finish`."""
+        facts: dict[str, Any] = {"noise": INSECURE, "publishable": False}
+        facts = facts if self._insecure else noise_facts(self._noise)
+        facts = (facts if self.scenario.private else {}) | {"numbers": NUMBERS[self.scenario.network.mode]}
+        facts |= self._exceptions()
+        return self.recorder.finish(*result, **options | facts)
 
     # --- processes ---
 
@@ -204,7 +246,7 @@ class Up:
             time.sleep(POLL)
         self.recorder.seconds += time.perf_counter() - since
         rows, self._spent = self._rows(round_index), self._reported(round_index)
-        metrics = self.recorder.record(rows, round_index, self._spent.epsilons)
+        self._evaluated, metrics = round_index, self.recorder.record(rows, round_index, self._spent.epsilons)
         self.recorder.save(State(np.arange(self.scenario.n_peers), round_index, rows=rows), None)
         every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
         for before in [number for number in every if number < round_index][-1:]:  # recorded, and not read again
