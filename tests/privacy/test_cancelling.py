@@ -305,7 +305,7 @@ def test_unequal_peers_have_what_each_needs(build: Build, batch: str) -> None:
             charged = next(s.release.noise_multiplier for s in spends if s.from_step <= step < s.to_step)
             assert least[step, peer] >= charged * (1 - 1e-7)
     for peer, epsilon in enumerate(protection.epsilons(6)):
-        other = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+        other = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL, value_discretization_interval=1e-3)
         for noise in least[:, peer][np.isfinite(least[:, peer])].tolist():
             gaussian = dp_accounting.GaussianDpEvent(noise)
             other.compose(dp_accounting.PoissonSampledDpEvent(sampler.sampling_rate[peer], gaussian))
