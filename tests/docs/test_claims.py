@@ -53,6 +53,11 @@ def test_the_comparison_in_the_readme_is_that_of_the_table() -> None:
         assert max(float(shown[*place, name]) for name in sharing) <= plain + 0.5001
         assert 0.9 <= float(shown[*place, "DP-SGD (all data in one place)"]) - plain <= 3.2
         assert 4 <= plain - float(shown[*place, "each alone"]) <= 40
+    text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
+    for place in (("8", "iid"), ("8", "Dirichlet 0.3"), ("0.5", "iid")):
+        values = sorted((shown[*place, name] for name in sharing), key=float)
+        assert f"{values[0]} to {values[-1]} %" in text
+    assert f"all data in one place {shown['8', 'iid', 'DP-SGD (all data in one place)']} %" in text
 
 
 def test_what_the_rounds_are_in_proportion_to_is_the_peers() -> None:
