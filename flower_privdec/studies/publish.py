@@ -285,8 +285,8 @@ def publish(
     Raises:
         RunError: when it cannot be written; the cells are kept.
     """
-    cells = [cell for result in results for cell in result.cells]
-    runs, seconds = len({cell.key for cell in cells}), sum(result.seconds for result in results)
+    runs = len(frozenset().union(*(result.finished for result in results)))
+    seconds = sum(result.seconds for result in results)
     scope = scope_of_epsilon(results)
     head = [
         f"# {study.heading}{f' ({size} size)' if size else ''}",

@@ -197,6 +197,7 @@ class PartResult:
         groups: one for each combination of labels, in order.
         cells: all its cells.
         seconds: of CPU that its cells took, all processes together.
+        finished: the keys of its finished cells.
     """
 
     part: Part
@@ -205,6 +206,7 @@ class PartResult:
     groups: tuple[Group, ...]
     cells: tuple[Cell, ...]
     seconds: float
+    finished: frozenset[str] = frozenset()
 
     def metric(self, name: str) -> Reading:
         """Return a metric's reading."""
@@ -270,7 +272,7 @@ def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) ->
     groups = [replace(max(some, key=score), missing=sum(group.missing for group in some)) for some in rivals.values()]
     varied = {name: axis for name, axis in axes.items() if name not in part.best_over}
     best = {name: axis for name, axis in axes.items() if name in part.best_over}
-    return PartResult(part, varied, best, tuple(groups), tuple(mine), seconds)
+    return PartResult(part, varied, best, tuple(groups), tuple(mine), seconds, frozenset(runs))
 
 
 class Case(NamedTuple):

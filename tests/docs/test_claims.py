@@ -28,11 +28,16 @@ def test_page_and_verdicts_are_what_the_tables_say() -> None:
     assert [case.outcome for case in judge(check, dataclasses.replace(result, groups=gone)).cases] == [Finding.NOT_RUN]
 
 
+def comparison(name: str) -> dict[tuple[str, ...], str]:
+    """Return the accuracies of a comparison, in percent, by ε, partition and algorithm, where three seeds were run."""
+    head, *lines = csv.reader((ROOT / "results" / name / "table-table.csv").read_text().splitlines())
+    mean = head.index("accuracy_mean")
+    return {tuple(line[:3]): f"{100 * float(line[mean]):.1f}" for line in lines if line[-1] == "3"}
+
+
 def test_the_comparison_in_the_readme_is_that_of_the_table() -> None:
     """All that is there was run with three seeds, and the sentence under it holds of all algorithms."""
-    head, *lines = csv.reader((ROOT / "results" / "compared-laptop" / "table-table.csv").read_text().splitlines())
-    mean = head.index("accuracy_mean")
-    shown = {tuple(line[:3]): f"{100 * float(line[mean]):.1f}" for line in lines if line[-1] == "3"}
+    shown = comparison("compared-laptop")
     places = [("1", "iid"), ("1", "Dirichlet 0.3"), ("3", "iid")]
     rows = [
         re.split(r"  +", line.strip())
@@ -58,6 +63,12 @@ def test_the_comparison_in_the_readme_is_that_of_the_table() -> None:
         values = sorted((shown[*place, name] for name in sharing), key=float)
         assert f"{values[0]} to {values[-1]} %" in text
     assert f"all data in one place {shown['8', 'iid', 'DP-SGD (all data in one place)']} %" in text
+    cifar = comparison("compared-cifar-laptop")
+    for partition in ("iid", "Dirichlet 0.3"):
+        values = sorted((cifar["1", partition, name] for name in sharing), key=float)
+        assert f"{values[0]} to {values[-1]} %" in text
+        assert f"{cifar['1', partition, 'each alone']} %" in text
+    assert f"ε = 1 leaves {cifar['1', 'iid', 'DP-SGD (all data in one place)']} % with all data" in text
 
 
 def test_what_the_rounds_are_in_proportion_to_is_the_peers() -> None:

@@ -809,6 +809,7 @@ def test_a_cell_that_was_not_run_is_shown_as_not_run(study_at: Callable[..., Pat
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "| push-sum | 50.0 ± 1.4 % | not run |" in readme
     assert "| 3 | push-sum | – | – | not run | not run | – | – | 0 (2 missing) |" in readme
+    assert f": {len(list((tmp_path / 'cells').glob('*/cell.json')))} runs, " in readme
     assert "- not run, algorithm push-sum:" in readme
 
 
