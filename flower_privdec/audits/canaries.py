@@ -146,8 +146,8 @@ class Observer:
         left, noise = np.empty(after.shape), np.empty(count)
         for row, (honest, combined, variance) in enumerate(views):
             drawn = torch.zeros(after.shape, dtype=torch.float64)
-            known = here[~np.isin(rows[here], honest).all(axis=1)]
-            self._mechanism.add_pairs_(drawn, noised, known, rows, shared)
+            colluding = here[~np.isin(rows[here], honest).all(axis=1)]
+            self._mechanism.add_pairs_(drawn, noised, colluding, rows, shared)
             others = np.where(np.arange(count)[:, None] == row, 0.0, before)
             rest = after - weights[:, None] * drawn.numpy() - others
             left[row], noise[row] = combined @ rest[honest], math.sqrt(variance) * own.max()

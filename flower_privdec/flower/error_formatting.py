@@ -63,7 +63,7 @@ def one_line_failure() -> Iterator[None]:
 def one_line_replies(handler: Handler) -> Handler:
     """Return a ClientApp's handler that replies with an error of one line where it fails.
 
-    The words of an error that is not this package's own may tell of an example: they stay in the node's log.
+    The message of an error that other code raised may contain private data: it stays in the node's log.
     """
 
     @wraps(handler)
@@ -74,7 +74,7 @@ def one_line_replies(handler: Handler) -> Handler:
             line = error_line(error)
         except Exception as error:
             log.exception("the ClientApp failed")
-            line = f"the ClientApp raised {type(error).__name__}, whose words may tell of data: see the node's own log"
+            line = f"the ClientApp raised {type(error).__name__}; its message may contain data: see the node's own log"
         return Message(Error(CLIENT_APP_RAISED, line), reply_to=message)
 
     return reply

@@ -95,10 +95,9 @@ def test_no_algorithms_epsilon_is_refuted(variant: list[str]) -> None:
     assert all(group.shown <= group.epsilon for group in result.groups)
 
 
-def test_the_replica_has_the_likelihoods_of_the_real_steps() -> None:
-    """The mean log ratio of both worlds, within five standard errors."""
-    experiment = experiment_of(*SHORT, "privacy.epsilon=6")
-    runs = [run_once(with_canaries(experiment), 3, number) for number in range(150)]
+def check_likelihoods(experiment: Experiment, count: int) -> None:
+    """Check that the log ratios of both worlds, over some runs of three steps, are a replica's."""
+    runs = [run_once(with_canaries(experiment), 3, number) for number in range(count)]
     there, scores = np.array([run[0] for run in runs]), np.array([run[1].scores for run in runs])
     plan = experiment.own.protection
     assert plan is not None
@@ -107,6 +106,12 @@ def test_the_replica_has_the_likelihoods_of_the_real_steps() -> None:
     ):
         assert abs(real.mean() - drawn.mean()) < 5 * real.std() / math.sqrt(real.size)
         assert real.std() == pytest.approx(drawn.std(), rel=0.25)
+
+
+def test_the_replica_has_the_likelihoods_of_the_real_steps() -> None:
+    """The mean log ratio of both worlds, within five standard errors."""
+    experiment = experiment_of(*SHORT, "privacy.epsilon=6")
+    check_likelihoods(experiment, 150)
 
 
 def test_an_audit_repeats_by_its_seed() -> None:
@@ -126,15 +131,7 @@ def test_colluders_that_subtract_what_they_share_leave_the_planned_noise(colludi
     result = audit(experiment, trials=400, replica=1000)
     assert result.defects == {}
     assert result.holds
-    runs = [run_once(with_canaries(experiment), 3, number) for number in range(100)]
-    there, scores = np.array([run[0] for run in runs]), np.array([run[1].scores for run in runs])
-    plan = experiment.own.protection
-    assert plan is not None
-    for real, drawn in zip(
-        (scores[~there], scores[there]), replica_scores(plan.accounts[0].releases(0, 3), 20_000, 1), strict=True
-    ):
-        assert abs(real.mean() - drawn.mean()) < 5 * real.std() / math.sqrt(real.size)
-        assert real.std() == pytest.approx(drawn.std(), rel=0.25)
+    check_likelihoods(experiment, 100)
 
 
 # --- what is broken is found, by name ---

@@ -492,8 +492,8 @@ class SoakedRun:
         self._look()
         for peer, paid in self._paid.items():
             counts = {"taken": counted_in(self._counts(peer))}
-            known = {"received": self._received[peer], "paid": paid.steps} if paid.records else {"ledgerless": 1}
-            self.tally.by_peer[peer].update(counts | known)
+            by_ledger = {"received": self._received[peer], "paid": paid.steps} if paid.records else {"ledgerless": 1}
+            self.tally.by_peer[peer].update(counts | by_ledger)
         self.tally.charged += sum(paid.charged for paid in self._paid.values())
         self.tally.shared += self._observer.shared
         self.tally.apart += self._observer.apart

@@ -168,12 +168,12 @@ class Up:
         return self._finish(self._rows(done), spent, stopped=(done, why))
 
     def _charged(self, peer: int) -> float:
-        """Return ε of all that a peer's ledger was charged, which may be more than it reported last."""
+        """Return ε of all that a peer's ledger was charged, which may be more than it reported last, and is no less."""
         if self.scenario.private is None:
             return math.inf
         ledger = ledger_folder(self.scenario, self._processes.folder(peer))
         costs = runs_in(read_entries(ledger, self.agreement.public.name))
-        return epsilon_of_runs(list(costs.values()), self._spent.deltas[peer])
+        return max(self._spent.epsilons[peer], epsilon_of_runs(list(costs.values()), self._spent.deltas[peer]))
 
     def _finish(self, *result: Any, **options: Any) -> dict[str, Any]:
         """Write models and summary; see `Recorder.finish`."""
