@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from flower_privdec.audits.bounds import epsilon_from_scores
 from flower_privdec.audits.canaries import Observer, audited_plan, run_once, with_canaries
+from flower_privdec.audits.noise_check import too_small
 from flower_privdec.audits.replica import replica_scores
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
@@ -26,7 +26,6 @@ from flower_privdec.privacy.ledger.ledger import Account, read_entries
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.mechanism.protection import Protection
 
-FALSE_ALARM = 1e-9  # the chance with which noise that is as planned is called too small
 CANARIES, REPLICA = "canaries in the scenario's own steps", "a replica of the declared releases"
 
 
@@ -220,7 +219,7 @@ def noise_defects(observers: list[Observer]) -> dict[str, str]:
     """Return by how much noise is smaller than planned, where that is no chance."""
     for kind in ("noise", "left"):
         parts = [part.ravel() for observer in observers for part in getattr(observer, kind)]
-        squares, count = float(sum((part**2).sum() for part in parts)), sum(map(len, parts))
-        if count and stats.chi2.cdf(squares, count) < FALSE_ALARM:
-            return {"noise too small": f"noise is {math.sqrt(squares / count):.3f} times as large as planned"}
+        wrong = too_small(float(sum((part**2).sum() for part in parts)), sum(map(len, parts)))
+        if wrong:
+            return wrong
     return {}

@@ -220,6 +220,27 @@ def read_app(app: Path | str | None) -> dict[str, Any]:
     return {"components": components, "config": _flat(section.get("config", {}))}
 
 
+def read_config(app: Path | str, pairs: Iterable[str]) -> dict[str, Any]:
+    """Return overrides of an app's run-config that are given as KEY=VALUE, a value as TOML writes it or plain text.
+
+    Raises:
+        ScenarioError: the folder is no Flower app, or has no such key.
+    """
+    keys, config = read_app(app)["config"], {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or key.strip() not in keys:
+            raise ScenarioError(
+                f"run-config {pair!r} must be KEY=VALUE with a key of the app's: {', '.join(keys)}",
+                code="flower.run-config",
+            )
+        try:
+            config[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            config[key.strip()] = text
+    return config
+
+
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in nested.items():

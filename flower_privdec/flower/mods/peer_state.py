@@ -50,6 +50,7 @@ from flower_privdec.privacy.accountant.calibration import noise_multiplier
 from flower_privdec.privacy.exact_noise import exactly_noised
 from flower_privdec.privacy.ledger.ledger import Charge, Ledger, RunName, read_entries, releases_in
 from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.updates import UPDATES
 from flower_privdec.pushsum.exactly_once import LAST, Durable, PushSumProtocol, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, pack, unpack
 from flower_privdec.pushsum.witness import draw_boot
@@ -954,6 +955,9 @@ def take_step(
     """
     if state.w < LEAST_WEIGHT:
         return NoStep(f"it holds {state.w:.2g} of the mass, and waits for a share before it trains", for_good=False)
+    observer = UPDATES.observer
+    if ledger is not None and observer is not None:
+        observer.admit(ledger, ledger.delta)
     if ledger is not None and not ledger.charge(round_index, noise):
         why = f"its next update would exceed epsilon = {ledger.budget:g}; it stops training and only exchanges"
         return NoStep(why, for_good=True)
@@ -964,7 +968,9 @@ def take_step(
         return NoStep(APP_SPENT, for_good=True)
     with np.errstate(all="ignore"):  # also where the app has numpy raise
         update = _update(state, given, returned, round_index)
-        if clip_norm is not None:
+        if clip_norm is not None and ledger is not None and observer is not None:
+            update = observer.released(ledger, update, clip_norm, noise, protected)
+        elif clip_norm is not None:
             update = protected(clip_norm, noise, update)
         _move(state, update, clip_norm is None, round_index)
     return None
