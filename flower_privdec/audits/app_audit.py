@@ -37,11 +37,11 @@ def audit_app(
     check_whole({"n_nodes": n_nodes, "trials": trials, "one_run": one_run})
     if trials < 8:
         raise ScenarioError(f"trials={trials} must be >= 8", code="audit.trials")
-    flower, total = logging.getLogger("flwr"), 1 if one_run is not None else trials
+    total = 1 if one_run is not None else trials
     attack: LoopAudit | UpdateAudit
     with TemporaryDirectory() as place, ExitStack() as closing:
-        closing.callback(flower.setLevel, flower.level)
-        flower.setLevel(logging.CRITICAL)  # every run logs its ε, and that its ledgers are temporary
+        closing.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)  # every run would log its rounds and its ε
         if one_run is None:
             attack = closing.enter_context(auditing_updates(seed=seed))
         else:

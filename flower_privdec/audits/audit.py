@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.audits.bounds import epsilon_from_scores
-from flower_privdec.audits.canaries import Observer, audited_plan, run_once, with_canaries
+from flower_privdec.audits.canaries import Canaries, Observer, audited_plan, run_once, with_canaries
 from flower_privdec.audits.noise_check import too_small
 from flower_privdec.audits.replica import replica_scores
 from flower_privdec.common.errors import ScenarioError
@@ -159,7 +159,7 @@ def audit(
     defects = ledger_defects(canaries, plan, seed)
     observers: list[Observer] = []
     presences: list[np.ndarray] = []
-    while (count := len(presences) * len(canaries.own.peers)) < trials:
+    while (count := len(presences) * len(experiment.own.peers)) < trials:
         on_trials(count, trials)
         present, observer = run_once(canaries, seed, len(presences))
         presences.append(present)
@@ -197,16 +197,16 @@ def _all(account: Account) -> tuple[Release, ...]:
     return account.releases(0, max((spend.to_step for spend in account.spends), default=0))
 
 
-def ledger_defects(canaries: Experiment, plan: Protection, seed: int) -> dict[str, str]:
+def ledger_defects(canaries: Canaries, plan: Protection, seed: int) -> dict[str, str]:
     """Run once with a ledger, and return where it charged less than what an observer saw cost."""
     with tempfile.TemporaryDirectory() as folder:
         observer = run_once(canaries, seed, -1, Path(folder))[1]
-        entries = read_entries(folder, canaries.public.name)
+        entries = read_entries(folder, canaries.experiment.public.name)
     charged: dict[int, list[Release]] = {}
     for charge in (charge for entry in entries for charge in entry.charges):
         for peer in charge.peers:
             charged.setdefault(peer, []).extend(charge.releases)
-    for row, peer in enumerate(canaries.own.peers.tolist()):
+    for row, peer in enumerate(canaries.experiment.own.peers.tolist()):
         seen = [release.times(count) for release, count in observer.cost[row].items()]
         delta = plan.accounts[row].delta
         paid, cost = epsilon(charged.get(peer, ()), delta), epsilon(seen, delta)

@@ -37,6 +37,18 @@ def epsilon_from_scores(absent: np.ndarray, present: np.ndarray, delta: float, c
     return max(0.0, _bound_of(best, second_absent, second_present, delta, confidence))
 
 
+def epsilon_at_zero(absent: np.ndarray, present: np.ndarray, delta: float, confidence: float) -> float:
+    """Return an ε that the mechanism exceeds, by the test `score >= 0`, which needs no trials to be chosen on.
+
+    Args:
+        absent, present: log likelihood ratios, otherwise as in `epsilon_from_scores`.
+        delta, confidence: as there.
+    """
+    if not min(len(absent), len(present)):
+        return 0.0
+    return max(0.0, _bound_of((True, 0.0), absent, present, delta, confidence))
+
+
 def _bound_of(
     test: tuple[bool, float], absent: np.ndarray, present: np.ndarray, delta: float, confidence: float
 ) -> float:

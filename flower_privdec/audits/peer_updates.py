@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flower_privdec.audits.bounds import epsilon_from_scores
+from flower_privdec.audits.bounds import epsilon_at_zero, epsilon_from_scores
 from flower_privdec.audits.noise_check import NoiseCheck
 from flower_privdec.audits.one_run import OneRun
 from flower_privdec.common.errors import RunError, ScenarioError
@@ -70,12 +70,13 @@ class UpdateAudit:
         if path in self.peers:
             return
         if ledger.entries:
-            self.refusal = ScenarioError(
+            error = ScenarioError(
                 f"{path} has payments of real training, which an audit would add to: give the peers a new folder, and "
                 "delete it afterwards",
                 code="audit.real-ledger",
             )
-            raise self.refusal
+            self.refusal = self.refusal or error
+            raise error
         draws = keyed_generator(self._seed, "audit coins of updates", len(self.peers))
         self.peers[path] = WatchedPeer(inside=bool(draws.random() < 0.5), delta=delta)
 
@@ -115,10 +116,13 @@ class UpdateAudit:
             defects["ledger"] = f"{len(short)} peers' ledgers were charged for fewer updates than were released"
         different = {(releases_in(peer.entries), peer.delta): peer for peer in peers}
         scores, inside = np.array([peer.score for peer in peers]), np.array([peer.inside for peer in peers])
+        absent, present = scores[~inside], scores[inside]
+        level = (1 + self._confidence) / 2  # of two bounds together
+        shown = [bound(absent, present, delta, level) for bound in (epsilon_at_zero, epsilon_from_scores)]
         return OneRun(
             epsilon=max(peer.epsilon for peer in different.values()),
             delta=delta,
-            epsilon_lower_bound=epsilon_from_scores(scores[~inside], scores[inside], delta, self._confidence),
+            epsilon_lower_bound=max(shown),
             canaries=len(peers),
             guesses=len(peers),
             right=int(((scores > 0) == inside).sum()),
