@@ -15,8 +15,9 @@ from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.graph.topology import Participation
-from flower_privdec.privacy.accountant.accounting import Alternatives, canonical, epsilon
+from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon
 from flower_privdec.privacy.ledger.ledger import Account, Spending
+from flower_privdec.privacy.mechanism.events import canonical
 from flower_privdec.privacy.mechanism.protection import UNLIMITED, Protection
 from flower_privdec.scenario import Scenario
 

@@ -180,7 +180,8 @@ class Up:
         costs = list(runs_in(read_entries(ledger, self.agreement.public.name)).values())
         if towards != "epsilons":
             costs = with_noise_times(costs, self._ratios[peer][towards][0])
-        return max(getattr(self._spent, towards)[peer], epsilon_of_runs(costs, self._spent.deltas[peer]))
+        reported: list[float] = getattr(self._spent, towards)
+        return max(reported[peer], epsilon_of_runs(costs, self._spent.deltas[peer]))
 
     def _finish(self, *result: Any, **options: Any) -> dict[str, Any]:
         """Write models and summary; see `Recorder.finish`."""
