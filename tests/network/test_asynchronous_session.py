@@ -18,7 +18,7 @@ def two() -> tuple[AsynchronousSession, AsynchronousSession]:
     sender.protocol.split(0, {1: 0.5})
     commit(sender.protocol)
     for mail in (sender, receiver):
-        mail._queues[1 - mail.protocol.peer].hello_at = 1e9
+        mail.queues[1 - mail.protocol.peer].hello_at = 1e9
     return sender, receiver
 
 

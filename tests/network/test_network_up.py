@@ -77,7 +77,7 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
     assert "INSECURE" in said.out
     assert "each of 3 peers starts and waits for its neighbours" in said.err
     first, *_, last = (tmp_path / "up" / "peers" / "1.log").read_text().splitlines()
-    assert re.fullmatch(r"peer 1 waits for (its neighbours|a neighbour's report on its ledger)( \(.+\))?", first)
+    assert re.fullmatch(r"peer 1 waits for (its neighbours|its neighbours' reports on its ledger)( \(.+\))?", first)
     assert last.endswith(f"  model {tmp_path / 'up' / 'peers' / '1' / 'model.safetensors'}")
     found = json.loads((tmp_path / "up" / "summary.json").read_text())
     wanted = run(Experiment.build(parse_scenario(scenario.read_text(), overrides=SETTINGS)), tmp_path / "engine")

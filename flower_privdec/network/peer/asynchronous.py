@@ -49,7 +49,17 @@ from flower_privdec.pushsum.exactly_once import (
     RefusedError,
     StaleStateError,
 )
-from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMass, RowMessage, frame_size, pack, unpack
+from flower_privdec.pushsum.frames import (
+    SMALL,
+    FrameCodec,
+    Message,
+    RowMass,
+    RowMessage,
+    TensorArithmetic,
+    frame_size,
+    pack,
+    unpack,
+)
 from flower_privdec.pushsum.lockstep import Turn
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
 
@@ -69,21 +79,6 @@ REMEMBERED = 32  # periods
 GREETING_SECONDS = 2.0  # for the others, where they are known to be under way already
 
 
-@dataclass
-class NeighborRecord:
-    """What a peer remembers of a neighbour.
-
-    Attributes:
-        on_time: whether it is waited for.
-        strikes: in how many exchanges in a row it was waited for and had nothing.
-        rounds: the last rounds of it that became known, each with this peer's number of exchanges by then.
-    """
-
-    on_time: bool = False
-    strikes: int = 0
-    rounds: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SEEN + 1))
-
-
 class StragglerPolicy:
     """Adaptive straggler timeout: which neighbours to wait for, and how long. Pure: timestamps are arguments.
 
@@ -99,26 +94,27 @@ class StragglerPolicy:
     Timestamps are seconds of any clock that never goes back.
 
     Args:
-        neighbors: of the peer.
         first: seconds to wait as long as no period was measured.
+
+    Attributes:
+        on_time: the neighbours to wait for in the exchange under way.
     """
 
-    def __init__(self, neighbors: Iterable[int], first: float) -> None:
+    def __init__(self, first: float) -> None:
         """Begin with no neighbour on time."""
+        self.on_time: set[int] = set()
         self._first, self._exchanges = first, 0
-        self._records = {neighbor: NeighborRecord() for neighbor in neighbors}
+        self._strikes: Counter[int] = (
+            Counter()
+        )  # exchanges in a row in which a neighbour was waited for and had nothing
+        self._rounds: dict[int, deque[tuple[int, int]]] = {}  # the last ones that became known, each with `_exchanges`
         self._periods: deque[float] = deque(maxlen=REMEMBERED)
         self._ended: float | None = None
-
-    def is_awaited(self, neighbor: int) -> bool:
-        """Return whether to wait for a neighbour in the exchange under way."""
-        return self._records[neighbor].on_time
 
     def start(self, now: float, neighbors: Iterable[int]) -> None:
         """Begin to work at a time, and to wait for some neighbours, which begin together."""
         self._ended = now
-        for neighbor in neighbors:
-            self._records[neighbor].on_time = True
+        self.on_time |= {*neighbors}
 
     @property
     def patience(self) -> float:
@@ -133,14 +129,15 @@ class StragglerPolicy:
         """
         self._exchanges += 1
         for neighbor, round_index in rounds.items():
-            record = self._records[neighbor]
-            if record.rounds and round_index < record.rounds[-1][1]:
-                record.rounds.clear()  # it was put back
-            if not record.rounds or round_index > record.rounds[-1][1]:
-                record.rounds.append((self._exchanges, round_index))
-            if len(record.rounds) > SEEN:
-                (began, first), (_, last) = record.rounds[0], record.rounds[-1]
-                record.on_time = self._exchanges - began <= SLOWEST * (last - first)
+            known = self._rounds.setdefault(neighbor, deque(maxlen=SEEN + 1))
+            if known and round_index < known[-1][1]:
+                known.clear()  # it was put back
+            if not known or round_index > known[-1][1]:
+                known.append((self._exchanges, round_index))
+            if len(known) > SEEN:
+                (began, first), (_, last) = known[0], known[-1]
+                keeps_up = self._exchanges - began <= SLOWEST * (last - first)
+                self.on_time = self.on_time | {neighbor} if keeps_up else self.on_time - {neighbor}
 
     def end(self, now: float, there: Collection[int], missing: Collection[int], waited: float, message: float) -> None:
         """Record the end of an exchange.
@@ -159,13 +156,13 @@ class StragglerPolicy:
 
     def note(self, there: Collection[int], missing: Collection[int]) -> None:
         """Record which neighbours had come, and which had not."""
-        for record in map(self._records.__getitem__, missing):
-            record.strikes += record.on_time
-            if record.strikes >= STRIKES:
-                record.on_time, record.strikes = False, 0
-                record.rounds.clear()
+        self._strikes.update(self.on_time & {*missing})
+        for neighbor in [j for j in missing if self._strikes[j] >= STRIKES]:
+            self.on_time.discard(neighbor)
+            self._rounds.pop(neighbor, None)
+            self._strikes[neighbor] = 0
         for neighbor in there:
-            self._records[neighbor].strikes = 0
+            self._strikes[neighbor] = 0
 
 
 @dataclass
@@ -199,10 +196,10 @@ class AsynchronousSession(Session):
 
     Args:
         protocol: this peer's shares; without mass where no push-sum is done, and then for its hellos alone.
+        arithmetic: of the shares, which decodes them.
         witness, frames: see Session.
         replies: the exchanges in which a neighbour is answered, whose round the rows are then for.
         n_peers: of the run, which is the push-sum weight of all of them together; inf where no peer knows that.
-        decoded: decodes the values of a share.
         retry: seconds between two hellos.
         rounds: of the run.
         silent: neighbours that never send shares or rows to this peer.
@@ -225,32 +222,31 @@ class AsynchronousSession(Session):
         met: in which of these steps each neighbour last exchanged with this peer: sent a share or rows, or took some.
         met_at: when that was, by the clock of `time.monotonic`.
         heard_at: when each neighbour last sent anything.
-        quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
         informed: the last round of this peer that each neighbour is known to have heard of; -1 for none.
         reported_to: the last round of this peer in a call or an answer to each neighbour; -1 for none.
         want: what this peer lacks of push-sum weight while it waits, which its hellos report.
         level: how often its weight floor sank, which they report too.
         wants: what each neighbour lacks, as far as it reported since its last share.
         levels: of the weight floors of the neighbours, as far as they reported.
+        queues: what is to be sent to each neighbour.
     """
 
     def __init__(
         self,
         protocol: PushSumProtocol[Tensor],
+        arithmetic: TensorArithmetic,
         witness: LedgerWitness,
         frames: FrameCodec,
         replies: Collection[int],
         retry: float,
         rounds: int,
         n_peers: float,
-        decoded: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
         silent: Collection[int] = (),
     ) -> None:
         sizes = [frame_size(formats) for formats in (frames.shares or {}, *frames.exchanges.values())]
         super().__init__(witness, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
-        self.protocol, self._replies, self._retry = protocol, replies, retry
-        self._most_weight, self._decoded_values = SURPLUS * n_peers, decoded
-        self.quarantined: dict[int, str] = {}
+        self.protocol, self._arithmetic, self._replies, self._retry = protocol, arithmetic, replies, retry
+        self._most_weight = SURPLUS * n_peers
         self.rounds: dict[int, int] = {}
         self.boots: dict[int, int] = {}
         self.reached: dict[int, int] = {}
@@ -266,7 +262,7 @@ class AsynchronousSession(Session):
         self.met_at: dict[int, float] = {}
         self.heard_at: dict[int, float] = {}
         self._checked: set[int] = set()  # neighbours whose first hello to this process was compared with its rows
-        self._queues = {neighbor: SendQueue() for neighbor in witness.neighbors}
+        self.queues = {neighbor: SendQueue() for neighbor in witness.neighbors}
         self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is held back
         self.informed = dict.fromkeys(witness.neighbors, -1)
         self.reported_to = dict.fromkeys(witness.neighbors, -1)
@@ -281,14 +277,10 @@ class AsynchronousSession(Session):
             wanted: neighbours that may wait for a share of this round: one that gets none is sent a hello.
         """
         for acknowledgement in self.protocol.acknowledgements():
-            self._queues[acknowledgement.receiver].acknowledgements = [acknowledgement]
+            self.queues[acknowledgement.receiver].acknowledgements = [acknowledgement]
         due = {share.receiver for share in self.protocol.shares_to_send()}
         for neighbor in set(wanted) - due:
-            self._queues[neighbor].hello_at = 0.0
-
-    def post(self, at: int, round_index: int, neighbor: int, values: Mapping[str, Tensor]) -> None:
-        """Send rows of an exchange to a neighbour, for a round."""
-        self._queues[neighbor].rows[at] = RowMessage(self.peer, neighbor, round_index, at, values)
+            self.queues[neighbor].hello_at = 0.0
 
     def senders(self, at: int, since: int = 0) -> set[int]:
         """Return whose rows of an exchange have come, of a round or a later one, and were not collected."""
@@ -303,7 +295,7 @@ class AsynchronousSession(Session):
         self.want, self.level, self._announced = want, level, min(want, self._announced)
         if self.has_report():
             self._announced = want
-            for queue in self._queues.values():
+            for queue in self.queues.values():
                 queue.hello_at = 0.0
 
     def has_report(self) -> bool:
@@ -312,16 +304,12 @@ class AsynchronousSession(Session):
 
     def is_informed(self, neighbor: int, round_index: int) -> bool:
         """Return whether nothing is left to send to a neighbour, which knows of a round."""
-        queue = self._queues[neighbor]
+        queue = self.queues[neighbor]
         return not (queue.hellos or queue.acknowledgements) and self.informed[neighbor] >= round_index
-
-    def has_rows(self, neighbor: int) -> bool:
-        """Return whether rows for a neighbour are still to be sent."""
-        return bool(self._queues[neighbor].rows)
 
     def is_lost(self, neighbor: int) -> bool:
         """Return whether a neighbour has not been reached for some calls; one that refuses them is there."""
-        return self._queues[neighbor].failures >= LOST
+        return self.queues[neighbor].failures >= LOST
 
     # --- see Session ---
 
@@ -345,7 +333,7 @@ class AsynchronousSession(Session):
             self._answering[caller] -= held_back
             if not self.protocol.is_open(caller):
                 return [*replies]
-            queue = self._queues[caller]
+            queue = self.queues[caller]
             acknowledgements, queue.acknowledgements = queue.acknowledgements, []
             return [*replies, *acknowledgements]
 
@@ -413,7 +401,8 @@ class AsynchronousSession(Session):
         Raises:
             RefusedError: naming the weight, or the number.
         """
-        values, mass = self._decoded_values(share.values), self.protocol.mass
+        mass = self.protocol.mass
+        values = {name: self._arithmetic.decode(value, mass[name]) for name, value in share.values.items()}
         weight, own_weight = (float(rows["w"]) if "w" in rows else 1.0 for rows in (values, mass))
         if not (0 < weight <= self._most_weight and math.isfinite(weight)):
             why = f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"
@@ -444,7 +433,7 @@ class AsynchronousSession(Session):
             )
         hello = hello if has_shares else replace(hello, seen=0)
         self.protocol.check_hello(hello)
-        neighbor, queue = hello.sender, self._queues[hello.sender]
+        neighbor, queue = hello.sender, self.queues[hello.sender]
         if self.is_new and hello.round_index > 0 and not hello.knows:  # it began without having met this peer
             self.is_new, self.joins = False, True
             if self.protocol.mass:  # which has to come with the shares of others
@@ -482,7 +471,7 @@ class AsynchronousSession(Session):
 
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Session."""
-        queue = self._queues[neighbor]
+        queue = self.queues[neighbor]
         if self.stale is not None or not self.protocol.can_greet or neighbor in self.quarantined:
             return False
         if now >= queue.hello_at or queue.hellos:
@@ -493,14 +482,14 @@ class AsynchronousSession(Session):
         """Return what a call has to bring: acknowledgements where no answer will, a share, and rows."""
         if not self.protocol.is_open(neighbor):
             return []
-        queue, shares = self._queues[neighbor], self.protocol.shares_to_send()
+        queue, shares = self.queues[neighbor], self.protocol.shares_to_send()
         acknowledgements = [] if self._answering[neighbor] else queue.acknowledgements
         due = [share for share in shares if share.receiver == neighbor and share is not queue.share]
         return [*acknowledgements, *due, *queue.rows.values()]
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         """See Session: one call with everything, hellos first, for without them the rest may be refused."""
-        queue = self._queues[neighbor]
+        queue = self.queues[neighbor]
         messages: list[Message] = [*queue.hellos]
         if now >= queue.hello_at:
             messages.append(self._completed(self.protocol.hello(neighbor)))
@@ -511,7 +500,7 @@ class AsynchronousSession(Session):
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
         """See Session."""
-        queue = self._queues[neighbor]
+        queue = self.queues[neighbor]
         queue.failures = 0
         for message in sent:
             if isinstance(message, LedgerReport):
@@ -528,7 +517,7 @@ class AsynchronousSession(Session):
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
         """See Session: what was lost with the call is sent again, and one that is lost or refuses it is greeted."""
-        queue, unreachable = self._queues[neighbor], isinstance(error, UnreachableError)
+        queue, unreachable = self.queues[neighbor], isinstance(error, UnreachableError)
         queue.failures = queue.failures + 1 if unreachable else 0
         if self.is_lost(neighbor) or not unreachable:
             self.protocol.close(neighbor)
@@ -553,10 +542,9 @@ class AsynchronousPeer(RunningPeer):
         self._partly_final = PartlyHeard(self.timetable.final_mixing, peer)
         self.trainer.use_mixing(self._partly)
         deadline = self.network.deadline
-        first = (
-            min(GREETING_SECONDS, deadline) if checkpoints else deadline
-        )  # the others may have used its rows, and left
-        self.policy, self._replied = StragglerPolicy(neighbors, first), dict[int, int]()
+        # After a restart the others may have used its rows, and left.
+        first = min(GREETING_SECONDS, deadline) if checkpoints else deadline
+        self.policy, self._replied = StragglerPolicy(first), dict[int, int]()
         self._neighbors, self._commits, self._joining = neighbors, 0, False
         timetable = self.timetable
         exchanges = {at: self._formats(exchange) for at, exchange in timetable.exchanges.items()}
@@ -574,13 +562,13 @@ class AsynchronousPeer(RunningPeer):
         silent = [j for j in neighbors if peer not in timetable.receivers_ever(j)]
         self.session = AsynchronousSession(
             self.protocol,
+            self.arithmetic,
             self.witness,
             frames,
             self._replies,
             self.network.retry,
             self.end,
             total,
-            self._decoded,
             silent,
         )
         self._resumed, self._sent = bool(checkpoints), False
@@ -628,10 +616,6 @@ class AsynchronousPeer(RunningPeer):
     def _begin(self) -> None:
         if not self._resumed:
             self._commit(0)
-
-    def quarantined(self) -> Mapping[int, str]:
-        """See RunningPeer."""
-        return dict(self.session.quarantined)
 
     # --- what is on disk ---
 
@@ -685,7 +669,12 @@ class AsynchronousPeer(RunningPeer):
             if time.monotonic() - since > self.network.give_up_seconds and not any(
                 map(self.protocol.is_open, self._neighbors)
             ):
-                raise RunError(self._unreachable(self.network.give_up_seconds), code="network.unreachable")
+                why = "; ".join(map(self.connections.why, self._neighbors))
+                raise RunError(
+                    f"none of the peers {self._neighbors} could be greeted for {self.network.give_up_seconds:g} s "
+                    f"({why}); mend that, then run the same command again, or raise network.give_up, or leave it out",
+                    code="network.unreachable",
+                )
         self.session.is_new = False
         self._joining = self.session.joins and not self.protocol.mass
         now, opened = time.monotonic(), [*filter(self.protocol.is_open, self._neighbors)]
@@ -699,13 +688,6 @@ class AsynchronousPeer(RunningPeer):
         patience = GREETING_SECONDS if self._resumed or self.session.joins else self.network.start
         is_late = time.monotonic() - since > patience
         return all(opened) or (is_late and (any(opened) or self.protocol.round_index >= self.rounds))
-
-    def _unreachable(self, seconds: float) -> str:
-        why = "; ".join(self.connections.why(peer) for peer in self._neighbors)
-        return (
-            f"none of the peers {self._neighbors} could be greeted for {seconds:g} s ({why}); mend that, then run the "
-            "same command again, or raise network.give_up, or leave it out"
-        )
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Wait for a condition, or for some seconds; meanwhile reset this peer where that has to be.
@@ -895,8 +877,8 @@ class AsynchronousPeer(RunningPeer):
     def _await(self, wanted: Collection[int], has_come: Callable[[int], bool], until: float) -> None:
         """Wait for those of some neighbours that the straggler policy waits for, up to a moment."""
         began = time.monotonic()
-        is_open, is_awaited = self.protocol.is_open, self.policy.is_awaited
-        self._wait(lambda: not any(is_open(j) and is_awaited(j) and not has_come(j) for j in wanted), until - began)
+        awaited = self.policy.on_time.intersection(wanted)
+        self._wait(lambda: not any(self.protocol.is_open(j) and not has_come(j) for j in awaited), until - began)
         self._waited += time.monotonic() - began
 
     def _await_senders(
@@ -935,7 +917,10 @@ class AsynchronousPeer(RunningPeer):
         else:
             self._absorb()
         self.state.at, self.state.waiting = self.state.at + 1, False
-        self._settle()
+        if k + 1 < self.rounds and self._is_due(k + 1):
+            edges = self._turn(k + 1, self.state.at - 1).senders
+            if self.protocol.uncommitted() & edges:  # used again in the next round, and to be acknowledged before
+                self._commit(k + 1)
 
     def _push(self, round_index: int, sent: bool) -> None:
         """Send shares, commit, and add those that come.
@@ -943,8 +928,11 @@ class AsynchronousPeer(RunningPeer):
         Args:
             sent: whether this was done before a crash, up to the commit.
         """
-        turn = self._turn(round_index, self.state.at)
-        outgoing, incoming = self._redirected(turn), turn.senders
+        turn, is_open = self._turn(round_index, self.state.at), self.protocol.is_open
+        outgoing, incoming = turn.weights, turn.senders
+        others = [*filter(is_open, self.timetable.receivers_ever(self.device.peer))]
+        if outgoing and others and not any(map(is_open, outgoing)):  # its receivers are down: others get their part
+            outgoing = dict.fromkeys(others, sum(outgoing.values()) / len(others))
         self._late = set[int]()
         if not sent:
             self._late = self._make_ready(outgoing, set(outgoing) - incoming)
@@ -954,14 +942,6 @@ class AsynchronousPeer(RunningPeer):
         self._await_senders(incoming, lambda j: j in self._absorbed or j in waiting() or rounds.get(j, 0) > round_index)
         self._absorb()
         self._absorbed -= incoming
-
-    def _redirected(self, turn: Turn) -> Mapping[int, float]:
-        """Return the weights of a turn's receivers; where all of them are down, of others that this peer sends to."""
-        is_open, receivers = self.protocol.is_open, self.timetable.receivers_ever(self.device.peer)
-        others = [*filter(is_open, receivers)]
-        if any(map(is_open, turn.weights)) or not (turn.weights and others):
-            return turn.weights
-        return dict.fromkeys(others, sum(turn.weights.values()) / len(others))
 
     def _make_ready(self, receivers: Collection[int], unheard: Collection[int]) -> set[int]:
         """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way.
@@ -976,7 +956,7 @@ class AsynchronousPeer(RunningPeer):
         while True:
             self._await(receivers, lambda j: self.protocol.is_ready(j) or bool(self.protocol.waiting_rounds()), until)
             late = {j for j in receivers if not self.protocol.is_ready(j)}
-            pays = any(self.protocol.is_open(j) and self.policy.is_awaited(j) for j in late)
+            pays = any(map(self.protocol.is_open, late & self.policy.on_time))
             if not (pays and time.monotonic() < until and self.protocol.waiting_rounds()):
                 break
             self._absorb()
@@ -1000,13 +980,6 @@ class AsynchronousPeer(RunningPeer):
         with self.connections.changed:
             self.protocol.split(round_index, self.floor.parts(self._weight(), weights) if keeping else weights)
 
-    def _settle(self) -> None:
-        """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
-        following = self.state.round_index + 1
-        is_due = following < self.rounds and self._is_due(following)
-        if is_due and self.protocol.uncommitted() & self._turn(following, self.state.at - 1).senders:
-            self._commit(following)
-
     def _gossip(self, exchange: Exchange, state: State) -> None:
         """Send rows, and continue with those that have come."""
         k, at = state.round_index, state.at
@@ -1029,13 +1002,14 @@ class AsynchronousPeer(RunningPeer):
         self._mix(exchange, state, wanted)
 
     def _post(self, at: int, round_index: int, rows: Mapping[int, Mapping[str, Tensor]]) -> None:
-        is_reply = at in self._replies
+        """Send rows of an exchange to some neighbours, for a round; a reply is for that of the request.
+
+        A neighbour whose request came before this process began repeats it.
+        """
+        rounds = self._replied if at in self._replies else dict.fromkeys(rows, round_index)
         with self.connections.changed:
-            for neighbor, values in rows.items():
-                if not is_reply:
-                    self.session.post(at, round_index, neighbor, values)
-                elif neighbor in self._replied:  # else its request came before this process began, and is repeated
-                    self.session.post(at, self._replied[neighbor], neighbor, values)
+            for j in rows.keys() & rounds.keys():
+                self.session.queues[j].rows[at] = RowMessage(self.device.peer, j, rounds[j], at, rows[j])
             self.connections.notify()
 
     def _mix(self, exchange: Exchange, state: State, wanted: Collection[int]) -> None:
@@ -1216,7 +1190,7 @@ class AsynchronousPeer(RunningPeer):
     def _is_under_way(self) -> bool:
         """Return whether something is on its way to a neighbour that is up, or came and is not acknowledged."""
         protocol, opened = self.protocol, [*filter(self.protocol.is_open, self._neighbors)]
-        sent = any(protocol.owes(j) or self.session.has_rows(j) for j in opened)
+        sent = any(protocol.owes(j) or self.session.queues[j].rows for j in opened)
         return sent or bool(protocol.waiting_rounds() or protocol.uncommitted())
 
     def _can_begin(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from threading import Condition, RLock, Thread
@@ -22,10 +21,11 @@ SOON = 0.05  # seconds until a call that failed is made again, doubled each time
 Messages = list[Message]
 
 
-class Session(ABC):
+class Session:
     """What a peer sends to its neighbours, and what it does with what they send.
 
-    All but `read` and `write` are called with the lock of `Connections` held.
+    By itself it sends reports on ledgers alone, for a peer that takes no part in the run. All but `read` and `write`
+    are called with the lock of `Connections` held.
 
     Args:
         witness: its reports on ledgers.
@@ -36,6 +36,7 @@ class Session(ABC):
 
     Attributes:
         fatal: why the run cannot continue, once that is so; the ledger's problem is in `witness`.
+        quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
         most: how many frames a call may have.
         cap: bytes of a call at most.
     """
@@ -44,6 +45,8 @@ class Session(ABC):
         self.peer, self.witness, self.frames, self.last_round = witness.peer, witness, frames, last_round
         self.most, self.cap = most + 1, cap + REPORT
         self.fatal: PrivdecError | None = None
+        self.quarantined: dict[int, str] = {}
+        self._call_again: dict[int, float] = {}  # when to call a neighbour that could not be reached
 
     def read(self, caller: int, content: memoryview) -> Messages:
         """Decode a call or an answer.
@@ -82,68 +85,32 @@ class Session(ABC):
         """Encode a call or an answer."""
         return [part for message in messages for part in self.frames.encode(message)]
 
-    @abstractmethod
     def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
         """Take in a call, and return what makes the answer.
 
         Raises:
             RunError: a message breaks a rule, which the caller learns.
         """
+        return list
 
-    @abstractmethod
     def is_answered(self, caller: int, messages: Messages) -> bool:
         """Return whether the answer to a call is complete: to wait longer would add nothing to it."""
-
-    @abstractmethod
-    def has_news(self, neighbor: int, now: float) -> bool:
-        """Return whether something is to be sent to a neighbour by now."""
-
-    @abstractmethod
-    def calls(self, neighbor: int, now: float) -> list[Messages]:
-        """Return the calls to make now, one by one."""
-
-    @abstractmethod
-    def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
-        """Take in the answer to a call."""
-
-    @abstractmethod
-    def failed(self, neighbor: int, error: RunError, again: float) -> None:
-        """Record that a call did not reach a neighbour, or was refused by it, and when it may be called again."""
-
-
-class ReportSession(Session):
-    """Reports on ledgers alone, of a peer that takes no part in the run; see Session.
-
-    Args:
-        session: in whose place it stands.
-    """
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session.witness, session.frames, session.most - 1, session.cap - REPORT, session.last_round)
-        self._again: dict[int, float] = {}  # when to call a neighbour again
-
-    def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
-        """See Session."""
-        return lambda: []
-
-    def is_answered(self, caller: int, messages: Messages) -> bool:
-        """See Session."""
         return True
 
     def has_news(self, neighbor: int, now: float) -> bool:
-        """See Session."""
-        return now >= self._again.get(neighbor, 0.0) and not self.witness.has_heard(neighbor)
+        """Return whether something is to be sent to a neighbour by now."""
+        return now >= self._call_again.get(neighbor, 0.0) and not self.witness.has_heard(neighbor)
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
-        """See Session."""
+        """Return the calls to make now, one by one."""
         return [[]]
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
-        """See Session."""
+        """Take in the answer to a call."""
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
-        """See Session."""
-        self._again[neighbor] = again
+        """Record that a call did not reach a neighbour, or was refused by it, and when it may be called again."""
+        self._call_again[neighbor] = again
 
 
 class Connections:

@@ -39,13 +39,13 @@ from flower_privdec.experiment.spent import (
 )
 from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Link, Mixing
-from flower_privdec.network.peer.connections import Connections, ReportSession, Session
+from flower_privdec.network.peer.connections import Connections, Session
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
-from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, wire_codec
+from flower_privdec.pushsum.frames import REPORT, RowFormats, TensorArithmetic, formats_of, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds
 from flower_privdec.pushsum.witness import LedgerWitness, WitnessFile, draw_boot
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
@@ -218,7 +218,8 @@ class RunningPeer(ABC):
         if begin:
             self._begin()
         else:
-            self.connections.session = ReportSession(self.connections.session)
+            full = self.connections.session
+            self.connections.session = Session(self.witness, full.frames, full.most - 1, full.cap - REPORT, self.end)
         return self.connections.open(transport, self.timetable.neighbours(device.peer))
 
     def run(self, on_round: OnRound | None = None) -> None:
@@ -316,26 +317,29 @@ class RunningPeer(ABC):
             BudgetError: the ledger is an old copy.
             RunError: no neighbour reports within network.give_up.
         """
-        since, witness, patience = time.monotonic(), self.witness, min(REPORT_SECONDS, self.network.start)
+        patience = min(REPORT_SECONDS, self.network.start)
         if self.trainer.pair_secrets and (self.network.mode == "synchronous" or self.state.round_index == 0):
             patience = self.network.start  # noise that is shared with fewer neighbours does not cancel
-        self.waits_for = "a neighbour's report on its ledger"
-        while not self.connections.wait(lambda: all(map(witness.has_heard, witness.neighbors)), POLL):
+        self._await_reports(patience, self.connections.wait)
+
+    def _await_reports(self, patience: float, wait: Callable[[Callable[[], bool], float], bool]) -> None:
+        """Wait until all neighbours have reported; after `patience` seconds one is enough."""
+        since, witness = time.monotonic(), self.witness
+        self.waits_for = "its neighbours' reports on its ledger"
+        while not wait(lambda: all(map(witness.has_heard, witness.neighbors)), POLL):
             self._check_stopped()
             waited = time.monotonic() - since
             if witness.is_witnessed and waited > patience:
                 break
             if waited > self.network.give_up_seconds and not witness.is_witnessed:
-                raise self._no_witness()
+                why = "; ".join(self.connections.why(peer) for peer in sorted(witness.neighbors))
+                raise RunError(
+                    f"no neighbour reported for {self.network.give_up:g} s what it has seen of this peer's ledger "
+                    f"({why}), and no step is taken before; start one of them, or raise network.give_up, or leave it "
+                    "out",
+                    code="network.no-witness",
+                )
         self.waits_for = ""
-
-    def _no_witness(self) -> RunError:
-        why = "; ".join(self.connections.why(peer) for peer in sorted(self.witness.neighbors))
-        return RunError(
-            f"no neighbour reported for {self.network.give_up:g} s what it has seen of this peer's ledger ({why}), and "
-            "no step is taken before; start one of them, or raise network.give_up, or leave it out",
-            code="network.no-witness",
-        )
 
     def charge_witnessed(self) -> int:
         """Charge the lines that the ledger lacks and neighbours have seen, in place of `run`; return how many.
@@ -346,18 +350,8 @@ class RunningPeer(ABC):
             RunError: no neighbour reports within network.give_up.
             StoppedError: `stop` was called.
         """
-        since = time.monotonic()
-        self.waits_for = "its neighbours' reports on its ledger"
-        while not all(map(self.witness.has_heard, self.witness.neighbors)):
-            self._check_stopped()
-            waited = time.monotonic() - since
-            if self.witness.is_witnessed and waited > self.network.start:
-                break
-            if waited > self.network.give_up_seconds and not self.witness.is_witnessed:
-                raise self._no_witness()
-            with self.connections.changed:
-                self.connections.changed.wait(POLL)
-        self.waits_for = ""
+        with self.connections.changed:  # which `connections.wait` would leave by the error that is mended here
+            self._await_reports(self.network.start, self.connections.changed.wait_for)
         return self.trainer.charge_witnessed(self.witness.reported)
 
     @abstractmethod
@@ -430,10 +424,6 @@ class RunningPeer(ABC):
 
     # --- what others and its owner see ---
 
-    def quarantined(self) -> Mapping[int, str]:
-        """Return why nothing is taken from some neighbours any more."""
-        return {}
-
     def waiting(self) -> str:
         """Return in words what this peer waits for, and why it lacks which neighbours; empty where for nothing."""
         if not self.waits_for:
@@ -465,7 +455,7 @@ class RunningPeer(ABC):
             "neighbours": self.timetable.neighbours(self.device.peer),
             "down": {str(peer): why for peer, why in trouble.items()},
             "unheard": unheard,
-            "quarantined": {str(peer): why for peer, why in self.quarantined().items()},
+            "quarantined": {str(peer): why for peer, why in connections.session.quarantined.items()},
             "bytes_sent": connections.bytes_sent,
             "bytes_received": connections.bytes_received,
             **self.trainer.status(self._trained),
