@@ -313,7 +313,6 @@ class SparseMatrix(MixingMatrix):
     halves: bool
 
     def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
-        """See MixingMatrix."""
         return self.columns, np.repeat(self.receivers, np.diff(self.indptr)), self.weights
 
     def rows(self, peers: npt.ArrayLike) -> SparseMatrix:
@@ -328,7 +327,6 @@ class SparseMatrix(MixingMatrix):
 
     @property
     def moved(self) -> Peers | None:
-        """See MixingMatrix."""
         return None if self._changed is None else self._changed[1].receivers
 
     def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -438,7 +436,6 @@ class AverageMatrix(MixingMatrix):
     averaged: npt.NDArray[np.bool_]
 
     def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
-        """See MixingMatrix."""
         senders, receivers, weights = [], [], []
         for peer, own, averaged in zip(self.receivers, self.own, self.averaged, strict=True):
             heard = self.members[np.argsort((peer - self.members) % self.n_columns)] if averaged else own[None]

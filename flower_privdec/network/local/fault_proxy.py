@@ -10,7 +10,6 @@ from collections.abc import Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
 from threading import Thread
-from types import TracebackType
 from typing import Any, Self
 
 from flower_privdec.common.errors import ArgumentError
@@ -259,7 +258,5 @@ class FaultProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
-from types import TracebackType
 from typing import Any, Self
 
 from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
@@ -205,9 +204,7 @@ class PeerProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
 
@@ -252,7 +249,9 @@ class Watch:
         word = STARTING
         try:
             while not self._stopping.is_set() and not self._is_done(peer):
-                status = self._request(connection)
+                status = None
+                with contextlib.suppress(RunError):  # reported by the word instead
+                    status = request_status(connection, ANSWER_SECONDS)
                 word = SILENT if status is not None else word  # from now on
                 self._on_status(peer, status, word if status is None else "")
                 self._stopping.wait(self._every)
@@ -267,16 +266,8 @@ class Watch:
             self._on_status(peer, status, DONE)
         return status is not None
 
-    def _request(self, connection: GrpcConnection) -> dict[str, Any] | None:
-        try:
-            return request_status(connection, ANSWER_SECONDS)
-        except RunError:  # reported by the word instead
-            return None
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

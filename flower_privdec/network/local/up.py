@@ -135,7 +135,12 @@ class Up:
         every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
         stopped = False
         try:
-            with self._running(on_status):
+            with ExitStack() as stack:
+                stack.enter_context(self._processes)
+                for peer in self._processes.peers:
+                    self._processes.start(peer)
+                if on_status is not None:
+                    stack.enter_context(Watch(self._processes, on_status))
                 for round_index in [number for number in every if number > state.round_index]:
                     metrics = self._evaluation(round_index)
                     if stopped := on_metrics is not None and on_metrics(metrics) is True:
@@ -184,16 +189,6 @@ class Up:
         return self.recorder.finish(*result, **options | facts)
 
     # --- processes ---
-
-    @contextmanager
-    def _running(self, on_status: OnStatus | None) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self._processes)
-            for peer in self._processes.peers:
-                self._processes.start(peer)
-            if on_status is not None:
-                stack.enter_context(Watch(self._processes, on_status))
-            yield
 
     def _wait(self) -> None:
         while not all(self._processes.status(peer) in ENDED for peer in self._alive()):

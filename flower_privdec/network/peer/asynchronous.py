@@ -11,9 +11,9 @@ can reach each other never wait for each other for ever. After the last round it
 it waits for its neighbours, until its model agrees with theirs in all rounds of a period of the graph.
 
 A peer that has nothing of a run that others have begun without it joins them as they are: with the rows of the first
-neighbour that sends some, and in push-sum with the model of its first share, and the weight of a peer that begins. With
-the weight of that share alone, each lost state would take its part of all weight with it, and steps, which are 1 / w
-times as long, would grow. A peer whose checkpoint is an old copy learns it from its neighbours, and is reset so too.
+neighbour that sends some, and in push-sum with the model of its first share and the weight of a peer that begins, as
+`PushSumProtocol.absorb` explains. A peer whose checkpoint is an old copy learns it from its neighbours, and is reset so
+too.
 """
 
 from __future__ import annotations
@@ -315,11 +315,9 @@ class AsynchronousSession(Session):
 
     @property
     def round_index(self) -> int:
-        """See Session."""
         return self.protocol.round_index
 
     def reported(self, receiver: int, messages: Messages) -> Messages:
-        """See Session."""
         self.reported_to[receiver] = self.round_index
         return super().reported(receiver, messages)
 
@@ -393,13 +391,9 @@ class AsynchronousSession(Session):
     def _check_share(self, share: FrozenShare[Tensor]) -> None:
         """Quarantine the sender of a share that no working device sends, which would replace each model it reaches.
 
-        All weights together are the number of peers, unless they are numbers of examples, whose sum no peer knows:
-        then a weight has no bound. Peers that lost their state, or were restored from an old copy, add to them, and
-        later losses take that along. A share has at most SURPLUS times that, and more than nothing. And its model,
-        x / w, is not FAR larger than this peer's own: that stops a device whose numbers broke, and not a careful liar.
-
-        Raises:
-            RefusedError: naming the weight, or the number.
+        All weights together are the number of peers, and more where some lost their state or were restored from an old
+        copy; numbers of examples have no bound. The model, x / w, has one that stops a device whose numbers broke, and
+        not a careful liar.
         """
         mass = self.protocol.mass
         values = {name: self._arithmetic.decode(value, mass[name]) for name, value in share.values.items()}
@@ -470,7 +464,6 @@ class AsynchronousSession(Session):
         return replace(hello, seen=self.places.get(hello.receiver, (-1, 0))[0] + 1)
 
     def has_news(self, neighbor: int, now: float) -> bool:
-        """See Session."""
         queue = self.queues[neighbor]
         if self.stale is not None or not self.protocol.can_greet or neighbor in self.quarantined:
             return False
@@ -499,7 +492,6 @@ class AsynchronousSession(Session):
         return [messages] if messages else []
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
-        """See Session."""
         queue = self.queues[neighbor]
         queue.failures = 0
         for message in sent:
@@ -620,11 +612,7 @@ class AsynchronousPeer(RunningPeer):
     # --- what is on disk ---
 
     def _commit(self, round_index: int, wanted: Collection[int] = ()) -> None:
-        """Put everything on disk, and send what follows from it.
-
-        Args:
-            wanted: neighbours that may wait for a share of this round.
-        """
+        """Put everything on disk, and send what follows from it; `wanted` are those that may wait for a share."""
         with self.connections.changed:
             durable = self.protocol.snapshot(round_index)
         facts, carried = pack(durable)
@@ -656,11 +644,7 @@ class AsynchronousPeer(RunningPeer):
     # --- the neighbours ---
 
     def _meet(self) -> None:
-        """Greet the neighbours; a peer that finds them under way, and has nothing of the run, joins as they are.
-
-        Raises:
-            RunError: none of them could be reached within network.give_up.
-        """
+        """Greet the neighbours; a peer that finds them under way, and has nothing of the run, joins as they are."""
         since = time.monotonic()
         while True:
             self._wait(lambda: self._has_greeted(since), POLL)
@@ -690,11 +674,7 @@ class AsynchronousPeer(RunningPeer):
         return all(opened) or (is_late and (any(opened) or self.protocol.round_index >= self.rounds))
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Wait for a condition, or for some seconds; meanwhile reset this peer where that has to be.
-
-        Raises:
-            StoppedError: `stop` was called.
-        """
+        """Wait for a condition, or for some seconds; meanwhile reset this peer where that has to be."""
         until = time.monotonic() + seconds
         while True:
             self._check_stopped()
@@ -706,11 +686,7 @@ class AsynchronousPeer(RunningPeer):
                 return done
 
     def _before(self, round_index: int) -> None:
-        """Wait until a round's steps may be taken: with a model, a quorum, no great lead, and enough weight.
-
-        Raises:
-            NotAgreedError: all neighbours are done, and have left.
-        """
+        """Wait until a round's steps may be taken: with a model, a quorum, no great lead, and enough weight."""
         self._partly.use_senders(None)
         if self._held(round_index):
             self._tend(lambda: not self._held(round_index), round_index, every=self.network.retry)
@@ -748,11 +724,7 @@ class AsynchronousPeer(RunningPeer):
         return bool(self.waits_for)
 
     def _is_up(self, neighbor: int, at_the_end: bool = False) -> bool:
-        """Return whether a neighbour exchanges with this peer; to be called with the lock held.
-
-        Args:
-            at_the_end: whether one that does no more than greet counts too, once its rounds are done.
-        """
+        """Return whether a neighbour exchanges with this peer; `at_the_end` also whether it greets, its rounds done."""
         session = self.session
         last = session.met_at.get(neighbor, float("-inf"))
         if at_the_end and session.rounds.get(neighbor, 0) >= self.rounds:
@@ -768,13 +740,10 @@ class AsynchronousPeer(RunningPeer):
     def _tend(
         self, ready: Callable[[], bool], round_index: int, every: float | None = None, saved: int | None = None
     ) -> None:
-        """Wait until something is so; meanwhile acknowledge and relay what comes, without a step.
+        """Wait until something is so; meanwhile acknowledge and relay what comes, without a step, see `_relay`.
 
-        Args:
-            round_index: this peer's; neighbours that are in earlier ones are given something in return.
-            every: seconds between two times that it mixes with all neighbours, at once where none exchanged with this
-                process yet, or where it waits for that and nothing is under way; None for never.
-            saved: the round that is put on disk; this peer's when not given.
+        It mixes with all neighbours `every` so many seconds: at once where none exchanged with this process yet, or
+        where it waits for that and nothing is under way.
         """
         due = time.monotonic() + (every or 0.0) * bool(self.session.met)
         mixes = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Mix)]
@@ -831,11 +800,7 @@ class AsynchronousPeer(RunningPeer):
         self._post(self.timetable.final_at, max(0, round_index - 1), dict.fromkeys(receivers, values))
 
     def _adopt(self, offered: Collection[int]) -> None:
-        """Take over the newest rows that neighbours offer, before anything of this peer is sent.
-
-        Args:
-            offered: the exchanges whose rows can be taken over.
-        """
+        """Take over the newest rows that neighbours offer in some exchanges, before anything of this peer is sent."""
         for at in offered:
             with self.connections.changed:
                 messages = self.session.collect(at, self.session.senders(at))
@@ -886,9 +851,7 @@ class AsynchronousPeer(RunningPeer):
     ) -> None:
         """Wait for what some neighbours send, as long as that pays, and record who of them had come.
 
-        Args:
-            wanted: those to wait for, and those that were waited for in this exchange already with True.
-            is_past: whether a neighbour is beyond this exchange, so that nothing of it will come.
+        Nothing comes of one that `is_past` this exchange.
         """
         until = time.monotonic() + self.policy.patience
         self._await(set(wanted) - self._late, lambda j: has_come(j) or (is_past is not None and is_past(j)), until)
@@ -923,11 +886,7 @@ class AsynchronousPeer(RunningPeer):
                 self._commit(k + 1)
 
     def _push(self, round_index: int, sent: bool) -> None:
-        """Send shares, commit, and add those that come.
-
-        Args:
-            sent: whether this was done before a crash, up to the commit.
-        """
+        """Send shares, commit, and add those that come; `sent`, up to the commit, where that was before a crash."""
         turn, is_open = self._turn(round_index, self.state.at), self.protocol.is_open
         outgoing, incoming = turn.weights, turn.senders
         others = [*filter(is_open, self.timetable.receivers_ever(self.device.peer))]
@@ -946,11 +905,7 @@ class AsynchronousPeer(RunningPeer):
     def _make_ready(self, receivers: Collection[int], unheard: Collection[int]) -> set[int]:
         """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way.
 
-        Args:
-            unheard: those of them that send nothing in this exchange, so that being on time shows here alone.
-
-        Returns:
-            Those for which there is none.
+        `unheard` send nothing in this exchange, so that being on time shows here alone. Returns those not ready.
         """
         until = time.monotonic() + self.policy.patience
         while True:
@@ -971,12 +926,7 @@ class AsynchronousPeer(RunningPeer):
         return {j for j in self._neighbors if round_index - self.session.reported_to[j] >= max(1, lead - 1)}
 
     def _split(self, round_index: int, weights: Mapping[int, float], keeping: bool = True) -> None:
-        """Freeze shares, of which this peer keeps at least its floor.
-
-        Args:
-            weights: of the receivers; they are scaled down where too little would be left.
-            keeping: whether they are.
-        """
+        """Freeze shares; `keeping`, their weights are scaled down where less than the floor would be left."""
         with self.connections.changed:
             self.protocol.split(round_index, self.floor.parts(self._weight(), weights) if keeping else weights)
 
@@ -1044,7 +994,6 @@ class AsynchronousPeer(RunningPeer):
         self.distances = self.distances or before
 
     def shortcoming(self) -> str | None:
-        """See RunningPeer."""
         if self.state.round_index >= self.end and self.final and not self.distances:
             return (
                 "none of its neighbours took part in final mixing with it, so its model is its own; take that of "
@@ -1087,10 +1036,7 @@ class AsynchronousPeer(RunningPeer):
     def _await_finally(self, wanted: Collection[int], has_come: Callable[[int], bool], saved: int) -> None:
         """Wait for what some neighbours send in a round of final mixing, as long as they are up.
 
-        One that only greets is waited for `network.start` seconds, once.
-
-        Args:
-            saved: the round that is put on disk meanwhile.
+        One that only greets is waited for `network.start` seconds, once. Meanwhile `saved` is the round on disk.
         """
         until = time.monotonic() + self.network.start
 
@@ -1107,8 +1053,7 @@ class AsynchronousPeer(RunningPeer):
     def _leave(self) -> None:
         """Relay for neighbours that are not done, and stay until all that can be reached know all that they need.
 
-        One that cannot be reached, or is done and cannot be informed, is waited for
-        as long as a deadline, and no longer.
+        One that cannot be reached, or is done and cannot be informed, is waited for as long as a deadline.
         """
         self._commit(self.end, self._neighbors)
         lost = time.monotonic()
@@ -1133,11 +1078,9 @@ class AsynchronousPeer(RunningPeer):
         return is_informed or self.session.is_lost(neighbor)
 
     def _relay(self, round_index: int, saved: int | None = None) -> bool:
-        """Take part in the mixing of neighbours in earlier rounds, without a step; return whether there was some.
+        """Take part in the mixing of neighbours in earlier rounds than this peer's; return whether there was some.
 
-        Args:
-            round_index: this peer's.
-            saved: the round that is put on disk; this peer's when not given.
+        `saved` is the round that is put on disk, by default this peer's.
         """
         if self.session.stale is not None:
             self._reset()
@@ -1160,10 +1103,7 @@ class AsynchronousPeer(RunningPeer):
         return done
 
     def _relay_shares(self, round_index: int, saved: int) -> bool:
-        """Add shares that came, give some to neighbours that are behind or wait for weight, and report what is lacking.
-
-        See `_relay`.
-        """
+        """Add shares that came, give some to those that are behind or wait for weight, and report what is lacking."""
         waiting, poor = self._waiting(), self._poor()
         if waiting or poor or self.protocol.uncommitted():
             self._absorb()

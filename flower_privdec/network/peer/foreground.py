@@ -24,7 +24,7 @@ from flower_privdec.scenario.sections import AppScenario
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 WAITING_SECONDS = 3.0  # until a peer that has taken rounds says what it waits for
 AGAIN_SECONDS = 60.0  # until it says so again, where there is no terminal
-PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG
+PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG: the kernel signals this process when its parent ends
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
 
 
@@ -105,7 +105,8 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
     folder = running.device.folder
     signal.signal(signal.SIGTERM, lambda *_: running.stop())
     if with_parent:
-        _wake_at_parents_end()
+        if sys.platform == "linux":  # else a peer that is paused would not see it
+            ctypes.CDLL(None).prctl(PARENTS_END_SIGNAL, signal.SIGCONT)
         Thread(target=_stop_at_end, args=(running,), daemon=True).start()
     line = _StatusLine(running, every)
     try:
@@ -123,12 +124,6 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
     finally:
         line.end()
         running.close()
-
-
-def _wake_at_parents_end() -> None:
-    """Have the kernel wake this process when its parent ends, which it would not see while it is paused."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENTS_END_SIGNAL, signal.SIGCONT)
 
 
 def _stop_at_end(running: RunningPeer) -> None:

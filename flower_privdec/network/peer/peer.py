@@ -191,9 +191,7 @@ class RunningPeer(ABC):
     ) -> None:
         """Put a state on disk, with what belongs to it; meanwhile the ledger's disk reserves the next private step.
 
-        Args:
-            place: a number that grows.
-            transport, carried: see Checkpoint; what is carried never changes.
+        `place` grows, and what is `carried` never changes; see Checkpoint.
         """
         trainer = self.trainer
         paid, head = trainer.reserve()
@@ -277,9 +275,8 @@ class RunningPeer(ABC):
     def _measure(self, received: Mapping[int, Mapping[str, Tensor]], own: Tensor | None = None) -> None:
         """Measure in final mixing how far the models of some neighbours are from this peer's.
 
-        Args:
-            received: their rows or shares, by sender, decoded.
-            own: this peer's model when they came; that of its state when not given.
+        `received` are their rows or shares, decoded, and `own` is this peer's model when they came, by default its
+        state's.
         """
         if own is None:
             own = self._model({name: self.state.rows[name][0] for name in self.timetable.final_exchange.names})
@@ -310,12 +307,7 @@ class RunningPeer(ABC):
     def _await_witness(self) -> None:
         """Wait until neighbours have reported what they have seen of the ledger, before a step is taken.
 
-        After REPORT_SECONDS one is enough, or after network.start where noise is shared with all of them. Where none
-        reports it waits, without a bound unless the scenario has one.
-
-        Raises:
-            BudgetError: the ledger is an old copy.
-            RunError: no neighbour reports within network.give_up.
+        After REPORT_SECONDS one is enough, or after network.start where noise is shared with all of them.
         """
         patience = min(REPORT_SECONDS, self.network.start)
         if self.trainer.pair_secrets and (self.network.mode == "synchronous" or self.state.round_index == 0):
@@ -604,7 +596,6 @@ class ScenarioTrainer:
 
     @property
     def witnessed_ledger(self) -> CohortLedger | None:
-        """See Trainer."""
         return None if self._insecure else self.cohort.ledger
 
     def reserve(self) -> tuple[int, Head | None]:
@@ -618,7 +609,6 @@ class ScenarioTrainer:
         return paid, head
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
-        """See Trainer."""
         ledger = self.witnessed_ledger
         return 0 if ledger is None else ledger.charge_witnessed(witnessed)
 
@@ -640,15 +630,12 @@ class ScenarioTrainer:
             raise
 
     def use_mixing(self, mixing: Mixing) -> None:
-        """See Trainer."""
         self.cohort.mixing = mixing
 
     def advance(self, state: State) -> Exchange | None:
-        """See Trainer."""
         return advance(self.algorithm, self.cohort, state)
 
     def is_active(self, round_index: int) -> bool:
-        """See Trainer."""
         return bool(self.cohort.active(round_index).any())
 
     def evaluate(self, state: State) -> None:
@@ -689,11 +676,9 @@ class ScenarioTrainer:
         }
 
     def finish(self, state: State) -> None:
-        """See Trainer."""
         self._hand_in(state, final_path(self._folder))
 
     def close(self) -> None:
-        """See Trainer."""
         if self._held >= 0:
             os.close(self._held)
             self._held = -1
@@ -761,11 +746,7 @@ def _check_pairs(scenario: Scenario, mixing: Mixing) -> None:
 
 
 def _hold(data: Path) -> int:
-    """Lock a peer's own data file against other peers of this machine, and return its descriptor; -1 where none can be.
-
-    Raises:
-        RunError: another peer trains on it.
-    """
+    """Lock a peer's own data file against other peers of this machine; return its descriptor, -1 where none can be."""
     try:
         file = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # which reading it raises
