@@ -442,6 +442,12 @@ def _integers_of(value: Tensor | np.ndarray) -> np.ndarray:
     return np.asarray(flat.view(getattr(torch, INTEGERS[value.element_size()])).numpy())
 
 
+def _has_finite_sum(part: Any) -> bool:
+    """Return whether numbers have a finite sum, as no infinite one and no NaN among them leaves."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.isfinite(float(part.sum()))
+
+
 def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, Tensor]:
     """Return the rows of a frame as views of what follows its header, once each of their numbers may be one."""
     layout, end, rows = _layout(tuple(formats.values())), 0, dict[str, Any]()
@@ -471,9 +477,8 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
         flat = bits.view(row.dtype)
         for start in range(0, len(flat) if "float" in type_name(row.dtype) else 0, CHUNK):
             part = flat[start : start + CHUNK]
-            with np.errstate(over="ignore", invalid="ignore"):  # an infinite number or NaN leaves no finite sum
-                if not row.nonnegative and math.isfinite(float(part.sum())):
-                    continue
+            if not row.nonnegative and _has_finite_sum(part):
+                continue
             rules = {"finite": abs(part) < math.inf} | ({">= 0": part >= 0} if row.nonnegative else {})
             for rule, holds in rules.items():
                 if not bool(holds.all()):
@@ -543,9 +548,12 @@ def wire_codec(name: str) -> WireCodec:
             f"network.codec={name!r} must be one of {', '.join(CODECS)}, or your own, as package.module:Name",
             code="network.codec",
         )
-    what = "a class with the methods encode and decode"
-    accepts = {"accepts": lambda part: hasattr(part, "encode") and hasattr(part, "decode"), "must_be": what}
-    codec: WireCodec = load_own(name, "network.codec", **accepts)()
+
+    def accepts(part: Any) -> bool:
+        return hasattr(part, "encode") and hasattr(part, "decode")
+
+    own = load_own(name, "network.codec", accepts=accepts, must_be="a class with the methods encode and decode")
+    codec: WireCodec = own()
     return codec
 
 

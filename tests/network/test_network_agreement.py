@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import AGREEING, STILL, check_mass, initial
-from faulty_transport import FaultyTransport
 from networked import LONG, Killed, devices, finish, go_on, mortal, running, wait_until
 from raising import raises
 from safetensors.torch import load_file
@@ -27,11 +26,11 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement
 from flower_privdec.graph.mixing import Mixing, rounds_to_agree
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.network.local.fault_proxy import Faults
 from flower_privdec.network.peer import asynchronous
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
 from flower_privdec.network.peer.pace import LEAST
 from flower_privdec.network.peer.peer import APART, PeerDevice, RunningPeer, final_path
+from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.transport import MemoryNetwork
 from flower_privdec.scenario import Scenario
 from tools.soak.checks import Models, isolated_problem, last_models, models_problem

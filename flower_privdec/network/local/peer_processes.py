@@ -19,7 +19,6 @@ from typing import Any, Self
 
 from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
-from flower_privdec.network.local.fault_proxy import FaultProxy
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
 from flower_privdec.network.peer.status import STATUS_CAP, request_status
 from flower_privdec.network.transport.grpc_transport import GrpcConnection
@@ -78,8 +77,7 @@ def free_addresses(count: int) -> list[str]:
 class PeerProcesses:
     """A process for each peer; a context manager that leaves none behind.
 
-    Folder: certs/, network.yaml with the addresses, and for each peer peers/I/ (its own folder) and peers/I.log; behind
-    a proxy peers/I.yaml as well, with the addresses at which that peer reaches the others.
+    Folder: certs/, network.yaml with the addresses, and for each peer peers/I/ (its own folder) and peers/I.log.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class PeerProcesses:
         out: Path,
         *,
         insecure_seeds: bool = False,
-        proxy: FaultProxy | None = None,
+        loss: float = 0.0,
         program: Callable[[int], Sequence[str]] = lambda peer: PRIVDEC,
     ) -> None:
         """Start and write nothing yet.
@@ -97,11 +95,11 @@ class PeerProcesses:
             scenario: with an address on this machine for each peer, see `on_this_machine`.
             out: the folder.
             insecure_seeds: draw noise and batches from the scenario's seed.
-            proxy: through which each peer reaches each other; by default directly.
+            loss: share of all messages that are lost on purpose.
             program: of a peer: what takes the arguments of `privdec`.
         """
-        self.scenario, self.out, self.proxy, self._program = scenario, out, proxy, program
-        self._insecure = insecure_seeds
+        self.scenario, self.out, self._program = scenario, out, program
+        self._options = ["--insecure-seeds"] * insecure_seeds + ["--loss", str(loss)] * bool(loss)
         self._processes: dict[int, Process] = {}
 
     @property
@@ -128,20 +126,10 @@ class PeerProcesses:
         make_certificates(self.scenario, self.certificates)
         (self.out / "peers").mkdir(exist_ok=True)
         write_atomically(self.out / "network.yaml", to_yaml(self.scenario).encode())
-        for peer in self.peers if self.proxy is not None else ():
-            write_atomically(self._file(peer), to_yaml(self.as_seen_by(peer)).encode())
 
-    def _file(self, peer: int) -> Path:
-        return self.out / "network.yaml" if self.proxy is None else self.out / "peers" / f"{peer}.yaml"
-
-    def as_seen_by(self, peer: int) -> Scenario:
-        """Return the scenario with the addresses at which a peer reaches the others, behind a proxy."""
-        network = self.scenario.network
-        assert self.proxy is not None
-        assert network.peers is not None
-        seen = self.proxy.through(peer, [one.address for one in network.peers])
-        there = [one.model_copy(update={"address": at}) for one, at in zip(network.peers, seen, strict=True)]
-        return self.scenario.model_copy(update={"network": network.model_copy(update={"peers": there})})
+    def file(self, peer: int) -> Path:
+        """Return the file of the scenario as a peer is given it."""
+        return self.out / "network.yaml"
 
     def start(self, peer: int, *, charge_witnessed: bool = False) -> None:
         """Start a peer.
@@ -150,9 +138,9 @@ class PeerProcesses:
             peer: which.
             charge_witnessed: charge what its ledger lost, and stop.
         """
-        command = [*self._program(peer), "peer", str(self._file(peer)), "--id", str(peer)]
+        command = [*self._program(peer), "peer", str(self.file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
-        command += ["--insecure-seeds"] * self._insecure + ["--charge-witnessed"] * charge_witnessed
+        command += self._options + ["--charge-witnessed"] * charge_witnessed
         with self.log(peer).open("ab") as log:
             # A process group of its own gets no Ctrl-C; a peer that is paused when this process is killed ends with it.
             self._processes[peer] = start_process(f"privdec peer {peer}", command, log)

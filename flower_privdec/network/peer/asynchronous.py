@@ -880,10 +880,14 @@ class AsynchronousPeer(RunningPeer):
         else:
             self._absorb()
         self.state.at, self.state.waiting = self.state.at + 1, False
-        if k + 1 < self.rounds and self._is_due(k + 1):
-            edges = self._turn(k + 1, self.state.at - 1).senders
-            if self.protocol.uncommitted() & edges:  # used again in the next round, and to be acknowledged before
-                self._commit(k + 1)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
+        following = self.state.round_index + 1
+        is_due = following < self.rounds and self._is_due(following)
+        if is_due and self.protocol.uncommitted() & self._turn(following, self.state.at - 1).senders:
+            self._commit(following)
 
     def _push(self, round_index: int, sent: bool) -> None:
         """Send shares, commit, and add those that come; `sent`, up to the commit, where that was before a crash."""

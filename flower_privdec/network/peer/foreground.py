@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 
@@ -47,6 +48,7 @@ def run_peer(
     *,
     data: str | None = None,
     insecure_seeds: bool = False,
+    loss: float = 0.0,
     with_parent: bool = False,
     charge_witnessed: bool = False,
 ) -> None:
@@ -57,6 +59,7 @@ def run_peer(
         certificates: a folder with its certificate, its key and the authority's certificate.
         data: its own data, taken whole, in place of its part of the scenario's `data.root`.
         insecure_seeds: draw noise and batches from the scenario's seed.
+        loss: see PeerDevice.
         with_parent: stop when stdin ends, as it does when the parent process ends.
         charge_witnessed: charge what the ledger lacks and neighbours have seen, and stop.
 
@@ -67,7 +70,7 @@ def run_peer(
         StoppedError: it received SIGTERM or Ctrl-C.
     """
     device = device_of(scenario, peer, folder, certificates, data, insecure_seeds)
-    running = running_peer(scenario, device)
+    running = running_peer(scenario, replace(device, loss=loss))
     run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
 
 

@@ -40,6 +40,7 @@ from flower_privdec.experiment.spent import (
 from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.network.peer.connections import Connections, Session
+from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
@@ -69,6 +70,7 @@ class PeerDevice:
         data: its own data, taken whole, in place of its part of the scenario's `data.root`; None where there are none.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
         transport: in place of gRPC over TLS, which needs credentials and addresses.
+        loss: chance that a call to another peer, or its answer, is lost on purpose.
         witnessed: the file of what it has counted of its neighbours' ledgers; `witnessed` in its folder when None.
     """
 
@@ -79,6 +81,7 @@ class PeerDevice:
     data: str | None = None
     insecure_seeds: bool = False
     transport: Transport | None = None
+    loss: float = 0.0
     witnessed: Path | None = None
 
 
@@ -212,6 +215,8 @@ class RunningPeer(ABC):
             assert device.credentials is not None
             names = identities(self.trainer.scenario)
             transport = GrpcTransport(device.peer, device.addresses, names, device.credentials)
+        if device.loss:
+            transport = FaultyTransport(transport, device.peer, Faults(lose=device.loss))
         self.waits_for = "its neighbours"
         if begin:
             self._begin()
