@@ -29,7 +29,7 @@ from flower_privdec.graph.topology import build_topology
 from flower_privdec.network.peer import asynchronous
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
 from flower_privdec.network.peer.pace import LEAST
-from flower_privdec.network.peer.peer import APART, PeerDevice, RunningPeer, final_path
+from flower_privdec.network.peer.peer import APART, PeerDevice, RunningPeer, rows_path
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.transport import MemoryNetwork
 from flower_privdec.scenario import Scenario
@@ -67,7 +67,7 @@ def cut_off(peers: list[RunningPeer], peer: int, faults: Faults) -> None:
 
 def models_of(scenario: Scenario, peers: list[RunningPeer]) -> torch.Tensor:
     """Return the models that peers leave when they agree; later they relay, and their rows move."""
-    handed_in = [load_file(final_path(peer.device.folder)) for peer in peers]
+    handed_in = [load_file(rows_path(peer.device.folder, None)) for peer in peers]
     rows = {name: torch.cat([each[name] for each in handed_in]) for name in handed_in[0]}
     return Agreement.of(scenario).algorithm.models(rows)
 
@@ -98,7 +98,7 @@ def test_all_devices_end_with_one_model(variant: list[str], mode: str, tiny: Tin
     for peer in peers:
         assert peer.shortcoming() is None
         assert peer.status()["round"] == 2
-        assert final_path(peer.device.folder).exists()
+        assert rows_path(peer.device.folder, None).exists()
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
@@ -230,7 +230,7 @@ def test_a_device_whose_model_is_not_the_others_says_so_with_a_status_of_its_own
             run_in_foreground(peers[3], 1, with_parent=False)
         for future in others:
             future.result(LONG)
-    assert final_path(peers[3].device.folder).exists()
+    assert rows_path(peers[3].device.folder, None).exists()
     assert farthest(models_of(scenario, peers[:3])) < APART
     error = NotAgreedError("its model is its own")
     capsys.readouterr()

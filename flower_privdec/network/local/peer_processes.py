@@ -197,7 +197,7 @@ class PeerProcesses:
 
 
 OnStatus = Callable[[int, dict[str, Any] | None, str], None]  # of a peer: its status and a word on it
-EVERY = 0.5  # seconds between two requests
+EVERY = 0.5  # seconds between an answer and the next request
 ANSWER_SECONDS = 1.0
 STARTING, SILENT, DONE = "starting", "no answer", "done"
 
@@ -208,16 +208,15 @@ class Watch:
     Each request is made as if the peer made it itself: with its own certificate, at its own address.
     """
 
-    def __init__(self, processes: PeerProcesses, on_status: OnStatus, every: float = EVERY) -> None:
+    def __init__(self, processes: PeerProcesses, on_status: OnStatus) -> None:
         """Begin to request.
 
         Args:
             processes: the peers.
             on_status: called in these threads with a peer, its status (None where it did not answer) and a word:
                 STARTING before its first answer, SILENT where it does not answer any more, DONE at its end.
-            every: seconds between an answer and the next request.
         """
-        self._processes, self._on_status, self._every, self._stopping = processes, on_status, every, Event()
+        self._processes, self._on_status, self._stopping = processes, on_status, Event()
         self._threads = [Thread(target=self._follow, args=(peer,), daemon=True) for peer in processes.peers]
         for thread in self._threads:
             thread.start()
@@ -242,7 +241,7 @@ class Watch:
                     status = request_status(connection, ANSWER_SECONDS)
                 word = SILENT if status is not None else word  # from now on
                 self._on_status(peer, status, word if status is None else "")
-                self._stopping.wait(self._every)
+                self._stopping.wait(EVERY)
             self._is_done(peer)
         finally:
             connection.close()

@@ -26,7 +26,7 @@ from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_r
 from flower_privdec.experiment.spent import Spent, ledger_folder
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
-from flower_privdec.network.peer.peer import INSECURE, final_path, network_mixing, rows_path
+from flower_privdec.network.peer.peer import INSECURE, network_mixing, rows_path
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.ledger import read_entries, runs_in
 from flower_privdec.scenario import Scenario
@@ -261,7 +261,7 @@ class Up:
 
     def _last_rows(self) -> dict[str, torch.Tensor]:
         """Return the rows of the devices' last models; for a peer that is gone, those that it handed in last."""
-        last = [final_path(self._processes.folder(peer)) for peer in range(self.scenario.n_peers)]
+        last = [rows_path(self._processes.folder(peer), None) for peer in range(self.scenario.n_peers)]
         return _stacked(
             [self._handed_in(i, self.scenario.rounds) if i in self._gone else path for i, path in enumerate(last)]
         )

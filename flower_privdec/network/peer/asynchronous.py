@@ -223,7 +223,6 @@ class AsynchronousSession(Session):
         met_at: when that was, by the clock of `time.monotonic`.
         heard_at: when each neighbour last sent anything.
         informed: the last round of this peer that each neighbour is known to have heard of; -1 for none.
-        reported_to: the last round of this peer in a call or an answer to each neighbour; -1 for none.
         want: what this peer lacks of push-sum weight while it waits, which its hellos report.
         level: how often its weight floor sank, which they report too.
         wants: what each neighbour lacks, as far as it reported since its last share.
@@ -265,7 +264,6 @@ class AsynchronousSession(Session):
         self.queues = {neighbor: SendQueue() for neighbor in witness.neighbors}
         self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is held back
         self.informed = dict.fromkeys(witness.neighbors, -1)
-        self.reported_to = dict.fromkeys(witness.neighbors, -1)
         self._rows: dict[int, dict[int, RowMessage]] = {at: {} for at in frames.exchanges}
 
     # --- for the peer ---
@@ -316,10 +314,6 @@ class AsynchronousSession(Session):
     @property
     def round_index(self) -> int:
         return self.protocol.round_index
-
-    def reported(self, receiver: int, messages: Messages) -> Messages:
-        self.reported_to[receiver] = self.round_index
-        return super().reported(receiver, messages)
 
     def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
         """See Session; the answer to a share acknowledges it, where that is on disk by then."""

@@ -37,6 +37,7 @@ class Session:
     Attributes:
         fatal: why the run cannot continue, once that is so; the ledger's problem is in `witness`.
         quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
+        reported_to: the last round of this peer in a call or an answer to each neighbour; -1 for none.
         most: how many frames a call may have.
         cap: bytes of a call at most.
     """
@@ -46,6 +47,7 @@ class Session:
         self.most, self.cap = most + 1, cap + REPORT
         self.fatal: PrivdecError | None = None
         self.quarantined: dict[int, str] = {}
+        self.reported_to = dict.fromkeys(witness.neighbors, -1)
         self._call_again: dict[int, float] = {}  # when to call a neighbour that could not be reached
 
     def read(self, caller: int, content: memoryview) -> Messages:
@@ -77,13 +79,11 @@ class Session:
         """Return the round that this peer reports to its neighbours, in each call and answer; 0 says nothing."""
         return 0
 
-    def reported(self, receiver: int, messages: Messages) -> Messages:
-        """Return a call or an answer with what each begins with: the report on ledgers."""
-        return [self.witness.report(receiver, self.round_index), *messages]
-
-    def write(self, messages: Messages) -> Content:
-        """Encode a call or an answer."""
-        return [part for message in messages for part in self.frames.encode(message)]
+    def write(self, receiver: int, messages: Messages) -> tuple[Messages, Content]:
+        """Return a call or an answer with what each begins with, the report on ledgers; and the same encoded."""
+        self.reported_to[receiver] = self.round_index
+        whole = [self.witness.report(receiver, self.round_index), *messages]
+        return whole, [part for message in whole for part in self.frames.encode(message)]
 
     def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
         """Take in a call, and return what makes the answer.
@@ -232,7 +232,7 @@ class Connections:
                     lambda: self._stopping or self.session.is_answered(caller, messages), self._holding
                 )
                 answer = make_answer()
-            return self.session.write(self.session.reported(caller, answer))
+            return self.session.write(caller, answer)[1]
         except RunError as error:
             with self.changed:
                 self.refused[caller] = str(error)
@@ -264,8 +264,7 @@ class Connections:
 
     def _call(self, peer: int, messages: Messages) -> bool:
         """Call a neighbour; return whether it answered."""
-        messages = self.session.reported(peer, messages)
-        call, began = self.session.write(messages), time.monotonic()
+        (messages, call), began = self.session.write(peer, messages), time.monotonic()
         try:
             content = self._connections[peer].call(call, self._patience)
             took = time.monotonic() - began

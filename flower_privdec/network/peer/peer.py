@@ -480,23 +480,16 @@ class Trainer(Protocol):
         pair_secrets: with neighbours, whose reports carry the keys; None where noise does not cancel between peers.
     """
 
+    mixing: Mixing
+    run: RunName
+    device: torch.device
+    constants: str
+
     @property
     def scenario(self) -> Scenario | AppScenario: ...
 
     @property
     def algorithm(self) -> Algorithm: ...
-
-    @property
-    def mixing(self) -> Mixing: ...
-
-    @property
-    def run(self) -> RunName: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def constants(self) -> str: ...
 
     @property
     def witnessed_ledger(self) -> Ledger | None: ...
@@ -681,7 +674,7 @@ class ScenarioTrainer:
         }
 
     def finish(self, state: State) -> None:
-        self._hand_in(state, final_path(self._folder))
+        self._hand_in(state, rows_path(self._folder, None))
 
     def close(self) -> None:
         if self._held >= 0:
@@ -783,11 +776,6 @@ def _secret(folder: Path) -> bytes:
     return path.read_bytes()
 
 
-def rows_path(folder: Path, round_index: int) -> Path:
-    """Return where a peer leaves the rows that others may see after a round."""
-    return folder / f"rows-{round_index}.safetensors"
-
-
-def final_path(folder: Path) -> Path:
-    """Return where a peer leaves the rows that others may see after final mixing."""
-    return folder / "rows-final.safetensors"
+def rows_path(folder: Path, round_index: int | None) -> Path:
+    """Return where a peer leaves the rows that others may see after a round, or with None after final mixing."""
+    return folder / f"rows-{'final' if round_index is None else round_index}.safetensors"

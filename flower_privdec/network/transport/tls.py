@@ -77,19 +77,13 @@ class Authority:
     key: CertificateIssuerPrivateKeyTypes
 
     @classmethod
-    def create(cls, name: str, now: datetime | None = None, days: int = AUTHORITY_DAYS) -> Authority:
-        """Make a new one.
-
-        Args:
-            name: what it is called in the certificates that it signs.
-            now: when it begins; by default now.
-            days: how long it lasts.
-        """
+    def create(cls, name: str) -> Authority:
+        """Make a new one, which is called by a name in the certificates that it signs."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{name} authority"[:64])])
         usage = x509.KeyUsage(**(NO_USAGE | {"key_cert_sign": True, "crl_sign": True}))
         made = (
-            _begun(subject, subject, key, now, days)
+            _begun(subject, subject, key, None, AUTHORITY_DAYS)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
             .sign(key, hashes.SHA256())

@@ -46,7 +46,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -660,20 +660,13 @@ def _open_locked(path: Path, durable: bool = True) -> int:
         os.close(fd)
         message = f"{path} is not a regular file, so what is written to it may be lost; give another ledger folder"
         raise BudgetError(message, code="ledger.not-a-file")
-    try:
+    with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise _in_use(path) from None
-    if not (path.exists() and os.path.samestat(path.stat(), os.fstat(fd))):  # another process sealed it meanwhile
-        os.close(fd)
-        raise _in_use(path)
-    return fd
-
-
-def _in_use(path: Path) -> BudgetError:
+        if os.path.samestat(path.stat(), os.fstat(fd)):  # else another process sealed it meanwhile
+            return fd
+    os.close(fd)
     message = f"{path} is in use by another run; wait for its end or give another ledger folder"
-    return BudgetError(message, code="ledger.in-use")
+    raise BudgetError(message, code="ledger.in-use")
 
 
 def _write(fd: int, content: bytes) -> None:
@@ -787,8 +780,7 @@ def parse(content: bytes, path: Path, source: str | None = None) -> tuple[Segmen
         except (ValueError, RecursionError):
             body = None
         if number == 1 and isinstance(body, dict) and "format" in body:
-            _check_header(body, path, source)
-            segment = _begun(body, path, len(line))
+            segment = _begun(body, path, source, len(line))
         _, index, previous = segment.end
         defect = ""
         if not isinstance(body, dict):
@@ -805,7 +797,8 @@ def parse(content: bytes, path: Path, source: str | None = None) -> tuple[Segmen
         segment.size += len(line)
         if number > 1:
             try:
-                entries.append(_entry(body, segment.model))
+                model = segment.model if body.keys() == {"index", "from_step"} else None
+                entries.append(Entry.from_json(body) if model is None else model.at(int(body["from_step"])))
             except (KeyError, TypeError, ValueError, ScenarioError) as error:
                 raise _damaged(path, number, f"not an entry ({error})") from error
             segment.model = entries[-1] if "run" in body else segment.model
@@ -816,30 +809,20 @@ def _damaged(path: Path, line: int, defect: str) -> BudgetError:
     return BudgetError(f"{path} line {line}: {defect}; {RESTORE}", code="ledger.damaged")
 
 
-def _check_header(body: Body, path: Path, source: str | None) -> None:
-    for name, value in {"format": FORMAT, "source": body.get("source") if source is None else source}.items():
-        if body.get(name) != value:
+def _begun(header: Body, path: Path, source: str | None, size: int) -> Segment:
+    """Return the segment that a header begins."""
+    for name, value in {"format": FORMAT, "source": header.get("source") if source is None else source}.items():
+        if header.get(name) != value:
             raise BudgetError(
-                f"{path} line 1: {name} is {body.get(name)!r} and must be {value!r}; give another ledger folder, or "
+                f"{path} line 1: {name} is {header.get(name)!r} and must be {value!r}; give another ledger folder, or "
                 "read it with the version that wrote it",
                 code=f"ledger.{name}",
             )
-
-
-def _begun(header: Body, path: Path, size: int) -> Segment:
-    """Return the segment that a header begins."""
     try:
         place = int(header["segment"]), int(header["index"]), str(header["previous"])
         return Segment(*place, Totals.from_json(header), size, source=str(header["source"]))
     except (KeyError, TypeError, ValueError, ScenarioError) as error:
         raise _damaged(path, 1, f"not a header ({error})") from error
-
-
-def _entry(body: Body, model: Entry | None) -> Entry:
-    """Return the entry of a line, raises as `Entry.from_json`; `model` is the last one whose line has it whole."""
-    if model is not None and body.keys() == {"index", "from_step"}:
-        return model.at(int(body["from_step"]))
-    return Entry.from_json(body)
 
 
 def verified(path: Path) -> Iterator[tuple[Segment, list[Entry]]]:
@@ -1162,8 +1145,8 @@ def _spending(
 ) -> Spending:
     """Return the cost of a run beside the others in a ledger.
 
-    Earlier stages of it were charged to the peers that hold the same examples still. So what they cost is added up peer
-    by peer, where the ledger has exactly what the accounts say; else as another run's, an upper bound.
+    Earlier stages were charged to the peers that hold the same examples still, so they are added up peer by peer where
+    the ledger has exactly what the accounts say; else as another run's, an upper bound.
     """
     paid: dict[int, list[Release]] = {}
     for charge in (charge for entry in entries if entry.run.id in earlier for charge in entry.charges):
