@@ -104,19 +104,20 @@ class Charge:
     parts: tuple[tuple[tuple[Interval, ...], Release], ...]
 
     @classmethod
-    def of(cls, peers: Sequence[int], spends: Sequence[Spend]) -> Charge:
+    def of(cls, peers: Sequence[int], spends: Iterable[Spend]) -> Charge:
         """Return the charge to peers for some spends, in order of steps."""
-        by_mechanism: dict[tuple[object, ...], list[Spend]] = {}
-        for spend in spends:
-            by_mechanism.setdefault(spend.release.mechanism, []).append(spend)
-        parts = tuple(
-            (
-                tuple((s.from_step, s.to_step) for s in group),
-                group[0].release.times(sum(s.release.steps for s in group)),
-            )
-            for group in by_mechanism.values()
-        )
-        return cls(tuple(peers), parts)
+        return cls.of_parts(peers, (([(s.from_step, s.to_step)], s.release) for s in spends))
+
+    @classmethod
+    def of_parts(cls, peers: Sequence[int], parts: Iterable[tuple[Iterable[Interval], Release]]) -> Charge:
+        """Return the charge to peers for parts, those of one mechanism together."""
+        groups: dict[Mechanism, tuple[list[Interval], list[Release]]] = {}
+        for intervals, release in parts:
+            steps, releases = groups.setdefault(release.mechanism, ([], []))
+            steps += intervals
+            releases.append(release)
+        added = ((tuple(steps), group[-1].times(sum(r.steps for r in group))) for steps, group in groups.values())
+        return cls(tuple(peers), tuple(added))
 
     @property
     def releases(self) -> tuple[Release, ...]:
@@ -538,23 +539,11 @@ def merged(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _added_up(entries: Iterable[Entry]) -> tuple[Charge, ...]:
-    groups: dict[tuple[int, ...], dict[Mechanism, list[tuple[tuple[Interval, ...], Release]]]] = {}
+    groups: dict[tuple[int, ...], list[tuple[tuple[Interval, ...], Release]]] = {}
     for charge in chain.from_iterable(entry.charges for entry in entries):
-        for part in charge.parts:
-            groups.setdefault(charge.peers, {}).setdefault(part[1].mechanism, []).append(part)
-    return tuple(
-        Charge(
-            peers,
-            tuple(
-                (
-                    _united(chain.from_iterable(steps for steps, _ in parts)),
-                    parts[-1][1].times(sum(r.steps for _, r in parts)),
-                )
-                for parts in mechanisms.values()
-            ),
-        )
-        for peers, mechanisms in groups.items()
-    )
+        groups.setdefault(charge.peers, []).extend(charge.parts)
+    charges = (Charge.of_parts(peers, parts) for peers, parts in groups.items())
+    return tuple(Charge(c.peers, tuple((_united(steps), release) for steps, release in c.parts)) for c in charges)
 
 
 def _united(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
