@@ -361,7 +361,7 @@ def test_a_quorum_is_of_neighbours_that_exchange_and_not_of_those_that_greet(
     peer = held(tiny, tmp_path, AGREEING.replace("}", f", quorum: {quorum}}}"))
     peer.session.met = met
     peer.protocol._open = {1, 2, 3}  # all of them have greeted it
-    assert peer._held(3) is waits
+    assert peer._must_wait(3) is waits
     peer.close()
 
 
@@ -389,11 +389,11 @@ def test_no_step_is_taken_with_little_weight_and_the_floor_sinks_where_no_share_
     peer.floor._above = 0.0
     for weight, waits in ((1.0, False), (LEAST, False), (0.9 * LEAST, True)):
         peer.state.rows["w"].fill_(weight)
-        assert peer._held(3) is waits
+        assert peer._must_wait(3) is waits
     now[0] = 0.9 * peer.network.deadline
-    assert peer._held(3)
+    assert peer._must_wait(3)
     now[0] = 1.1 * peer.network.deadline  # all may have as little, and one has to go on
-    assert not peer._held(3)
+    assert not peer._must_wait(3)
     monkeypatch.undo()
     peer.close()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from variants import settings_for
 
 from flower_privdec import testing
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
@@ -59,6 +59,12 @@ def test_synchronous_peers_in_memory_do_what_the_engine_does(
     torch.testing.assert_close(rows["x"], wanted.state.rows["x"])
     lost = [transport.lost for peer in peers if isinstance(transport := peer.connections._transport, FaultyTransport)]
     assert bool(sum(lost)) == bool(loss)
+
+
+@pytest.mark.parametrize("wrong", [{"lose": 1.1}, {"lose": float("nan")}, {"delay": -1.0}, {"jitter": float("inf")}])
+def test_a_fault_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with raises(ArgumentError, "faults.setting"):
+        Faults(**wrong)
 
 
 @pytest.mark.parametrize("codec", ["exact", "float32", "bfloat16"])

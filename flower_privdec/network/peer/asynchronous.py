@@ -682,8 +682,8 @@ class AsynchronousPeer(RunningPeer):
     def _before(self, round_index: int) -> None:
         """Wait until a round's steps may be taken: with a model, a quorum, no great lead, and enough weight."""
         self._partly.use_senders(None)
-        if self._held(round_index):
-            self._tend(lambda: not self._held(round_index), round_index, every=self.network.retry)
+        if self._must_wait(round_index):
+            self._wait_relaying(lambda: not self._must_wait(round_index), round_index, every=self.network.retry)
         self.waits_for = ""
         with self.connections.changed:
             self.session.report(Want.UNKNOWN, self.floor.level)
@@ -693,7 +693,7 @@ class AsynchronousPeer(RunningPeer):
             with self.connections.changed:
                 self.session.steps += 1
 
-    def _held(self, round_index: int) -> bool:
+    def _must_wait(self, round_index: int) -> bool:
         """Return whether a round's steps have to wait, and note for what."""
         session, network, weight = self.session, self.network, self._weight()
         is_active = self.trainer.is_active(round_index)
@@ -731,7 +731,7 @@ class AsynchronousPeer(RunningPeer):
         """Return this peer's part in an exchange."""
         return self.timetable.turn(self.device.peer, self.timetable.place(round_index, at))
 
-    def _tend(
+    def _wait_relaying(
         self, ready: Callable[[], bool], round_index: int, every: float | None = None, saved: int | None = None
     ) -> None:
         """Wait until something is so; meanwhile acknowledge and relay what comes, without a step, see `_relay`.
@@ -1046,7 +1046,7 @@ class AsynchronousPeer(RunningPeer):
                 self._given_up |= awaited
             return not awaited - self._given_up
 
-        self._tend(ready, self.rounds, saved=saved)
+        self._wait_relaying(ready, self.rounds, saved=saved)
 
     def _leave(self) -> None:
         """Relay for neighbours that are not done, and stay until all that can be reached know all that they need.

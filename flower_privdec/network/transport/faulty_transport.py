@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from random import Random
 
+from flower_privdec.common.errors import ArgumentError
 from flower_privdec.network.transport.transport import Answer, Connection, Content, Transport, UnreachableError
 
 
@@ -18,12 +20,23 @@ class Faults:
         delay: seconds that each of the two takes longer.
         jitter: seconds more at most.
         black_hole: whether all are lost.
+
+    Raises:
+        ValueError: a number is none of these.
     """
 
     lose: float = 0.0
     delay: float = 0.0
     jitter: float = 0.0
     black_hole: bool = False
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.lose <= 1 and 0 <= self.delay < math.inf and 0 <= self.jitter < math.inf):
+            raise ArgumentError(
+                f"lose={self.lose} must be a chance, from 0 to 1, and delay={self.delay} and jitter={self.jitter} "
+                "seconds, >= 0 and finite",
+                code="faults.setting",
+            )
 
 
 class FaultyTransport:
