@@ -530,7 +530,8 @@ class AsynchronousPeer(RunningPeer):
         deadline = self.network.deadline
         # After a restart the others may have used its rows, and left.
         first = min(GREETING_SECONDS, deadline) if checkpoints else deadline
-        self.policy, self._replied = StragglerPolicy(first), dict[int, int]()
+        self.policy = StragglerPolicy(first)
+        self._requests: dict[int, int] = {}  # the round of the last rows of each neighbour, to which a reply answers
         self._neighbors, self._commits, self._joining = neighbors, 0, False
         timetable = self.timetable
         exchanges = {at: self._formats(exchange) for at, exchange in timetable.exchanges.items()}
@@ -557,7 +558,8 @@ class AsynchronousPeer(RunningPeer):
             total,
             silent,
         )
-        self._resumed, self._sent = bool(checkpoints), False
+        self._resumed = bool(checkpoints)
+        self._has_split = False  # whether the shares of the exchange under way are on disk, from before a restart
         self.session.resumed_at = self.state.round_index
         self._first_weight = self._weight()  # of the peer at the beginning of the run: 1, or its number of examples
         if checkpoints:
@@ -566,11 +568,11 @@ class AsynchronousPeer(RunningPeer):
         usual = self._lowest() if "w" in mass and self._first_weight == 1 else self._weight()
         self.floor = WeightFloor(usual if "w" in mass else 0.0, deadline, time.monotonic())
         self._pace, self._is_alone = Pace(self.network.lead), False  # whether it waits for a quorum
-        self._came: dict[int, int] = {}  # the round of the last share of each neighbour that was added
+        self._last_added: dict[int, int] = {}  # the round of the last share of each neighbour that was added
         self._agreed = set[int]()  # rounds of a period in which what came agreed with this peer, since some did not
         self._given_up: set[int] = set()  # neighbours that are not waited for any more in final mixing
         self._waited = 0.0  # seconds, in the exchange under way
-        self._absorbed: set[int] = set()  # whose shares were added since the last exchange in which they are due
+        self._new_senders: set[int] = set()  # whose shares were added since the last exchange in which they are due
         was_reset = bool(mass) and self.protocol.incarnation > FIRST  # with nothing, so that shares may come
         self.session.is_new = not self.protocol.has_met and not was_reset
         return self.session
@@ -589,15 +591,15 @@ class AsynchronousPeer(RunningPeer):
                 code="checkpoints.damaged",
             ) from error
         self.protocol.restore(durable)
-        self._commits, self._replied = facts["place"], replied
+        self._commits, self._requests = facts["place"], replied
         self.distances = distances
         is_final = self.state.round_index >= self.rounds  # else the final place is only where a round is over
         places = {self.timetable.final_at} if is_final else self.timetable.exchanges
-        self._sent = self.state.at in places and durable.round_index > self.state.round_index
+        self._has_split = self.state.at in places and durable.round_index > self.state.round_index
 
     def _has_steps(self) -> bool:
         """See RunningPeer: none where the shares of the last round are on disk, whatever became of the neighbours."""
-        return super()._has_steps() and not (self._sent and self.state.round_index + 1 >= self.rounds)
+        return super()._has_steps() and not (self._has_split and self.state.round_index + 1 >= self.rounds)
 
     def _begin(self) -> None:
         if not self._resumed:
@@ -614,7 +616,7 @@ class AsynchronousPeer(RunningPeer):
         self._commits += 1
         transport = {
             "shares": facts,
-            "replied": {str(neighbor): k for neighbor, k in self._replied.items()},
+            "replied": {str(neighbor): k for neighbor, k in self._requests.items()},
             "distances": {str(neighbor): part for neighbor, part in self.distances.items()},
             "weights": {"first": self._first_weight},
         }
@@ -812,8 +814,8 @@ class AsynchronousPeer(RunningPeer):
         if absorbed:
             if self._first_weight != 1:
                 self.floor.usual = self._weight()
-            self._absorbed |= {share.sender for share in absorbed}
-            self._came |= {share.sender: share.round_index for share in absorbed}
+            self._new_senders |= {share.sender for share in absorbed}
+            self._last_added |= {share.sender: share.round_index for share in absorbed}
         if own is not None:
             shares = [share for share in absorbed if self.rounds <= share.round_index]
             self._measure({share.sender: self._decoded(share.values) for share in shares}, own)
@@ -868,9 +870,9 @@ class AsynchronousPeer(RunningPeer):
         if not shares:
             self._gossip(exchange, self.state)
             return
-        sent, self._sent = self._sent, False
+        has_split, self._has_split = self._has_split, False
         if is_due:
-            self._push(k, sent)
+            self._push(k, has_split)
         else:
             self._absorb()
         self.state.at, self.state.waiting = self.state.at + 1, False
@@ -883,22 +885,24 @@ class AsynchronousPeer(RunningPeer):
         if is_due and self.protocol.uncommitted() & self._turn(following, self.state.at - 1).senders:
             self._commit(following)
 
-    def _push(self, round_index: int, sent: bool) -> None:
-        """Send shares, commit, and add those that come; `sent`, up to the commit, where that was before a crash."""
+    def _push(self, round_index: int, has_split: bool) -> None:
+        """Send shares, commit, and add those that come; see `_has_split`."""
         turn, is_open = self._turn(round_index, self.state.at), self.protocol.is_open
         outgoing, incoming = turn.weights, turn.senders
         others = [*filter(is_open, self.timetable.receivers_ever(self.device.peer))]
         if outgoing and others and not any(map(is_open, outgoing)):  # its receivers are down: others get their part
             outgoing = dict.fromkeys(others, sum(outgoing.values()) / len(others))
         self._late = set[int]()
-        if not sent:
+        if not has_split:
             self._late = self._make_ready(outgoing, set(outgoing) - incoming)
             self._split(round_index, outgoing)
             self._commit(round_index + 1, self._uninformed(round_index + 1) | {*outgoing})
         waiting, rounds = self.protocol.waiting_rounds, self.session.rounds
-        self._await_senders(incoming, lambda j: j in self._absorbed or j in waiting() or rounds.get(j, 0) > round_index)
+        self._await_senders(
+            incoming, lambda j: j in self._new_senders or j in waiting() or rounds.get(j, 0) > round_index
+        )
         self._absorb()
-        self._absorbed -= incoming
+        self._new_senders -= incoming
 
     def _make_ready(self, receivers: Collection[int], unheard: Collection[int]) -> set[int]:
         """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way.
@@ -954,7 +958,7 @@ class AsynchronousPeer(RunningPeer):
 
         A neighbour whose request came before this process began repeats it.
         """
-        rounds = self._replied if at in self._replies else dict.fromkeys(rows, round_index)
+        rounds = self._requests if at in self._replies else dict.fromkeys(rows, round_index)
         with self.connections.changed:
             for j in rows.keys() & rounds.keys():
                 self.session.queues[j].rows[at] = RowMessage(self.device.peer, j, rounds[j], at, rows[j])
@@ -969,7 +973,7 @@ class AsynchronousPeer(RunningPeer):
         elif isinstance(exchange, Reply):  # a reply belongs to the request of this round
             messages = {j: message for j, message in messages.items() if message.round_index == state.round_index}
         else:
-            self._replied.update({j: message.round_index for j, message in messages.items()})
+            self._requests.update({j: message.round_index for j, message in messages.items()})
         received: Any = {(j, self.device.peer): self._decoded(message.values) for j, message in messages.items()}
         partly = self._partly
         if state.at == self.timetable.final_at:
@@ -1006,14 +1010,16 @@ class AsynchronousPeer(RunningPeer):
         turn = self._turn(k, at)
         senders = turn.senders
         if self.mixing.sends_shares:
-            sent, self._sent = self._sent, False
-            if not sent:
+            has_split, self._has_split = self._has_split, False
+            if not has_split:
                 if self.protocol.uncommitted():
                     self._commit(k)
                 self._await_finally(turn.receivers, self.protocol.is_ready, k)
                 self._split(k, turn.weights, keeping=False)
                 self._commit(k + 1, self._neighbors)
-            self._await_finally(senders, lambda j: self._came.get(j, -1) >= k or self.protocol.has_passed(j, k), k + 1)
+            self._await_finally(
+                senders, lambda j: self._last_added.get(j, -1) >= k or self.protocol.has_passed(j, k), k + 1
+            )
             self._absorb()
         else:
             rows = exchange.outgoing(self.state, self.timetable.final_mixing)
