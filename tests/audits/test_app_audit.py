@@ -74,14 +74,14 @@ def unclipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
     return update
 
 
-noised = peer_state.noised
+noised = peer_state.exactly_noised
 
 
 @pytest.mark.parametrize(
     ("name", "broken", "kind"),
     [
-        ("noised", half, "noise too small"),
-        ("noised", same, "noise reused"),
+        ("exactly_noised", half, "noise too small"),
+        ("exactly_noised", same, "noise reused"),
         ("clipped", unclipped, "not clipped"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_ledger_that_charges_too_little_is_found() -> None:
 
 
 def test_an_observer_without_noise_refutes_what_is_printed() -> None:
-    with patch.object(peer_state, "noised", lambda update, std: update):
+    with patch.object(peer_state, "exactly_noised", lambda update, std: update):
         result = audited(app_of(far, clip_norm=1.0, noise_multiplier=20.0))
     assert result.epsilon_lower_bound > result.epsilon
 
@@ -229,7 +229,7 @@ def test_the_command_audits_an_app_and_leaves_nothing_behind(
     assert facts["holds"] is True
     assert not (folder.parent / "model.npy").exists()
     assert fp.audit_app("far", 4, trials=16, config={"rounds": 1}).epsilon == facts["epsilon"]
-    with patch.object(peer_state, "noised", half), pytest.raises(SystemExit) as done:
+    with patch.object(peer_state, "exactly_noised", half), pytest.raises(SystemExit) as done:
         main(words)
     printed = capsys.readouterr()
     assert done.value.code == 1
