@@ -21,11 +21,12 @@ from tiny_scenario import TINY
 from torch import Tensor
 from variants import VARIANTS, settings_for
 
-from flower_privdec.audits.audit import Audit, audit
+from flower_privdec.audits.audit import Audit, AuditedPeers, audit
 from flower_privdec.audits.bounds import epsilon_from_guesses, epsilon_from_scores
 from flower_privdec.audits.canaries import run_once, with_canaries
 from flower_privdec.audits.one_run import audit_in_one_run
 from flower_privdec.audits.replica import replica_scores
+from flower_privdec.audits.report import draw_audit
 from flower_privdec.cli.main import main
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
@@ -37,6 +38,7 @@ from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
 from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.philox import PhiloxNoise
+from flower_privdec.reporting.plots import drawing
 from flower_privdec.scenario import parse_scenario
 
 SHORT = ["rounds=3", "data.samples=48", "privacy.clip_norm=0.05", "data.batch={sampling: poisson, size: 4}"]
@@ -398,6 +400,26 @@ def test_a_picture_has_every_figure_and_follows_the_theme(tmp_path: Path, capsys
             main([*words, *wrong])
         assert done.value.code == 2
         assert "must be .svg, .png or .pdf" in capsys.readouterr().err
+
+
+def test_a_picture_shows_each_figure_at_its_place() -> None:
+    groups = [
+        AuditedPeers((peer,), claimed, 3.0 + peer, 1e-3, 1.0 + peer, 8, 2.0 + peer, 100, (np.arange(5.0), np.ones(7)))
+        for peer, claimed in ((0, 0.5), (1, None))
+    ]
+    with drawing():
+        bounds, ratios = draw_audit(Audit(tuple(groups), 0.95, {}, 3)).axes
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in bounds.get_lines()}
+    assert drawn.pop("claimed") == ([0.5, pytest.approx(math.nan, nan_ok=True)], [0, 1])
+    expected = {"printed": [3.0, 4.0], "replica: at least": [2.0, 3.0], "canaries: at least": [1.0, 2.0]}
+    assert drawn == {label: (values, [0, 1]) for label, values in expected.items()}
+    assert [label.get_text() for label in bounds.get_yticklabels()] == ["peers 0", "peers 1"]
+    assert sorted(part.get_label() for part in ratios.patches) == ["with it", "without the example"]
+    counts = {part.get_label(): np.diff(part.get_xy()[:, 1]) for part in ratios.patches}
+    assert {label: int(change.clip(0).sum()) for label, change in counts.items()} == {
+        "without the example": 5,
+        "with it": 7,
+    }
 
 
 def test_the_nearest_to_being_refuted_comes_first() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import privdec
+from dp_accounting.pld import PLDAccountant
 from tiny_scenario import Tiny
 
 from flower_privdec.common.formatting import epsilon_text
@@ -58,6 +59,16 @@ def test_dp_accounting_composes_the_same_events_and_stands_beside(
     assert "dp_accounting" not in ledger_facts(path, 1e-3)
     assert privdec("ledger", str(path), "--delta", "1e-3", "--check") == 0
     assert f"(dp-accounting's ε: {epsilon_text(facts['dp_accounting'])})" in capsys.readouterr().out
+
+
+def test_the_other_epsilon_is_dp_accountings_own(
+    two_runs: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = (tmp_path / "ledger").glob("*.jsonl")
+    monkeypatch.setattr(PLDAccountant, "get_epsilon", lambda *_: 47.11)
+    facts = ledger_facts(path, 1e-3, check=True)
+    assert {one["dp_accounting"] for one in (facts, *facts["runs"])} == {47.11}
+    assert 47.11 not in {one["epsilon"] for one in (facts, *facts["runs"])}
 
 
 def test_where_dp_accounting_has_no_event_a_dash_stands(
