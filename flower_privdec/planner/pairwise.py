@@ -50,6 +50,7 @@ from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import Account
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.mechanism.protection import Protection
+from flower_privdec.scenario.sections import OwnSection
 
 MIXED_LINEARLY = (  # algorithms whose messages are linear in what was released
     *("sgp", "privsgp", "dyn-d2p", "dyn-c-d2p", "dyn-mu-d2p", "const-d2p"),
@@ -85,6 +86,8 @@ def not_computed(experiment: Experiment) -> str | None:
         return "nothing is noised, or nothing exchanged"
     if plan.pairs is not None:
         return "noise depends on other peers' (see the colluders below)"
+    if scenario.private is not None and isinstance(scenario.private.noise, OwnSection):
+        return f"the noise of {scenario.private.noise.module} is not known to be independent from step to step"
     if scenario.algorithm.name not in MIXED_LINEARLY or getattr(scenario.algorithm, "optimizer", None) is not None:
         return f"what {scenario.algorithm.name} sends is not known to be linear in its releases"
     if scenario.participation.kind != "all":

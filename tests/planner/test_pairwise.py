@@ -152,6 +152,7 @@ def test_by_colluders_it_is_the_plans_epsilon_at_its_own_number_and_its_largest_
         (["algorithm={name: feddeper, learning_rate: 0.1}"], "feddeper sends is not known to be linear"),
         (["algorithm.optimizer={name: adam}"], "is not known to be linear"),
         (["participation={kind: uniform, fraction: 0.5}"], "not all peers are active"),
+        (["privacy.noise={module: 'own_noises:Declared'}"], "own_noises:Declared is not known to be independent"),
         (["rounds=257"], "1,028 releases are more"),
     ],
 )
