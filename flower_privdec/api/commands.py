@@ -21,9 +21,10 @@ from flower_privdec.api.running import (
     threads_kept,
     train_into,
 )
-from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, python_words
+from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere
 from flower_privdec.audits.audit import Audit
 from flower_privdec.audits.audit import audit as attack
+from flower_privdec.common.errors import called_from_python
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import require
 from flower_privdec.experiment import Experiment
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@python_words
+@called_from_python()
 def up(
     scenario: Scenario | str | Path,
     *,
@@ -138,7 +139,7 @@ class GraphDescription:
             return draw_topology(mixing.topology)
 
 
-@python_words
+@called_from_python()
 def topology(scenario: Scenario | str | Path, *, out: str | Path | None = None) -> GraphDescription:
     """Describe the graph of a scenario: edges, spectral gap, rounds until jointly connected.
 
@@ -153,7 +154,7 @@ def topology(scenario: Scenario | str | Path, *, out: str | Path | None = None) 
     return GraphDescription(loaded, describe(loaded, None if out is None else as_path(out, "out")))
 
 
-@python_words
+@called_from_python()
 def audit(scenario: Scenario | str | Path, *, trials: int = 2000, replica: int = 100_000, seed: int = 0) -> Audit:
     """Attack a scenario's ε: the lower bound that canaries show, beside the printed and the claimed one.
 
@@ -171,7 +172,7 @@ def audit(scenario: Scenario | str | Path, *, trials: int = 2000, replica: int =
         return attack(Experiment.build(loaded), trials=trials, replica=replica, seed=seed)
 
 
-@python_words
+@called_from_python()
 def report(runs: RunResult | str | Path | Sequence[RunResult | str | Path], out: str | Path = "report.html") -> Path:
     """Write a self-contained HTML page about one run, or comparing several; or a table or curves of them.
 
@@ -194,7 +195,7 @@ def report(runs: RunResult | str | Path | Sequence[RunResult | str | Path], out:
     return page
 
 
-@python_words
+@called_from_python()
 def ledger(
     path: str | Path, delta: float, *, epsilon: float | None = None, check: bool = False
 ) -> list[dict[str, Any]]:
@@ -266,7 +267,7 @@ class StudyResult:
         return html_of(str(self))
 
 
-@python_words
+@called_from_python()
 def study(
     name: str | Path,
     *,

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario, python_words
-from flower_privdec.common.errors import ArgumentError, RunError, ScenarioError
+from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario
+from flower_privdec.common.errors import ArgumentError, RunError, ScenarioError, called_from_python
 from flower_privdec.common.formatting import NOTHING, epsilon_text, one_line, setting, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.core import Algorithm
@@ -57,7 +57,7 @@ OnEnd = Callable[["RunResult"], None]
 RUNTIMES = ("engine", "flower")
 
 
-@python_words
+@called_from_python()
 def run(
     scenario: Scenario | str | Path,
     *,
@@ -230,7 +230,7 @@ class Plan:
             return draw_budget(self.rounds, [row["epsilon_after_quarters"] for row in self.peers])
 
 
-@python_words
+@called_from_python()
 def plan(scenario: Scenario | str | Path) -> Plan:
     """Plan a run: its noise, ε over the rounds, memory and time. Nothing is charged or written.
 
@@ -375,7 +375,7 @@ class RunResult(Result):
         return figure
 
 
-@python_words
+@called_from_python()
 def load_run(folder: str | Path) -> RunResult:
     """Read a run's folder, as `run` returned it; of an unfinished run, as far as it went.
 
@@ -464,7 +464,7 @@ class Comparison:
             return draw_bars(rows, self.metrics[name].title, share=self.metrics[name].share)
 
 
-@python_words
+@called_from_python()
 def compare(
     scenario: Scenario | str | Path | Mapping[str, Scenario],
     algorithms: Iterable[str | type[Algorithm]] | Mapping[str, AlgorithmChoice] | None = None,

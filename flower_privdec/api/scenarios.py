@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from flower_privdec.common.catalogue import Targets
-from flower_privdec.common.errors import PrivdecError, ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
@@ -389,30 +388,6 @@ def make_scenario(
     if isinstance(base, Scenario):
         base = json.loads(base.model_dump_json(exclude_none=True, by_alias=True))
     return _checked(dict(_mapping(base or {}, "base")), "scenario", settings, sections)
-
-
-# Options of commands, as messages name them, in the words of Python.
-OPTIONS = "resume|out|loss|kill|restart|insecure-seeds|epsilon|delta|jobs|size|only"
-_WITH_VALUE = re.compile(rf"^--({OPTIONS}) (?=\S)")
-_ALONE = re.compile(rf"--({OPTIONS})\b")
-Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
-
-
-def python_words(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let a function's errors name arguments of Python where they would name options of a command."""
-
-    @wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        try:
-            return function(*args, **kwargs)
-        except PrivdecError as error:
-            text = _WITH_VALUE.sub(lambda match: f"{match[1].replace('-', '_')}=", str(error))
-            text = text.replace("give --resume", "give resume=True").replace("with --resume", "with resume=True")
-            error.args = (_ALONE.sub(lambda match: match[1].replace("-", "_"), text),)
-            raise
-
-    return call
 
 
 def as_scenario(scenario: Scenario | str | Path) -> Scenario:

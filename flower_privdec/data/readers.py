@@ -320,6 +320,15 @@ class Wanted:
     n_features: int | None = None
 
 
+def check_path(root: str | None, wanted: Wanted, dataset: str, needs: str, *, folder: bool = False) -> str:
+    """Return the path of a dataset's file or folder; raises ScenarioError where it is none."""
+    if root is None or not (Path(root).is_dir() if folder else Path(root).is_file()):
+        kind, code = ("folder", "data.no-root") if folder else ("file", "data.no-file")
+        path = root and tried(root)
+        raise ScenarioError(f"{wanted.key}={path} is no {kind}: dataset {dataset} needs {needs}", code=code)
+    return root
+
+
 def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
     """Return labels as int64 [N], refusing what is not a whole number of at least `minimum`."""
     right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
@@ -402,13 +411,8 @@ def read_npz(root: str | None, wanted: Wanted) -> Source:
     PLAIN_PIXELS; every other array is taken as it is. Labels -1 and +1 become 0 and 1.
     JPEG images are a re-encoding: near their originals, not equal; report that with any result.
     """
-    if root is None or not Path(root).is_file():
-        raise ScenarioError(
-            f"{wanted.key}={root and tried(root)} is no file: dataset npz needs the path of an .npz with x_train, "
-            "y_train, x_test and y_test",
-            code="data.no-file",
-        )
-    train, test = (partial(_read_half, root, part, wanted) for part in ("train", "test"))
+    path = check_path(root, wanted, "npz", "the path of an .npz with x_train, y_train, x_test and y_test")
+    train, test = (partial(_read_half, path, part, wanted) for part in ("train", "test"))
     return Source(train, test, targets=wanted.targets, n_tokens=wanted.n_tokens)
 
 
@@ -431,7 +435,14 @@ def _read_half(root: str, part: str, wanted: Wanted) -> Split:
     offset = offset.astype(np.int64)
     if offset[0] < 0 or offset[-1] > len(stream) or bool((np.diff(offset) <= 0).any()):
         raise ScenarioError(f"{where}: {part}_offset must increase from >= 0 to <= {len(stream)}: mend the file")
-    return Split(binary_labels(labels, where), lambda rows: _decode(stream, offset, rows, f"{where}: {part}_jpeg"))
+
+    def read(rows: Rows) -> Tensor:
+        chosen = np.arange(len(labels))[rows].tolist()
+        files = [stream[offset[row] : offset[row + 1]].tobytes() for row in chosen]
+        names = [f"{where}: {part}_jpeg: image {row}" for row in chosen]
+        return decode_images(list(map(io.BytesIO, files)), names, formats=["JPEG"])
+
+    return Split(binary_labels(labels, where), read)
 
 
 def from_arrays(
@@ -478,28 +489,46 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     return tensor
 
 
-def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Tensor:
-    """Decode some JPEG images to [N, 3, H, W]."""
-    pillow = require("PIL.Image", "an .npz of JPEG images", "pip install 'flower-privdec[images]'")
-    chosen = np.arange(len(offset) - 1)[rows]
-    images: np.ndarray | None = None
-    for position, row in enumerate(chosen):
+def decode_images(files: Sequence[Any], names: Sequence[str], formats: Sequence[str] | None = None) -> Tensor:
+    """Decode images of one size to RGB [N, 3, height, width], scaled by PLAIN_PIXELS.
+
+    Args:
+        files: paths, or open files.
+        names: of the images, in errors.
+        formats: those that are read; by default all that Pillow knows.
+
+    Raises:
+        ScenarioError: one is no such image or of another size, or all together need more memory than is free.
+    """
+    pillow = require("PIL.Image", "a data set of images", "pip install 'flower-privdec[images]'")
+    images = np.zeros((0, 1, 1, 3), np.uint8)
+    for position, (file, name) in enumerate(zip(files, names, strict=True)):
         try:
-            with pillow.open(io.BytesIO(stream[offset[row] : offset[row + 1]].tobytes()), formats=["JPEG"]) as image:
+            with pillow.open(file, formats=formats) as image:
                 pixels = np.asarray(image.convert("RGB"))
         except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-            raise ScenarioError(f"{name}: image {row} is no JPEG: {one_line(error)}; mend the file") from error
-        if images is None:
-            images = np.empty((len(chosen), *pixels.shape), np.uint8)
+            kind = " or ".join(formats or ["image"])
+            raise ScenarioError(
+                f"{name} is no {kind} ({type(error).__name__}); mend or remove it", code="data.image"
+            ) from error
+        if position == 0:
+            check_room(2 * len(files) * pixels.nbytes, f"{len(files)} images like {name}", "give fewer or smaller ones")
+            images = np.empty((len(files), *pixels.shape), np.uint8)
         if pixels.shape != images.shape[1:]:
-            raise ScenarioError(f"{name}: image {row} is {pixels.shape}: all must be {images.shape[1:]}")
+            (height, width), (tall, wide) = pixels.shape[:2], images.shape[1:3]
+            raise ScenarioError(
+                f"{name} is {height} x {width} pixels and those before it {tall} x {wide}: all must be alike; resize "
+                "them",
+                code="data.image",
+            )
         images[position] = pixels
     return scale_pixels(channels_first(torch.from_numpy(images)), PLAIN_PIXELS)
 
 
-_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-_DAMAGE = (OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, struct.error, zlib.error)
-_DAMAGED = (*_DAMAGE, zipfile.BadZipFile)  # an encrypted or oddly compressed member is a RuntimeError
+_DAMAGED = (  # an encrypted or oddly compressed member is a RuntimeError
+    *(OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, OverflowError),
+    *(struct.error, zlib.error, zipfile.BadZipFile),
+)
 
 
 def read_members(path: str, forms: Sequence[Sequence[str]], where: str) -> dict[str, np.ndarray]:
@@ -512,6 +541,8 @@ def read_members(path: str, forms: Sequence[Sequence[str]], where: str) -> dict[
     Raises:
         ScenarioError: it is no such file, lacks an array, or an array in it is damaged or does not fit into memory.
     """
+    arrays: dict[str, np.ndarray] = {}
+    name = ""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -520,35 +551,18 @@ def read_members(path: str, forms: Sequence[Sequence[str]], where: str) -> dict[
                 raise ScenarioError(f"{where} lacks {', '.join(missing)}: it must hold {', '.join(names)}")
             size = sum(members[name].file_size for name in names)
             check_room(2 * size, f"{where}: what it unpacks to", "give a smaller file")
-            return {name: _member(archive, members[name], f"{where}: {name}") for name in names}
+            for name in names:
+                with archive.open(members[name]) as file:
+                    arrays[name] = npy.read_array(file, allow_pickle=False)
+            return arrays
     except ScenarioError:
         raise
     except _DAMAGED as error:
         with open(path, "rb") as file:
             reason = "a single array" if file.read(6) == npy.MAGIC_PREFIX else one_line(error)
         raise ScenarioError(
-            f"{where} cannot be read as .npz ({reason}): save the arrays again with numpy.savez"
+            f"{where} cannot be read as .npz ({name and f'{name}: '}{reason}): save the arrays again with numpy.savez"
         ) from error
-
-
-def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> np.ndarray:
-    """Return one array, of at most as many bytes as the archive declares for its file."""
-    with archive.open(info) as file:
-        version = npy.read_magic(file)
-        if version not in _HEADERS:
-            raise ScenarioError(f"{where} is of version {version} of .npy and must be 1.0 or 2.0: save it again")
-        shape, fortran, dtype = _HEADERS[version](file)
-        if any(size < 0 for size in shape):
-            raise ScenarioError(f"{where} has the shape {list(shape)}: save it again with numpy.savez")
-        promised = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or promised > info.file_size:
-            kind = "holds Python objects" if dtype.hasobject else f"promises {list(shape)} {dtype} and has fewer bytes"
-            raise ScenarioError(f"{where} {kind}: save plain numbers with numpy.savez")
-        content = file.read(promised)
-    if len(content) < promised:
-        raise ScenarioError(f"{where} ends after {len(content)} of {promised} bytes: save it again with numpy.savez")
-    array = np.frombuffer(bytearray(content), dtype=dtype)
-    return array.reshape(shape, order="F" if fortran else "C")
 
 
 def read_own(target: str, root: str | None, arguments: Mapping[str, Any], wanted: Wanted) -> Source:
@@ -625,11 +639,7 @@ class Lines:
 
 def read_svmlight(root: str | None, wanted: Wanted) -> Source:
     """Read one svmlight file: the training set at `data.root`, or the test set at `data.test`; indices count from 1."""
-    if root is None or not Path(root).is_file():
-        raise ScenarioError(
-            f"{wanted.key}={root and tried(root)} is no file: dataset svmlight needs the path of one; give it",
-            code="data.no-file",
-        )
+    path = check_path(root, wanted, "svmlight", "the path of one; give it")
     where, features = f"{wanted.key}={root}", wanted.n_features
 
     def half() -> Split:
@@ -639,7 +649,7 @@ def read_svmlight(root: str | None, wanted: Wanted) -> Source:
         if features > LARGEST_INDEX:
             message = f"data.n_features={features} must be <= {LARGEST_INDEX:,}; hash the features to fewer"
             raise ScenarioError(message, code="data.n-features")
-        matrix, labels = _parsed(root, where, features)
+        matrix, labels = _parsed(path, where, features)
         if wanted.targets != "classes":
             message = f"{where}: svmlight files have one label each, and the task's loss takes {wanted.targets}"
             raise ScenarioError(message, code="data.targets")

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.algorithms.dual_averaging import DPDDA
-from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError, option
 from flower_privdec.common.files import FolderLock, write_atomically
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.machine import provenance
@@ -165,19 +165,21 @@ class Recorder:
             check_state(path, checkpoint.state, peers, self.agreement.scenario.rounds, rows)
             return checkpoint
         if (self.out / "scenario.yaml").exists():
-            remedy = "give --resume to go on with it, or another --out" if path.exists() else "give another --out"
+            remedy = f"give another {option('out')}"
+            if path.exists():
+                remedy = f"give {option('resume', True)} to go on with it, or another {option('out')}"
             kind = "a run without a checkpoint to resume from" if resume else "a run"
             raise ScenarioError(f"{self.out} already holds {kind}; {remedy}", code="run.folder-taken")
         if self.out.exists() and not self.out.is_dir():
-            raise ScenarioError(f"{self.out} is not a folder; give another --out", code="run.no-folder")
+            raise ScenarioError(f"{self.out} is not a folder; give another {option('out')}", code="run.no-folder")
         if resume:
             raise ScenarioError(
-                f"{self.out} holds no checkpoint to resume from; leave --resume out", code="run.no-checkpoint"
+                f"{self.out} holds no checkpoint to resume from; leave {option('resume')} out", code="run.no-checkpoint"
             )
         if first := self.agreement.scenario.first_round:
             raise ScenarioError(
                 f"the scenario goes on from round {first} of a run (earlier), which {self.out} does not hold: give "
-                "that run's folder and --resume, or remove earlier to plan all rounds at once",
+                f"that run's folder and {option('resume', True)}, or remove earlier to plan all rounds at once",
                 code="run.earlier",
             )
         return None
@@ -376,7 +378,7 @@ def with_more_rounds(scenario: Scenario, out: Path) -> Scenario:
     if not 0 < done < scenario.rounds:
         raise ScenarioError(
             f"rounds={scenario.rounds} must be > {done}, the rounds that {out} has done"
-            + ("" if done else ": it has none yet, so give another --out"),
+            + ("" if done else ": it has none yet, so give another " + option("out")),
             code="run.rounds-done",
         )
     private = previous.private
@@ -435,7 +437,7 @@ def _ends_stage(checkpoint: Checkpoint, scenario: Scenario) -> bool:
 
 def again(out: Path) -> str:
     """Return how the command of a run that broke off goes on, which depends on what its folder keeps."""
-    return "with --resume" if (out / CHECKPOINT).exists() else "again"
+    return f"with {option('resume', True)}" if (out / CHECKPOINT).exists() else "again"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -109,16 +109,9 @@ class OwnParts:
         _check_least(examples, scenario.data.at_least, peers)
         from_system = secret is not None or scenario.compute.generator == "system"
         keys, run = _name_run(agreement, examples, peers, secret, from_system, runtime)
-        batch, seeds = scenario.data.batch, dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
-        sampler = Sampler(  # keyed by the run where there is privacy; else by the seed, whatever is run with it
-            batch.sampling,
-            batch.size,
-            examples.sizes,
-            seeds if scenario.private is None else keys,
-            peers,
-            rate=batch.rate,
-            small_peers=batch.small_peers,
-        )
+        seeds = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
+        # Keyed by the run where there is privacy; else by the seed, whatever is run with it.
+        sampler = Sampler(scenario.data.batch, examples.sizes, seeds if scenario.private is None else keys, peers)
         protection, larger = None, None
         if scenario.private is not None:
             drawings = drawings_of(agreement, peers, sampler)
@@ -276,7 +269,7 @@ def sampler_of_all(agreement: Agreement, peers: np.ndarray, runtime: str, root: 
                 code="noise.cancelling-weights",
             )
     keys = dict.fromkeys(everyone.tolist(), scenario.seed_of("run"))
-    return Sampler(batch.sampling, batch.size, sizes, keys, everyone, rate=batch.rate, small_peers=batch.small_peers)
+    return Sampler(batch, sizes, keys, everyone)
 
 
 def _check_least(examples: Examples, least: int | None, peers: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.formatting import epsilon_text, setting
 from flower_privdec.experiment.spent import json_number
 from flower_privdec.privacy.accountant.accounting import (
@@ -68,7 +68,7 @@ def ledger_facts(path: Path, delta: float, budget: float | None = None, *, check
     """
     check_delta(delta)
     if budget is not None and not budget > 0:
-        raise ScenarioError(f"--epsilon {budget} must be a budget, > 0", code="ledger.budget")
+        raise ScenarioError(f"{option('epsilon', budget)} must be a budget, > 0", code="ledger.budget")
     totals, lines, source = Totals(), 0, ""
     for segment, entries in verified(path):
         totals.count(entries)

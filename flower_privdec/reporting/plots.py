@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flower_privdec.algorithms import build_algorithm
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
 from flower_privdec.graph.topology import CompleteTopology, Topology, joint_connectivity
@@ -273,11 +273,11 @@ def themed(svg: str) -> str:
     return f"{svg[:start]}<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{svg[start:]}"
 
 
-def save_picture(draw: Callable[[], Figure], out: Path, option: str) -> None:
+def save_picture(draw: Callable[[], Figure], out: Path, name: str) -> None:
     """Draw a figure into a file; an SVG follows the reader's theme.
 
     Raises:
-        ScenarioError: matplotlib is not installed, or the file cannot be written; `option` is what named it.
+        ScenarioError: matplotlib is not installed, or the file cannot be written; `name` is the option that named it.
     """
     with drawing():
         try:
@@ -287,7 +287,8 @@ def save_picture(draw: Callable[[], Figure], out: Path, option: str) -> None:
                 out.write_text(themed(out.read_text(encoding="utf-8")), encoding="utf-8")
         except OSError as error:
             raise ScenarioError(
-                f"{option} {out}: cannot be written ({error.strerror}); give another path", code="reporting.unwritable"
+                f"{option(name, out)}: cannot be written ({error.strerror}); give another path",
+                code="reporting.unwritable",
             ) from error
 
 
@@ -457,7 +458,9 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         ScenarioError: a graph that can never agree, or a file that cannot be written.
     """
     if out is not None and out.suffix.lower() not in PICTURES:
-        raise ScenarioError(f"--out {out}: must end in {', '.join(PICTURES)}; rename it", code="reporting.suffix")
+        raise ScenarioError(
+            f"{option('out', out)}: must end in {', '.join(PICTURES)}; rename it", code="reporting.suffix"
+        )
     mixing = build_graph(scenario)
     if mixing is None:
         absent = ("name", "directed", "period", "weights", "joint_connectivity", "spectral_gap", "edges", "picture")
@@ -470,8 +473,8 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         counts = [len(topology.edges(k)) for k in range(rounds_shown(topology))]
     if out is not None and (scenario.n_peers > MOST_PEERS_DRAWN or max(counts) > MOST_EDGES_DRAWN):
         raise ScenarioError(
-            f"--out {out}: a picture of {scenario.n_peers:,} peers and {max(counts):,} edges would show nothing; draw "
-            f"at most {MOST_PEERS_DRAWN:,} peers and {MOST_EDGES_DRAWN:,} edges, or leave --out out",
+            f"{option('out', out)}: a picture of {scenario.n_peers:,} peers and {max(counts):,} edges shows nothing; "
+            f"draw at most {MOST_PEERS_DRAWN:,} peers and {MOST_EDGES_DRAWN:,} edges, or leave {option('out')} out",
             code="reporting.graph-too-large",
         )
     small = scenario.n_peers <= LARGEST_LISTED
@@ -488,7 +491,7 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         "note": None,
     }
     if out is not None:
-        save_picture(lambda: draw_topology(topology), out, "--out")
+        save_picture(lambda: draw_topology(topology), out, "out")
     return description
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.scenario.findings import Location, Places, explain
-from flower_privdec.scenario.sections import PATHS, PEER, AppScenario, LocatedFile, Scenario, own_modules
+from flower_privdec.scenario.sections import PEER, AppScenario, LocatedFile, Scenario, own_modules
 
 LONGEST, LARGEST, DEEPEST = 1 << 20, 1_000_000, 32  # characters; values once aliases stand for copies; levels
 LARGEST_WHOLE = 2**63
@@ -228,12 +228,18 @@ def put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
     data[path[-1]] = value
 
 
+PATHS = (  # keys of a scenario that name a file or a folder
+    *(("data", "root"), ("data", "test"), ("model", "from"), ("topology", "file"), ("privacy", "ledger")),
+    ("privacy", "noise", "secrets", "file"),
+)
+
+
 def anchored(settings: Iterable[str], folder: Path) -> list[str]:
     """Return `key.path=value` settings of a scenario whose relative paths begin in a folder."""
     lines = []
     for setting in settings:
         data: dict[Any, Any] = {}
-        if re.split(r"[.=]", setting, maxsplit=1)[0].strip() in dict(PATHS):
+        if re.split(r"[.=]", setting, maxsplit=1)[0].strip() in {path[0] for path in PATHS}:
             key = _override(data, setting)
             _anchor(data, folder)
             for part in key:
@@ -244,11 +250,20 @@ def anchored(settings: Iterable[str], folder: Path) -> list[str]:
 
 
 def _anchor(data: dict[str, Any], folder: Path) -> None:
-    """Let the relative paths of a scenario's plain data begin in a folder, in place."""
-    for section, key in PATHS:
-        keys = data.get(section)
-        if isinstance(keys, dict) and isinstance(path := keys.get(key), str) and path not in ("", PEER):
-            keys[key] = str(folder.absolute() / Path(path).expanduser())
+    """Let the relative paths of a scenario's plain data begin in a folder, in place; `{peer}` alone is none."""
+    for section, key in _paths_in(data):
+        if section[key] not in ("", PEER):
+            section[key] = os.path.abspath(folder / Path(section[key]).expanduser())
+
+
+def _paths_in(data: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each section of a scenario's plain data that names a path, and the key."""
+    for *names, key in PATHS:
+        section = data
+        for name in names:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            yield section, key
 
 
 def parse_model(
@@ -268,7 +283,7 @@ def validated(
     lines: Mapping[Location, int] | None = None,
     overrides: Mapping[Location, str] | None = None,
 ) -> Model:
-    """Return plain data as a strict model.
+    """Return plain data as a strict model; a scenario's relative paths begin where the command runs.
 
     Args:
         where: what to call the data in an error.
@@ -279,6 +294,8 @@ def validated(
         ScenarioError: with the place, the value, the rule and the remedy.
     """
     places = Places(where, lines or {}, overrides or {})
+    if issubclass(root, LocatedFile):
+        _anchor(data, Path())
     try:
         model = root.model_validate(data)
     except ValidationError as error:
@@ -426,9 +443,8 @@ def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
 
 def _hash_without(scenario: Scenario | AppScenario, excluded: Any, *, movable: bool = False) -> str:
     data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True, by_alias=True))
-    for section, key in PATHS if movable else ():
-        if key in (data.get(section) or ()):
-            data[section][key] = os.path.basename(data[section][key])
+    for section, key in _paths_in(data) if movable else ():
+        section[key] = os.path.basename(section[key])
     data |= {"seed": None, "seeds": scenario.all_seeds()}  # regardless of their source
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()
 

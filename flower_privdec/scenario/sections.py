@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,22 +134,21 @@ def _plain_name(value: str) -> str:
     return value
 
 
-def _full_path(value: str) -> str:
-    """Return a path in full, from where the command runs; `{peer}` alone as it is. Raise unless a value can be one."""
+def _path_text(value: str) -> str:
+    """Raise unless a value can be a path."""
     if not value.isprintable():
         raise ArgumentError("must be a path on one line, without control characters", code="scenario.path")
     if len(value.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST_PART for part in value.split("/")):
         raise ArgumentError(
             f"must be a path of at most {LONGEST_PATH} bytes, {LONGEST_PART} between two slashes", code="scenario.path"
         )
-    return value if value == PEER else os.path.abspath(os.path.expanduser(value))
+    return value
 
 
 LONGEST_NAME = 100
 LONGEST_PATH, LONGEST_PART = 4000, 255  # what Linux takes, and what its file systems do
 Name = Annotated[str, AfterValidator(_plain_name)]
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_full_path)]
-PATHS = (("data", "root"), ("data", "test"), ("model", "from"), ("topology", "file"), ("privacy", "ledger"))
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_path_text)]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -204,7 +202,7 @@ class BatchSection(Section):
 
     sampling: Annotated[str, catalogue.SAMPLINGS] = "poisson"
     size: Count | None = None
-    rate: Annotated[float, Field(ge=1e-9, le=1, allow_inf_nan=False)] | None = None
+    rate: Annotated[float, Field(ge=1e-9, le=1, allow_inf_nan=False)] | None = None  # smaller: gaps overflow integers
     small_peers: Literal["refused", "full"] = "refused"
 
     def _check(self) -> None:

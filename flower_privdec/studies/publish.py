@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flower_privdec import __version__
-from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError, option
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, setting, shown
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure, themed
 from flower_privdec.studies.cells import Outcome
@@ -261,11 +261,11 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ScenarioError(
-            f"--out {shown(str(out))[1:-1]}: cannot be created ({error.strerror}); give another",
+            f"{option('out', shown(str(out))[1:-1])}: cannot be created ({error.strerror}); give another",
             code="study.unwritable",
         ) from error
     if not os.access(out, os.W_OK | os.X_OK):
-        raise ScenarioError(f"--out {out}: cannot be written to; give another", code="study.unwritable")
+        raise ScenarioError(f"{option('out', out)}: cannot be written to; give another", code="study.unwritable")
 
 
 def publish(
@@ -311,7 +311,9 @@ def publish(
         text = "\n\n".join([*head, *(_section(result, out) for result in results)]) + "\n"
         (out / "README.md").write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"{out}: cannot be written ({error}); give another --out, the cells are kept") from error
+        raise RunError(
+            f"{out}: cannot be written ({error}); give another {option('out')}, the cells are kept"
+        ) from error
 
 
 def verdict_blocks(check: Check, result: PartResult) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from flower_privdec.common.catalogue import MetricKind
-from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.errors import ScenarioError, did_you_mean, option
 from flower_privdec.common.formatting import setting
 from flower_privdec.reporting.wording import main_loss, main_value
 from flower_privdec.scenario import Scenario
@@ -454,9 +454,11 @@ class Study(TitledSection):
             return next(iter(self.sizes), None)
         if name not in self.sizes:
             rule = (
-                f"has the sizes {', '.join(self.sizes)}; name one" if self.sizes else "has no sizes; leave --size out"
+                f"has the sizes {', '.join(self.sizes)}; name one"
+                if self.sizes
+                else f"has no sizes; leave {option('size')} out"
             )
-            raise ScenarioError(f"--size {name}: study {self.name} {rule}", code="study.unknown-size")
+            raise ScenarioError(f"{option('size', name)}: study {self.name} {rule}", code="study.unknown-size")
         return name
 
     def chosen(self, only: Iterable[str]) -> list[Part]:
@@ -469,7 +471,7 @@ class Study(TitledSection):
         for name in requested:
             if name not in names:
                 raise ScenarioError(
-                    f"--only {name}: study {self.name} has the parts {', '.join(names)}; name one",
+                    f"{option('only', name)}: study {self.name} has the parts {', '.join(names)}; name one",
                     code="study.unknown-part",
                 )
         for part in reversed(self.parts):
