@@ -29,8 +29,9 @@ from run_folders import metrics_line, privacy_row, summary_of
 from scipy.stats import ttest_ind
 
 from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.cli import study_command
 from flower_privdec.cli.main import main
-from flower_privdec.cli.study_command import TimeLeft, print_verdicts, run_study
+from flower_privdec.cli.study_command import print_verdicts, run_study
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.reporting.plots import new_figure
@@ -937,26 +938,17 @@ def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(
     assert [cell.labels for cell in missing_cells(cells_of(path), tmp_path / "cells")] == [("1e25",)] * 2
 
 
-@pytest.mark.parametrize("jobs", [1, 2, 3, 8])
-def test_the_first_time_left_is_within_a_factor_of_two(study_at: Callable[..., Path], jobs: int) -> None:
-    """Cells take seconds as their work has it, and the first of each process 5 more, in which it compiles."""
-    axes = {
-        "rounds": {"key": "rounds", "values": [40, 90, 60, 20, 80]},
-        "rate": {"key": "seeds.run", "values": [1, 2, 3, 4]},
-    }
-    cells = cells_of(study_at(axes=axes, checks=[], figures=[], pivot=None))
-    seconds = [cell.work / 1e4 for cell in cells]
-    free, ends = [0.0] * jobs, []
-    for cell, took in zip(cells, seconds, strict=True):
-        process = free.index(min(free))
-        warm = free[process] > 0
-        free[process] += took + (0 if warm else 5)
-        ends.append((free[process], Outcome(cell, None, took + (0 if warm else 5), warm)))
-    time_left = TimeLeft(cells, jobs)
-    guesses = [(end, time_left.after(outcome)) for end, outcome in sorted(ends, key=lambda pair: pair[0])]
-    first, guess = next((end, guess) for end, guess in guesses if guess is not None)
-    assert 0.5 <= guess / (max(free) - first) <= 2
-    assert guesses[-1][1] == 0
+def test_the_time_left_follows_from_the_work_that_is_done(
+    study_at: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = {"rounds": {"key": "rounds", "values": [40, 60]}}
+    cells, clock, output = cells_of(study_at(axes=axes, checks=[], figures=[], pivot=None)), iter([0.0, 40.0]), quiet()
+    chosen = [next(cell for cell in cells if cell.scenario.rounds == rounds) for rounds in (40, 60)]
+    monkeypatch.setattr(study_command.time, "monotonic", lambda: next(clock, 40.0))
+    with study_command.study_progress("small", chosen, output) as on_cell:
+        on_cell(Outcome(chosen[0]))
+    assert "1/2 " in output.file.getvalue()  # type: ignore[attr-defined]
+    assert "1 min 00 s left" in output.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_cell_cut_short_goes_on_another_time(study_at: Callable[..., Path], tmp_path: Path) -> None:
