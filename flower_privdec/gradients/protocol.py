@@ -34,6 +34,7 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.models import fix_norms, parameter_count, trained
@@ -320,6 +321,22 @@ def unknown_tokens(x: Tensor, n_tokens: int | None) -> Tensor | None:
         return None
     unknown = ((x < 0) | (x >= n_tokens)).flatten(1).any(1)
     return unknown if bool(unknown.any()) else None
+
+
+def layer_outputs(module: nn.Module, call: Callable[[], object]) -> list[tuple[nn.Module, int]]:
+    """Return how many numbers each layer of a module puts out in a call, in the order in which layers are called."""
+    counts: list[tuple[nn.Module, int]] = []
+
+    def count(layer: nn.Module, _inputs: object, outputs: object) -> None:  # one tensor, or several, as of an LSTM
+        counts.append((layer, sum(part.numel() for part in tree_leaves(outputs) if isinstance(part, Tensor))))
+
+    handles = [part.register_forward_hook(count) for part in module.modules() if not list(part.children())]
+    try:
+        call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return counts
 
 
 def row_chunks(m: int, bytes_per_row: int, memory_bytes: int) -> list[slice]:

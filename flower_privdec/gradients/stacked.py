@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from flower_privdec.gradients.factored import parse_chain
 from flower_privdec.gradients.protocol import (
     Clipping,
     GradientKernel,
@@ -211,13 +212,16 @@ class StackedKernel(GradientKernel):
 
 def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | None:
     """Return the layers of a stack for examples of a shape, or None where the module is not a stack."""
-    parts, rows = _leaves(module), layout(module)
-    if parts is None or len(rows) < len(dict(module.named_parameters())):  # some are frozen
+    steps, rows = parse_chain(module), layout(module)
+    frozen = len(rows) < len(dict(module.named_parameters()))
+    if steps is None or frozen or not all(map(is_plain, module.modules())):
         return None
     place_of = {id(parameter): rows[name] for name, parameter in module.named_parameters()}
     layers: list[Layer] = []
     flat = len(input_shape) == 1
-    for part in parts:
+    for _, part in steps:
+        if type(part) in (nn.Conv2d, nn.MaxPool2d):
+            return None
         if type(part) is nn.Flatten:
             flat |= not layers
         elif type(part) is nn.Linear:
@@ -229,18 +233,6 @@ def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | 
             layers[-1] = Layer(layers[-1].weight, layers[-1].bias, type(part))
     used = [place.name for layer in layers for place in (layer.weight, layer.bias) if place is not None]
     return layers if layers and flat and len(set(used)) == len(used) else None
-
-
-def _leaves(module: nn.Module) -> list[nn.Module] | None:
-    """Return the modules of (nested) Sequentials in order of call, or None where one is of another kind."""
-    if not is_plain(module):
-        return None
-    if type(module) is nn.Sequential:
-        parts = [_leaves(child) for child in module]
-        return None if None in parts else [leaf for leaves in parts for leaf in leaves or ()]
-    if type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
-        return [module]
-    return [module] if type(module) in (nn.Linear, nn.ReLU, nn.Tanh, nn.Identity) else None
 
 
 class SparseLinearKernel(GradientKernel):

@@ -32,18 +32,14 @@ def ledgers_below(path: Path) -> list[Path]:
     Raises:
         ScenarioError: there is none.
     """
-    paths = [path] if path.is_file() else sorted(file for file in path.rglob("*.jsonl") if _is_ledger(file))
+    files = [path] if path.is_file() else sorted(path.rglob("*.jsonl"))
+    paths = [file for file in files if file == path or PREFIX in file.read_bytes()[:100]]
     if not paths:
         raise ScenarioError(
             f"{path}: has no ledger; give one, SOURCE.jsonl, or a folder with some, such as runs/NAME or a peer's",
             code="ledger.none",
         )
     return paths
-
-
-def _is_ledger(path: Path) -> bool:
-    with path.open("rb") as file:
-        return PREFIX in file.read(100)
 
 
 def ledger_facts(path: Path, delta: float, budget: float | None = None, *, check: bool = False) -> dict[str, Any]:
@@ -117,7 +113,9 @@ def print_ledgers(path: Path, delta: float, budget: float | None, as_json: bool,
             [run["run"][:8], run["environment"], f"{run['steps']:,}", str(run["peers"]), *_epsilons(run)]
             for run in one["runs"]
         ]
-        left = "" if one["left"] is None else f"; {_rounded_down(one['left'])} left of {epsilon_text(budget)}"
+        left = ""
+        if one["left"] is not None:  # rounded down
+            left = f"; {math.floor(1000 * one['left']) / 1000:g} left of {epsilon_text(budget)}"
         ours, *theirs = _epsilons(one)
         other = f" ({OTHER}: {theirs[0]})" if check else ""
         note = f"all together: ε = {ours}{other} at δ = {setting(delta)}{left}"
@@ -131,7 +129,3 @@ def _epsilons(facts: dict[str, Any]) -> list[str]:
     """Return ε and, where it was asked for, dp-accounting's."""
     others = [facts["dp_accounting"]] if "dp_accounting" in facts else []
     return [epsilon_text(facts["epsilon"]), *("–" if other is None else epsilon_text(other) for other in others)]
-
-
-def _rounded_down(epsilon: float) -> str:
-    return f"{math.floor(1000 * epsilon) / 1000:g}"
