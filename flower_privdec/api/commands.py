@@ -85,7 +85,11 @@ def up(
     check_everywhere(loaded, "every peer is a process of its own")
     if isinstance(loss, bool) or not isinstance(loss, int | float):
         raise argument_error(f"loss={shown(loss)} must be a share, from 0 to below 1")
-    faults = [[f"{peer}@{when}" for peer, when in _rounds(value, name)] for name, value in _named(kill, restart)]
+    faults = []
+    for name, rounds in (("kill", kill or {}), ("restart", restart or {})):
+        if not isinstance(rounds, Mapping):
+            raise argument_error(f"{name}={shown(rounds)} must be a mapping from peers to rounds, as {{3: 100}}")
+        faults.append([f"{peer}@{when}" for peer, when in rounds.items()])
     kills = network.injected_kills(*faults, loaded.n_peers, loaded.rounds)
 
     def train(folder: Path) -> None:
@@ -94,16 +98,6 @@ def up(
             network.Up(loaded, folder, **options).run(stopping(on_evaluation, loaded.rounds))
 
     return train_into(train, folder, on_end)
-
-
-def _named(kill: Any, restart: Any) -> list[tuple[str, Any]]:
-    return [("kill", kill or {}), ("restart", restart or {})]
-
-
-def _rounds(value: Any, name: str) -> Sequence[tuple[int, int]]:
-    if not isinstance(value, Mapping):
-        raise argument_error(f"{name}={shown(value)} must be a mapping from peers to rounds, as {{3: 100}}")
-    return list(value.items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,9 +228,10 @@ class StudyResult:
     def verdicts(self) -> dict[str, list[str]]:
         """For each part what its checks come to, one sentence each."""
         return {
-            result.part.name: [f"{criterion(check, result)}: {judge(check, result).sentence}" for check in checks]
+            result.part.name: [
+                f"{criterion(check, result)}: {judge(check, result).sentence}" for check in result.part.checks
+            ]
             for result in self._publication.parts
-            for checks in [result.part.checks]
         }
 
     def frame(self, part: str | None = None) -> Any:

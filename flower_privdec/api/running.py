@@ -305,9 +305,7 @@ class RunResult(Result):
         if into is not None and not isinstance(into, nn.Module):
             raise argument_error(f"into is a {type(into).__name__} and must be a torch.nn.Module")
         n_peers = self.scenario.n_peers
-        if peer is not None and (
-            isinstance(peer, bool) or not isinstance(peer, int | np.integer) or not 0 <= peer < n_peers
-        ):
+        if peer is not None and (isinstance(peer, bool) or peer not in range(n_peers)):
             raise argument_error(f"peer={shown(peer)} must be 0 to {n_peers - 1}, or None for the mean model")
         tensors, facts = self._tensors("mean/" if peer is None else f"peer-{peer}/")
         module = build_module(self.scenario, **facts) if into is None else into
@@ -506,8 +504,7 @@ def compare(
         base = as_scenario(scenario)
         if isinstance(algorithms, str | type):
             raise argument_error(f"algorithms={shown(algorithms)} must be a list, as [{shown(algorithms)}]")
-        given = algorithms if isinstance(algorithms, Mapping) else [(_label(choice), choice) for choice in algorithms]
-        named = list(given.items()) if isinstance(given, Mapping) else given
+        named = list(algorithms.items()) if isinstance(algorithms, Mapping) else [(_label(c), c) for c in algorithms]
         labels = [label for label, _ in named]
         if not labels or len(set(labels)) < len(labels):
             raise argument_error(f"algorithms must be at least one, and have labels that differ, not {labels}")

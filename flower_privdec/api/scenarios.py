@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,42 +75,28 @@ class Arrays:
         return self.test if part == "test" else self.train[int(root)]
 
 
-@dataclass(frozen=True)
-class _FrameReader:
-    """Reads pandas frames and Hugging Face datasets by the columns that `data.table` names.
+def _from_frame(table: TableSection | None, labels: Any, targets: Targets, value: Any, key: str) -> Pair | None:
+    """Return x and y of a pandas frame or a Hugging Face dataset, by the columns of `data.table`; None of others."""
+    kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+    if kind not in ("pandas.DataFrame", "datasets.Dataset"):
+        return None
+    if table is None:
+        if kind.startswith("datasets") and (pair := _images(value, key)) is not None:
+            return pair
+        raise _data_error(
+            f"{key} is a {type(value).__name__}: name its columns in data.table, as "
+            "{'target': 'outcome', 'numbers': {'age': [60, 12]}, 'categories': {'ward': ['A', 'B']}}, "
+            "with constants that are public"
+        )
+    header = [str(name) for name in (value.columns if kind.startswith("pandas") else value.column_names)]
 
-    Attributes:
-        table: the section, or None where it is left out.
-        labels: data.labels.
-        targets: of the task.
-    """
+    def column(name: str) -> list[Any]:
+        if kind.startswith("datasets"):
+            return list(value[name])
+        cells = value.iloc[:, header.index(name)]
+        return list(cells.astype(object).where(cells.notna(), None))
 
-    table: Any
-    labels: Any
-    targets: Targets
-
-    def __call__(self, value: Any, key: str) -> Pair | None:
-        """Return x and y of a table, or None of what is none."""
-        kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
-        if kind not in ("pandas.DataFrame", "datasets.Dataset"):
-            return None
-        if self.table is None:
-            if kind.startswith("datasets") and (pair := _images(value, key)) is not None:
-                return pair
-            raise _data_error(
-                f"{key} is a {type(value).__name__}: name its columns in data.table, as "
-                "{'target': 'outcome', 'numbers': {'age': [60, 12]}, 'categories': {'ward': ['A', 'B']}}, "
-                "with constants that are public"
-            )
-        header = [str(name) for name in (value.columns if kind.startswith("pandas") else value.column_names)]
-
-        def column(name: str) -> list[Any]:
-            if kind.startswith("datasets"):
-                return list(value[name])
-            cells = value.iloc[:, header.index(name)]
-            return list(cells.astype(object).where(cells.notna(), None))
-
-        return from_frame(header, column, key, self.table, self.labels, self.targets)
+    return from_frame(header, column, key, table, labels, targets)
 
 
 def _images(rows: Any, key: str) -> Pair | None:
@@ -125,25 +112,17 @@ def _images(rows: Any, key: str) -> Pair | None:
     return scale_pixels(channels_first(x), PLAIN_PIXELS).numpy(), np.asarray(rows[labels[0]], np.int64)
 
 
-def _frame_reader(section: Data, task: Any) -> _FrameReader:
+def _frame_reader(section: Data, task: Any) -> Callable[[Any, str], Pair | None]:
     """Return the reader of the frames in a scenario's data, whose own keys it takes out of the section."""
-    if not any(_is_frame(part) for key in ("train", "test") for part in _parts(section.get(key))):
-        return _FrameReader(None, None, "classes")
-    table, labels = section.pop("table", None), section.pop("labels", None)
-    read = None if table is None else validated(TableSection, plain(table), "data.table")
-    try:
-        targets = TaskSection.model_validate(plain(task or {})).targets
-    except (ValueError, ScenarioError):  # which the whole scenario's check reports
-        targets = "classes"
-    return _FrameReader(read, labels, targets)
-
-
-def _parts(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _is_frame(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in ("pandas", "datasets")
+    targets: Targets = "classes"
+    train, table, labels = section.get("train"), None, None
+    given = [*(train if isinstance(train, list) else [train]), section.get("test")]
+    if {"pandas", "datasets"} & {type(part).__module__.partition(".")[0] for part in given}:
+        table, labels = section.pop("table", None), section.pop("labels", None)
+        table = None if table is None else validated(TableSection, plain(table), "data.table")
+        with suppress(ValueError, ScenarioError):  # which the whole scenario's check reports
+            targets = TaskSection.model_validate(plain(task or {})).targets
+    return partial(_from_frame, table, labels, targets)
 
 
 def _pair(value: Any, key: str) -> Pair:

@@ -32,14 +32,18 @@ def ledgers_below(path: Path) -> list[Path]:
     Raises:
         ScenarioError: there is none.
     """
-    files = [path] if path.is_file() else sorted(path.rglob("*.jsonl"))
-    paths = [file for file in files if file == path or PREFIX in file.read_bytes()[:100]]
+    paths = [path] if path.is_file() else sorted(file for file in path.rglob("*.jsonl") if _is_ledger(file))
     if not paths:
         raise ScenarioError(
             f"{path}: has no ledger; give one, SOURCE.jsonl, or a folder with some, such as runs/NAME or a peer's",
             code="ledger.none",
         )
     return paths
+
+
+def _is_ledger(path: Path) -> bool:
+    with path.open("rb") as file:
+        return PREFIX in file.read(100)
 
 
 def ledger_facts(path: Path, delta: float, budget: float | None = None, *, check: bool = False) -> dict[str, Any]:

@@ -562,7 +562,6 @@ class TaskSection(Section):
         return {**data, "metrics": list(USUAL_METRICS.get(targets or "classes", ("accuracy",)))}
 
     def _check(self) -> None:
-        names = list(self.kinds())
         for metric in self.metrics:
             if isinstance(metric, OwnMetricSection):
                 if metric.title in TAKEN:
@@ -577,17 +576,14 @@ class TaskSection(Section):
                 )
             elif wrong := unfit(metric, self.loss_name, self.targets):
                 raise ArgumentError(f"{metric} {wrong}", code="metrics.unfit")
-        if len(names) < len(self.metrics):
+        if len(names := self.kinds()) < len(self.metrics):
             raise ArgumentError(f"metrics names one of {', '.join(names)} twice: keep one", code="metrics.repeated")
 
     def kinds(self) -> dict[str, MetricKind]:
         """Return what is known of each metric, by its name."""
-        return {
-            metric if isinstance(metric, str) else metric.title: METRIC_KINDS[metric]
-            if isinstance(metric, str)
-            else metric.kind()
-            for metric in self.metrics
-        }
+        own = {metric.title: metric.kind() for metric in self.metrics if isinstance(metric, OwnMetricSection)}
+        names = [metric if isinstance(metric, str) else metric.title for metric in self.metrics]
+        return {name: own[name] if name in own else METRIC_KINDS[name] for name in names}
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Return each metric's name with its title, whether more is better, and whether it is a share of 1."""
@@ -1253,6 +1249,12 @@ class CancellingSection(Section):
 NoiseChoice = Annotated[Annotated[CancellingSection, Tag("named")] | Annotated[OwnSection, Tag("own")], OWN_OR_NAMED]
 
 
+def _below_one(delta: float | tuple[float, ...]) -> float | tuple[float, ...]:
+    if max(delta if isinstance(delta, tuple) else (delta,)) >= 1:
+        raise ArgumentError("must be < 1 (well below one over the number of examples)", code="privacy.delta")
+    return delta
+
+
 class PrivacySection(Section):
     """Each peer's budget, clipping and noise; `privacy: none` trains without any.
 
@@ -1279,7 +1281,7 @@ class PrivacySection(Section):
     """
 
     epsilon: PerPeer | None = None
-    delta: Annotated[PerPeer, BeforeValidator(lambda value: _below_one(value))]
+    delta: Annotated[PerPeer, AfterValidator(_below_one)]
     clip_norm: PerPeer = 1.0
     schedule: ScheduleSection | None = None
     noise_multiplier: NonNegative | None = None
@@ -1306,14 +1308,6 @@ class PrivacySection(Section):
                 "without hardened, or leave noise out",
                 code="privacy.own-noise",
             )
-
-
-def _below_one(value: Any) -> Any:
-    """Refuse a delta of 1 or more, for one number or for a list."""
-    numbers = value if isinstance(value, list | tuple) else [value]
-    if any(isinstance(x, int | float) and x >= 1 for x in numbers):
-        raise ArgumentError("must be < 1 (well below one over the number of examples)", code="privacy.delta")
-    return value
 
 
 PrivacyChoice = Annotated[
@@ -1388,7 +1382,7 @@ class ClippedSection(Section):
     """
 
     kind: Literal["clipped"]
-    byzantine: Annotated[int, Field(ge=1)]
+    byzantine: Count
 
 
 class NetworkSection(Section):
@@ -1429,10 +1423,10 @@ class NetworkSection(Section):
     give_up: Positive | None = None
     deadline: Positive = 10.0
     retry: Positive = 1.0
-    commit_every: Annotated[int, Field(ge=1)] = 1
-    quorum: Annotated[int, Field(ge=1)] = 1
+    commit_every: Count = 1
+    quorum: Count = 1
     alone: Literal["wait", "go-on"] = "wait"
-    lead: Annotated[int, Field(ge=1)] | None = 4
+    lead: Count | None = 4
     final_mixing: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     robust: ClippedSection | None = None
     hand_in: bool | None = None
@@ -1466,8 +1460,6 @@ class NetworkSection(Section):
         return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(identities)]
 
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 MOST_PEERS, MOST_ROUNDS = 1_000_000, 1_000_000_000
 
 
@@ -1694,24 +1686,22 @@ class Scenario(LocatedFile):
         return to_yaml(self)
 
     def _check(self) -> None:
-        ledger = self.private is not None and self.private.ledger is not None
-        dataset = self.data.dataset
+        private, algorithm, dataset = self.private, self.algorithm, self.data.dataset
+        ledger = private is not None and private.ledger is not None
         if ledger and self.data.source is None and not isinstance(dataset, str) and is_given(dataset.module):
             raise ArgumentError(
                 "data.source is missing: name the source of the data that are given, the same name in every run over "
                 "them, under which privacy.ledger counts what is spent",
                 code="data.source",
             )
-        if self.compute.generator == "system" and self.private is None:
+        if self.compute.generator == "system" and private is None:
             raise ArgumentError(
                 "compute.generator=system is for noise, and privacy is none: leave generator out",
                 code="compute.generator",
             )
         clips = ("learning_rate", "initial_clip", "clip_norm")
-        lists = {f"algorithm.{key}": getattr(self.algorithm, key, None) for key in clips}
-        if isinstance(self.privacy, PrivacySection):
-            for key in ("epsilon", "delta", "clip_norm"):
-                lists[f"privacy.{key}"] = getattr(self.privacy, key)
+        lists = {f"algorithm.{key}": getattr(algorithm, key, None) for key in clips}
+        lists |= {f"privacy.{key}": getattr(private, key, None) for key in ("epsilon", "delta", "clip_norm")}
         for key, value in lists.items():
             if isinstance(value, tuple) and len(value) != self.n_peers:
                 raise ArgumentError(
@@ -1731,21 +1721,20 @@ class Scenario(LocatedFile):
                 code="scenario.earlier",
             )
         _check_addresses(self)
-        cancelling = self.private is not None and isinstance(self.private.noise, CancellingSection)
-        if cancelling and getattr(self.algorithm, "optimizer", None) is not None:
+        cancelling = private is not None and isinstance(private.noise, CancellingSection)
+        if cancelling and getattr(algorithm, "optimizer", None) is not None:
             raise ArgumentError(
                 "algorithm.optimizer with privacy.noise.kind=cancelling must be left out: noise of pairs "
                 "cancels in the sum of plain steps alone",
                 code="algorithm.optimizer",
             )
-        private = self.private
-        if private is not None and private.schedule is not None and isinstance(self.algorithm, DynSection):
+        if private is not None and private.schedule is not None and isinstance(algorithm, DynSection):
             raise ArgumentError(
-                f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it",
+                f"privacy.schedule: {algorithm.name} has a schedule of its own; use privsgp with it",
                 code="privacy.schedule",
             )
         if private is not None:
-            needed = isinstance(self.algorithm, PDSLSection) and private.calibration == "paper"
+            needed = isinstance(algorithm, PDSLSection) and private.calibration == "paper"
             if needed and private.phi_min is None:
                 raise ArgumentError(
                     "privacy.phi_min is missing: calibration paper of pdsl is eq. 27, which divides by φ̂_min, and eq. "
@@ -1757,18 +1746,18 @@ class Scenario(LocatedFile):
                     "privacy.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it",
                     code="privacy.phi-min",
                 )
-        blocks = isinstance(self.algorithm, VRSection) and self.algorithm.table == "blocks"
+        blocks = isinstance(algorithm, VRSection) and algorithm.table == "blocks"
         if blocks != (self.data.batch.sampling == "blocks"):
             raise ArgumentError(
                 "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other",
                 code="batch.blocks",
             )
-        if self.algorithm.name == "dp-sgd" and self.n_peers > 1:
+        if algorithm.name == "dp-sgd" and self.n_peers > 1:
             raise ArgumentError(
                 f"n_peers={self.n_peers} must be 1 for dp-sgd, the centralized reference; use local for more",
                 code="scenario.n-peers",
             )
-        if self.n_peers == 1 and self.algorithm.name not in catalogue.ALONE:
+        if self.n_peers == 1 and algorithm.name not in catalogue.ALONE:
             raise ArgumentError(
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
                 "one peer has no neighbor to exchange with; use algorithm local, or more peers",
@@ -1910,6 +1899,10 @@ class AppScenario(LocatedFile):
     def given(self) -> tuple[()]:
         """Return the parts that were given as Python objects: none."""
         return ()
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
