@@ -197,17 +197,14 @@ def _features(table: TableSection, columns: Columns) -> np.ndarray:
             remedy = "holds a missing value: mend it, or set data.table.missing to center or flag"
             raise _wrong(columns, int(gone.argmax()), name, remedy, "data.missing")
         flags.append(gone)
-        parts.append(
-            _scaled(table, columns, name, values) if name in table.numbers else _one_hot(table, columns, name, values)
-        )
+        if name in table.categories:
+            parts.append(_one_hot(table, columns, name, values))
+            continue
+        center, scale = table.numbers[name]
+        numbers = [center if v is None else _number(columns, row, name, v) for row, v in enumerate(values)]
+        parts.append((np.array(numbers) - center) / scale)
     wide = [part[:, None] if part.ndim == 1 else part for part in (*parts, *(flags if table.missing == "flag" else ()))]
     return np.concatenate(wide, axis=1, dtype=np.float32)
-
-
-def _scaled(table: TableSection, columns: Columns, name: str, values: list[Any]) -> np.ndarray:
-    center, scale = table.numbers[name]
-    numbers = [center if v is None else _number(columns, row, name, v) for row, v in enumerate(values)]
-    return (np.array(numbers) - center) / scale
 
 
 def _one_hot(table: TableSection, columns: Columns, name: str, values: list[Any]) -> np.ndarray:

@@ -44,8 +44,7 @@ from flower_privdec.scenario.sections import StageSection
 
 NAME = "metrics.jsonl"
 MOST_LISTED = 64  # peers whose own metrics a summary has, one by one
-SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")
-SINGLE_OR_NONE = ("suboptimality",)
+SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")  # values that are one number
 
 
 def append_metrics(folder: Path, metrics: dict[str, Any]) -> None:
@@ -97,7 +96,7 @@ def keep_metrics_until(folder: Path, round_index: int) -> None:
 
 def _readable(name: str, value: Any) -> bool:
     """Return whether a value is what a run writes under a name: a number, or of metrics a mapping to numbers."""
-    if name in SINGLE or (name in SINGLE_OR_NONE and value is not None):
+    if name in SINGLE or (name == "suboptimality" and value is not None):
         return value == "inf" or (isinstance(value, int | float) and not isinstance(value, bool))
     return value is None or isinstance(value, dict)
 
@@ -158,7 +157,8 @@ class Recorder:
         if resume and path.exists():
             peers = np.arange(self.agreement.scenario.n_peers) if self.own is None else self.own.peers
             checkpoint = read_checkpoint(path, self.agreement.device)
-            self.begins_stage = _ends_stage(checkpoint, self.agreement.scenario)
+            stages, ended = self.agreement.scenario.earlier, (checkpoint.run.id, checkpoint.state.round_index)
+            self.begins_stage = bool(stages and ended == (stages[-1].run, stages[-1].until))
             if not self.begins_stage:
                 check_run(path, checkpoint, self.scenario_hash, self.run)
             rows = () if self.own is None else ("x",)  # who holds no peers keeps what they show, and nothing before
@@ -427,12 +427,6 @@ def _planned_as(scenario: Scenario, other: Scenario) -> Scenario:
         noise = {"epsilon": other.private.epsilon, "noise_multiplier": other.private.noise_multiplier}
         privacy = scenario.private.model_copy(update=noise)
     return scenario.model_copy(update=changed | {"privacy": privacy})
-
-
-def _ends_stage(checkpoint: Checkpoint, scenario: Scenario) -> bool:
-    """Return whether a checkpoint is the end of a scenario's last stage, from which the next one begins."""
-    last = scenario.earlier[-1] if scenario.earlier else None
-    return last is not None and (checkpoint.run.id, checkpoint.state.round_index) == (last.run, last.until)
 
 
 def again(out: Path) -> str:

@@ -37,10 +37,12 @@ _EXPONENT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")
 class _Loader(yaml.SafeLoader):
     """YAML whose 1e-5 is a number (YAML 1.2), whose dates are text, and whose aliases cannot grow without end."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, where: str, *, one_value: bool) -> None:
         super().__init__(text)
+        self._where, self._one_value = where, one_value
         self._depth, self._count = 0, 0
         self._sizes: dict[int, tuple[int, int]] = {}  # values and levels of every complete node
+        self.lines: dict[Location, int] = {}
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         """Compose a node and count it, an alias as what it stands for."""
@@ -65,6 +67,66 @@ class _Loader(yaml.SafeLoader):
         pairs = node.value if isinstance(node, MappingNode) else ()
         parts = [value for _, value in pairs] if pairs else node.value if isinstance(node, SequenceNode) else ()
         return 1 + max((self._sizes[id(part)][1] for part in parts), default=0)
+
+    def plain(self, node: Node, path: Location) -> Any:
+        """Return what a node holds, and note the lines of its keys."""
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if node.tag not in [f"tag:yaml.org,2002:{kind}" for kind in _PLAIN]:
+            problem = f"the tag {shown(node.tag)} is not taken: write text, numbers, lists and mappings"
+            raise self._error(node, problem, "yaml.tag")
+        if isinstance(node, MappingNode):
+            return {key: self.plain(part, (*path, key)) for key, part in self._keys(node, path)}
+        if isinstance(node, SequenceNode):
+            return [self.plain(part, (*path, index)) for index, part in enumerate(node.value)]
+        return self._scalar(node)
+
+    def _keys(self, node: MappingNode, path: Location) -> Any:
+        for key, part in node.value:
+            if not isinstance(key, ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                description = (
+                    f"the key {shown(key.value)}" if isinstance(key, ScalarNode) else "a list or mapping as key"
+                )
+                raise self._error(key, f"{description} must be a word; quote it", "yaml.key")
+            here = (*path, self._text(key))
+            if here in self.lines:
+                raise self._error(key, f"key {shown(key.value)} stands twice; keep one", "yaml.repeated-key")
+            self.lines[here] = key.start_mark.line + 1
+            yield key.value, part
+
+    def _scalar(self, node: Node) -> Any:
+        if node.tag.endswith(":str") or (":" in node.value and node.tag.endswith((":int", ":float"))):
+            return self._text(node)  # 1:30 too, which YAML 1.1 takes for 90
+        text = shown(node.value)
+        if node.tag.endswith(":int") and _OCTAL.fullmatch(node.value):
+            problem = f"{text} may be octal; write it without leading zeros, or quote it"
+            raise self._error(node, problem, "yaml.octal")
+        try:
+            value = self.construct_object(node)
+        except (ValueError, KeyError, IndexError, OverflowError) as error:  # as !!int of what is none
+            problem = f"{text} cannot be read as what it looks like; quote it"
+            raise self._error(node, problem, "yaml.scalar") from error
+        if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
+            problem = f"{text} must be less than 2^63; write a number so large as 1e30"
+            raise self._error(node, problem, "yaml.number")
+        if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
+            problem = f"{text} is beyond the largest number there is, 1.8e308; lower it"
+            raise self._error(node, problem, "yaml.number")
+        if value == 0 and isinstance(value, float) and set(node.value.lower().partition("e")[0]) & set("123456789"):
+            problem = f"{text} is below the smallest number there is, 5e-324; raise it"
+            raise self._error(node, problem, "yaml.number")
+        return value
+
+    def _text(self, node: Node) -> str:
+        text: str = node.value
+        odd = next((sign for sign in text if category(sign) in _CONTROL and sign not in "\n\t"), None)
+        if odd is not None:
+            problem = f"{shown(text)} holds the control character {odd!r}; take it out"
+            raise self._error(node, problem, "yaml.control")
+        return text
+
+    def _error(self, node: Node, problem: str, code: str) -> ScenarioError:
+        line = "" if self._one_value else f":{node.start_mark.line + 1}"
+        return ScenarioError(f"{self._where}{line}: {problem}", code=code)
 
 
 def _refused(problem: str, event: Any) -> ComposerError:
@@ -107,9 +169,9 @@ def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, 
     if len(text) > LONGEST:
         raise ScenarioError(f"{where}: has more than {LONGEST:,} characters; give a shorter one", code="yaml.long")
     try:
-        loader = _Loader(text)
-        node, lines = loader.get_single_node(), dict[Location, int]()
-        return (None if node is None else _Reading(loader, lines, where, one_value).value(node, ())), lines
+        loader = _Loader(text, where, one_value=one_value)
+        node = loader.get_single_node()
+        return (None if node is None else loader.plain(node, ())), loader.lines
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
         mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
@@ -118,73 +180,6 @@ def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, 
         if one_value:
             place, remedy = "", "quote the value"
         raise ScenarioError(f"{where}{place}: not valid YAML ({problem}); {remedy}", code="scenario.yaml") from error
-
-
-class _Reading:
-    """Plain data from nodes that are bounded already."""
-
-    def __init__(self, loader: _Loader, lines: dict[Location, int], where: str, one_value: bool) -> None:
-        self._loader, self._lines, self._where, self._one_value = loader, lines, where, one_value
-
-    def value(self, node: Node, path: Location) -> Any:
-        """Return what a node holds, and note the lines of its keys."""
-        self._lines.setdefault(path, node.start_mark.line + 1)
-        if node.tag not in [f"tag:yaml.org,2002:{kind}" for kind in _PLAIN]:
-            problem = f"the tag {shown(node.tag)} is not taken: write text, numbers, lists and mappings"
-            raise self._error(node, problem, "yaml.tag")
-        if isinstance(node, MappingNode):
-            return {key: self.value(part, (*path, key)) for key, part in self._keys(node, path)}
-        if isinstance(node, SequenceNode):
-            return [self.value(part, (*path, index)) for index, part in enumerate(node.value)]
-        return self._scalar(node)
-
-    def _keys(self, node: MappingNode, path: Location) -> Any:
-        for key, part in node.value:
-            if not isinstance(key, ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                description = (
-                    f"the key {shown(key.value)}" if isinstance(key, ScalarNode) else "a list or mapping as key"
-                )
-                raise self._error(key, f"{description} must be a word; quote it", "yaml.key")
-            here = (*path, self._text(key))
-            if here in self._lines:
-                raise self._error(key, f"key {shown(key.value)} stands twice; keep one", "yaml.repeated-key")
-            self._lines[here] = key.start_mark.line + 1
-            yield key.value, part
-
-    def _scalar(self, node: Node) -> Any:
-        if node.tag.endswith(":str") or (":" in node.value and node.tag.endswith((":int", ":float"))):
-            return self._text(node)  # 1:30 too, which YAML 1.1 takes for 90
-        text = shown(node.value)
-        if node.tag.endswith(":int") and _OCTAL.fullmatch(node.value):
-            problem = f"{text} may be octal; write it without leading zeros, or quote it"
-            raise self._error(node, problem, "yaml.octal")
-        try:
-            value = self._loader.construct_object(node)
-        except (ValueError, KeyError, IndexError, OverflowError) as error:  # as !!int of what is none
-            problem = f"{text} cannot be read as what it looks like; quote it"
-            raise self._error(node, problem, "yaml.scalar") from error
-        if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
-            problem = f"{text} must be less than 2^63; write a number so large as 1e30"
-            raise self._error(node, problem, "yaml.number")
-        if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
-            problem = f"{text} is beyond the largest number there is, 1.8e308; lower it"
-            raise self._error(node, problem, "yaml.number")
-        if value == 0 and isinstance(value, float) and set(node.value.lower().partition("e")[0]) & set("123456789"):
-            problem = f"{text} is below the smallest number there is, 5e-324; raise it"
-            raise self._error(node, problem, "yaml.number")
-        return value
-
-    def _text(self, node: Node) -> str:
-        text: str = node.value
-        odd = next((sign for sign in text if category(sign) in _CONTROL and sign not in "\n\t"), None)
-        if odd is not None:
-            problem = f"{shown(text)} holds the control character {odd!r}; take it out"
-            raise self._error(node, problem, "yaml.control")
-        return text
-
-    def _error(self, node: Node, problem: str, code: str) -> ScenarioError:
-        line = "" if self._one_value else f":{node.start_mark.line + 1}"
-        return ScenarioError(f"{self._where}{line}: {problem}", code=code)
 
 
 Model = TypeVar("Model", bound=BaseModel)
