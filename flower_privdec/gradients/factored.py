@@ -395,11 +395,9 @@ class Outer:
         return ((exact.sqrt_() + (b * t + 2) * own * size + hidden) * (1 + ROUNDINGS * own)).to(dtype)
 
     def without(self, bad: Tensor) -> Outer:
-        """See Piece."""
         return replace(self, u=masked(self.u, bad), delta=masked(self.delta, bad))
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
-        """See Piece."""
         scaled = (self.delta * coefficient[:, None, None]).flatten(0, 1)
         if self.order is None:
             self.place.view(total).addmm_(scaled.t(), self.u.flatten(0, 1))
@@ -440,7 +438,6 @@ class LookedUp:
         return ((exact.sqrt_() + (b * t + 2) * own * size + hidden) * (1 + ROUNDINGS * own)).to(dtype)
 
     def without(self, bad: Tensor) -> LookedUp:
-        """See Piece."""
         return replace(self, delta=masked(self.delta, bad))
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:

@@ -383,11 +383,9 @@ class Stored:
         return upper(self.gradients.reshape(self.gradients.shape[0], -1))
 
     def without(self, bad: Tensor) -> Stored:
-        """See Piece."""
         return replace(self, gradients=masked(self.gradients, bad))
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
-        """See Piece."""
         flat = coefficient @ self.gradients.reshape(self.gradients.shape[0], -1)
         whole = self.place.view(total)
         (whole if self.part is None else self.part(whole)).add_(flat.view(self.gradients.shape[1:]))
@@ -458,7 +456,6 @@ class RowKernel(GradientKernel):
         return norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
         params, x = params.detach(), inputs_like(x, params)
         self._module.to(params)
         parts = self._logit_parts(x.shape[0], x)

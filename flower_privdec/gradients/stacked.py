@@ -179,7 +179,6 @@ class StackedKernel(GradientKernel):
         return factors.norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
         (first, *rest), m = self.layers, params.shape[0]
         out = params.new_empty(m, x.shape[0], self.layers[-1].weight.shape[0])
         per_example = self._width * params.element_size()
@@ -195,7 +194,6 @@ class StackedKernel(GradientKernel):
         return out
 
     def blended_logits(self, params: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs [c, N, k] of blended models for shared inputs; see GradientKernel."""
         (first, *rest), c = self.layers, len(weights)
         out = params.new_empty(c, x.shape[0], self.layers[-1].weight.shape[0])
         examples = row_chunks(x.shape[0], max(c, len(params)) * self._width * params.element_size(), self._memory)
@@ -271,12 +269,10 @@ class SparseLinearKernel(GradientKernel):
         return norms
 
     def logits(self, params: Tensor, x: SparseRows) -> Tensor:
-        """Return the outputs [m, N, k] for shared inputs, [N, D]; see GradientKernel."""
         layer = self.layers[0]
         weights = layer.weight.view(params).detach().cpu().numpy()
         z = torch.stack([torch.from_numpy(x.matrix @ weight.T) for weight in weights]).to(params)
         return z if layer.bias is None else z + layer.bias.view(params).unsqueeze(1)
 
     def blended_logits(self, params: Tensor, weights: Tensor, x: SparseRows) -> Tensor:
-        """Return the outputs [c, N, k] of blended models for shared inputs; see GradientKernel."""
         return torch.einsum("cn,nek->cek", weights, self.logits(params, x))

@@ -162,9 +162,7 @@ class PartitionSection(Section):
     """How the training examples are dealt out to the peers.
 
     Attributes:
-        kind: `iid` is equal random shares; `dirichlet` divides every class by a Dirichlet draw; `shards` sorts by
-            label, cuts, and deals out; `pathological` gives each peer a few classes; `sizes` is random shares of
-            given sizes.
+        kind: how:
         alpha: of the Dirichlet distribution, small is skewed; for kind dirichlet alone.
         min_size: the least examples a peer holds, for kind dirichlet alone: one that drew fewer is given random
             examples of the peers that hold most; left out, what is drawn stays, and a peer without any is refused.
@@ -189,9 +187,7 @@ class BatchSection(Section):
     """How a peer draws its examples for a step.
 
     Attributes:
-        sampling: `poisson` draws each example by itself, with probability rate, or size / count, as the accountant's
-            amplification needs it; `uniform` exactly size distinct ones; `shuffle` runs through each epoch's
-            permutation; `full` takes all; `blocks` is one of count // size fixed batches.
+        sampling: which examples of a peer:
         size: examples in a batch, on average for poisson; every sampling but full needs it, or a rate.
         rate: in place of size, of poisson alone: the probability of every example to be drawn, the same at every peer.
             A peer of J examples then draws rate J on average, by which its sums are divided; privacy is amplified
@@ -638,7 +634,7 @@ class RegularizerSection(Section):
     """h, which is added to the mean loss; it weighs every parameter, the bias too.
 
     Attributes:
-        kind: none; l2, μ‖x‖²/2; l1, φ‖x‖_1; elastic-net, both; box and ball confine the parameters.
+        kind: which function:
         weight: μ of l2 and elastic-net, φ of l1.
         l1_weight: φ of elastic-net.
         lower: of box.
@@ -672,8 +668,7 @@ class DualAveragingSection(Section):
     Attributes:
         name: which algorithm.
         regularizer: h, which is added to the loss.
-        schedule: strongly-convex weighs round t by a_t = t, and γ_t is gamma, for a strongly convex regularizer;
-            convex weighs all rounds alike, and γ_t is gamma sqrt(t).
+        schedule: the weight a_t of round t, and γ_t:
         gamma: γ, by which half the squared norm of the model holds it back; 0, the value of the theory, for the
             strongly convex schedule alone.
     """
@@ -872,9 +867,7 @@ class VRSection(GradientSection):
     """PrivSGP-VR: which memory of gradients reduces the variance.
 
     Attributes:
-        table: `factored` keeps every example's gradient by its layers' factors, for stacks of linear layers; `dense`
-            keeps the gradients themselves, for any model; `blocks` one for each fixed batch, with
-            data.batch.sampling: blocks; `snapshot` an earlier model and its full gradient (SVRG).
+        table: which gradients are remembered:
         snapshot_every: the number of rounds between two snapshots; for table snapshot only.
     """
 
@@ -1467,8 +1460,7 @@ class ParticipationSection(Section):
     """Who is active in a round.
 
     Attributes:
-        kind: `all`; `uniform`: as many in every round, drawn without replacement; or `edges`: the ends of some edges of
-            the topology, drawn without replacement, over which alone they exchange.
+        kind: which peers:
         fraction: the share of the peers that is active, for kind uniform alone.
         count: how many edges are drawn in a round, for kind edges alone.
     """
