@@ -399,7 +399,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
         "n_peers=5000",
         "--out",
         "x.png",
-    ): "a picture of 5,000 peers and 5,000 edges would show",
+    ): "a picture of 5,000 peers and 5,000 edges shows nothing",
     (
         *("topology", "s.yaml", "--set", "n_peers=1000", "--set", "topology.name=complete", "--out", "x.png"),
     ): "a picture of 1,000 peers and 999,000 edges would show nothing; draw at most",
