@@ -402,7 +402,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ): "a picture of 5,000 peers and 5,000 edges shows nothing",
     (
         *("topology", "s.yaml", "--set", "n_peers=1000", "--set", "topology.name=complete", "--out", "x.png"),
-    ): "a picture of 1,000 peers and 999,000 edges would show nothing; draw at most",
+    ): "a picture of 1,000 peers and 999,000 edges shows nothing; draw at most",
     (
         *("topology", "s.yaml", "--set", "n_peers=20000", "--set", "topology.name=erdos-renyi"),
     ): "topology.name=erdos-renyi has about 2e+08 edges with n_peers=20000, and at most 4,000,000 can be listed; take",
