@@ -24,7 +24,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.data import readers
-from flower_privdec.data.readers import EMBEDDED, Rows, Source, Split, Wanted, read_npz, read_own, read_svmlight, some
+from flower_privdec.data.readers import EMBEDDED, Request, Rows, Source, Split, read_npz, read_own, read_svmlight, some
 from flower_privdec.data.table_files import read_image_folder, read_table
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
@@ -180,7 +180,6 @@ _READERS: dict[str, Callable[..., Source]] = DATASETS.bind(
         "image-folder": read_image_folder,
     }
 )
-OF_A_SECTION = ("csv", "parquet", "image-folder")  # whose columns or classes the scenario names
 OWN = "own"  # the ledger's name of all data of users' functions: a renamed function must not start at ε = 0
 
 
@@ -246,15 +245,11 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
     Raises:
         ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
     """
-    name, requested = section.dataset, Wanted(targets, section.vocabulary, key, section.n_features)
-    root = None if root is None else os.path.expanduser(root)
+    name, request = section.dataset, Request(section, None if root is None else os.path.expanduser(root), targets, key)
     if not isinstance(name, str):
-        return read_own(name.module, root, name.arguments, requested)
+        return read_own(name, request)
     DATASETS.check(name, "data.dataset")
-    if name in EMBEDDED:
-        source = _READERS[name]()
-    else:
-        source = _READERS[name](section, root, requested) if name in OF_A_SECTION else _READERS[name](root, requested)
+    source = _READERS[name]() if name in EMBEDDED else _READERS[name](request)
     if source.targets != targets:
         raise ScenarioError(
             f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "

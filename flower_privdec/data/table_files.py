@@ -22,8 +22,8 @@ from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import require
-from flower_privdec.data.readers import Rows, Source, Split, Wanted, check_path, decode_images
-from flower_privdec.scenario.sections import DataSection, TableSection
+from flower_privdec.data.readers import Request, Rows, Source, Split, decode_images
+from flower_privdec.scenario.sections import TableSection
 
 ROOM = 20  # bytes of memory for each byte of a file of text, at most
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp")
@@ -44,16 +44,16 @@ class Columns:
     rows: list[int]
 
 
-def read_table(section: DataSection, root: str | None, wanted: Wanted) -> Source:
+def read_table(request: Request) -> Source:
     """Read one table: the training set at `data.root`, or the test set at `data.test`.
 
     Raises:
         ScenarioError: there is no such file, or, where a half is read, a column, a row or a value is wrong.
     """
-    table, where = section.table, f"{wanted.key}={root}"
+    section, path, where, targets = request.section, request.path(), request.where, request.targets
+    table = section.table
     assert table is not None  # which `DataSection` requires
-    path = check_path(root, wanted, str(section.dataset), "the path of one; give it")
-    if wanted.targets == "labels" or wanted.n_tokens is not None:
+    if targets == "labels" or request.n_tokens is not None:
         raise ScenarioError(
             f"data.dataset={section.dataset} has one target a row and numbers as features: take a loss of classes or "
             "of numbers, and leave data.vocabulary out",
@@ -65,12 +65,12 @@ def read_table(section: DataSection, root: str | None, wanted: Wanted) -> Source
         columns = read(path, where, table)
         if not columns.rows:
             raise ScenarioError(f"{where} holds no row; give another file", code="data.empty")
-        y = _targets(section.labels, table, columns, wanted.targets)
+        y = _targets(section.labels, table, columns, targets)
         x = torch.from_numpy(_features(table, columns))
         return Split(y, lambda rows: x[rows])
 
-    n_classes = None if section.labels is None or wanted.targets != "classes" else len(section.labels)
-    return Source(half, half, n_classes, wanted.targets)
+    n_classes = None if section.labels is None or targets != "classes" else len(section.labels)
+    return Source(half, half, n_classes, targets)
 
 
 def from_frame(
@@ -255,21 +255,22 @@ def _targets(listed: Sequence[str] | None, table: TableSection, columns: Columns
     return labels
 
 
-def read_image_folder(section: DataSection, root: str | None, wanted: Wanted) -> Source:
+def read_image_folder(request: Request) -> Source:
     """Read a folder with a folder of images for each class, as RGB [3, height, width], scaled by PLAIN_PIXELS.
 
     Raises:
         ScenarioError: there is no such folder, or, where a half is read, a folder is no class or an image is wrong.
     """
-    path = check_path(root, wanted, "image-folder", "one with a folder for each class; give it", folder=True)
-    if wanted.targets != "classes" or section.labels is None:
+    path = request.path("one with a folder for each class; give it", folder=True)
+    labels = request.section.labels
+    if request.targets != "classes" or labels is None:
         raise ScenarioError(
             "data.dataset=image-folder has classes: list the names of their folders in data.labels, and take a loss of "
             "classes",
             code="data.labels",
         )
-    half = partial(_images, Path(path), f"{wanted.key}={root}", section.labels)
-    return Source(half, half, len(section.labels))
+    half = partial(_images, Path(path), request.where, labels)
+    return Source(half, half, len(labels))
 
 
 def _images(folder: Path, where: str, classes: Sequence[str]) -> Split:
