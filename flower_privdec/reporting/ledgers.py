@@ -75,22 +75,25 @@ def ledger_facts(path: Path, delta: float, budget: float | None = None, *, check
         lines += len(entries)
         source = segment.source
     costs = runs_in(totals.entries)
-    together = epsilon_of_runs(list(costs.values()), delta)
+    together = _spent(list(costs.values()), delta, check)
     return {
         "ledger": str(path),
         "source": source,
         "lines": lines,
         "delta": delta,
         "runs": [_run_facts(run, totals, alternatives, delta, check) for run, alternatives in costs.items()],
-        "epsilon": json_number(together),
-        **_checked(list(costs.values()), delta, check),
-        "left": None if budget is None else max(0.0, budget - together),
+        **together,
+        "left": None if budget is None else max(0.0, budget - float(together["epsilon"])),
     }
 
 
-def _checked(runs: Sequence[Alternatives], delta: float, check: bool) -> dict[str, Any]:
-    other = dp_accounting_epsilon(runs, delta) if check else None
-    return {"dp_accounting": None if other is None else json_number(other)} if check else {}
+def _spent(runs: Sequence[Alternatives], delta: float, check: bool) -> dict[str, Any]:
+    """Return the ε of runs together, and dp-accounting's where it is asked for."""
+    facts: dict[str, Any] = {"epsilon": json_number(epsilon_of_runs(runs, delta))}
+    if check:
+        other = dp_accounting_epsilon(runs, delta)
+        facts["dp_accounting"] = None if other is None else json_number(other)
+    return facts
 
 
 def _run_facts(run: str, totals: Totals, alternatives: Alternatives, delta: float, check: bool) -> dict[str, Any]:
@@ -99,8 +102,7 @@ def _run_facts(run: str, totals: Totals, alternatives: Alternatives, delta: floa
         "run": run,
         "steps": max(entry.to_step for entry in entries),
         "peers": len({peer for entry in entries for charge in entry.charges for peer in charge.peers}),
-        "epsilon": json_number(epsilon_of_runs([alternatives], delta)),
-        **_checked([alternatives], delta, check),
+        **_spent([alternatives], delta, check),
         "environment": entries[-1].run.environment,
     }
 

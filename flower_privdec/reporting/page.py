@@ -155,6 +155,7 @@ def render(groups: Sequence[RunGroup]) -> str:
         budgets=headings,
         runs=[_section(group, graph) for group, graph in zip(groups, _graphs(groups), strict=True)],
         version=__version__,
+        wording=wording,
     )
 
 
@@ -243,14 +244,9 @@ def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
         facts += summary.get("made", {}).items()
     return {
         "label": group.label,
-        "headline": wording.headline(summary),
+        "summary": summary,
         "finished": first.finished,
         "facts": facts,
-        "guarantee": wording.guarantee(summary),
-        "meaning": wording.meaning(summary),
-        "claim": wording.claim(summary),
-        "warning": summary.get("budget_note"),
-        "noise": summary.get("noise") if wording.is_private(summary) else None,
         "privacy": wording.alike(summary["privacy"], privacy_cells),
         "graph": graph,
         "yaml": complete_yaml(first.scenario),

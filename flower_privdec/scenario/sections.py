@@ -198,7 +198,7 @@ class BatchSection(Section):
 
     sampling: Annotated[str, catalogue.SAMPLINGS] = "poisson"
     size: Count | None = None
-    rate: Annotated[float, Field(ge=1e-9, le=1, allow_inf_nan=False)] | None = None  # smaller: gaps overflow integers
+    rate: Annotated[float, Field(ge=1e-9, le=1, allow_inf_nan=False)] | None = None  # less: gaps between draws overflow
     small_peers: Literal["refused", "full"] = "refused"
 
     def _check(self) -> None:
