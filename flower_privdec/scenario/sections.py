@@ -297,7 +297,7 @@ class DataSection(Section):
             y_train, x_test and y_test. A function of your own is called with "train" or "test", its arguments, and root
             where that is given; it returns x and y.
         root: the folder in which the data lie, or the .npz file; nothing is downloaded. A relative path begins in the
-            scenario's folder, as those of test, `model.from`, `topology.file` and `privacy.ledger` do; on the command
+            scenario's folder, as those of test, `model.from`, `privacy.ledger` and a graph's `file` do; on the command
             line and in Python, where the command runs. A function gets `{peer}` alone as the peer's number.
             With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out; so
             has a device that names its own by `privdec peer --data`.
