@@ -24,7 +24,17 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flower_privdec.api.commands import GraphDescription, StudyResult, audit, ledger, report, study, topology, up
+    from flower_privdec.api.commands import (
+        GraphDescription,
+        StudyResult,
+        audit,
+        audit_app,
+        ledger,
+        report,
+        study,
+        topology,
+        up,
+    )
     from flower_privdec.api.running import (
         Comparison,
         OnEnd,
@@ -45,7 +55,7 @@ else:
     from importlib import import_module as _import_module
 
     _NAMES = {  # by module
-        "api.commands": "GraphDescription StudyResult audit ledger report study topology up",
+        "api.commands": "GraphDescription StudyResult audit audit_app ledger report study topology up",
         "api.running": "Comparison OnEnd OnEvaluation OnRound Plan RunResult compare load_run plan run",
         "api.scenarios": "load_scenario make_scenario",
         "common.errors": "BudgetError PrivdecError RunError ScenarioError",
@@ -80,6 +90,7 @@ __all__ = [
     "ScenarioError",
     "StudyResult",
     "audit",
+    "audit_app",
     "compare",
     "ledger",
     "load_run",

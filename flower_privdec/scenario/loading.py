@@ -393,6 +393,18 @@ def to_yaml(scenario: Scenario | AppScenario) -> str:
     return (UNNAMEABLE if has_objects else "") + write_yaml(data)
 
 
+def without_folders(scenario: Scenario) -> Scenario:
+    """Return a scenario whose paths are names alone, for another machine, which has paths of its own.
+
+    Its `scenario_hash` is the same. Of `data.root` with `{peer}` in it what begins there stays.
+    """
+    data = json.loads(scenario.model_dump_json(by_alias=True))
+    for section, key in _paths_in(data):
+        path = section[key]
+        section[key] = path[path.index(PEER) :] if PEER in path else os.path.basename(path)
+    return Scenario.model_validate(data)
+
+
 def scenario_hash(scenario: Scenario | AppScenario, *, movable: bool = True) -> str:
     """Return a hash of everything that decides the run's results: not threads, memory, addresses or the planner's.
 
