@@ -16,7 +16,7 @@ import numpy as np
 
 from flower_privdec.common.catalogue import MetricKind
 from flower_privdec.scenario import load_scenario
-from flower_privdec.studies.publish import HOW_JUDGED, WHOSE, markdown, verdict_blocks
+from flower_privdec.studies.publish import AXIS, HOW_JUDGED, WHOSE, markdown, verdict_blocks
 from flower_privdec.studies.results import Estimate, Group, PartResult, criterion, judge
 from flower_privdec.studies.spec import Check, Part, Slope, Speedup, Study, kinds_of, load_study
 
@@ -70,11 +70,8 @@ class Published(Group):
 
 
 def _rows(path: Path) -> Rows:
-    """Return the rows of a table, of equal names the first column; none where there is no table."""
-    if not path.is_file():
-        return []
-    head, *lines = csv.reader(path.read_text(encoding="utf-8").splitlines())
-    return [dict(reversed(list(zip(head, line, strict=True)))) for line in lines]
+    """Return the rows of a table; none where there is no table."""
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.is_file() else []
 
 
 def published(folder: Path, part: Part, size: str, kinds: Mapping[str, MetricKind]) -> PartResult:
@@ -86,7 +83,7 @@ def published(folder: Path, part: Part, size: str, kinds: Mapping[str, MetricKin
     def by_place(rows: Rows) -> dict[tuple[str, ...], Rows]:
         places: dict[tuple[str, ...], Rows] = {}
         for row in rows:
-            places.setdefault(tuple(row[name] for name in varied), []).append(row)
+            places.setdefault(tuple(row[f"{AXIS}{name}"] for name in varied), []).append(row)
         return places
 
     table, curves = (by_place(_rows(folder / f"{kind}-{part.name}.csv")) for kind in ("table", "curves"))
