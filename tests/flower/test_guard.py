@@ -202,7 +202,7 @@ def test_the_noise_of_a_release_is_the_policys_and_fresh(tmp_path: Path) -> None
     guard = guarded(tmp_path, app, clip_norm=0.5, noise_multiplier=2.0)
     one, other = (values(guard(message, a_context())) for _ in range(2))
     assert abs(one.std() - 1.0) < 0.03
-    assert abs(np.corrcoef(one, other)[0, 1]) < 0.03
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.04  # 5.7 standard deviations
     assert charges(tmp_path) == 2  # the same message twice is a second draw, which is charged
 
 
