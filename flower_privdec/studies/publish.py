@@ -65,14 +65,14 @@ def row(result: PartResult, group: Group) -> list[str]:
     cells += [_value(group, name) for name in part.metrics]
     if result.claims_epsilon:
         cells.append(budgets_text(group.budgets("claimed_epsilon"), setting))
-    seeds = str(len(group.runs)) + ("" if group.complete else f" ({group.missing} missing)")
+    seeds = str(group.n_runs) + ("" if group.complete else f" ({group.missing} missing)")
     exact = budgets_text(group.budgets("epsilon"), epsilon_text)
     return [*cells, exact, budgets_text(group.budgets("delta"), setting), seeds]
 
 
 def _value(group: Group, name: str) -> str:
     """Return a metric's mean and spread, or that no run of the group is finished."""
-    if group.missing and not group.runs:
+    if group.missing and not group.n_runs:
         return "not run"
     return value_text(group.metric(name), group.final(name), spread=True)
 
@@ -102,7 +102,7 @@ def to_csv(result: PartResult) -> str:
             line += texts([estimate.mean, estimate.std] if estimate else [None, None])
             line.append(" ".join(texts(group.finals(name))))
         line += [" ".join(dict.fromkeys(texts(group.budgets(key)))) for key in budgets]
-        writer.writerow([*line, len(group.runs)])
+        writer.writerow([*line, group.n_runs])
     return file.getvalue()
 
 
