@@ -14,7 +14,7 @@ from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Mix, State
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import EdgeArray, Participation, Topology, edge_array, in_neighbors
+from flower_privdec.graph.topology import EdgeArray, Participation, Topology, edge_array
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario.sections import AsynchronousSection
@@ -68,8 +68,8 @@ class WakingEdges:
 
     def edges(self, round_index: int) -> EdgeArray:
         """Return the event's edge in both directions, [2, 2], or none where the peer has no neighbour just then."""
-        peer = self.waking.peer(round_index)
-        neighbours = in_neighbors(self.graph.edges(round_index), peer)
+        peer, edges = self.waking.peer(round_index), self.graph.edges(round_index)
+        neighbours = edges[edges[:, 1] == peer, 0]
         if not len(neighbours):
             return edge_array([], self.n_peers)
         pick = keyed_generator(self.waking.seed, "waking-neighbour", round_index).integers(len(neighbours))

@@ -60,7 +60,7 @@ def up(
         scenario: a scenario, or the path of its file.
         out: the folder of the results. By default it is a temporary one, deleted with the result, ledgers included.
         resume: continue from the checkpoints in `out`.
-        loss: share of all messages that a proxy between the peers loses, from 0 to below 1.
+        loss: share of all messages that are lost on purpose, from 0 to below 1.
         kill: the round after which a peer is killed for good, by peer.
         restart: the round after which a peer is killed and restarted, by peer.
         insecure_seeds: INSECURE: draw noise and batches from the scenario's seed, for tests.
@@ -88,9 +88,8 @@ def up(
     kills = network.injected_kills(*faults, loaded.n_peers, loaded.rounds)
 
     def train(folder: Path) -> None:
-        with network.losing(loss) as proxy:
-            options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "kills": kills}
-            network.Up(loaded, folder, **options).run(stopping(on_evaluation, loaded.rounds))
+        options = {"resume": resume, "insecure_seeds": insecure_seeds, "loss": loss, "kills": kills}
+        network.Up(loaded, folder, **options).run(stopping(on_evaluation, loaded.rounds))
 
     return train_into(train, folder, on_end)
 

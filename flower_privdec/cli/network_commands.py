@@ -72,6 +72,7 @@ def peer(
         ),
     ] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+    loss: Annotated[float, typer.Option(hidden=True, min=0.0, max=1.0)] = 0.0,
 ) -> None:
     """Run one peer of a scenario on this device, with the other peers and no server.
 
@@ -98,7 +99,7 @@ def peer(
         with starting():
             network = require("flower_privdec.network.peer.foreground", "privdec peer", "pip install grpcio")
             loaded = load_scenario(scenario, settings or ())
-        run = partial(network.run_peer, data=data, insecure_seeds=insecure_seeds)
+        run = partial(network.run_peer, data=data, insecure_seeds=insecure_seeds, loss=loss)
     folder = out or Path("peers") / f"{loaded.name}-{number}"
     options = {"with_parent": with_parent, "charge_witnessed": charge_witnessed}
     with saying_when_interrupted(f"the same command continues from {folder}"):
@@ -111,7 +112,7 @@ def up(
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoints.")] = False,
     insecure_seeds: InsecureSeeds = False,
-    loss: Annotated[float, typer.Option(help="Share of all messages, below 1, that a proxy loses.")] = 0.0,
+    loss: Annotated[float, typer.Option(help="Share of all messages, below 1, that are lost.")] = 0.0,
     kill: Annotated[
         list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer for good after a round. Repeatable.")
     ] = None,
@@ -130,12 +131,11 @@ def up(
         loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / loaded.name
     with (
-        network.losing(loss) as proxy,
         saying_when_interrupted(f"the same command with --resume continues from {folder}"),
         network_progress(loaded, folder) as (on_metrics, on_status),
     ):
         due = network.injected_kills(kill or (), restart or (), loaded.n_peers, loaded.rounds)
-        options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "kills": due}
+        options = {"resume": resume, "insecure_seeds": insecure_seeds, "loss": loss, "kills": due}
         peers = network.Up(loaded, folder, **options)
         if on_status is None:
             typer.echo(f"{loaded.name}: each of {loaded.n_peers} peers starts and waits for its neighbours", err=True)

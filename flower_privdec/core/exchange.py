@@ -167,7 +167,6 @@ class Mix(Exchange):
     """
 
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
-        """See Exchange."""
         outgoing: dict[Link, Payload] = {}
         scaled: dict[tuple[int, float], Payload] = {}
         at = {peer: row for row, peer in enumerate(state.peers.tolist())}
@@ -179,7 +178,6 @@ class Mix(Exchange):
         return outgoing
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
-        """See Exchange."""
         like = {name: state.rows[name][0] for name in self.names}
         hosted = mixing.hosted(self.place(state.round_index, mixing), state.peers)
         received = checked(messages, list(hosted.heard), like, state.round_index)
@@ -215,7 +213,6 @@ class Gather(Exchange):
     """Each peer gets its in-neighbours' named rows unmixed: edges of the same names, own the one that heard."""
 
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
-        """See Exchange."""
         rows = {
             peer: {name: state.rows[name][row].clone() for name in self.names}
             for row, peer in enumerate(state.peers.tolist())
@@ -224,18 +221,15 @@ class Gather(Exchange):
         return {(sender, receiver): rows[sender] for sender, receiver, _ in sent}
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
-        """See Exchange."""
         links = self.awaited(state, mixing)
         like = {name: state.rows[name][0] for name in self.names}
         return Changed({}, _edges(links, checked(messages, links, like, state.round_index), like))
 
     def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:
-        """See Exchange."""
         senders, receivers = _columns(self.awaited(state, mixing))
         return Changed({}, {name: Edges(receivers, senders, reach.rows[name][senders]) for name in self.names})
 
     def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
-        """See Exchange."""
         return self.among(state, mixing, InReach(state.rows, {}))
 
 
@@ -251,11 +245,9 @@ class Reply(Exchange):
     differs = True
 
     def shaped(self, name: str) -> str:
-        """See Exchange."""
         return self.like
 
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
-        """See Exchange."""
         first = state.edges[self.names[0]]
         pairs = enumerate(zip(first.own.tolist(), first.other.tolist(), strict=True))
         return {pair: {name: state.edges[name].values[e].clone() for name in self.names} for e, pair in pairs}
@@ -265,16 +257,13 @@ class Reply(Exchange):
         return list(mixing.hosted(self.place(state.round_index, mixing), state.peers).answered)
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
-        """See Exchange."""
         links, like = self.awaited(state, mixing), dict.fromkeys(self.names, state.rows[self.like][0])
         return Changed({}, _edges(links, checked(messages, links, like, state.round_index), like))
 
     def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:
-        """See Exchange."""
         return Changed({}, {name: _turned(reach.edges[name], state.peers) for name in self.names})
 
     def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
-        """See Exchange."""
         return self.among(state, mixing, InReach({}, {name: [state.edges[name]] for name in self.names}))
 
 

@@ -112,9 +112,15 @@ class InitialArrays:
 
 def save_initial(path: Path, initial: InitialArrays) -> None:
     """Write initial arrays to a safetensors file that other peers can load."""
+
+    def encoded(value: object) -> object:
+        if isinstance(value, bytes):
+            return {"base64": base64.b64encode(value).decode()}
+        raise TypeError(f"{type(value).__name__} cannot be in a config")
+
     facts = {"format": FORMAT, "order": list(initial.arrays), "key": initial.key, "configs": initial.configs}
     arrays = {name: np.array(value, order="C") for name, value in initial.arrays.items()}
-    write_atomically(path, save(arrays, {"initial": json.dumps(facts, default=_bytes_to_json)}))
+    write_atomically(path, save(arrays, {"initial": json.dumps(facts, default=encoded)}))
 
 
 def load_initial(path: Path) -> InitialArrays:
@@ -123,9 +129,13 @@ def load_initial(path: Path) -> InitialArrays:
     Raises:
         ScenarioError: it cannot be read, or is another kind of file.
     """
+
+    def decoded(value: dict[str, Any]) -> Any:
+        return base64.b64decode(value["base64"], validate=True) if value.keys() == {"base64"} else value
+
     try:
         with safe_open(path, "np") as file:
-            facts = json.loads(file.metadata()["initial"], object_hook=_bytes_from_json)
+            facts = json.loads(file.metadata()["initial"], object_hook=decoded)
             if facts["format"] != FORMAT:
                 raise ValueError(f"format {facts['format']!r}, not {FORMAT}")
             arrays = {str(name): file.get_tensor(name) for name in facts["order"]}
@@ -135,16 +145,6 @@ def load_initial(path: Path) -> InitialArrays:
             f"{path} holds no initial arrays ({one_line(error)}); give the initial.safetensors of a peer's folder",
             code="app.initial-file",
         ) from error
-
-
-def _bytes_to_json(value: object) -> object:
-    if isinstance(value, bytes):
-        return {"base64": base64.b64encode(value).decode()}
-    raise TypeError(f"{type(value).__name__} cannot be in a config")
-
-
-def _bytes_from_json(value: dict[str, Any]) -> Any:
-    return base64.b64decode(value["base64"], validate=True) if value.keys() == {"base64"} else value
 
 
 # --- initial arrays from the app's ServerApp ---
@@ -388,7 +388,6 @@ class AppTrainer:
 
     @property
     def witnessed_ledger(self) -> Ledger | None:
-        """See Trainer."""
         return self.ledger
 
     def reserve(self) -> tuple[int, Head | None]:
@@ -396,11 +395,9 @@ class AppTrainer:
         return 0, None if self.ledger is None else self.ledger.head
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
-        """See Trainer."""
         return 0 if self.ledger is None else self.ledger.charge_witnessed(witnessed, self._noise)
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
-        """See Trainer."""
         if (private := self._private) is not None:
             budget = private.epsilon or math.inf
             incarnation = secrets.randbits(62)
@@ -449,7 +446,6 @@ class AppTrainer:
         return noise_for(private, rounds)
 
     def advance(self, state: State) -> Exchange | None:
-        """See Trainer."""
         if state.at == 0:
             self._train(state)
             state.at = 1
@@ -537,7 +533,6 @@ class AppTrainer:
         return {"epsilon": json_number(self.ledger.spent.epsilon), "privacy": str(self.ledger.spent)}
 
     def close(self) -> None:
-        """See Trainer."""
         if self.ledger is not None:
             self.ledger.close()
 

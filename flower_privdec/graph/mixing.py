@@ -313,7 +313,6 @@ class SparseMatrix(MixingMatrix):
     halves: bool
 
     def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
-        """See MixingMatrix."""
         return self.columns, np.repeat(self.receivers, np.diff(self.indptr)), self.weights
 
     def rows(self, peers: npt.ArrayLike) -> SparseMatrix:
@@ -328,7 +327,6 @@ class SparseMatrix(MixingMatrix):
 
     @property
     def moved(self) -> Peers | None:
-        """See MixingMatrix."""
         return None if self._changed is None else self._changed[1].receivers
 
     def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -438,7 +436,6 @@ class AverageMatrix(MixingMatrix):
     averaged: npt.NDArray[np.bool_]
 
     def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
-        """See MixingMatrix."""
         senders, receivers, weights = [], [], []
         for peer, own, averaged in zip(self.receivers, self.own, self.averaged, strict=True):
             heard = self.members[np.argsort((peer - self.members) % self.n_columns)] if averaged else own[None]
@@ -774,13 +771,10 @@ def disagreement_left(mixing: Mixing) -> float:
             f"n_peers={n} must be <= {MOST_MEASURED} to measure how fast noise mixes: give privacy.noise.strength",
             code="noise.strength",
         )
-    product = torch.eye(n, dtype=torch.float64)
-    for place in range(MEASURED_PLACES):
-        product = mixing.matrix(place).apply(product)
+    for place, rows in enumerate(_weighted_means(mixing, 0, MEASURED_PLACES)):
         if (place + 1) % mixing.steps:
             continue
-        rows = product / product.sum(1, keepdim=True)
-        left = float((rows - rows.mean(0)).square().sum()) / n
+        left = float(_centred(rows).square().sum()) / n
         total += left
         if left <= NEGLIGIBLE * total:
             break
@@ -810,14 +804,19 @@ def rounds_to_agree(mixing: Mixing, first: int, most: int, tolerance: float) -> 
             f"network.final_mixing=auto must have {MOST_MEASURED} peers at most, not n_peers={n}: give it a number",
             code="network.final-mixing",
         )
-    product = torch.eye(n, dtype=torch.float64)
-    for count in range(1, most + 1):
-        product = mixing.matrix(first + count - 1).apply(product)
-        rows = product / product.sum(1, keepdim=True)
-        left = float((rows - rows.mean(0)).abs().sum(1).max())
+    for count, rows in enumerate(_weighted_means(mixing, first, most), start=1):
+        left = float(_centred(rows).abs().sum(1).max())
         if left <= tolerance:
             return count, left
     return most, left
+
+
+def _weighted_means(mixing: Mixing, first: int, count: int) -> Iterator[Tensor]:
+    """Yield the products of the matrices from a place on, [n, n], each row divided by its push-sum weight."""
+    product = torch.eye(mixing.n_peers, dtype=torch.float64)
+    for place in range(first, first + count):
+        product = mixing.matrix(place).apply(product)
+        yield product / product.sum(1, keepdim=True)
 
 
 def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:

@@ -83,12 +83,6 @@ def shift_edges(n_peers: int, offsets: npt.ArrayLike) -> EdgeArray:
     return edge_array(np.stack([senders, (senders + ahead) % n_peers], axis=-1), n_peers)
 
 
-def in_neighbors(edges: EdgeArray, peer: int) -> Peers:
-    """Return the peers that send to `peer`, ascending."""
-    senders: Peers = edges[edges[:, 1] == peer, 0]
-    return senders
-
-
 def networkx() -> Any:
     """Import networkx, which takes long and which most runs do not need."""
     import networkx

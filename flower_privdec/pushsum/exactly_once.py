@@ -54,7 +54,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from flower_privdec.common.errors import RunError
@@ -218,7 +218,7 @@ class Durable(Generic[V]):
     round_index: int
     mass: Mapping[str, V]
     edges: Mapping[int, Edge[V]]
-    number: int = field(default=0)
+    number: int = 0
 
 
 class PushSumProtocol(Generic[V]):
@@ -641,9 +641,7 @@ class PushSumProtocol(Generic[V]):
             self._forget(neighbor, theirs.received)
             return None if theirs.opened else self.hello(neighbor)
         self.close(neighbor)
-        objection = self.hello(
-            neighbor
-        )  # from which a neighbour that is behind learns it; None where it has it already
+        objection = self.hello(neighbor)  # from which a neighbour that is behind learns it, unless it has it already
         before, self._objections[neighbor] = self._objections.get(neighbor), objection
         return None if objection == before else objection
 
@@ -679,12 +677,7 @@ class PushSumProtocol(Generic[V]):
         return behind(theirs, mine) is None
 
     def _believe(self, theirs: Hello, why: str) -> None:
-        """Act on a neighbour's claim that this peer has forgotten something, where that can be.
-
-        Raises:
-            RefusedError: it cannot.
-            StaleStateError: it can.
-        """
+        """Raise StaleStateError where this peer can have forgotten what a neighbour claims, else RefusedError."""
         far = (theirs.knows >> 32) - (self.incarnation >> 32) > FARTHEST
         if theirs.sender in self._greeted or far:
             raise self._closing(theirs.sender, f"lies, or has a stale state itself ({why})", "edge.lie")

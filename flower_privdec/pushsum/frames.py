@@ -382,11 +382,7 @@ class FrameCodec:
 
     @staticmethod
     def _message(header: FrameHeader, body: memoryview, values: Mapping[str, Tensor]) -> Message:
-        """Return the message of a frame.
-
-        Raises:
-            RefusedError: a ledger report is not in its one form.
-        """
+        """Return the message of a frame; refuse a ledger report that is not in its one form."""
         ends, sides = (header.sender, header.receiver), (header.incarnation, header.addressed)
         if header.kind == FrameKind.SHARE:
             return FrozenShare(*ends, *sides, header.number, header.boot, header.round_index, values)
@@ -453,11 +449,7 @@ def _has_finite_sum(part: Any) -> bool:
 
 
 def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, Tensor]:
-    """Return the rows of a frame as views of what follows its header, once each of their numbers may be one.
-
-    Raises:
-        RefusedError: naming the frame, the row, what is wrong and what would be right.
-    """
+    """Return the rows of a frame as views of what follows its header, once each of their numbers may be one."""
     layout, end, rows = _layout(tuple(formats.values())), 0, dict[str, Any]()
     for (name, row), expected in zip(formats.items(), layout.lines, strict=True):
         line, end = body[end : end + LINE.size], end + LINE.size
@@ -524,13 +516,12 @@ class WireCodec(Protocol):
 
 
 class Cast:
-    """Sends rows as numbers of one type, what the type cannot hold rounded; with None as they are."""
+    """Sends rows as numbers of one type, what the type cannot hold rounded; with None as they are; see WireCodec."""
 
     def __init__(self, dtype: torch.dtype | str | None) -> None:
         self._dtype = dtype
 
     def encode(self, row: Tensor) -> Tensor:
-        """See WireCodec."""
         if self._dtype is None:
             return row
         import torch
@@ -538,7 +529,6 @@ class Cast:
         return row.to(getattr(torch, type_name(self._dtype)))
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
-        """See WireCodec."""
         return sent.to(like)
 
 
@@ -558,13 +548,11 @@ def wire_codec(name: str) -> WireCodec:
             f"network.codec={name!r} must be one of {', '.join(CODECS)}, or your own, as package.module:Name",
             code="network.codec",
         )
-    methods = ("encode", "decode")
-    own = load_own(
-        name,
-        "network.codec",
-        accepts=lambda part: all(hasattr(part, method) for method in methods),
-        must_be="a class with the methods encode and decode",
-    )
+
+    def accepts(part: Any) -> bool:
+        return hasattr(part, "encode") and hasattr(part, "decode")
+
+    own = load_own(name, "network.codec", accepts=accepts, must_be="a class with the methods encode and decode")
     codec: WireCodec = own()
     return codec
 
@@ -603,7 +591,7 @@ class RowMass(MutableMapping[str, Any]):
 class TensorArithmetic:
     """Rows on any device, of which parts leave as a wire codec encodes them; numbers without an axis leave as they are.
 
-    In floating point each addition rounds, as in any mixing; the number subtracted here is the one added there.
+    See `pushsum.exactly_once.Arithmetic`; subtractions and additions are in place.
 
     Attributes:
         is_exact: whether rows are sent as they are.
@@ -621,23 +609,18 @@ class TensorArithmetic:
         return self._codec.decode(sent, like) if like.ndim else sent.to(like)
 
     def part(self, value: Tensor, weight: float) -> Tensor:
-        """See Arithmetic."""
         return self.encode(value * weight)
 
     def subtract(self, value: Tensor, part: Tensor) -> Tensor:
-        """See Arithmetic; in place."""
         return value.sub_(self.decode(part, value))
 
     def add(self, value: Tensor, part: Tensor) -> Tensor:
-        """See Arithmetic; in place."""
         return value.add_(self.decode(part, value))
 
     def nothing(self, value: Tensor) -> Tensor:
-        """See Arithmetic."""
         return value.new_zeros(value.shape)
 
     def copy(self, value: Tensor) -> Tensor:
-        """See Arithmetic."""
         return value.clone()
 
     def same(self, value: Tensor, part: Tensor) -> bool:
@@ -649,7 +632,6 @@ class TensorArithmetic:
         return same and torch.equal(value.reshape(-1).view(bits), part.reshape(-1).view(bits))
 
     def fits(self, value: Tensor, part: Tensor) -> bool:
-        """See Arithmetic."""
         from flower_privdec.rows.tensors import all_finite
 
         pairs = zip(value.reshape(-1).split(AT_ONCE), self.decode(part, value).reshape(-1).split(AT_ONCE), strict=True)

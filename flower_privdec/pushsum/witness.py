@@ -28,30 +28,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.files import named, naming, open_file
 from flower_privdec.pushsum.exactly_once import LAST, RefusedError
 
+if TYPE_CHECKING:
+    from flower_privdec.privacy.ledger.ledger import Ledger
+    from flower_privdec.privacy.noise.agreed import AgreedSecrets
+
 MANY = 4096  # boots of one peer at most
 NO_KEY = bytes(32)
 SLOT = struct.Struct("<QQQI")  # neighbour, boot, lines, CRC-32
 RUNS_TWICE = "network.runs-twice"  # the code of a refusal
-
-
-class WitnessedLedger(Protocol):
-    """What neighbours see of a ledger; see `privacy.ledger.ledger.Ledger`.
-
-    Attributes:
-        lines: how many there are of each boot, charged ones included.
-    """
-
-    lines: dict[int, int]
-
-    def check_witnessed(self, witnessed: Mapping[int, int]) -> None:
-        """Raise BudgetError unless the ledger holds as many lines of each boot."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +71,6 @@ class LedgerReport:
     round_index: int = 0
 
 
-class PairKeys(Protocol):
-    """A peer's keys for secrets with its neighbours; see `privacy.noise.agreed.AgreedSecrets`.
-
-    Attributes:
-        public: what each neighbour needs, 32 bytes.
-    """
-
-    public: bytes
-
-    def learn(self, other: int, public: bytes) -> None:
-        """Take a neighbour's key; raises ValueError where no secret can be made of it."""
-
-
 class LedgerWitness:
     """One peer's reports to its neighbours, and what it has seen of theirs; for any thread.
 
@@ -117,11 +95,11 @@ class LedgerWitness:
         peer: int,
         neighbors: Iterable[int],
         boot: int,
-        ledger: WitnessedLedger | None = None,
+        ledger: Ledger | None = None,
         seen: Mapping[int, Mapping[int, int]] | None = None,
         remember: Callable[[int, int, int], None] = lambda neighbor, boot, lines: None,
         draw: Callable[[], int] | None = None,
-        pairs: PairKeys | None = None,
+        pairs: AgreedSecrets | None = None,
     ) -> None:
         self.peer, self.boot, self._ledger, self._remember = peer, boot, ledger, remember
         self._pairs = pairs

@@ -317,13 +317,13 @@ def test_an_app_that_raises_is_told_where_and_which_path_was_tried(
 
 
 def test_no_two_peers_and_no_two_rounds_share_their_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, noised = [], peer_state.noised
+    drawn, noised = [], peer_state.exactly_noised
 
     def keeping(update: np.ndarray, std: float) -> np.ndarray:
         drawn.append(noised(update, std) - update)
         return update + drawn[-1]
 
-    monkeypatch.setattr(peer_state, "noised", keeping)
+    monkeypatch.setattr(peer_state, "exactly_noised", keeping)
     grid = LocalGrid(client(lambda arrays, *_: arrays, **PROTECTED), 4, folder=tmp_path)
     PushSum(fraction_evaluate=0.0).start(grid, zeros(400), 3)
     alike = np.corrcoef(np.stack(drawn)) - np.eye(12)

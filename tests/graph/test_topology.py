@@ -18,7 +18,6 @@ from flower_privdec.graph.topology import (
     build_topology,
     check_topology,
     edge_array,
-    in_neighbors,
     joint_connectivity,
     topology_options,
 )
@@ -170,11 +169,6 @@ def test_sparse_erdos_renyi_graphs_are_drawn_until_connected() -> None:
         nx.is_connected(nx.Graph(build_topology("erdos-renyi", 10, probability=0.15, seed=seed).support().tolist()))
         for seed in range(10)
     )
-
-
-def test_neighbors_are_the_ends_of_the_edges() -> None:
-    edges = build_topology("directed-exponential-full", 8).edges(0)
-    assert in_neighbors(edges, 3).tolist() == [1, 2, 7]
 
 
 def test_an_edge_list_is_read_with_comments_and_repeats(tmp_path: Path) -> None:

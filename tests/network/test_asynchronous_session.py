@@ -18,15 +18,13 @@ def two() -> tuple[AsynchronousSession, AsynchronousSession]:
     sender.protocol.split(0, {1: 0.5})
     commit(sender.protocol)
     for mail in (sender, receiver):
-        mail._queues[1 - mail.protocol.peer].hello_at = 1e9
+        mail.queues[1 - mail.protocol.peer].hello_at = 1e9
     return sender, receiver
 
 
 def decoded(sender: AsynchronousSession, receiver: AsynchronousSession, messages: Messages) -> Messages:
     """Return messages as their receiver decodes them."""
-    return receiver.read(
-        sender.peer, memoryview(bytearray().join(sender.write(sender.reported(receiver.peer, messages))))
-    )
+    return receiver.read(sender.peer, memoryview(bytearray().join(sender.write(receiver.peer, messages)[1])))
 
 
 def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:
@@ -82,7 +80,7 @@ def test_each_call_and_each_answer_reports_the_round_so_that_no_other_message_ha
     receiver.receive(0, [sender.protocol.hello(1)])
     advanced(sender, 4)
     advanced(receiver, 6)
-    sent = sender.reported(1, [])
+    sent, _ = sender.write(1, [])
     answer = receiver.receive(0, decoded(sender, receiver, []))()
     sender.answered(1, sent, decoded(receiver, sender, answer))
     assert (receiver.rounds[0], sender.rounds[1]) == (4, 6)

@@ -25,10 +25,10 @@ from networked import devices, finish
 
 from flower_privdec import testing
 from flower_privdec.experiment import Experiment
-from flower_privdec.network.local.fault_proxy import PIECE, FaultProxy, Faults
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.scenario import Scenario
+from tools.soak.fault_proxy import PIECE, FaultProxy, LinkFaults
 
 LINK = (0, 1)
 PATIENCE = 100.0
@@ -101,7 +101,7 @@ def test_a_copy_of_a_peer_uses_its_links(proxy: FaultProxy) -> None:
 
 def test_what_is_delayed_comes_later_and_much_of_it_together(proxy: FaultProxy, echo: str) -> None:
     address = proxy.link(LINK, echo)
-    proxy.set(LINK, Faults(delay=0.1, jitter=0.05))
+    proxy.set(LINK, LinkFaults(delay=0.1, jitter=0.05))
     with closing(connected(address)) as connection:
         since = time.monotonic()
         for piece in (b"a", b"b", b"c"):
@@ -113,7 +113,7 @@ def test_what_is_delayed_comes_later_and_much_of_it_together(proxy: FaultProxy, 
 
 def test_a_throttled_link_has_a_rate(proxy: FaultProxy, echo: str) -> None:
     address = proxy.link(LINK, echo)
-    proxy.set(LINK, Faults(rate=200_000))
+    proxy.set(LINK, LinkFaults(rate=200_000))
     with closing(connected(address)) as connection:
         since = time.monotonic()
         for _ in range(4):
@@ -141,14 +141,14 @@ def test_a_black_hole_takes_everything_and_gives_it_back_when_it_heals(proxy: Fa
     with closing(connected(address)) as before:
         before.sendall(b"0")
         assert heard(before, 1) == b"0"
-        proxy.set(LINK, Faults(black_hole=True))
+        proxy.set(LINK, LinkFaults(black_hole=True))
         with closing(connected(address)) as during:
             for connection in (before, during):
                 connection.settimeout(0.2)
                 connection.sendall(b"1")
                 with pytest.raises(TimeoutError):
                     connection.recv(1)
-            proxy.set(LINK, Faults())
+            proxy.set(LINK, LinkFaults())
             for connection in (before, during):
                 connection.settimeout(PATIENCE)
                 assert heard(connection, 1) == b"1"
@@ -160,7 +160,7 @@ def test_the_same_seed_cuts_at_the_same_piece(echo: str) -> None:
         found = []
         with FaultProxy(seed) as proxy:
             address = proxy.link(name, echo)
-            proxy.set(name, Faults(cut=0.1))
+            proxy.set(name, LinkFaults(cut=0.1))
             for _ in range(6):
                 with closing(connected(address)) as connection:
                     count = 0
@@ -193,7 +193,7 @@ def test_nobody_behind_it_is_nobody_there(proxy: FaultProxy) -> None:
 def test_it_stops_cleanly_while_much_is_under_way(echo: str, black_hole: bool) -> None:
     proxy = FaultProxy()
     address = proxy.link(LINK, echo)
-    proxy.set(LINK, Faults(delay=30.0, black_hole=black_hole))
+    proxy.set(LINK, LinkFaults(delay=30.0, black_hole=black_hole))
     with closing(connected(address)) as connection:
         connection.sendall(bytes(1 << 20))
         proxy.close()
@@ -211,7 +211,7 @@ WRONG = [{"cut": -0.1}, {"cut": float("nan")}, {"delay": float("inf")}, {"jitter
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_number_that_is_none_is_refused(wrong: dict[str, float]) -> None:
     with raises(ArgumentError, "faults.setting", f"^{next(iter(wrong))}="):
-        Faults(**wrong)  # type: ignore[arg-type]
+        LinkFaults(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_name_is_one_links(proxy: FaultProxy, echo: str) -> None:
@@ -223,9 +223,9 @@ def test_a_name_is_one_links(proxy: FaultProxy, echo: str) -> None:
 # --- peers behind it ---
 
 FAULTS = {
-    "cuts": Faults(cut=0.02),
-    "delays": Faults(delay=0.03, jitter=0.05),
-    "cuts and delays": Faults(cut=0.02, delay=0.005, jitter=0.02, rate=1e6),
+    "cuts": LinkFaults(cut=0.02),
+    "delays": LinkFaults(delay=0.03, jitter=0.05),
+    "cuts and delays": LinkFaults(cut=0.02, delay=0.005, jitter=0.02, rate=1e6),
 }
 
 
@@ -259,4 +259,4 @@ def cut_all(proxy: FaultProxy, running: RunningPeer) -> None:
         if running.state.round_index < running.rounds - 1:
             proxy.cut(name)
         else:
-            proxy.set(name, Faults())
+            proxy.set(name, LinkFaults())

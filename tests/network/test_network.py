@@ -292,8 +292,8 @@ def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) ->
     assert outcome_code(peer) == "network.no-witness"  # before it takes a step
     peer = running_peer(scenario, devices(scenario, tmp_path / "again")[0])
     peer.witness._boots[1] = 1
-    said = peer._silence  # type: ignore[attr-defined]
-    peer._silence = lambda seconds: (wait_until(lambda: 3 in peer.connections.trouble), said(seconds))[1]  # type: ignore[attr-defined]
+    why = peer.connections.why
+    peer.connections.why = lambda other: (wait_until(lambda: 3 in peer.connections.trouble), why(other))[1]  # type: ignore[method-assign]
     with raises(RunError, "network.silent", names=r"peers \[3\] for 0\.5 s \(peer-3\.tiny at "):
         finish(peer)
 

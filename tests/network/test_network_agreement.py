@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import AGREEING, STILL, check_mass, initial
-from faulty_transport import FaultyTransport
 from networked import LONG, Killed, devices, finish, go_on, mortal, running, wait_until
 from raising import raises
 from safetensors.torch import load_file
@@ -27,11 +26,11 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement
 from flower_privdec.graph.mixing import Mixing, rounds_to_agree
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.network.local.fault_proxy import Faults
 from flower_privdec.network.peer import asynchronous
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
 from flower_privdec.network.peer.pace import LEAST
-from flower_privdec.network.peer.peer import APART, PeerDevice, RunningPeer, final_path
+from flower_privdec.network.peer.peer import APART, PeerDevice, RunningPeer, rows_path
+from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.transport import MemoryNetwork
 from flower_privdec.scenario import Scenario
 from tools.soak.checks import Models, isolated_problem, last_models, models_problem
@@ -68,7 +67,7 @@ def cut_off(peers: list[RunningPeer], peer: int, faults: Faults) -> None:
 
 def models_of(scenario: Scenario, peers: list[RunningPeer]) -> torch.Tensor:
     """Return the models that peers leave when they agree; later they relay, and their rows move."""
-    handed_in = [load_file(final_path(peer.device.folder)) for peer in peers]
+    handed_in = [load_file(rows_path(peer.device.folder, None)) for peer in peers]
     rows = {name: torch.cat([each[name] for each in handed_in]) for name in handed_in[0]}
     return Agreement.of(scenario).algorithm.models(rows)
 
@@ -99,7 +98,7 @@ def test_all_devices_end_with_one_model(variant: list[str], mode: str, tiny: Tin
     for peer in peers:
         assert peer.shortcoming() is None
         assert peer.status()["round"] == 2
-        assert final_path(peer.device.folder).exists()
+        assert rows_path(peer.device.folder, None).exists()
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
@@ -231,7 +230,7 @@ def test_a_device_whose_model_is_not_the_others_says_so_with_a_status_of_its_own
             run_in_foreground(peers[3], 1, with_parent=False)
         for future in others:
             future.result(LONG)
-    assert final_path(peers[3].device.folder).exists()
+    assert rows_path(peers[3].device.folder, None).exists()
     assert farthest(models_of(scenario, peers[:3])) < APART
     error = NotAgreedError("its model is its own")
     capsys.readouterr()
@@ -267,6 +266,10 @@ def test_a_graph_of_too_many_peers_needs_a_number() -> None:
 # --- pace, quorum, weight ---
 
 
+class NobodyOnTime(asynchronous.StragglerPolicy):
+    on_time = property(lambda self: set(), lambda self, value: None)  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("lead", [1, 3])
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
 def test_a_peer_is_so_many_rounds_ahead_of_its_slowest_neighbour_at_most(
@@ -276,7 +279,7 @@ def test_a_peer_is_so_many_rounds_ahead_of_its_slowest_neighbour_at_most(
     scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", *ENDLESS, network)
     peers = in_memory(scenario, tmp_path)
     for peer in peers:
-        peer.policy.is_awaited = lambda neighbor: False  # type: ignore[attr-defined]
+        peer.policy = NobodyOnTime(LONG)  # type: ignore[attr-defined]
     advance, go = peers[0].trainer.advance, Event()
 
     def slow(state: Any) -> Any:
@@ -358,7 +361,7 @@ def test_a_quorum_is_of_neighbours_that_exchange_and_not_of_those_that_greet(
     peer = held(tiny, tmp_path, AGREEING.replace("}", f", quorum: {quorum}}}"))
     peer.session.met = met
     peer.protocol._open = {1, 2, 3}  # all of them have greeted it
-    assert peer._held(3) is waits
+    assert peer._must_wait(3) is waits
     peer.close()
 
 
@@ -386,11 +389,11 @@ def test_no_step_is_taken_with_little_weight_and_the_floor_sinks_where_no_share_
     peer.floor._above = 0.0
     for weight, waits in ((1.0, False), (LEAST, False), (0.9 * LEAST, True)):
         peer.state.rows["w"].fill_(weight)
-        assert peer._held(3) is waits
+        assert peer._must_wait(3) is waits
     now[0] = 0.9 * peer.network.deadline
-    assert peer._held(3)
+    assert peer._must_wait(3)
     now[0] = 1.1 * peer.network.deadline  # all may have as little, and one has to go on
-    assert not peer._held(3)
+    assert not peer._must_wait(3)
     monkeypatch.undo()
     peer.close()
 

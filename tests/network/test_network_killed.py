@@ -265,9 +265,9 @@ def await_round(peer: RunningPeer, round_index: int) -> None:
 
 def await_without(peer: RunningPeer, neighbor: int) -> None:
     """Wait until a peer has found out that a neighbour does not come, and goes on for a while."""
-    wait_until(lambda: not peer.policy.is_awaited(neighbor))  # type: ignore[attr-defined]
+    wait_until(lambda: neighbor not in peer.policy.on_time)  # type: ignore[attr-defined]
     await_round(peer, peer.state.round_index + 20)
-    assert not peer.policy.is_awaited(neighbor)  # type: ignore[attr-defined]
+    assert neighbor not in peer.policy.on_time  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("graph", ["directed-ring", "ring"])
@@ -290,7 +290,7 @@ def test_a_neighbour_that_does_not_come_is_found_out_and_left_behind_whichever_w
                     await_without(peers[j], 2)
                 await_round(peers[1], 25)
             else:  # peer 1 only sends to it; the others run out of weight without what it would send
-                wait_until(lambda: not peers[1].policy.is_awaited(2))  # type: ignore[attr-defined]
+                wait_until(lambda: 2 not in peers[1].policy.on_time)  # type: ignore[attr-defined]
             assert peers[2].state.round_index <= 1
         finally:
             go_on.set()

@@ -87,9 +87,9 @@ def test_who_only_greets_and_reports_that_it_waits_lets_nobody_take_a_step(tiny:
     peer.session.met_at = dict.fromkeys((1, 2, 3), time.monotonic() + LONG)
     peer.state.rows["w"].fill_(0.1)
     peer.session.want = Want.WAITS
-    assert peer._held(3)
+    assert peer._must_wait(3)
     floor = peer.floor.value
     peer._relay_shares(3, 3)
     assert peer.floor.value < floor
-    assert peer._held(3)  # however low its floor is
+    assert peer._must_wait(3)  # however low its floor is
     peer.close()

@@ -27,9 +27,10 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.recorder import read_metrics
-from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
+from flower_privdec.network.local import peer_processes
 from flower_privdec.network.local.peer_processes import PRIVDEC, PeerProcesses, on_this_machine
 from flower_privdec.network.local.up import Up, injected_kills
+from flower_privdec.network.peer import foreground
 from flower_privdec.reporting.ledgers import ledger_facts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
 
@@ -77,7 +78,7 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
     assert "INSECURE" in said.out
     assert "each of 3 peers starts and waits for its neighbours" in said.err
     first, *_, last = (tmp_path / "up" / "peers" / "1.log").read_text().splitlines()
-    assert re.fullmatch(r"peer 1 waits for (its neighbours|a neighbour's report on its ledger)( \(.+\))?", first)
+    assert re.fullmatch(r"peer 1 waits for (its neighbours|its neighbours' reports on its ledger)( \(.+\))?", first)
     assert last.endswith(f"  model {tmp_path / 'up' / 'peers' / '1' / 'model.safetensors'}")
     found = json.loads((tmp_path / "up" / "summary.json").read_text())
     wanted = run(Experiment.build(parse_scenario(scenario.read_text(), overrides=SETTINGS)), tmp_path / "engine")
@@ -97,23 +98,14 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
     assert handed_in == {"rows-6.safetensors", "rows-final.safetensors"}  # those of earlier rounds are removed
 
 
-def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_and_each_peer_is_watched(
+def test_where_messages_are_lost_and_with_a_restart_the_numbers_are_the_same_and_each_peer_is_watched(
     tiny: Callable[..., Scenario], tmp_path: Path
 ) -> None:
     scenario = tiny(*SETTINGS, "rounds=20", "evaluation.every=4")
     said: dict[int, list[tuple[Any, str]]] = {peer: [] for peer in range(3)}
-    with FaultProxy(1, Faults(cut=0.01)) as proxy:
-
-        def cut(metrics: dict[str, Any]) -> None:
-            for name in proxy.names:
-                proxy.cut(name)
-
-        due = injected_kills([], ["1@4"], 3, 20)
-        network = Up(scenario, tmp_path / "up", insecure_seeds=True, proxy=proxy, kills=due)
-        found = network.run(cut, lambda peer, status, word: said[peer].append((status, word)))
-        assert len(proxy.names) == 6
-        assert all(proxy.counts(pair)["bytes"] > 0 for pair in [(0, 1), (1, 2), (2, 0)])
-        assert sum(proxy.counts(name)["cuts"] for name in proxy.names) > 0
+    due = injected_kills([], ["1@4"], 3, 20)
+    network = Up(scenario, tmp_path / "up", insecure_seeds=True, loss=0.05, kills=due)
+    found = network.run(None, lambda peer, status, word: said[peer].append((status, word)))
     wanted = run(Experiment.build(scenario), tmp_path / "engine")
     for key in ("accuracy", "loss", "consensus_distance"):
         assert found[key] == pytest.approx(wanted[key])
@@ -122,6 +114,22 @@ def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_an
         status, word = each[-1]
         assert (status["peer"], status["round"], word) == (peer, 20, "done")
         assert status["loss"] > 0
+
+
+def test_a_loss_reaches_each_peers_device(
+    tiny: Callable[..., Scenario], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes, lost = PeerProcesses(on_this_machine(tiny(*SETTINGS)), tmp_path, loss=0.25), list[float]()
+
+    def start(name: str, command: list[str], log: Any) -> None:
+        with suppress(SystemExit):
+            main.main([word for word in command[len(PRIVDEC) :] if word != "--with-parent"])
+
+    monkeypatch.setattr(peer_processes, "start_process", start)
+    monkeypatch.setattr(foreground, "run_in_foreground", lambda running, *_: lost.append(running.device.loss))
+    processes.prepare()
+    processes.start(1)
+    assert lost == [0.25]
 
 
 @pytest.mark.parametrize("loss", ["-0.1", "1", "1.5", "nan"])

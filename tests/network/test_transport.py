@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import FOLDERS, QUICK, STILL, check_mass, initial
-from faulty_transport import FaultyTransport
 from networked import LONG, devices, running, wait_until
 from raising import raises
 from tiny_scenario import Tiny
@@ -18,11 +17,11 @@ from torch import Tensor
 from variants import settings_for
 
 from flower_privdec import testing
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.network.local.fault_proxy import Faults
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.transport import Content, MemoryNetwork, RefusedError, UnreachableError
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
@@ -31,14 +30,14 @@ SYNCHRONOUS = f"network={{mode: synchronous, retry: 0.05, start: {LONG}, deadlin
 Rows = dict[str, Tensor]
 
 
-def in_memory(scenario: Scenario, folder: Path, faults: Faults | None = None) -> list[RunningPeer]:
+def in_memory(scenario: Scenario, folder: Path, faults: Faults | None = None, loss: float = 0.0) -> list[RunningPeer]:
     """Return the peers of a scenario, of one process and with no socket between them."""
     network, peers = MemoryNetwork(), []
     for peer in range(scenario.n_peers):
         transport: Any = network.transport(peer)
         if faults is not None:
             transport = FaultyTransport(transport, peer, faults)
-        device = PeerDevice(peer, folder / f"peer-{peer}", insecure_seeds=True, transport=transport)
+        device = PeerDevice(peer, folder / f"peer-{peer}", insecure_seeds=True, transport=transport, loss=loss)
         peers.append(running_peer(scenario, device))
     return peers
 
@@ -50,13 +49,22 @@ def run_all(peers: list[RunningPeer]) -> Rows:
 
 
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
-@pytest.mark.parametrize("faults", [None, Faults(lose=0.1, jitter=0.001)], ids=["none", "some"])
+@pytest.mark.parametrize("loss", [0.0, 0.2])
 def test_synchronous_peers_in_memory_do_what_the_engine_does(
-    name: str, faults: Faults | None, tiny: Tiny, tmp_path: Path
+    name: str, loss: float, tiny: Tiny, tmp_path: Path
 ) -> None:
     scenario = tiny(*settings_for(f"algorithm.name={name}"), "rounds=3", SYNCHRONOUS)
-    rows, wanted = run_all(in_memory(scenario, tmp_path, faults)), testing.run_rounds(Experiment.build(scenario), 3)
+    peers = in_memory(scenario, tmp_path, loss=loss)
+    rows, wanted = run_all(peers), testing.run_rounds(Experiment.build(scenario), 3)
     torch.testing.assert_close(rows["x"], wanted.state.rows["x"])
+    lost = [transport.lost for peer in peers if isinstance(transport := peer.connections._transport, FaultyTransport)]
+    assert bool(sum(lost)) == bool(loss)
+
+
+@pytest.mark.parametrize("wrong", [{"lose": 1.1}, {"lose": float("nan")}, {"delay": -1.0}, {"jitter": float("inf")}])
+def test_a_fault_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with raises(ArgumentError, "faults.setting"):
+        Faults(**wrong)
 
 
 @pytest.mark.parametrize("codec", ["exact", "float32", "bfloat16"])

@@ -32,13 +32,10 @@ def greeted_sessions() -> tuple[AsynchronousSession, AsynchronousSession]:
     sides = []
     for peer in range(2):
         mass = {"x": torch.full((3,), 4.0), "w": torch.tensor(1.0)}
-        machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, TensorArithmetic())
-        frames = FrameCodec(b"run", formats_of(mass))
-        sides.append(
-            AsynchronousSession(
-                machine, witness_of(peer, [1 - peer]), frames, [], 1e6, rounds=9, n_peers=2, decoded=dict
-            )
-        )
+        arithmetic, frames = TensorArithmetic(), FrameCodec(b"run", formats_of(mass))
+        machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, arithmetic)
+        witness = witness_of(peer, [1 - peer])
+        sides.append(AsynchronousSession(machine, arithmetic, witness, frames, [], 1e6, rounds=9, n_peers=2))
     sender, receiver = sides
     commit(sender.protocol, receiver.protocol)
     shake(sender.protocol, receiver.protocol)

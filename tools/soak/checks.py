@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.experiment.checkpoint import Checkpoint, read_checkpoints
-from flower_privdec.network.peer.peer import APART, final_path
+from flower_privdec.network.peer.peer import APART, rows_path
 from flower_privdec.privacy.ledger.ledger import read_chain
 from tools.mass_on_disk import mass_on_disk
 from tools.soak.release_counter import counted_in
@@ -164,7 +164,7 @@ def last_models(folders: Sequence[Path]) -> Models | None:
     Args:
         folders: of the devices that came to the end and reported no disagreement.
     """
-    paths = [path for folder in folders if (path := final_path(folder)).exists()]
+    paths = [path for folder in folders if (path := rows_path(folder, None)).exists()]
     rows = [load_file(path) for path in paths]
     if len(rows) < 2:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from flower_privdec.common.errors import ScenarioError, did_you_mean
-from flower_privdec.network.local.fault_proxy import Faults
+from tools.soak.fault_proxy import LinkFaults
 
 Pair = tuple[int, int]
 ON_LINKS = {
@@ -50,15 +50,15 @@ class Fault:
     other: int | None = None
 
     @property
-    def on_link(self) -> Faults:
+    def on_link(self) -> LinkFaults:
         """Return what it does to a link."""
         return {
-            "loss": Faults(cut=0.1),
-            "delay": Faults(delay=0.05, jitter=0.45),
-            "throttle": Faults(rate=1e5),
-            "black-hole": Faults(black_hole=True),
-            "isolate": Faults(black_hole=True),
-        }.get(self.kind, Faults())
+            "loss": LinkFaults(cut=0.1),
+            "delay": LinkFaults(delay=0.05, jitter=0.45),
+            "throttle": LinkFaults(rate=1e5),
+            "black-hole": LinkFaults(black_hole=True),
+            "isolate": LinkFaults(black_hole=True),
+        }.get(self.kind, LinkFaults())
 
     def __str__(self) -> str:
         """Say what it is."""

@@ -71,7 +71,7 @@ def digest(values: Mapping[str, Tensor]) -> str:
 
 def record_into(path: Path, taken: Callable[[], int]) -> None:
     """Append lines to a file on what this process sends, receives, saves and resumes."""
-    from flower_privdec.network.peer.asynchronous import AsynchronousSession
+    from flower_privdec.network.peer.asynchronous import AsynchronousPeer
     from flower_privdec.network.peer.connections import Session
     from flower_privdec.network.peer.peer import RunningPeer
     from flower_privdec.privacy.noise.deployed import SystemNoise
@@ -102,8 +102,9 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
             for share in edge.frozen:
                 note("sent", digest(share.values), taken())
 
-    def posted(session: Any, at: int, round_index: int, neighbor: int, values: Mapping[str, Tensor]) -> None:
-        note("sent", digest(values), taken())
+    def posted(peer: Any, at: int, round_index: int, rows: Mapping[int, Mapping[str, Tensor]]) -> None:
+        for values in rows.values():
+            note("sent", digest(values), taken())
 
     def arrived(machine: Any, place: int, outgoing: Mapping[int, RowMessage], *rest: Any) -> None:
         for message in outgoing.values():
@@ -143,7 +144,7 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
     before(SystemNoise, "add_", drawn)
     before(PushSumProtocol, "committed", shares)
     before(PushSumProtocol, "restore", shares)
-    before(AsynchronousSession, "post", posted)
+    before(AsynchronousPeer, "_post", posted)
     before(Lockstep, "arrive", arrived)
     before(RunningPeer, "_save", saved)
     read, checkpoints = Session.read, RunningPeer._checkpoints

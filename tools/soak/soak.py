@@ -39,10 +39,10 @@ from typing import Any, Self
 import numpy as np
 
 from flower_privdec.common.errors import BudgetError, NotAgreedError, RunError, ScenarioError
+from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import duration, memory, peer_ranges
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.view import secret_pairs
-from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, free_addresses, on_this_machine
 from flower_privdec.network.peer.peer import network_mixing
@@ -61,6 +61,7 @@ from tools.soak.checks import (
     resident_bytes,
     weight_on_disk,
 )
+from tools.soak.fault_proxy import FaultProxy, LinkFaults
 from tools.soak.fault_schedule import KINDS, ON_FOLDERS, Fault, Pair, check_kinds, faults
 from tools.soak.release_counter import ReleaseObserver, counted_in
 
@@ -73,6 +74,35 @@ Action = Callable[[], None]
 TICK = 0.1
 LINES = 20  # that are printed of a soak, beside its summary
 Say = Callable[[str], None]
+
+
+class ProxiedProcesses(PeerProcesses):
+    """A process for each peer, which reaches the others through a proxy; see PeerProcesses.
+
+    Folder: peers/I.yaml as well, with the addresses at which a peer reaches the others.
+    """
+
+    def __init__(
+        self, scenario: Scenario, out: Path, proxy: FaultProxy, program: Callable[[int], Sequence[str]]
+    ) -> None:
+        super().__init__(scenario, out, program=program)
+        self._proxy = proxy
+
+    def prepare(self) -> None:
+        super().prepare()
+        for peer in self.peers:
+            write_atomically(self.file(peer), to_yaml(self.as_seen_by(peer)).encode())
+
+    def file(self, peer: int) -> Path:
+        return self.out / "peers" / f"{peer}.yaml"
+
+    def as_seen_by(self, peer: int) -> Scenario:
+        """Return the scenario with the addresses at which a peer reaches the others."""
+        network = self.scenario.network
+        assert network.peers is not None
+        seen = self._proxy.through(peer, [one.address for one in network.peers])
+        there = [one.model_copy(update={"address": at}) for one, at in zip(network.peers, seen, strict=True)]
+        return self.scenario.model_copy(update={"network": network.model_copy(update={"peers": there})})
 
 
 @dataclass
@@ -179,7 +209,7 @@ class SoakedRun:
         self._links, self._faults, self._patience = links, faults, patience
         out.mkdir(parents=True)
         self._proxy = FaultProxy()
-        self.processes = PeerProcesses(scenario, out, proxy=self._proxy, program=self._program)
+        self.processes = ProxiedProcesses(scenario, out, self._proxy, self._program)
         self._begun = self._further = self._looked = time.monotonic()
         self._due: list[tuple[float, int, Action]] = []  # what ends, and when
         self._order = count()
@@ -417,7 +447,7 @@ class SoakedRun:
             self.processes.signal(fault.peer, signal.SIGCONT)
         else:
             for pair in where:
-                self._proxy.set(pair, Faults())
+                self._proxy.set(pair, LinkFaults())
 
     # --- invariants ---
 

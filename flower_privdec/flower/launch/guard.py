@@ -255,11 +255,7 @@ class Guard:
         return Message(self._reply(name, model), reply_to=message)
 
     def _charge(self, node: PeerSettings, context: Context) -> int:
-        """Charge one update on disk, and return its number.
-
-        Raises:
-            BudgetError: the budget does not allow it, or the ledger fails.
-        """
+        """Charge one update on disk, and return its number."""
         held = binding_privacy(self._peer_mod.privacy_of(context), node)
         assert held is not None
         budget = held.epsilon or math.inf

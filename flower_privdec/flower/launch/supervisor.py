@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
+GRACE = 3.0
 
 
 def family(root: int, marker: str) -> set[int]:
@@ -56,15 +57,9 @@ def _parents_and_marked(marker: bytes) -> tuple[dict[int, int], set[int]]:
     return parents, marked
 
 
-def end_family(root: subprocess.Popen[bytes], marker: str, grace: float = 3.0) -> None:
-    """End a process and all its descendants: SIGTERM, then SIGKILL after the grace period.
-
-    Args:
-        root: the first process.
-        marker: as in `family`.
-        grace: seconds.
-    """
-    deadline = time.monotonic() + grace
+def end_family(root: subprocess.Popen[bytes], marker: str) -> None:
+    """End a process and all its descendants, see `family`: SIGTERM, then SIGKILL after GRACE seconds."""
+    deadline = time.monotonic() + GRACE
     _signal(family(root.pid, marker), signal.SIGTERM)
     while alive := family(root.pid, marker):
         if time.monotonic() > deadline:

@@ -71,15 +71,8 @@ log = logging.getLogger("flwr.privdec")
 SAYS, INITIAL, MODEL, INBOX, OUTBOX, MASS = (
     f"privdec.{name}" for name in ("says", "initial", "model", "inbox", "outbox", "mass")
 )
-INTRODUCE, JOIN, GREET, ROUND, DELIVER, EVALUATE, MESH = (
-    "introduce",
-    "join",
-    "greet",
-    "round",
-    "deliver",
-    "evaluate",
-    "mesh",
-)
+INTRODUCE, JOIN, GREET, ROUND = "introduce", "join", "greet", "round"
+DELIVER, EVALUATE, MESH = "deliver", "evaluate", "mesh"
 LEDGER = "ledger of "  # before the name of a sender or receiver: a report, among the shares
 UNWITNESSED = "no neighbour answered its report of its ledger, before which it takes no private step"
 
@@ -152,11 +145,7 @@ class PeerRequest(_Record):
         scenario: mesh: what the peers agree on, and where they are, as YAML.
     """
 
-    together = (
-        ("receivers", "weights"),
-        ("neighbors", "incarnations", "keys"),
-        ("held_by", "held"),
-    )
+    together = (("receivers", "weights"), ("neighbors", "incarnations", "keys"), ("held_by", "held"))
 
     kind: str
     run: str = ""
@@ -375,20 +364,20 @@ class RequestHandler:
         introduced = dict(zip(request.neighbors, request.keys, strict=True))
         self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.node.n_peers})
         self.node.cache.put(self._known_path, self.known)
-        frames, inbox = (
-            run_frames(state.run, state.layout, self._seal),
-            unpack_bytes(record_in(content, INBOX, ArrayRecord)),
-        )
-        self._witness_ledger(state, frames, [(name, frame) for name, frame in inbox if name.startswith(LEDGER)])
+        frames, inbox = run_frames(state.run, state.layout, self._seal), record_in(content, INBOX, ArrayRecord)
+        reports: dict[str, bytes] = {}
+        shares: dict[str, bytes] = {}
+        for name, frame in unpack_bytes(inbox):
+            (reports if name.startswith(LEDGER) else shares)[name] = frame
+        self._witness_ledger(state, frames, reports)
         self._introduce(state)
-        shares = [(name, frame) for name, frame in inbox if not name.startswith(LEDGER)]
         try:
             for frame in request.acknowledgements:
                 if frame not in state.acknowledged:
                     with self._refusing("acknowledgement"):
                         self._receive(state, frames.decode(frame))
                         state.acknowledged.add(frame)
-            for name, frame in shares:
+            for name, frame in shares.items():
                 with self._refusing(name):
                     self._receive(state, frames.decode(frame))
             state.acknowledged.intersection_update(request.acknowledgements)
@@ -404,7 +393,7 @@ class RequestHandler:
                 with self._refusing(f"peer {neighbor}"):
                     state.shares.introduce(neighbor, incarnation)
 
-    def _witness_ledger(self, state: PeerState, frames: FrameCodec, reports: Iterable[tuple[str, bytes]]) -> None:
+    def _witness_ledger(self, state: PeerState, frames: FrameCodec, reports: Mapping[str, bytes]) -> None:
         """Take in what neighbours report, and check or charge what they and the state have seen of the ledger."""
         node, request = self.node, self.request
         if self.privacy is not None:
@@ -412,16 +401,9 @@ class RequestHandler:
             self._ledger.name_lines(self._boot)
             self._spent = self._ledger.spent
         ledger, neighbors = self._ledger, witnesses_of(node.peer, node.n_peers)
-        self._witness = witness = LedgerWitness(
-            node.peer,
-            neighbors,
-            self._boot,
-            ledger,
-            self._counts.seen,
-            self._counts.write,
-            lambda: self._boot,
-        )
-        for name, frame in reports:
+        counts = self._counts.seen, self._counts.write
+        self._witness = witness = LedgerWitness(node.peer, neighbors, self._boot, ledger, *counts, lambda: self._boot)
+        for name, frame in reports.items():
             with self._refusing(name):
                 report = frames.decode(frame)
                 if not isinstance(report, LedgerReport) or report.receiver != node.peer:
@@ -488,8 +470,7 @@ class RequestHandler:
     def _receivers(self) -> dict[int, float]:
         """Return who gets which part of the mass: of those that are to have one, all whose key can be trusted.
 
-        Raises:
-            RefusedError: no peer can send by these weights; raised before anything is trained or paid for.
+        Weights by which no peer can send are refused before anything is trained or paid for.
         """
         weights = dict(zip(self.request.receivers, self.request.weights, strict=True))
         check_shares(weights, set(self.request.neighbors) - {self.node.peer})
@@ -811,9 +792,6 @@ class PeerMod:
         """Run all rounds with the other peers directly, and keep the resulting state.
 
         A peer that is done runs on from its last checkpoint while others are not, so that they reach it, or not at all.
-
-        Raises:
-            RunError: the message has no initial arrays, or the rounds cannot be run.
         """
         from flower_privdec.flower.serverless import InitialArrays, mesh_folder, run_mesh  # over torch
 
@@ -857,11 +835,7 @@ class PeerMod:
     def _call(
         self, peer: RequestHandler, arrays: ArrayRecord, message: Message, context: Context, app: App
     ) -> RecordDict:
-        """Let the app's own function answer, with the peer's model where it looks for the global one.
-
-        Raises:
-            RunError: it raises or answers with an error, or with nothing.
-        """
+        """Let the app's own function answer, with the peer's model where it looks for the global one."""
         own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, MODEL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
         message.content = RecordDict({peer.request.arrays: arrays, **copies})
@@ -892,22 +866,14 @@ class PeerMod:
         return reply.content
 
     def _trained(self, peer: RequestHandler, content: RecordDict, layout: Layout) -> Arrays:
-        """Return the arrays of the train function's answer.
-
-        Raises:
-            RunError: there are none, or several and none under the key, or others than were given.
-        """
+        """Return the arrays of the train function's answer; see `returned_arrays`."""
         try:
             return returned_arrays(content, peer.request.arrays, layout)
         except UnfitAnswerError as error:
             raise self._failed(peer, error.what, error.details) from None
 
     def _renew_local_arrays(self, peer: RequestHandler, state: PeerState, answer: RecordDict) -> None:
-        """Keep the record of a train function's answer that never leaves, where it is the model's and finite.
-
-        Raises:
-            RunError: it is of other arrays.
-        """
+        """Keep the record of a train function's answer that never leaves, where it is the model's and finite."""
         name = peer.request.local_record
         if not state.local_arrays or name not in answer.array_records:
             return

@@ -186,34 +186,30 @@ def mass_of(x: np.ndarray, w: float) -> dict[str, np.ndarray]:
 
 
 class ArrayArithmetic:
-    """NumPy's rows, which leave as they are and are never written over; see `pushsum.exactly_once.Arithmetic`."""
+    """NumPy's rows, which leave as they are and are never written over; see `pushsum.exactly_once.Arithmetic`.
+
+    So a row is its own copy, and costs nothing.
+    """
 
     def part(self, value: np.ndarray, weight: float) -> np.ndarray:
-        """See Arithmetic."""
         return np.asarray(value * weight)
 
     def subtract(self, value: np.ndarray, part: np.ndarray) -> np.ndarray:
-        """See Arithmetic."""
         return np.asarray(value - part)
 
     def add(self, value: np.ndarray, part: np.ndarray) -> np.ndarray:
-        """See Arithmetic."""
         return np.asarray(value + part)
 
     def nothing(self, value: np.ndarray) -> np.ndarray:
-        """See Arithmetic."""
         return np.zeros_like(value)
 
     def copy(self, value: np.ndarray) -> np.ndarray:
-        """See Arithmetic."""
         return value
 
     def same(self, value: np.ndarray, part: np.ndarray) -> bool:
-        """See Arithmetic; a copy costs nothing, so none is looked for."""
         return value is part
 
     def fits(self, value: np.ndarray, part: np.ndarray) -> bool:
-        """See Arithmetic."""
         with np.errstate(over="ignore", invalid="ignore"):
             total = value + part
             return math.isfinite(float(total.sum())) or bool(np.isfinite(total).all())
@@ -481,9 +477,8 @@ class SavedState:
             as_read: whether to begin as such a process in any case.
         """
         live, self.live = self.live, None  # what the message does to it counts once it has saved it
-        return self._restored() if live is None or as_read else live
-
-    def _restored(self) -> PeerState:
+        if live is not None and not as_read:
+            return live
         snapshot, state = self.snapshot, self.state
         shares = protocol(state.peer, dict(snapshot.mass), snapshot.incarnation, snapshot.edges)
         shares.restore(snapshot)
@@ -500,20 +495,19 @@ def save_state(path: Path, state: PeerState, *, durable: bool = True, cache: Pee
     snapshot = state.shares.snapshot(state.round_index)
     edges = {j: edge for j, edge in snapshot.edges.items() if edge.sent or edge.received}
     snapshot = replace(snapshot, edges=edges)
+    orphaned = state.orphaned + state.shares.orphaned.total()
     if cache is None or not cache.is_temporary:
-        _write_state(path, state, snapshot, durable)
+        _write_state(path, state, snapshot, orphaned, durable)
     if cache is not None:
-        orphaned = state.orphaned + state.shares.orphaned.total()
         cache.put(path, SavedState(replace(state, round_index=snapshot.round_index, orphaned=orphaned), snapshot))
     state.shares.committed(snapshot)
 
 
-def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], durable: bool) -> None:
+def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], orphaned: int, durable: bool) -> None:
     exchange, tensors = pack(snapshot)
     arrays = {**snapshot.mass, **tensors}
-    arrays |= {f"unmixed/{name}": np.array(value, order="C") for name, value in state.unmixed.items()}
-    arrays |= {f"local/{name}": np.array(value, order="C") for name, value in state.local_arrays.items()}
-    arrays |= {f"adopted/{name}": np.array(value, order="C") for name, value in state.adopted.items()}
+    for group, own in (("unmixed", state.unmixed), ("local", state.local_arrays), ("adopted", state.adopted)):
+        arrays |= {f"{group}/{name}": np.array(value, order="C") for name, value in own.items()}
     arrays |= {"average": state.average}
     facts = {
         "format": FORMAT,
@@ -521,7 +515,7 @@ def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], du
         "peer": state.peer,
         "layout": state.layout.parts,
         "exchange": exchange,
-        "orphaned": state.orphaned + state.shares.orphaned.total(),
+        "orphaned": orphaned,
         "handed": asdict(state.handed),
         "paid": {str(boot): lines for boot, lines in state.paid.items()},
         "unprotected": state.unprotected,
@@ -851,14 +845,6 @@ def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
     return short if length <= clip_norm else short * (clip_norm / length)  # rounding could leave it a hair too long
 
 
-def noised(update: np.ndarray, std: float) -> np.ndarray:
-    """Return an update with N(0, std² I) added from the operating system's entropy and rounded exactly, float64 [d].
-
-    Exact rounding costs little beside an app's training; see `privacy.exact_noise`.
-    """
-    return exactly_noised(update, std)
-
-
 def unsound(update: np.ndarray) -> str:
     """Return what is wrong with an update in words; empty where nothing is."""
     if math.isfinite(float(update.sum())):  # as with an infinite number or NaN among them it is not
@@ -963,55 +949,39 @@ def take_step(
     except BudgetError:
         return NoStep(APP_SPENT, for_good=True)
     with np.errstate(all="ignore"):  # also where the app has numpy raise
-        update = _update(state, given, returned, round_index)
+        update = state.layout.moved_by(returned, given)
+        if wrong := unsound(update):
+            update = np.zeros_like(update)
+        else:
+            state.unmixed = state.layout.unmixed(returned)
         if clip_norm is not None:
             update = protected(clip_norm, noise, update)
-        _move(state, update, clip_norm is None, round_index)
+        weight = min(state.examples, 2 * state.w) * (1.0 if state.dual is None else state.dual[0].weight(state.dual[1]))
+        step, after = update if weight == 1 else weight * update, np.empty_like(state.x)
+        np.add(state.x, step, out=after, casting="same_kind")
+        if infinite := unsound(after):
+            wrong = wrong or infinite
+        else:
+            state.x = after
+            state.unprotected += clip_norm is None
+    if wrong:
+        words = "peer %s, round %s: %s, so its update counts as zero; lower the learning rate, or look at its data"
+        log.warning(words, state.peer, round_index, wrong)
     return None
 
 
-def _update(state: PeerState, given: np.ndarray, returned: Arrays, round_index: int) -> np.ndarray:
-    """Return what the arrays moved by from a model, [d]; zeros, and a word in the log, where that is no number."""
-    update = state.layout.moved_by(returned, given)
-    if wrong := unsound(update):
-        _count_as_zero(state, wrong, round_index)
-        return np.zeros_like(update)
-    state.unmixed = state.layout.unmixed(returned)
-    return update
-
-
-def _move(state: PeerState, update: np.ndarray, unprotected: bool, round_index: int) -> None:
-    """Add an update to x, times what the peer counts by, unless that would make the model infinite for ever."""
-    weight = min(state.examples, 2 * state.w) * (1.0 if state.dual is None else state.dual[0].weight(state.dual[1]))
-    step, after = update if weight == 1 else weight * update, np.empty_like(state.x)
-    np.add(state.x, step, out=after, casting="same_kind")
-    if wrong := unsound(after):
-        _count_as_zero(state, wrong, round_index)
-    else:
-        state.x = after
-        state.unprotected += unprotected
-
-
-def _count_as_zero(state: PeerState, wrong: str, round_index: int) -> None:
-    log.warning(
-        "peer %s, round %s: %s, so its update counts as zero; lower the learning rate, or look at its data",
-        state.peer,
-        round_index,
-        wrong,
-    )
-
-
 def protected(clip_norm: float, noise: float, update: np.ndarray) -> np.ndarray:
-    """Return u · min(1, C / ‖u‖) + N(0, σ² C² I), float64 [d].
+    """Return u · min(1, C / ‖u‖) + N(0, σ² C² I), float64 [d], of the operating system's entropy.
 
     Args:
         clip_norm: C.
         noise: σ, over C.
         update: u, finite, [d].
 
-    Privacy: one Gaussian release of the whole update, which has to be paid for before.
+    Privacy: one Gaussian release of the whole update, which has to be paid for before; rounded exactly, which costs
+    little beside an app's training.
     """
-    return noised(clipped(update.astype(np.float64, copy=False), clip_norm), noise * clip_norm)
+    return exactly_noised(clipped(update.astype(np.float64, copy=False), clip_norm), noise * clip_norm)
 
 
 def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str, Mapping[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -313,11 +314,7 @@ def _settings(content: RecordDict) -> tuple[float, ...]:
 
 
 def _check_module(module: nn.Module, x: Parameters) -> None:
-    """Refuse a module whose parameters are not those of the message.
-
-    Raises:
-        RunError: they differ, or the module has buffers.
-    """
+    """Refuse a module with buffers, or whose parameters are not those of the message."""
     if next(module.buffers(), None) is not None:
         raise RunError(
             "the module has buffers, as BatchNorm does, which belong to neither model: use GroupNorm",
@@ -336,11 +333,9 @@ def _repeated(batches: Iterable[Any], count: int) -> Iterator[Any]:
     left = count
     while left:
         before = left
-        for batch in batches:
+        for batch in islice(batches, left):
             yield batch
             left -= 1
-            if not left:
-                return
         if left == before:
             raise RunError(
                 f"there are no batches for {left} more local steps: give a DataLoader or a list",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_privdec.common.errors import RunError
@@ -257,7 +258,10 @@ class PeerNetwork:
         there = set(self.grid.get_node_ids())
         self.gone = {peer for peer, node in self.node_of.items() if node not in there}
         new = sorted(there - set(self.node_of.values()) - set(self.unmet.values()))
-        messages = [self._introduction(node) for node in new]
+        group, config = str(self.round_index), ConfigRecord({"server-round": self.round_index})
+        request = PeerRequest(INTRODUCE, **self.common).record()
+        contents = {node: RecordDict({SAYS: request, self.config_key: config}) for node in new}
+        messages = [Message(contents[node], node, "train", group_id=group) for node in new]
         sent = list(self.grid.push_messages(messages)) if messages else []
         self.unmet |= dict(zip(sent, new, strict=True))
         for _, reply in answers(self.grid, self.unmet, set(sent), patience):
@@ -271,12 +275,9 @@ class PeerNetwork:
                 )
             report = PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}", "flower.no-peer-mod")
             self._admit(report, node, there)
-            self._note(report)
-
-    def _introduction(self, node: int) -> Message:
-        group, config = str(self.round_index), ConfigRecord({"server-round": self.round_index})
-        content = RecordDict({SAYS: PeerRequest(INTRODUCE, **self.common).record(), self.config_key: config})
-        return Message(content, node, "train", group_id=group)
+            self.reports[report.peer], self.has_new = report, True
+            if report.incarnation:
+                self._relay(report, None)
 
     def _admit(self, report: PeerReport, node: int, there: set[int]) -> None:
         if not 0 <= report.peer < report.n_peers <= MOST:
@@ -300,11 +301,6 @@ class PeerNetwork:
         self.node_of[report.peer] = node
         self.gone.discard(report.peer)
         self.silent.discard(report.peer)
-
-    def _note(self, report: PeerReport) -> None:
-        self.reports[report.peer], self.has_new = report, True
-        if report.incarnation:
-            self._relay(report, None)
 
     def _relay(self, report: PeerReport, outbox: ArrayRecord | None) -> None:
         try:
@@ -458,21 +454,14 @@ def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[i
         record = record_in(reply.content, MASS, ArrayRecord)
         if record is None or "mass" not in record:
             continue
-        value = _read(record["mass"], *wanted)
-        if value is None:
+        value = None
+        with suppress(TypeError, ValueError, EOFError):  # anybody may have sent it
+            value = record["mass"].numpy()
+        if value is None or (str(value.dtype), value.shape) != wanted or not np.isfinite(value).all():
             log.warning("what peer %s handed in for the mean is none of %s %s, and left out", peer, *wanted)
         else:
             masses[peer] = value
     return masses
-
-
-def _read(array: Array, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return the numbers of an array that anybody may have sent; None where they are not of a shape, or not finite."""
-    try:
-        value = array.numpy()
-    except (TypeError, ValueError, EOFError):
-        return None
-    return value if (str(value.dtype), value.shape) == (dtype, shape) and np.isfinite(value).all() else None
 
 
 def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool) -> np.ndarray | None:

@@ -55,9 +55,12 @@ def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
     """
     first = {r.metadata.src_node_id: next(iter(r.content.metric_records.items()), None) for r in replies if _good(r)}
     metrics_of = {node: named for node, named in first.items() if named is not None}
-    shapes = {node: _shape(metrics, key) for node, (_, metrics) in metrics_of.items()}
+    shapes = {  # the names and how long each list is, -1 for a number
+        node: sorted((name, len(x) if isinstance(x, list) else -1) for name, x in metrics.items() if name != key)
+        for node, (_, metrics) in metrics_of.items()
+    }
     kinds = list(shapes.values())
-    usual = max(kinds, key=kinds.count, default=())
+    usual = max(kinds, key=kinds.count, default=[])
     if odd := [node for node, shape in shapes.items() if shape != usual]:
         log.warning("the metrics of SuperNodes %s are not those that the others report, and left out", odd)
     alike = [named for node, named in metrics_of.items() if shapes[node] == usual]
@@ -68,12 +71,6 @@ def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
 
 def _good(reply: Message) -> bool:
     return not reply.has_error()
-
-
-def _shape(metrics: MetricRecord, key: str) -> tuple[tuple[str, int], ...]:
-    """Return the names and how long each list is, -1 for a number."""
-    sizes = {name: len(value) if isinstance(value, list) else -1 for name, value in metrics.items() if name != key}
-    return tuple(sorted(sizes.items()))
 
 
 def _weight(value: object) -> float | None:
@@ -173,7 +170,8 @@ def _over_peers(start: Callable[..., Any]) -> Callable[..., Any]:
     return started
 
 
-class PeerGrid(Grid):
+@Grid.register
+class PeerGrid:
     """Sends the messages of a strategy's hooks to the peers; all else is the grid's.
 
     Args:
@@ -186,31 +184,6 @@ class PeerGrid(Grid):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grid, name)
-
-    @property
-    def run(self) -> Any:
-        """Return the run."""
-        return self._grid.run
-
-    def set_run(self, *given: Any, **options: Any) -> None:
-        """Set the run."""
-        self._grid.set_run(*given, **options)
-
-    def create_message(self, *given: Any, **options: Any) -> Message:
-        """Return a new message; an abstract method of Flower's older interface."""
-        return self._grid.create_message(*given, **options)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of all nodes."""
-        return self._grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages, and return their ids."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to some messages."""
-        return self._grid.pull_messages(message_ids)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Return the peers' replies, the late ones of earlier messages aside; see `PeerNetwork.ask`.
@@ -357,12 +330,9 @@ class PushSum(Strategy):
         return result
 
     def _over_peers(self, rounds: Callable[..., Any], facts: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-        """Find the peers, run the rounds on a grid that speaks to them, and deliver their mean.
+        """Find the peers, run Flower's or a subclass's rounds on a grid that speaks to them, and deliver their mean.
 
-        Args:
-            rounds: `Strategy.start`, or a subclass's, which may be a copy of it.
-            facts: what it is called with, by name, its defaults too.
-            given: what it is called with, without them.
+        `given` is what the rounds are called with, and `facts` the same with their defaults.
         """
         if isinstance(facts["grid"], PeerGrid):  # a subclass's start, which is on the peers already
             return rounds(**given)
@@ -384,11 +354,7 @@ class PushSum(Strategy):
                 ) from error
 
     def _run(self, rounds: Callable[[], Any]) -> Any:
-        """Relay all rounds, once the peers are found, and return the result with the peers' mean.
-
-        Args:
-            rounds: runs them, as `Strategy.start` does.
-        """
+        """Relay all rounds, once the peers are found, and return the result with the peers' mean."""
         self.network.join(self._initial, founding=all(report.incarnation == 0 for report in self.reports.values()))
         self._first = self._first_round()
         run = self.network.common["run"]
@@ -405,11 +371,7 @@ class PushSum(Strategy):
         return result
 
     def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Let `evaluate_fn` evaluate a round's mean; nothing where there is no new one, as in a round before a restart.
-
-        Raises:
-            RunError: what it returns is no MetricRecord.
-        """
+        """Let `evaluate_fn` evaluate a round's mean, where there is a new one: a round before a restart has none."""
         if self._evaluate_fn is None or server_round != (self._mean_of if server_round else self._first - 1):
             return None
         metrics = self._evaluate_fn(server_round, arrays)
@@ -545,13 +507,6 @@ class PushSum(Strategy):
                     reply.content[self.arrayrecord_key] = self._record(mass)
         return [*replies.values(), *self.network.failures]
 
-    def _open_round(self) -> None:
-        """Meet nodes that are new, and let private peers report their ledgers."""
-        network = self.network
-        network.update_members(network.timeout)
-        network.join(self._initial, founding=False)
-        network.greet()
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -565,7 +520,9 @@ class PushSum(Strategy):
             )
         if server_round < self._first or self._all_stopped():
             return []
-        self._open_round()
+        self.network.update_members(self.network.timeout)
+        self.network.join(self._initial, founding=False)
+        self.network.greet()
         config["server-round"] = server_round
         active = self._active.active(server_round - 1)
         self._asked = [peer for peer in self.network.members() if active[peer]]
@@ -609,7 +566,7 @@ class PushSum(Strategy):
         if not self._asked:
             return None, None
         self.network.raise_if_all_fail(self._asked)
-        answers = self._by_peer(replies)
+        answers = {self.network.peer_at(reply.metadata.src_node_id): reply for reply in replies if _good(reply)}
         trained = sum(self.reports[peer].trained for peer in answers)
         self._exhausted |= {peer: self.reports[peer].stopped for peer in answers if self.reports[peer].exhausted}
         self._note_privacy(answers)
@@ -624,9 +581,6 @@ class PushSum(Strategy):
         if mean is not None:
             self._last_mean, self._mean_of = mean, server_round
         return mean, self._metrics(answers.values(), self.train_metrics_aggr_fn)
-
-    def _by_peer(self, replies: Iterable[Message]) -> dict[int, Message]:
-        return {self.network.peer_at(reply.metadata.src_node_id): reply for reply in replies if _good(reply)}
 
     def _note_privacy(self, answers: Iterable[int]) -> None:
         """Log once what stays with the peers: metrics, and the numbers of examples by which they could count."""
@@ -688,13 +642,7 @@ class PushSum(Strategy):
     def _delivered_mean(
         self, receivers: Iterable[int], peers: list[int], server_round: int
     ) -> tuple[ArrayRecord | None, dict[int, Message]]:
-        """Send peers their shares in transit, and return the mean over some of them, and the answers.
-
-        Args:
-            receivers: of the messages.
-            peers: of whose masses the mean is.
-            server_round: whose mean it is.
-        """
+        """Send receivers their shares in transit, and return a round's mean over some peers, and the answers."""
         network = self.network
         wanted = not self._sealed or self._last_mean is None
         common = {"wants_mass": wanted, "mean_of": peers if self._sealed else [], "round_index": server_round}

@@ -1,1 +1,1 @@
-"""All peers of a scenario as processes of this machine, and faults injected between them."""
+"""All peers of a scenario as processes of this machine, with messages lost and peers killed on purpose."""

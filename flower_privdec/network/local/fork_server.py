@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from multiprocessing.connection import wait
 from threading import Lock
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -37,20 +37,8 @@ PROCESS_NAME = 15  # PR_SET_NAME
 NUMBER = struct.Struct("q")  # a process, or minus an errno where none was forked; then its exit status
 
 
-class Process(Protocol):
-    """What `subprocess.Popen` and `ForkedProcess` have in common."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit status, or minus the signal that ended it; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit status; subprocess.TimeoutExpired after so many seconds."""
-
-
 class ForkedProcess:
-    """A process that the server has forked, which waits for it and reports its exit status."""
+    """A process that the server has forked, which waits for it and reports its exit status; as `subprocess.Popen`."""
 
     def __init__(self, pid: int, stdin: IO[bytes], report: IO[bytes]) -> None:
         """Take the write end of its stdin, which stays open as long as this object, and the report of its end."""
@@ -58,11 +46,11 @@ class ForkedProcess:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """See `Process`."""
+        """Return the exit status, or minus the signal that ended it; None while it runs."""
         return self._after(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """See `Process`."""
+        """Wait for the exit status; subprocess.TimeoutExpired after so many seconds."""
         status = self._after(timeout)
         if status is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
@@ -82,6 +70,9 @@ class ForkedProcess:
         with contextlib.suppress(ProcessLookupError):  # the server was killed, so that no exit status will come
             os.killpg(self.pid, signal.SIGKILL)
         return -signal.SIGKILL
+
+
+Process = subprocess.Popen[bytes] | ForkedProcess
 
 
 class ForkServer:

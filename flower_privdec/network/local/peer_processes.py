@@ -15,12 +15,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
-from types import TracebackType
 from typing import Any, Self
 
 from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
-from flower_privdec.network.local.fault_proxy import FaultProxy
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
 from flower_privdec.network.peer.status import STATUS_CAP, request_status
 from flower_privdec.network.transport.grpc_transport import GrpcConnection
@@ -79,8 +77,7 @@ def free_addresses(count: int) -> list[str]:
 class PeerProcesses:
     """A process for each peer; a context manager that leaves none behind.
 
-    Folder: certs/, network.yaml with the addresses, and for each peer peers/I/ (its own folder) and peers/I.log; behind
-    a proxy peers/I.yaml as well, with the addresses at which that peer reaches the others.
+    Folder: certs/, network.yaml with the addresses, and for each peer peers/I/ (its own folder) and peers/I.log.
     """
 
     def __init__(
@@ -89,7 +86,7 @@ class PeerProcesses:
         out: Path,
         *,
         insecure_seeds: bool = False,
-        proxy: FaultProxy | None = None,
+        loss: float = 0.0,
         program: Callable[[int], Sequence[str]] = lambda peer: PRIVDEC,
     ) -> None:
         """Start and write nothing yet.
@@ -98,11 +95,11 @@ class PeerProcesses:
             scenario: with an address on this machine for each peer, see `on_this_machine`.
             out: the folder.
             insecure_seeds: draw noise and batches from the scenario's seed.
-            proxy: through which each peer reaches each other; by default directly.
+            loss: share of all messages that are lost on purpose.
             program: of a peer: what takes the arguments of `privdec`.
         """
-        self.scenario, self.out, self.proxy, self._program = scenario, out, proxy, program
-        self._insecure = insecure_seeds
+        self.scenario, self.out, self._program = scenario, out, program
+        self._options = ["--insecure-seeds"] * insecure_seeds + ["--loss", str(loss)] * bool(loss)
         self._processes: dict[int, Process] = {}
 
     @property
@@ -129,20 +126,10 @@ class PeerProcesses:
         make_certificates(self.scenario, self.certificates)
         (self.out / "peers").mkdir(exist_ok=True)
         write_atomically(self.out / "network.yaml", to_yaml(self.scenario).encode())
-        for peer in self.peers if self.proxy is not None else ():
-            write_atomically(self._file(peer), to_yaml(self.as_seen_by(peer)).encode())
 
-    def _file(self, peer: int) -> Path:
-        return self.out / "network.yaml" if self.proxy is None else self.out / "peers" / f"{peer}.yaml"
-
-    def as_seen_by(self, peer: int) -> Scenario:
-        """Return the scenario with the addresses at which a peer reaches the others, behind a proxy."""
-        network = self.scenario.network
-        assert self.proxy is not None
-        assert network.peers is not None
-        seen = self.proxy.through(peer, [one.address for one in network.peers])
-        there = [one.model_copy(update={"address": at}) for one, at in zip(network.peers, seen, strict=True)]
-        return self.scenario.model_copy(update={"network": network.model_copy(update={"peers": there})})
+    def file(self, peer: int) -> Path:
+        """Return the file of the scenario as a peer is given it."""
+        return self.out / "network.yaml"
 
     def start(self, peer: int, *, charge_witnessed: bool = False) -> None:
         """Start a peer.
@@ -151,9 +138,9 @@ class PeerProcesses:
             peer: which.
             charge_witnessed: charge what its ledger lost, and stop.
         """
-        command = [*self._program(peer), "peer", str(self._file(peer)), "--id", str(peer)]
+        command = [*self._program(peer), "peer", str(self.file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
-        command += ["--insecure-seeds"] * self._insecure + ["--charge-witnessed"] * charge_witnessed
+        command += self._options + ["--charge-witnessed"] * charge_witnessed
         with self.log(peer).open("ab") as log:
             # A process group of its own gets no Ctrl-C; a peer that is paused when this process is killed ends with it.
             self._processes[peer] = start_process(f"privdec peer {peer}", command, log)
@@ -205,14 +192,12 @@ class PeerProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
 
 OnStatus = Callable[[int, dict[str, Any] | None, str], None]  # of a peer: its status and a word on it
-EVERY = 0.5  # seconds between two requests
+EVERY = 0.5  # seconds between an answer and the next request
 ANSWER_SECONDS = 1.0
 STARTING, SILENT, DONE = "starting", "no answer", "done"
 
@@ -223,16 +208,15 @@ class Watch:
     Each request is made as if the peer made it itself: with its own certificate, at its own address.
     """
 
-    def __init__(self, processes: PeerProcesses, on_status: OnStatus, every: float = EVERY) -> None:
+    def __init__(self, processes: PeerProcesses, on_status: OnStatus) -> None:
         """Begin to request.
 
         Args:
             processes: the peers.
             on_status: called in these threads with a peer, its status (None where it did not answer) and a word:
                 STARTING before its first answer, SILENT where it does not answer any more, DONE at its end.
-            every: seconds between an answer and the next request.
         """
-        self._processes, self._on_status, self._every, self._stopping = processes, on_status, every, Event()
+        self._processes, self._on_status, self._stopping = processes, on_status, Event()
         self._threads = [Thread(target=self._follow, args=(peer,), daemon=True) for peer in processes.peers]
         for thread in self._threads:
             thread.start()
@@ -252,10 +236,12 @@ class Watch:
         word = STARTING
         try:
             while not self._stopping.is_set() and not self._is_done(peer):
-                status = self._request(connection)
+                status = None
+                with contextlib.suppress(RunError):  # reported by the word instead
+                    status = request_status(connection, ANSWER_SECONDS)
                 word = SILENT if status is not None else word  # from now on
                 self._on_status(peer, status, word if status is None else "")
-                self._stopping.wait(self._every)
+                self._stopping.wait(EVERY)
             self._is_done(peer)
         finally:
             connection.close()
@@ -267,16 +253,8 @@ class Watch:
             self._on_status(peer, status, DONE)
         return status is not None
 
-    def _request(self, connection: GrpcConnection) -> dict[str, Any] | None:
-        try:
-            return request_status(connection, ANSWER_SECONDS)
-        except RunError:  # reported by the word instead
-            return None
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

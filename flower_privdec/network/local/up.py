@@ -7,8 +7,8 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds, with_more_rounds
 from flower_privdec.experiment.spent import Spent, ledger_folder
 from flower_privdec.experiment.view import noise_facts
-from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
-from flower_privdec.network.peer.peer import INSECURE, final_path, network_mixing, rows_path
+from flower_privdec.network.peer.peer import INSECURE, network_mixing, rows_path
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.ledger import read_entries, runs_in
 from flower_privdec.scenario import Scenario
@@ -40,24 +39,6 @@ NUMBERS = {
     "synchronous": "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own",
     "asynchronous": "of this run alone: they depend on which messages arrived in time",
 }
-
-
-@contextmanager
-def losing(share: float) -> Iterator[FaultProxy | None]:
-    """Yield a proxy that loses a share of all messages, and a connection with each; None where it loses none.
-
-    Raises:
-        ScenarioError: the share is none.
-    """
-    if not 0 <= share < 1:
-        raise ScenarioError(
-            f"--loss {share:g} must be a share, from 0 to below 1: of 1 no message would arrive", code="up.loss"
-        )
-    if not share:
-        yield None
-        return
-    with FaultProxy(faults=Faults(lose=share)) as proxy:
-        yield proxy
 
 
 class Up:
@@ -77,7 +58,7 @@ class Up:
         *,
         resume: bool = False,
         insecure_seeds: bool = False,
-        proxy: FaultProxy | None = None,
+        loss: float = 0.0,
         kills: Sequence[InjectedKill] = (),
     ) -> None:
         """Check the scenario and the folder; write nothing yet.
@@ -85,13 +66,17 @@ class Up:
         Args:
             resume: continue from the folder's checkpoints.
             insecure_seeds: draw noise and batches from the scenario's seed.
-            proxy: through which each peer reaches each other; by default directly.
+            loss: share of all messages that are lost on purpose.
             kills: faults to inject.
 
         Raises:
             ScenarioError: a part cannot be had, or the folder holds another run, or nothing to resume; or --kill would
-                leave the others waiting.
+                leave the others waiting, or all messages would be lost.
         """
+        if not 0 <= loss < 1:
+            raise ScenarioError(
+                f"--loss {loss:g} must be a share, from 0 to below 1: of 1 no message would arrive", code="up.loss"
+            )
         scenario = with_more_rounds(scenario, out) if resume else scenario
         self.scenario, self.out, self._kills = on_this_machine(scenario), out, list(kills)
         if scenario.network.mode == "synchronous" and not all(kill.comes_back for kill in kills):
@@ -110,7 +95,7 @@ class Up:
         self.agreement = Agreement.of(self.scenario)
         network_mixing(self.agreement)
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
-        self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, proxy=proxy)
+        self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, loss=loss)
         self._spent, self._noise = Spent([], [], [], []), list[str]()
         self._evaluated = 0  # the round of the last evaluation of this process
         self._gone: set[int] = set()
@@ -135,7 +120,12 @@ class Up:
         every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
         stopped = False
         try:
-            with self._running(on_status):
+            with ExitStack() as stack:
+                stack.enter_context(self._processes)
+                for peer in self._processes.peers:
+                    self._processes.start(peer)
+                if on_status is not None:
+                    stack.enter_context(Watch(self._processes, on_status))
                 for round_index in [number for number in every if number > state.round_index]:
                     metrics = self._evaluation(round_index)
                     if stopped := on_metrics is not None and on_metrics(metrics) is True:
@@ -184,16 +174,6 @@ class Up:
         return self.recorder.finish(*result, **options | facts)
 
     # --- processes ---
-
-    @contextmanager
-    def _running(self, on_status: OnStatus | None) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self._processes)
-            for peer in self._processes.peers:
-                self._processes.start(peer)
-            if on_status is not None:
-                stack.enter_context(Watch(self._processes, on_status))
-            yield
 
     def _wait(self) -> None:
         while not all(self._processes.status(peer) in ENDED for peer in self._alive()):
@@ -281,7 +261,7 @@ class Up:
 
     def _last_rows(self) -> dict[str, torch.Tensor]:
         """Return the rows of the devices' last models; for a peer that is gone, those that it handed in last."""
-        last = [final_path(self._processes.folder(peer)) for peer in range(self.scenario.n_peers)]
+        last = [rows_path(self._processes.folder(peer), None) for peer in range(self.scenario.n_peers)]
         return _stacked(
             [self._handed_in(i, self.scenario.rounds) if i in self._gone else path for i, path in enumerate(last)]
         )

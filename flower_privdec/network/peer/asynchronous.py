@@ -11,9 +11,9 @@ can reach each other never wait for each other for ever. After the last round it
 it waits for its neighbours, until its model agrees with theirs in all rounds of a period of the graph.
 
 A peer that has nothing of a run that others have begun without it joins them as they are: with the rows of the first
-neighbour that sends some, and in push-sum with the model of its first share, and the weight of a peer that begins. With
-the weight of that share alone, each lost state would take its part of all weight with it, and steps, which are 1 / w
-times as long, would grow. A peer whose checkpoint is an old copy learns it from its neighbours, and is reset so too.
+neighbour that sends some, and in push-sum with the model of its first share and the weight of a peer that begins, as
+`PushSumProtocol.absorb` explains. A peer whose checkpoint is an old copy learns it from its neighbours, and is reset so
+too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,17 @@ from flower_privdec.pushsum.exactly_once import (
     RefusedError,
     StaleStateError,
 )
-from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMass, RowMessage, frame_size, pack, unpack
+from flower_privdec.pushsum.frames import (
+    SMALL,
+    FrameCodec,
+    Message,
+    RowMass,
+    RowMessage,
+    TensorArithmetic,
+    frame_size,
+    pack,
+    unpack,
+)
 from flower_privdec.pushsum.lockstep import Turn
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
 
@@ -69,21 +79,6 @@ REMEMBERED = 32  # periods
 GREETING_SECONDS = 2.0  # for the others, where they are known to be under way already
 
 
-@dataclass
-class NeighborRecord:
-    """What a peer remembers of a neighbour.
-
-    Attributes:
-        on_time: whether it is waited for.
-        strikes: in how many exchanges in a row it was waited for and had nothing.
-        rounds: the last rounds of it that became known, each with this peer's number of exchanges by then.
-    """
-
-    on_time: bool = False
-    strikes: int = 0
-    rounds: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SEEN + 1))
-
-
 class StragglerPolicy:
     """Adaptive straggler timeout: which neighbours to wait for, and how long. Pure: timestamps are arguments.
 
@@ -99,26 +94,27 @@ class StragglerPolicy:
     Timestamps are seconds of any clock that never goes back.
 
     Args:
-        neighbors: of the peer.
         first: seconds to wait as long as no period was measured.
+
+    Attributes:
+        on_time: the neighbours to wait for in the exchange under way.
     """
 
-    def __init__(self, neighbors: Iterable[int], first: float) -> None:
+    def __init__(self, first: float) -> None:
         """Begin with no neighbour on time."""
+        self.on_time: set[int] = set()
         self._first, self._exchanges = first, 0
-        self._records = {neighbor: NeighborRecord() for neighbor in neighbors}
+        self._strikes: Counter[int] = (
+            Counter()
+        )  # exchanges in a row in which a neighbour was waited for and had nothing
+        self._rounds: dict[int, deque[tuple[int, int]]] = {}  # the last ones that became known, each with `_exchanges`
         self._periods: deque[float] = deque(maxlen=REMEMBERED)
         self._ended: float | None = None
-
-    def is_awaited(self, neighbor: int) -> bool:
-        """Return whether to wait for a neighbour in the exchange under way."""
-        return self._records[neighbor].on_time
 
     def start(self, now: float, neighbors: Iterable[int]) -> None:
         """Begin to work at a time, and to wait for some neighbours, which begin together."""
         self._ended = now
-        for neighbor in neighbors:
-            self._records[neighbor].on_time = True
+        self.on_time |= {*neighbors}
 
     @property
     def patience(self) -> float:
@@ -133,14 +129,15 @@ class StragglerPolicy:
         """
         self._exchanges += 1
         for neighbor, round_index in rounds.items():
-            record = self._records[neighbor]
-            if record.rounds and round_index < record.rounds[-1][1]:
-                record.rounds.clear()  # it was put back
-            if not record.rounds or round_index > record.rounds[-1][1]:
-                record.rounds.append((self._exchanges, round_index))
-            if len(record.rounds) > SEEN:
-                (began, first), (_, last) = record.rounds[0], record.rounds[-1]
-                record.on_time = self._exchanges - began <= SLOWEST * (last - first)
+            known = self._rounds.setdefault(neighbor, deque(maxlen=SEEN + 1))
+            if known and round_index < known[-1][1]:
+                known.clear()  # it was put back
+            if not known or round_index > known[-1][1]:
+                known.append((self._exchanges, round_index))
+            if len(known) > SEEN:
+                (began, first), (_, last) = known[0], known[-1]
+                keeps_up = self._exchanges - began <= SLOWEST * (last - first)
+                self.on_time = self.on_time | {neighbor} if keeps_up else self.on_time - {neighbor}
 
     def end(self, now: float, there: Collection[int], missing: Collection[int], waited: float, message: float) -> None:
         """Record the end of an exchange.
@@ -159,13 +156,13 @@ class StragglerPolicy:
 
     def note(self, there: Collection[int], missing: Collection[int]) -> None:
         """Record which neighbours had come, and which had not."""
-        for record in map(self._records.__getitem__, missing):
-            record.strikes += record.on_time
-            if record.strikes >= STRIKES:
-                record.on_time, record.strikes = False, 0
-                record.rounds.clear()
+        self._strikes.update(self.on_time & {*missing})
+        for neighbor in [j for j in missing if self._strikes[j] >= STRIKES]:
+            self.on_time.discard(neighbor)
+            self._rounds.pop(neighbor, None)
+            self._strikes[neighbor] = 0
         for neighbor in there:
-            self._records[neighbor].strikes = 0
+            self._strikes[neighbor] = 0
 
 
 @dataclass
@@ -199,10 +196,10 @@ class AsynchronousSession(Session):
 
     Args:
         protocol: this peer's shares; without mass where no push-sum is done, and then for its hellos alone.
+        arithmetic: of the shares, which decodes them.
         witness, frames: see Session.
         replies: the exchanges in which a neighbour is answered, whose round the rows are then for.
         n_peers: of the run, which is the push-sum weight of all of them together; inf where no peer knows that.
-        decoded: decodes the values of a share.
         retry: seconds between two hellos.
         rounds: of the run.
         silent: neighbours that never send shares or rows to this peer.
@@ -225,32 +222,30 @@ class AsynchronousSession(Session):
         met: in which of these steps each neighbour last exchanged with this peer: sent a share or rows, or took some.
         met_at: when that was, by the clock of `time.monotonic`.
         heard_at: when each neighbour last sent anything.
-        quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
         informed: the last round of this peer that each neighbour is known to have heard of; -1 for none.
-        reported_to: the last round of this peer in a call or an answer to each neighbour; -1 for none.
         want: what this peer lacks of push-sum weight while it waits, which its hellos report.
         level: how often its weight floor sank, which they report too.
         wants: what each neighbour lacks, as far as it reported since its last share.
         levels: of the weight floors of the neighbours, as far as they reported.
+        queues: what is to be sent to each neighbour.
     """
 
     def __init__(
         self,
         protocol: PushSumProtocol[Tensor],
+        arithmetic: TensorArithmetic,
         witness: LedgerWitness,
         frames: FrameCodec,
         replies: Collection[int],
         retry: float,
         rounds: int,
         n_peers: float,
-        decoded: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
         silent: Collection[int] = (),
     ) -> None:
         sizes = [frame_size(formats) for formats in (frames.shares or {}, *frames.exchanges.values())]
         super().__init__(witness, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
-        self.protocol, self._replies, self._retry = protocol, replies, retry
-        self._most_weight, self._decoded_values = SURPLUS * n_peers, decoded
-        self.quarantined: dict[int, str] = {}
+        self.protocol, self._arithmetic, self._replies, self._retry = protocol, arithmetic, replies, retry
+        self._most_weight = SURPLUS * n_peers
         self.rounds: dict[int, int] = {}
         self.boots: dict[int, int] = {}
         self.reached: dict[int, int] = {}
@@ -266,10 +261,9 @@ class AsynchronousSession(Session):
         self.met_at: dict[int, float] = {}
         self.heard_at: dict[int, float] = {}
         self._checked: set[int] = set()  # neighbours whose first hello to this process was compared with its rows
-        self._queues = {neighbor: SendQueue() for neighbor in witness.neighbors}
+        self.queues = {neighbor: SendQueue() for neighbor in witness.neighbors}
         self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is held back
         self.informed = dict.fromkeys(witness.neighbors, -1)
-        self.reported_to = dict.fromkeys(witness.neighbors, -1)
         self._rows: dict[int, dict[int, RowMessage]] = {at: {} for at in frames.exchanges}
 
     # --- for the peer ---
@@ -281,14 +275,10 @@ class AsynchronousSession(Session):
             wanted: neighbours that may wait for a share of this round: one that gets none is sent a hello.
         """
         for acknowledgement in self.protocol.acknowledgements():
-            self._queues[acknowledgement.receiver].acknowledgements = [acknowledgement]
+            self.queues[acknowledgement.receiver].acknowledgements = [acknowledgement]
         due = {share.receiver for share in self.protocol.shares_to_send()}
         for neighbor in set(wanted) - due:
-            self._queues[neighbor].hello_at = 0.0
-
-    def post(self, at: int, round_index: int, neighbor: int, values: Mapping[str, Tensor]) -> None:
-        """Send rows of an exchange to a neighbour, for a round."""
-        self._queues[neighbor].rows[at] = RowMessage(self.peer, neighbor, round_index, at, values)
+            self.queues[neighbor].hello_at = 0.0
 
     def senders(self, at: int, since: int = 0) -> set[int]:
         """Return whose rows of an exchange have come, of a round or a later one, and were not collected."""
@@ -303,7 +293,7 @@ class AsynchronousSession(Session):
         self.want, self.level, self._announced = want, level, min(want, self._announced)
         if self.has_report():
             self._announced = want
-            for queue in self._queues.values():
+            for queue in self.queues.values():
                 queue.hello_at = 0.0
 
     def has_report(self) -> bool:
@@ -312,28 +302,18 @@ class AsynchronousSession(Session):
 
     def is_informed(self, neighbor: int, round_index: int) -> bool:
         """Return whether nothing is left to send to a neighbour, which knows of a round."""
-        queue = self._queues[neighbor]
+        queue = self.queues[neighbor]
         return not (queue.hellos or queue.acknowledgements) and self.informed[neighbor] >= round_index
-
-    def has_rows(self, neighbor: int) -> bool:
-        """Return whether rows for a neighbour are still to be sent."""
-        return bool(self._queues[neighbor].rows)
 
     def is_lost(self, neighbor: int) -> bool:
         """Return whether a neighbour has not been reached for some calls; one that refuses them is there."""
-        return self._queues[neighbor].failures >= LOST
+        return self.queues[neighbor].failures >= LOST
 
     # --- see Session ---
 
     @property
     def round_index(self) -> int:
-        """See Session."""
         return self.protocol.round_index
-
-    def reported(self, receiver: int, messages: Messages) -> Messages:
-        """See Session."""
-        self.reported_to[receiver] = self.round_index
-        return super().reported(receiver, messages)
 
     def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
         """See Session; the answer to a share acknowledges it, where that is on disk by then."""
@@ -345,7 +325,7 @@ class AsynchronousSession(Session):
             self._answering[caller] -= held_back
             if not self.protocol.is_open(caller):
                 return [*replies]
-            queue = self._queues[caller]
+            queue = self.queues[caller]
             acknowledgements, queue.acknowledgements = queue.acknowledgements, []
             return [*replies, *acknowledgements]
 
@@ -405,15 +385,12 @@ class AsynchronousSession(Session):
     def _check_share(self, share: FrozenShare[Tensor]) -> None:
         """Quarantine the sender of a share that no working device sends, which would replace each model it reaches.
 
-        All weights together are the number of peers, unless they are numbers of examples, whose sum no peer knows:
-        then a weight has no bound. Peers that lost their state, or were restored from an old copy, add to them, and
-        later losses take that along. A share has at most SURPLUS times that, and more than nothing. And its model,
-        x / w, is not FAR larger than this peer's own: that stops a device whose numbers broke, and not a careful liar.
-
-        Raises:
-            RefusedError: naming the weight, or the number.
+        All weights together are the number of peers, and more where some lost their state or were restored from an old
+        copy; numbers of examples have no bound. The model, x / w, has one that stops a device whose numbers broke, and
+        not a careful liar.
         """
-        values, mass = self._decoded_values(share.values), self.protocol.mass
+        mass = self.protocol.mass
+        values = {name: self._arithmetic.decode(value, mass[name]) for name, value in share.values.items()}
         weight, own_weight = (float(rows["w"]) if "w" in rows else 1.0 for rows in (values, mass))
         if not (0 < weight <= self._most_weight and math.isfinite(weight)):
             why = f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"
@@ -444,7 +421,7 @@ class AsynchronousSession(Session):
             )
         hello = hello if has_shares else replace(hello, seen=0)
         self.protocol.check_hello(hello)
-        neighbor, queue = hello.sender, self._queues[hello.sender]
+        neighbor, queue = hello.sender, self.queues[hello.sender]
         if self.is_new and hello.round_index > 0 and not hello.knows:  # it began without having met this peer
             self.is_new, self.joins = False, True
             if self.protocol.mass:  # which has to come with the shares of others
@@ -481,8 +458,7 @@ class AsynchronousSession(Session):
         return replace(hello, seen=self.places.get(hello.receiver, (-1, 0))[0] + 1)
 
     def has_news(self, neighbor: int, now: float) -> bool:
-        """See Session."""
-        queue = self._queues[neighbor]
+        queue = self.queues[neighbor]
         if self.stale is not None or not self.protocol.can_greet or neighbor in self.quarantined:
             return False
         if now >= queue.hello_at or queue.hellos:
@@ -493,14 +469,14 @@ class AsynchronousSession(Session):
         """Return what a call has to bring: acknowledgements where no answer will, a share, and rows."""
         if not self.protocol.is_open(neighbor):
             return []
-        queue, shares = self._queues[neighbor], self.protocol.shares_to_send()
+        queue, shares = self.queues[neighbor], self.protocol.shares_to_send()
         acknowledgements = [] if self._answering[neighbor] else queue.acknowledgements
         due = [share for share in shares if share.receiver == neighbor and share is not queue.share]
         return [*acknowledgements, *due, *queue.rows.values()]
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         """See Session: one call with everything, hellos first, for without them the rest may be refused."""
-        queue = self._queues[neighbor]
+        queue = self.queues[neighbor]
         messages: list[Message] = [*queue.hellos]
         if now >= queue.hello_at:
             messages.append(self._completed(self.protocol.hello(neighbor)))
@@ -510,8 +486,7 @@ class AsynchronousSession(Session):
         return [messages] if messages else []
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
-        """See Session."""
-        queue = self._queues[neighbor]
+        queue = self.queues[neighbor]
         queue.failures = 0
         for message in sent:
             if isinstance(message, LedgerReport):
@@ -528,7 +503,7 @@ class AsynchronousSession(Session):
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
         """See Session: what was lost with the call is sent again, and one that is lost or refuses it is greeted."""
-        queue, unreachable = self._queues[neighbor], isinstance(error, UnreachableError)
+        queue, unreachable = self.queues[neighbor], isinstance(error, UnreachableError)
         queue.failures = queue.failures + 1 if unreachable else 0
         if self.is_lost(neighbor) or not unreachable:
             self.protocol.close(neighbor)
@@ -553,10 +528,10 @@ class AsynchronousPeer(RunningPeer):
         self._partly_final = PartlyHeard(self.timetable.final_mixing, peer)
         self.trainer.use_mixing(self._partly)
         deadline = self.network.deadline
-        first = (
-            min(GREETING_SECONDS, deadline) if checkpoints else deadline
-        )  # the others may have used its rows, and left
-        self.policy, self._replied = StragglerPolicy(neighbors, first), dict[int, int]()
+        # After a restart the others may have used its rows, and left.
+        first = min(GREETING_SECONDS, deadline) if checkpoints else deadline
+        self.policy = StragglerPolicy(first)
+        self._requests: dict[int, int] = {}  # the round of the last rows of each neighbour, to which a reply answers
         self._neighbors, self._commits, self._joining = neighbors, 0, False
         timetable = self.timetable
         exchanges = {at: self._formats(exchange) for at, exchange in timetable.exchanges.items()}
@@ -574,16 +549,17 @@ class AsynchronousPeer(RunningPeer):
         silent = [j for j in neighbors if peer not in timetable.receivers_ever(j)]
         self.session = AsynchronousSession(
             self.protocol,
+            self.arithmetic,
             self.witness,
             frames,
             self._replies,
             self.network.retry,
             self.end,
             total,
-            self._decoded,
             silent,
         )
-        self._resumed, self._sent = bool(checkpoints), False
+        self._resumed = bool(checkpoints)
+        self._has_split = False  # whether the shares of the exchange under way are on disk, from before a restart
         self.session.resumed_at = self.state.round_index
         self._first_weight = self._weight()  # of the peer at the beginning of the run: 1, or its number of examples
         if checkpoints:
@@ -592,11 +568,11 @@ class AsynchronousPeer(RunningPeer):
         usual = self._lowest() if "w" in mass and self._first_weight == 1 else self._weight()
         self.floor = WeightFloor(usual if "w" in mass else 0.0, deadline, time.monotonic())
         self._pace, self._is_alone = Pace(self.network.lead), False  # whether it waits for a quorum
-        self._came: dict[int, int] = {}  # the round of the last share of each neighbour that was added
+        self._last_added: dict[int, int] = {}  # the round of the last share of each neighbour that was added
         self._agreed = set[int]()  # rounds of a period in which what came agreed with this peer, since some did not
         self._given_up: set[int] = set()  # neighbours that are not waited for any more in final mixing
         self._waited = 0.0  # seconds, in the exchange under way
-        self._absorbed: set[int] = set()  # whose shares were added since the last exchange in which they are due
+        self._new_senders: set[int] = set()  # whose shares were added since the last exchange in which they are due
         was_reset = bool(mass) and self.protocol.incarnation > FIRST  # with nothing, so that shares may come
         self.session.is_new = not self.protocol.has_met and not was_reset
         return self.session
@@ -615,32 +591,24 @@ class AsynchronousPeer(RunningPeer):
                 code="checkpoints.damaged",
             ) from error
         self.protocol.restore(durable)
-        self._commits, self._replied = facts["place"], replied
+        self._commits, self._requests = facts["place"], replied
         self.distances = distances
         is_final = self.state.round_index >= self.rounds  # else the final place is only where a round is over
         places = {self.timetable.final_at} if is_final else self.timetable.exchanges
-        self._sent = self.state.at in places and durable.round_index > self.state.round_index
+        self._has_split = self.state.at in places and durable.round_index > self.state.round_index
 
     def _has_steps(self) -> bool:
         """See RunningPeer: none where the shares of the last round are on disk, whatever became of the neighbours."""
-        return super()._has_steps() and not (self._sent and self.state.round_index + 1 >= self.rounds)
+        return super()._has_steps() and not (self._has_split and self.state.round_index + 1 >= self.rounds)
 
     def _begin(self) -> None:
         if not self._resumed:
             self._commit(0)
 
-    def quarantined(self) -> Mapping[int, str]:
-        """See RunningPeer."""
-        return dict(self.session.quarantined)
-
     # --- what is on disk ---
 
     def _commit(self, round_index: int, wanted: Collection[int] = ()) -> None:
-        """Put everything on disk, and send what follows from it.
-
-        Args:
-            wanted: neighbours that may wait for a share of this round.
-        """
+        """Put everything on disk, and send what follows from it; `wanted` are those that may wait for a share."""
         with self.connections.changed:
             durable = self.protocol.snapshot(round_index)
         facts, carried = pack(durable)
@@ -648,7 +616,7 @@ class AsynchronousPeer(RunningPeer):
         self._commits += 1
         transport = {
             "shares": facts,
-            "replied": {str(neighbor): k for neighbor, k in self._replied.items()},
+            "replied": {str(neighbor): k for neighbor, k in self._requests.items()},
             "distances": {str(neighbor): part for neighbor, part in self.distances.items()},
             "weights": {"first": self._first_weight},
         }
@@ -672,11 +640,7 @@ class AsynchronousPeer(RunningPeer):
     # --- the neighbours ---
 
     def _meet(self) -> None:
-        """Greet the neighbours; a peer that finds them under way, and has nothing of the run, joins as they are.
-
-        Raises:
-            RunError: none of them could be reached within network.give_up.
-        """
+        """Greet the neighbours; a peer that finds them under way, and has nothing of the run, joins as they are."""
         since = time.monotonic()
         while True:
             self._wait(lambda: self._has_greeted(since), POLL)
@@ -685,7 +649,12 @@ class AsynchronousPeer(RunningPeer):
             if time.monotonic() - since > self.network.give_up_seconds and not any(
                 map(self.protocol.is_open, self._neighbors)
             ):
-                raise RunError(self._unreachable(self.network.give_up_seconds), code="network.unreachable")
+                why = "; ".join(map(self.connections.why, self._neighbors))
+                raise RunError(
+                    f"none of the peers {self._neighbors} could be greeted for {self.network.give_up_seconds:g} s "
+                    f"({why}); mend that, then run the same command again, or raise network.give_up, or leave it out",
+                    code="network.unreachable",
+                )
         self.session.is_new = False
         self._joining = self.session.joins and not self.protocol.mass
         now, opened = time.monotonic(), [*filter(self.protocol.is_open, self._neighbors)]
@@ -700,19 +669,8 @@ class AsynchronousPeer(RunningPeer):
         is_late = time.monotonic() - since > patience
         return all(opened) or (is_late and (any(opened) or self.protocol.round_index >= self.rounds))
 
-    def _unreachable(self, seconds: float) -> str:
-        why = "; ".join(self.connections.why(peer) for peer in self._neighbors)
-        return (
-            f"none of the peers {self._neighbors} could be greeted for {seconds:g} s ({why}); mend that, then run the "
-            "same command again, or raise network.give_up, or leave it out"
-        )
-
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Wait for a condition, or for some seconds; meanwhile reset this peer where that has to be.
-
-        Raises:
-            StoppedError: `stop` was called.
-        """
+        """Wait for a condition, or for some seconds; meanwhile reset this peer where that has to be."""
         until = time.monotonic() + seconds
         while True:
             self._check_stopped()
@@ -724,14 +682,10 @@ class AsynchronousPeer(RunningPeer):
                 return done
 
     def _before(self, round_index: int) -> None:
-        """Wait until a round's steps may be taken: with a model, a quorum, no great lead, and enough weight.
-
-        Raises:
-            NotAgreedError: all neighbours are done, and have left.
-        """
+        """Wait until a round's steps may be taken: with a model, a quorum, no great lead, and enough weight."""
         self._partly.use_senders(None)
-        if self._held(round_index):
-            self._tend(lambda: not self._held(round_index), round_index, every=self.network.retry)
+        if self._must_wait(round_index):
+            self._wait_relaying(lambda: not self._must_wait(round_index), round_index, every=self.network.retry)
         self.waits_for = ""
         with self.connections.changed:
             self.session.report(Want.UNKNOWN, self.floor.level)
@@ -741,7 +695,7 @@ class AsynchronousPeer(RunningPeer):
             with self.connections.changed:
                 self.session.steps += 1
 
-    def _held(self, round_index: int) -> bool:
+    def _must_wait(self, round_index: int) -> bool:
         """Return whether a round's steps have to wait, and note for what."""
         session, network, weight = self.session, self.network, self._weight()
         is_active = self.trainer.is_active(round_index)
@@ -766,11 +720,7 @@ class AsynchronousPeer(RunningPeer):
         return bool(self.waits_for)
 
     def _is_up(self, neighbor: int, at_the_end: bool = False) -> bool:
-        """Return whether a neighbour exchanges with this peer; to be called with the lock held.
-
-        Args:
-            at_the_end: whether one that does no more than greet counts too, once its rounds are done.
-        """
+        """Return whether a neighbour exchanges with this peer; `at_the_end` also whether it greets, its rounds done."""
         session = self.session
         last = session.met_at.get(neighbor, float("-inf"))
         if at_the_end and session.rounds.get(neighbor, 0) >= self.rounds:
@@ -783,16 +733,13 @@ class AsynchronousPeer(RunningPeer):
         """Return this peer's part in an exchange."""
         return self.timetable.turn(self.device.peer, self.timetable.place(round_index, at))
 
-    def _tend(
+    def _wait_relaying(
         self, ready: Callable[[], bool], round_index: int, every: float | None = None, saved: int | None = None
     ) -> None:
-        """Wait until something is so; meanwhile acknowledge and relay what comes, without a step.
+        """Wait until something is so; meanwhile acknowledge and relay what comes, without a step, see `_relay`.
 
-        Args:
-            round_index: this peer's; neighbours that are in earlier ones are given something in return.
-            every: seconds between two times that it mixes with all neighbours, at once where none exchanged with this
-                process yet, or where it waits for that and nothing is under way; None for never.
-            saved: the round that is put on disk; this peer's when not given.
+        It mixes with all neighbours `every` so many seconds: at once where none exchanged with this process yet, or
+        where it waits for that and nothing is under way.
         """
         due = time.monotonic() + (every or 0.0) * bool(self.session.met)
         mixes = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Mix)]
@@ -849,11 +796,7 @@ class AsynchronousPeer(RunningPeer):
         self._post(self.timetable.final_at, max(0, round_index - 1), dict.fromkeys(receivers, values))
 
     def _adopt(self, offered: Collection[int]) -> None:
-        """Take over the newest rows that neighbours offer, before anything of this peer is sent.
-
-        Args:
-            offered: the exchanges whose rows can be taken over.
-        """
+        """Take over the newest rows that neighbours offer in some exchanges, before anything of this peer is sent."""
         for at in offered:
             with self.connections.changed:
                 messages = self.session.collect(at, self.session.senders(at))
@@ -871,8 +814,8 @@ class AsynchronousPeer(RunningPeer):
         if absorbed:
             if self._first_weight != 1:
                 self.floor.usual = self._weight()
-            self._absorbed |= {share.sender for share in absorbed}
-            self._came |= {share.sender: share.round_index for share in absorbed}
+            self._new_senders |= {share.sender for share in absorbed}
+            self._last_added |= {share.sender: share.round_index for share in absorbed}
         if own is not None:
             shares = [share for share in absorbed if self.rounds <= share.round_index]
             self._measure({share.sender: self._decoded(share.values) for share in shares}, own)
@@ -895,8 +838,8 @@ class AsynchronousPeer(RunningPeer):
     def _await(self, wanted: Collection[int], has_come: Callable[[int], bool], until: float) -> None:
         """Wait for those of some neighbours that the straggler policy waits for, up to a moment."""
         began = time.monotonic()
-        is_open, is_awaited = self.protocol.is_open, self.policy.is_awaited
-        self._wait(lambda: not any(is_open(j) and is_awaited(j) and not has_come(j) for j in wanted), until - began)
+        awaited = self.policy.on_time.intersection(wanted)
+        self._wait(lambda: not any(self.protocol.is_open(j) and not has_come(j) for j in awaited), until - began)
         self._waited += time.monotonic() - began
 
     def _await_senders(
@@ -904,9 +847,7 @@ class AsynchronousPeer(RunningPeer):
     ) -> None:
         """Wait for what some neighbours send, as long as that pays, and record who of them had come.
 
-        Args:
-            wanted: those to wait for, and those that were waited for in this exchange already with True.
-            is_past: whether a neighbour is beyond this exchange, so that nothing of it will come.
+        Nothing comes of one that `is_past` this exchange.
         """
         until = time.monotonic() + self.policy.patience
         self._await(set(wanted) - self._late, lambda j: has_come(j) or (is_past is not None and is_past(j)), until)
@@ -929,54 +870,50 @@ class AsynchronousPeer(RunningPeer):
         if not shares:
             self._gossip(exchange, self.state)
             return
-        sent, self._sent = self._sent, False
+        has_split, self._has_split = self._has_split, False
         if is_due:
-            self._push(k, sent)
+            self._push(k, has_split)
         else:
             self._absorb()
         self.state.at, self.state.waiting = self.state.at + 1, False
         self._settle()
 
-    def _push(self, round_index: int, sent: bool) -> None:
-        """Send shares, commit, and add those that come.
+    def _settle(self) -> None:
+        """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
+        following = self.state.round_index + 1
+        is_due = following < self.rounds and self._is_due(following)
+        if is_due and self.protocol.uncommitted() & self._turn(following, self.state.at - 1).senders:
+            self._commit(following)
 
-        Args:
-            sent: whether this was done before a crash, up to the commit.
-        """
-        turn = self._turn(round_index, self.state.at)
-        outgoing, incoming = self._redirected(turn), turn.senders
+    def _push(self, round_index: int, has_split: bool) -> None:
+        """Send shares, commit, and add those that come; see `_has_split`."""
+        turn, is_open = self._turn(round_index, self.state.at), self.protocol.is_open
+        outgoing, incoming = turn.weights, turn.senders
+        others = [*filter(is_open, self.timetable.receivers_ever(self.device.peer))]
+        if outgoing and others and not any(map(is_open, outgoing)):  # its receivers are down: others get their part
+            outgoing = dict.fromkeys(others, sum(outgoing.values()) / len(others))
         self._late = set[int]()
-        if not sent:
+        if not has_split:
             self._late = self._make_ready(outgoing, set(outgoing) - incoming)
             self._split(round_index, outgoing)
             self._commit(round_index + 1, self._uninformed(round_index + 1) | {*outgoing})
         waiting, rounds = self.protocol.waiting_rounds, self.session.rounds
-        self._await_senders(incoming, lambda j: j in self._absorbed or j in waiting() or rounds.get(j, 0) > round_index)
+        self._await_senders(
+            incoming, lambda j: j in self._new_senders or j in waiting() or rounds.get(j, 0) > round_index
+        )
         self._absorb()
-        self._absorbed -= incoming
-
-    def _redirected(self, turn: Turn) -> Mapping[int, float]:
-        """Return the weights of a turn's receivers; where all of them are down, of others that this peer sends to."""
-        is_open, receivers = self.protocol.is_open, self.timetable.receivers_ever(self.device.peer)
-        others = [*filter(is_open, receivers)]
-        if any(map(is_open, turn.weights)) or not (turn.weights and others):
-            return turn.weights
-        return dict.fromkeys(others, sum(turn.weights.values()) / len(others))
+        self._new_senders -= incoming
 
     def _make_ready(self, receivers: Collection[int], unheard: Collection[int]) -> set[int]:
         """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way.
 
-        Args:
-            unheard: those of them that send nothing in this exchange, so that being on time shows here alone.
-
-        Returns:
-            Those for which there is none.
+        `unheard` send nothing in this exchange, so that being on time shows here alone. Returns those not ready.
         """
         until = time.monotonic() + self.policy.patience
         while True:
             self._await(receivers, lambda j: self.protocol.is_ready(j) or bool(self.protocol.waiting_rounds()), until)
             late = {j for j in receivers if not self.protocol.is_ready(j)}
-            pays = any(self.protocol.is_open(j) and self.policy.is_awaited(j) for j in late)
+            pays = any(map(self.protocol.is_open, late & self.policy.on_time))
             if not (pays and time.monotonic() < until and self.protocol.waiting_rounds()):
                 break
             self._absorb()
@@ -991,21 +928,9 @@ class AsynchronousPeer(RunningPeer):
         return {j for j in self._neighbors if round_index - self.session.reported_to[j] >= max(1, lead - 1)}
 
     def _split(self, round_index: int, weights: Mapping[int, float], keeping: bool = True) -> None:
-        """Freeze shares, of which this peer keeps at least its floor.
-
-        Args:
-            weights: of the receivers; they are scaled down where too little would be left.
-            keeping: whether they are.
-        """
+        """Freeze shares; `keeping`, their weights are scaled down where less than the floor would be left."""
         with self.connections.changed:
             self.protocol.split(round_index, self.floor.parts(self._weight(), weights) if keeping else weights)
-
-    def _settle(self) -> None:
-        """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
-        following = self.state.round_index + 1
-        is_due = following < self.rounds and self._is_due(following)
-        if is_due and self.protocol.uncommitted() & self._turn(following, self.state.at - 1).senders:
-            self._commit(following)
 
     def _gossip(self, exchange: Exchange, state: State) -> None:
         """Send rows, and continue with those that have come."""
@@ -1029,13 +954,14 @@ class AsynchronousPeer(RunningPeer):
         self._mix(exchange, state, wanted)
 
     def _post(self, at: int, round_index: int, rows: Mapping[int, Mapping[str, Tensor]]) -> None:
-        is_reply = at in self._replies
+        """Send rows of an exchange to some neighbours, for a round; a reply is for that of the request.
+
+        A neighbour whose request came before this process began repeats it.
+        """
+        rounds = self._requests if at in self._replies else dict.fromkeys(rows, round_index)
         with self.connections.changed:
-            for neighbor, values in rows.items():
-                if not is_reply:
-                    self.session.post(at, round_index, neighbor, values)
-                elif neighbor in self._replied:  # else its request came before this process began, and is repeated
-                    self.session.post(at, self._replied[neighbor], neighbor, values)
+            for j in rows.keys() & rounds.keys():
+                self.session.queues[j].rows[at] = RowMessage(self.device.peer, j, rounds[j], at, rows[j])
             self.connections.notify()
 
     def _mix(self, exchange: Exchange, state: State, wanted: Collection[int]) -> None:
@@ -1047,7 +973,7 @@ class AsynchronousPeer(RunningPeer):
         elif isinstance(exchange, Reply):  # a reply belongs to the request of this round
             messages = {j: message for j, message in messages.items() if message.round_index == state.round_index}
         else:
-            self._replied.update({j: message.round_index for j, message in messages.items()})
+            self._requests.update({j: message.round_index for j, message in messages.items()})
         received: Any = {(j, self.device.peer): self._decoded(message.values) for j, message in messages.items()}
         partly = self._partly
         if state.at == self.timetable.final_at:
@@ -1070,7 +996,6 @@ class AsynchronousPeer(RunningPeer):
         self.distances = self.distances or before
 
     def shortcoming(self) -> str | None:
-        """See RunningPeer."""
         if self.state.round_index >= self.end and self.final and not self.distances:
             return (
                 "none of its neighbours took part in final mixing with it, so its model is its own; take that of "
@@ -1085,14 +1010,16 @@ class AsynchronousPeer(RunningPeer):
         turn = self._turn(k, at)
         senders = turn.senders
         if self.mixing.sends_shares:
-            sent, self._sent = self._sent, False
-            if not sent:
+            has_split, self._has_split = self._has_split, False
+            if not has_split:
                 if self.protocol.uncommitted():
                     self._commit(k)
                 self._await_finally(turn.receivers, self.protocol.is_ready, k)
                 self._split(k, turn.weights, keeping=False)
                 self._commit(k + 1, self._neighbors)
-            self._await_finally(senders, lambda j: self._came.get(j, -1) >= k or self.protocol.has_passed(j, k), k + 1)
+            self._await_finally(
+                senders, lambda j: self._last_added.get(j, -1) >= k or self.protocol.has_passed(j, k), k + 1
+            )
             self._absorb()
         else:
             rows = exchange.outgoing(self.state, self.timetable.final_mixing)
@@ -1113,10 +1040,7 @@ class AsynchronousPeer(RunningPeer):
     def _await_finally(self, wanted: Collection[int], has_come: Callable[[int], bool], saved: int) -> None:
         """Wait for what some neighbours send in a round of final mixing, as long as they are up.
 
-        One that only greets is waited for `network.start` seconds, once.
-
-        Args:
-            saved: the round that is put on disk meanwhile.
+        One that only greets is waited for `network.start` seconds, once. Meanwhile `saved` is the round on disk.
         """
         until = time.monotonic() + self.network.start
 
@@ -1128,13 +1052,12 @@ class AsynchronousPeer(RunningPeer):
                 self._given_up |= awaited
             return not awaited - self._given_up
 
-        self._tend(ready, self.rounds, saved=saved)
+        self._wait_relaying(ready, self.rounds, saved=saved)
 
     def _leave(self) -> None:
         """Relay for neighbours that are not done, and stay until all that can be reached know all that they need.
 
-        One that cannot be reached, or is done and cannot be informed, is waited for
-        as long as a deadline, and no longer.
+        One that cannot be reached, or is done and cannot be informed, is waited for as long as a deadline.
         """
         self._commit(self.end, self._neighbors)
         lost = time.monotonic()
@@ -1159,11 +1082,9 @@ class AsynchronousPeer(RunningPeer):
         return is_informed or self.session.is_lost(neighbor)
 
     def _relay(self, round_index: int, saved: int | None = None) -> bool:
-        """Take part in the mixing of neighbours in earlier rounds, without a step; return whether there was some.
+        """Take part in the mixing of neighbours in earlier rounds than this peer's; return whether there was some.
 
-        Args:
-            round_index: this peer's.
-            saved: the round that is put on disk; this peer's when not given.
+        `saved` is the round that is put on disk, by default this peer's.
         """
         if self.session.stale is not None:
             self._reset()
@@ -1186,10 +1107,7 @@ class AsynchronousPeer(RunningPeer):
         return done
 
     def _relay_shares(self, round_index: int, saved: int) -> bool:
-        """Add shares that came, give some to neighbours that are behind or wait for weight, and report what is lacking.
-
-        See `_relay`.
-        """
+        """Add shares that came, give some to those that are behind or wait for weight, and report what is lacking."""
         waiting, poor = self._waiting(), self._poor()
         if waiting or poor or self.protocol.uncommitted():
             self._absorb()
@@ -1216,7 +1134,7 @@ class AsynchronousPeer(RunningPeer):
     def _is_under_way(self) -> bool:
         """Return whether something is on its way to a neighbour that is up, or came and is not acknowledged."""
         protocol, opened = self.protocol, [*filter(self.protocol.is_open, self._neighbors)]
-        sent = any(protocol.owes(j) or self.session.has_rows(j) for j in opened)
+        sent = any(protocol.owes(j) or self.session.queues[j].rows for j in opened)
         return sent or bool(protocol.waiting_rounds() or protocol.uncommitted())
 
     def _can_begin(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from threading import Condition, RLock, Thread
@@ -22,10 +21,11 @@ SOON = 0.05  # seconds until a call that failed is made again, doubled each time
 Messages = list[Message]
 
 
-class Session(ABC):
+class Session:
     """What a peer sends to its neighbours, and what it does with what they send.
 
-    All but `read` and `write` are called with the lock of `Connections` held.
+    By itself it sends reports on ledgers alone, for a peer that takes no part in the run. All but `read` and `write`
+    are called with the lock of `Connections` held.
 
     Args:
         witness: its reports on ledgers.
@@ -36,6 +36,8 @@ class Session(ABC):
 
     Attributes:
         fatal: why the run cannot continue, once that is so; the ledger's problem is in `witness`.
+        quarantined: why nothing is taken from, or sent to, a neighbour until this process ends.
+        reported_to: the last round of this peer in a call or an answer to each neighbour; -1 for none.
         most: how many frames a call may have.
         cap: bytes of a call at most.
     """
@@ -44,6 +46,9 @@ class Session(ABC):
         self.peer, self.witness, self.frames, self.last_round = witness.peer, witness, frames, last_round
         self.most, self.cap = most + 1, cap + REPORT
         self.fatal: PrivdecError | None = None
+        self.quarantined: dict[int, str] = {}
+        self.reported_to = dict.fromkeys(witness.neighbors, -1)
+        self._call_again: dict[int, float] = {}  # when to call a neighbour that could not be reached
 
     def read(self, caller: int, content: memoryview) -> Messages:
         """Decode a call or an answer.
@@ -74,76 +79,38 @@ class Session(ABC):
         """Return the round that this peer reports to its neighbours, in each call and answer; 0 says nothing."""
         return 0
 
-    def reported(self, receiver: int, messages: Messages) -> Messages:
-        """Return a call or an answer with what each begins with: the report on ledgers."""
-        return [self.witness.report(receiver, self.round_index), *messages]
+    def write(self, receiver: int, messages: Messages) -> tuple[Messages, Content]:
+        """Return a call or an answer with what each begins with, the report on ledgers; and the same encoded."""
+        self.reported_to[receiver] = self.round_index
+        whole = [self.witness.report(receiver, self.round_index), *messages]
+        return whole, [part for message in whole for part in self.frames.encode(message)]
 
-    def write(self, messages: Messages) -> Content:
-        """Encode a call or an answer."""
-        return [part for message in messages for part in self.frames.encode(message)]
-
-    @abstractmethod
     def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
         """Take in a call, and return what makes the answer.
 
         Raises:
             RunError: a message breaks a rule, which the caller learns.
         """
+        return list
 
-    @abstractmethod
     def is_answered(self, caller: int, messages: Messages) -> bool:
         """Return whether the answer to a call is complete: to wait longer would add nothing to it."""
-
-    @abstractmethod
-    def has_news(self, neighbor: int, now: float) -> bool:
-        """Return whether something is to be sent to a neighbour by now."""
-
-    @abstractmethod
-    def calls(self, neighbor: int, now: float) -> list[Messages]:
-        """Return the calls to make now, one by one."""
-
-    @abstractmethod
-    def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
-        """Take in the answer to a call."""
-
-    @abstractmethod
-    def failed(self, neighbor: int, error: RunError, again: float) -> None:
-        """Record that a call did not reach a neighbour, or was refused by it, and when it may be called again."""
-
-
-class ReportSession(Session):
-    """Reports on ledgers alone, of a peer that takes no part in the run; see Session.
-
-    Args:
-        session: in whose place it stands.
-    """
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session.witness, session.frames, session.most - 1, session.cap - REPORT, session.last_round)
-        self._again: dict[int, float] = {}  # when to call a neighbour again
-
-    def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
-        """See Session."""
-        return lambda: []
-
-    def is_answered(self, caller: int, messages: Messages) -> bool:
-        """See Session."""
         return True
 
     def has_news(self, neighbor: int, now: float) -> bool:
-        """See Session."""
-        return now >= self._again.get(neighbor, 0.0) and not self.witness.has_heard(neighbor)
+        """Return whether something is to be sent to a neighbour by now."""
+        return now >= self._call_again.get(neighbor, 0.0) and not self.witness.has_heard(neighbor)
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
-        """See Session."""
+        """Return the calls to make now, one by one."""
         return [[]]
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
-        """See Session."""
+        """Take in the answer to a call."""
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
-        """See Session."""
-        self._again[neighbor] = again
+        """Record that a call did not reach a neighbour, or was refused by it, and when it may be called again."""
+        self._call_again[neighbor] = again
 
 
 class Connections:
@@ -265,7 +232,7 @@ class Connections:
                     lambda: self._stopping or self.session.is_answered(caller, messages), self._holding
                 )
                 answer = make_answer()
-            return self.session.write(self.session.reported(caller, answer))
+            return self.session.write(caller, answer)[1]
         except RunError as error:
             with self.changed:
                 self.refused[caller] = str(error)
@@ -297,8 +264,7 @@ class Connections:
 
     def _call(self, peer: int, messages: Messages) -> bool:
         """Call a neighbour; return whether it answered."""
-        messages = self.session.reported(peer, messages)
-        call, began = self.session.write(messages), time.monotonic()
+        (messages, call), began = self.session.write(peer, messages), time.monotonic()
         try:
             content = self._connections[peer].call(call, self._patience)
             took = time.monotonic() - began

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 
@@ -24,7 +25,7 @@ from flower_privdec.scenario.sections import AppScenario
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 WAITING_SECONDS = 3.0  # until a peer that has taken rounds says what it waits for
 AGAIN_SECONDS = 60.0  # until it says so again, where there is no terminal
-PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG
+PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG: the kernel signals this process when its parent ends
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
 
 
@@ -47,6 +48,7 @@ def run_peer(
     *,
     data: str | None = None,
     insecure_seeds: bool = False,
+    loss: float = 0.0,
     with_parent: bool = False,
     charge_witnessed: bool = False,
 ) -> None:
@@ -57,6 +59,7 @@ def run_peer(
         certificates: a folder with its certificate, its key and the authority's certificate.
         data: its own data, taken whole, in place of its part of the scenario's `data.root`.
         insecure_seeds: draw noise and batches from the scenario's seed.
+        loss: see PeerDevice.
         with_parent: stop when stdin ends, as it does when the parent process ends.
         charge_witnessed: charge what the ledger lacks and neighbours have seen, and stop.
 
@@ -67,7 +70,7 @@ def run_peer(
         StoppedError: it received SIGTERM or Ctrl-C.
     """
     device = device_of(scenario, peer, folder, certificates, data, insecure_seeds)
-    running = running_peer(scenario, device)
+    running = running_peer(scenario, replace(device, loss=loss))
     run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
 
 
@@ -105,7 +108,8 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
     folder = running.device.folder
     signal.signal(signal.SIGTERM, lambda *_: running.stop())
     if with_parent:
-        _wake_at_parents_end()
+        if sys.platform == "linux":  # else a peer that is paused would not see it
+            ctypes.CDLL(None).prctl(PARENTS_END_SIGNAL, signal.SIGCONT)
         Thread(target=_stop_at_end, args=(running,), daemon=True).start()
     line = _StatusLine(running, every)
     try:
@@ -123,12 +127,6 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
     finally:
         line.end()
         running.close()
-
-
-def _wake_at_parents_end() -> None:
-    """Have the kernel wake this process when its parent ends, which it would not see while it is paused."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENTS_END_SIGNAL, signal.SIGCONT)
 
 
 def _stop_at_end(running: RunningPeer) -> None:

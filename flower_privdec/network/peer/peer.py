@@ -45,13 +45,14 @@ from flower_privdec.experiment.spent import (
 )
 from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Link, Mixing
-from flower_privdec.network.peer.connections import Connections, ReportSession, Session
+from flower_privdec.network.peer.connections import Connections, Session
+from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
-from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, wire_codec
+from flower_privdec.pushsum.frames import REPORT, RowFormats, TensorArithmetic, formats_of, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds
 from flower_privdec.pushsum.witness import LedgerWitness, WitnessFile, draw_boot
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
@@ -75,6 +76,7 @@ class PeerDevice:
         data: its own data, taken whole, in place of its part of the scenario's `data.root`; None where there are none.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
         transport: in place of gRPC over TLS, which needs credentials and addresses.
+        loss: chance that a call to another peer, or its answer, is lost on purpose.
         witnessed: the file of what it has counted of its neighbours' ledgers; `witnessed` in its folder when None.
     """
 
@@ -85,6 +87,7 @@ class PeerDevice:
     data: str | None = None
     insecure_seeds: bool = False
     transport: Transport | None = None
+    loss: float = 0.0
     witnessed: Path | None = None
 
 
@@ -197,9 +200,7 @@ class RunningPeer(ABC):
     ) -> None:
         """Put a state on disk, with what belongs to it; meanwhile the ledger's disk reserves the next private step.
 
-        Args:
-            place: a number that grows.
-            transport, carried: see Checkpoint; what is carried never changes.
+        `place` grows, and what is `carried` never changes; see Checkpoint.
         """
         trainer = self.trainer
         paid, head = trainer.reserve()
@@ -220,11 +221,14 @@ class RunningPeer(ABC):
             assert device.credentials is not None
             names = identities(self.trainer.scenario)
             transport = GrpcTransport(device.peer, device.addresses, names, device.credentials)
+        if device.loss:
+            transport = FaultyTransport(transport, device.peer, Faults(lose=device.loss))
         self.waits_for = "its neighbours"
         if begin:
             self._begin()
         else:
-            self.connections.session = ReportSession(self.connections.session)
+            full = self.connections.session
+            self.connections.session = Session(self.witness, full.frames, full.most - 1, full.cap - REPORT, self.end)
         return self.connections.open(transport, self.timetable.neighbours(device.peer))
 
     def run(self, on_round: OnRound | None = None) -> None:
@@ -282,9 +286,8 @@ class RunningPeer(ABC):
     def _measure(self, received: Mapping[int, Mapping[str, Tensor]], own: Tensor | None = None) -> None:
         """Measure in final mixing how far the models of some neighbours are from this peer's.
 
-        Args:
-            received: their rows or shares, by sender, decoded.
-            own: this peer's model when they came; that of its state when not given.
+        `received` are their rows or shares, decoded, and `own` is this peer's model when they came, by default its
+        state's.
         """
         if own is None:
             own = self._model({name: self.state.rows[name][0] for name in self.timetable.final_exchange.names})
@@ -315,33 +318,31 @@ class RunningPeer(ABC):
     def _await_witness(self) -> None:
         """Wait until neighbours have reported what they have seen of the ledger, before a step is taken.
 
-        After REPORT_SECONDS one is enough, or after network.start where noise is shared with all of them. Where none
-        reports it waits, without a bound unless the scenario has one.
-
-        Raises:
-            BudgetError: the ledger is an old copy.
-            RunError: no neighbour reports within network.give_up.
+        After REPORT_SECONDS one is enough, or after network.start where noise is shared with all of them.
         """
-        since, witness, patience = time.monotonic(), self.witness, min(REPORT_SECONDS, self.network.start)
+        patience = min(REPORT_SECONDS, self.network.start)
         if self.trainer.pair_secrets and (self.network.mode == "synchronous" or self.state.round_index == 0):
             patience = self.network.start  # noise that is shared with fewer neighbours does not cancel
-        self.waits_for = "a neighbour's report on its ledger"
-        while not self.connections.wait(lambda: all(map(witness.has_heard, witness.neighbors)), POLL):
+        self._await_reports(patience, self.connections.wait)
+
+    def _await_reports(self, patience: float, wait: Callable[[Callable[[], bool], float], bool]) -> None:
+        """Wait until all neighbours have reported; after `patience` seconds one is enough."""
+        since, witness = time.monotonic(), self.witness
+        self.waits_for = "its neighbours' reports on its ledger"
+        while not wait(lambda: all(map(witness.has_heard, witness.neighbors)), POLL):
             self._check_stopped()
             waited = time.monotonic() - since
             if witness.is_witnessed and waited > patience:
                 break
             if waited > self.network.give_up_seconds and not witness.is_witnessed:
-                raise self._no_witness()
+                why = "; ".join(self.connections.why(peer) for peer in sorted(witness.neighbors))
+                raise RunError(
+                    f"no neighbour reported for {self.network.give_up:g} s what it has seen of this peer's ledger "
+                    f"({why}), and no step is taken before; start one of them, or raise network.give_up, or leave it "
+                    "out",
+                    code="network.no-witness",
+                )
         self.waits_for = ""
-
-    def _no_witness(self) -> RunError:
-        why = "; ".join(self.connections.why(peer) for peer in sorted(self.witness.neighbors))
-        return RunError(
-            f"no neighbour reported for {self.network.give_up:g} s what it has seen of this peer's ledger ({why}), and "
-            "no step is taken before; start one of them, or raise network.give_up, or leave it out",
-            code="network.no-witness",
-        )
 
     def charge_witnessed(self) -> int:
         """Charge the lines that the ledger lacks and neighbours have seen, in place of `run`; return how many.
@@ -352,18 +353,8 @@ class RunningPeer(ABC):
             RunError: no neighbour reports within network.give_up.
             StoppedError: `stop` was called.
         """
-        since = time.monotonic()
-        self.waits_for = "its neighbours' reports on its ledger"
-        while not all(map(self.witness.has_heard, self.witness.neighbors)):
-            self._check_stopped()
-            waited = time.monotonic() - since
-            if self.witness.is_witnessed and waited > self.network.start:
-                break
-            if waited > self.network.give_up_seconds and not self.witness.is_witnessed:
-                raise self._no_witness()
-            with self.connections.changed:
-                self.connections.changed.wait(POLL)
-        self.waits_for = ""
+        with self.connections.changed:  # which `connections.wait` would leave by the error that is mended here
+            self._await_reports(self.network.start, self.connections.changed.wait_for)
         return self.trainer.charge_witnessed(self.witness.reported)
 
     @abstractmethod
@@ -436,10 +427,6 @@ class RunningPeer(ABC):
 
     # --- what others and its owner see ---
 
-    def quarantined(self) -> Mapping[int, str]:
-        """Return why nothing is taken from some neighbours any more."""
-        return {}
-
     def waiting(self) -> str:
         """Return in words what this peer waits for, and why it lacks which neighbours; empty where for nothing."""
         if not self.waits_for:
@@ -471,7 +458,7 @@ class RunningPeer(ABC):
             "neighbours": self.timetable.neighbours(self.device.peer),
             "down": {str(peer): why for peer, why in trouble.items()},
             "unheard": unheard,
-            "quarantined": {str(peer): why for peer, why in self.quarantined().items()},
+            "quarantined": {str(peer): why for peer, why in connections.session.quarantined.items()},
             "bytes_sent": connections.bytes_sent,
             "bytes_received": connections.bytes_received,
             **self.trainer.status(self._trained),
@@ -499,23 +486,16 @@ class Trainer(Protocol):
         pair_secrets: with neighbours, whose reports carry the keys; None where noise does not cancel between peers.
     """
 
+    mixing: Mixing
+    run: RunName
+    device: torch.device
+    constants: str
+
     @property
     def scenario(self) -> Scenario | AppScenario: ...
 
     @property
     def algorithm(self) -> Algorithm: ...
-
-    @property
-    def mixing(self) -> Mixing: ...
-
-    @property
-    def run(self) -> RunName: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def constants(self) -> str: ...
 
     @property
     def witnessed_ledger(self) -> Ledger | None: ...
@@ -620,7 +600,6 @@ class ScenarioTrainer:
 
     @property
     def witnessed_ledger(self) -> CohortLedger | None:
-        """See Trainer."""
         return None if self._insecure else self.cohort.ledger
 
     def reserve(self) -> tuple[int, Head | None]:
@@ -634,7 +613,6 @@ class ScenarioTrainer:
         return paid, head
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
-        """See Trainer."""
         ledger = self.witnessed_ledger
         return 0 if ledger is None else ledger.charge_witnessed(witnessed)
 
@@ -656,15 +634,12 @@ class ScenarioTrainer:
             raise
 
     def use_mixing(self, mixing: Mixing) -> None:
-        """See Trainer."""
         self.cohort.mixing = mixing
 
     def advance(self, state: State) -> Exchange | None:
-        """See Trainer."""
         return advance(self.algorithm, self.cohort, state)
 
     def is_active(self, round_index: int) -> bool:
-        """See Trainer."""
         return bool(self.cohort.active(round_index).any())
 
     def evaluate(self, state: State) -> None:
@@ -705,11 +680,9 @@ class ScenarioTrainer:
         }
 
     def finish(self, state: State) -> None:
-        """See Trainer."""
-        self._hand_in(state, final_path(self._folder))
+        self._hand_in(state, rows_path(self._folder, None))
 
     def close(self) -> None:
-        """See Trainer."""
         if self._held >= 0:
             os.close(self._held)
             self._held = -1
@@ -778,11 +751,7 @@ def _check_pairs(scenario: Scenario, mixing: Mixing) -> None:
 
 
 def _hold(data: Path) -> int:
-    """Lock a peer's own data file against other peers of this machine, and return its descriptor; -1 where none can be.
-
-    Raises:
-        RunError: another peer trains on it.
-    """
+    """Lock a peer's own data file against other peers of this machine; return its descriptor, -1 where none can be."""
     try:
         file = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # which reading it raises
@@ -814,11 +783,6 @@ def _secret(folder: Path) -> bytes:
     return path.read_bytes()
 
 
-def rows_path(folder: Path, round_index: int) -> Path:
-    """Return where a peer leaves the rows that others may see after a round."""
-    return folder / f"rows-{round_index}.safetensors"
-
-
-def final_path(folder: Path) -> Path:
-    """Return where a peer leaves the rows that others may see after final mixing."""
-    return folder / "rows-final.safetensors"
+def rows_path(folder: Path, round_index: int | None) -> Path:
+    """Return where a peer leaves the rows that others may see after a round, or with None after final mixing."""
+    return folder / f"rows-{'final' if round_index is None else round_index}.safetensors"

@@ -106,12 +106,10 @@ class SynchronousSession(Session):
         return [rows for place, rows in due if now >= self._again.get((neighbor, place), 0.0)]
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
-        """See Session."""
         progress = Progress(self.peer, neighbor, self.machine.place + 1)
         return [[progress, rows] for rows in self._due(neighbor, now)] or [[progress]]
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
-        """See Session."""
         self._failures[neighbor] = 0
         for message in sent:
             if isinstance(message, Progress):
@@ -185,27 +183,21 @@ class SynchronousPeer(RunningPeer):
             self.connections.notify()
 
     def _await(self, ready: Callable[[], bool]) -> None:
-        """Wait for the neighbours; the first time as long as it takes them to start.
-
-        Raises:
-            RunError: nothing came from one of them for network.deadline seconds; the first time, network.give_up.
-        """
+        """Wait for the neighbours for network.deadline seconds, the first time for network.give_up."""
         patience = self.network.deadline if self._met else max(self.network.deadline, self.network.give_up_seconds)
         until = time.monotonic() + patience
         self.waits_for = "" if self._met else "its neighbours"
         while not self._stopped.is_set() and not self.connections.wait(ready, POLL):
             if time.monotonic() > until:
-                raise RunError(self._silence(patience), code="network.silent")
+                silent = sorted(self.machine.missing() | self.machine.behind(self.machine.place - 1))
+                why = "; ".join(map(self.connections.why, silent))
+                raise RunError(
+                    f"round {self.state.round_index}: nothing came from peers {silent} for {patience:g} s ({why}); all "
+                    "is on disk: mend that, then run the same command again, or raise network.deadline",
+                    code="network.silent",
+                )
         self._check_stopped()
         self.waits_for, self._met = "", True
-
-    def _silence(self, seconds: float) -> str:
-        silent = sorted(self.machine.missing() | self.machine.behind(self.machine.place - 1))
-        why = "; ".join(self.connections.why(peer) for peer in silent)
-        return (
-            f"round {self.state.round_index}: nothing came from peers {silent} for {seconds:g} s ({why}); all is on "
-            f"disk: mend that, then run the same command again, or raise network.deadline"
-        )
 
     def _is_over(self, neighbor: int) -> bool:
         return not self.machine.before(self.timetable.places, [neighbor])

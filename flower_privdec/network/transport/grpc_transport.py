@@ -161,11 +161,9 @@ class GrpcTransport:
         return self._server.port
 
     def connect(self, peer: int, cap: int) -> GrpcConnection:
-        """See Transport."""
         return GrpcConnection(self._addresses[peer], self._identities[peer], self._credentials, cap)
 
     def close(self) -> None:
-        """See Transport."""
         if self._server is not None:
             self._server.close()
 
@@ -241,11 +239,7 @@ class GrpcServer:
             _log.warning("a call was refused: %s", refusal)
 
     def _caller(self, context: Any) -> int:
-        """Return the caller, by the certificate of the connection.
-
-        Raises:
-            RefusedError: the certificate names no peer of the scenario, or is not valid now.
-        """
+        """Return the caller, by the certificate of the connection, which must name one peer and be valid now."""
         (certificate,) = context.auth_context().get("x509_pem_cert", [b""])
         names = identities_of(certificate)
         peers = [self._members[name] for name in names if name in self._members]
@@ -380,10 +374,6 @@ class _Call:
             yield part
         self.has_arrived = True
 
-    def rate(self, now: float) -> float:
-        """Return how fast it comes, bytes a second, as if one more byte had come."""
-        return (self.size + 1) / max(now - self.began, 1e-9)
-
 
 class Admission:
     """Limits the calls of a server's members, and shuts down connections to its port that have no right to stay.
@@ -434,7 +424,7 @@ class Admission:
             under_way = [other for other in self._calls if other.member == member]
             if len(under_way) >= CALLS_EACH:
                 coming = (other for other in under_way if not other.has_arrived)
-                slowest = min(coming, key=lambda other: other.rate(now), default=None)
+                slowest = min(coming, key=lambda c: (c.size + 1) / max(now - c.began, 1e-9), default=None)
                 if slowest is None:
                     raise RefusedError(
                         f"peer {member} has {CALLS_EACH} calls under way, which is the most; end one",
@@ -472,8 +462,10 @@ class Admission:
             for address in handles:
                 self._since.setdefault(address, now)
             excess = self._excess(now)
-        for address in excess:
-            self._shut_down(address, handles[address])
+        for address in excess:  # but for a descriptor that means another file by now
+            with suppress(OSError), socket.socket(fileno=os.dup(handles[address])) as connection:
+                if self._address(connection) == address:
+                    connection.shutdown(socket.SHUT_RDWR)
         if self._strangers and now - self._reported >= REPORT_SECONDS:
             hosts = ", ".join(f"{host} ({times})" for host, times in self._strangers.most_common(3))
             _log.warning(
@@ -490,15 +482,17 @@ class Admission:
         groups: defaultdict[int | str, list[Address]] = defaultdict(list)
         pending = []
         for address in sorted(self._since, key=self._since.__getitem__):
-            member = self._members.get(address)
-            groups[_network(address[0]) if member is None else member].append(address)
-            pending += [address] if member is None else []
+            member, host = self._members.get(address), address[0]
+            if member is not None:
+                groups[member].append(address)
+                continue
+            pending.append(address)
+            groups[str(IPv6Network((host, 64), strict=False)) if ":" in host else host].append(address)
         excess = {address for address in pending if now - self._since[address] >= self._seconds}
         excess.update(pending[: max(0, len(pending) - self._most // 2)])
         for group, addresses in groups.items():
-            excess.update(
-                addresses[: max(0, len(addresses) - (PENDING_EACH if isinstance(group, str) else CONNECTIONS_EACH))]
-            )
+            most = PENDING_EACH if isinstance(group, str) else CONNECTIONS_EACH
+            excess.update(addresses[: max(0, len(addresses) - most)])
         return excess
 
     def _handles(self) -> dict[Address, int]:
@@ -523,12 +517,6 @@ class Admission:
         host, port = connection.getpeername()[:2]
         return _plain(host), port
 
-    def _shut_down(self, address: Address, handle: int) -> None:
-        """Shut a connection down; a descriptor that means another file by now is left alone."""
-        with suppress(OSError), socket.socket(fileno=os.dup(handle)) as connection:
-            if self._address(connection) == address:
-                connection.shutdown(socket.SHUT_RDWR)
-
     def close(self) -> None:
         """Stop the watching thread."""
         self._closed.set()
@@ -539,11 +527,6 @@ def _plain(host: str) -> str:
     ip = ip_address(host.partition("%")[0])
     mapped = ip.ipv4_mapped if isinstance(ip, IPv6Address) else None
     return str(mapped or ip)
-
-
-def _network(host: str) -> str:
-    """Return what one stranger has: an IPv4 address, or a network of IPv6 addresses."""
-    return str(IPv6Network((host, 64), strict=False)) if ":" in host else host
 
 
 def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) -> str:

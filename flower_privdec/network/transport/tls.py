@@ -35,17 +35,8 @@ RENEWED = timedelta(days=30)  # before a certificate expires
 KNOWN_CERTIFICATES = 64  # that need not be read again
 EARLIER = timedelta(minutes=5)  # of a certificate's beginning: clocks differ
 USAGES = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
-NO_USAGE = {
-    "digital_signature": False,
-    "content_commitment": False,
-    "key_encipherment": False,
-    "data_encipherment": False,
-    "key_agreement": False,
-    "key_cert_sign": False,
-    "crl_sign": False,
-    "encipher_only": False,
-    "decipher_only": False,
-}
+KEY_USAGES = "digital_signature content_commitment key_encipherment data_encipherment key_agreement"
+NO_USAGE = dict.fromkeys(f"{KEY_USAGES} key_cert_sign crl_sign encipher_only decipher_only".split(), False)
 
 
 @dataclass(frozen=True)
@@ -74,10 +65,7 @@ class Credentials:
         problem = certificate_problem(credentials.certificate, credentials.authority, identity)
         if problem is not None:
             raise ScenarioError(f"{certificate}: {problem}", code=problem.code) from problem
-        if _private(credentials.key, key).public_key() != _certificates(credentials.certificate)[0].public_key():
-            raise ScenarioError(
-                f"{key}: is not the key of {certificate}; give the two that were made together", code="certificate.key"
-            )
+        _key_of(certificate, credentials.certificate, key, credentials.key)
         return credentials
 
 
@@ -89,19 +77,13 @@ class Authority:
     key: CertificateIssuerPrivateKeyTypes
 
     @classmethod
-    def create(cls, name: str, now: datetime | None = None, days: int = AUTHORITY_DAYS) -> Authority:
-        """Make a new one.
-
-        Args:
-            name: what it is called in the certificates that it signs.
-            now: when it begins; by default now.
-            days: how long it lasts.
-        """
+    def create(cls, name: str) -> Authority:
+        """Make a new one, which is called by a name in the certificates that it signs."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{name} authority"[:64])])
         usage = x509.KeyUsage(**(NO_USAGE | {"key_cert_sign": True, "crl_sign": True}))
         made = (
-            _begun(subject, subject, key, now, days)
+            _begun(subject, subject, key, None, AUTHORITY_DAYS)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
             .sign(key, hashes.SHA256())
@@ -115,13 +97,7 @@ class Authority:
         Raises:
             ScenarioError: the files cannot be read, or do not belong together.
         """
-        own = _certificates(_content(certificate), str(certificate))[0]
-        private = _private(_content(key), key)
-        if private.public_key() != own.public_key():
-            raise ScenarioError(
-                f"{key}: is not the key of {certificate}; give the two that were made together", code="certificate.key"
-            )
-        return cls(own, private)
+        return cls(*_key_of(certificate, _content(certificate), key, _content(key)))
 
     @property
     def pem(self) -> bytes:
@@ -258,16 +234,15 @@ def usage_problem(leaf: x509.Certificate) -> ScenarioError | None:
     basic, key_usage, extended = (
         _extension(leaf, kind) for kind in (x509.BasicConstraints, x509.KeyUsage, x509.ExtendedKeyUsage)
     )
+    usages = {*USAGES} if extended is None else set(extended)
     if basic is not None and basic.ca:
         why = "it is an authority's, which signs for peers and is none"
-        return ScenarioError(f"{why}; `privdec certs` makes a peer's", code="certificate.usage")
-    if key_usage is not None and not key_usage.digital_signature:
+    elif key_usage is not None and not key_usage.digital_signature:
         why = "its key may not sign (key usage digitalSignature), as a peer's has to in the handshake"
-        return ScenarioError(f"{why}; `privdec certs` makes a peer's", code="certificate.usage")
-    usages = {*USAGES} if extended is None else set(extended)
-    if set(USAGES) <= usages or ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE in usages:
+    elif set(USAGES) <= usages or ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE in usages:
         return None
-    why = "it is not for both clients and servers (extended key usage clientAuth, serverAuth), and a peer is both"
+    else:
+        why = "it is not for both clients and servers (extended key usage clientAuth, serverAuth), and a peer is both"
     return ScenarioError(f"{why}; `privdec certs` makes a peer's", code="certificate.usage")
 
 
@@ -330,7 +305,11 @@ def _certificates(pem: bytes, where: str = "the certificate") -> list[x509.Certi
         ) from error
 
 
-def _private(pem: bytes, path: Path) -> CertificateIssuerPrivateKeyTypes:
+def _key_of(
+    certificate: Path, certificate_pem: bytes, path: Path, pem: bytes
+) -> tuple[x509.Certificate, CertificateIssuerPrivateKeyTypes]:
+    """Return a file's first certificate and its private key, of another file; refuse a key of another certificate."""
+    own = _certificates(certificate_pem, str(certificate))[0]
     try:
         key = serialization.load_pem_private_key(pem, password=None)
     except (ValueError, TypeError) as error:
@@ -341,7 +320,11 @@ def _private(pem: bytes, path: Path) -> CertificateIssuerPrivateKeyTypes:
         raise ScenarioError(
             f"{path}: is a key that cannot sign; give one of an elliptic curve, or RSA", code="certificate.key"
         )
-    return key  # type: ignore[return-value]
+    if key.public_key() != own.public_key():
+        raise ScenarioError(
+            f"{path}: is not the key of {certificate}; give the two that were made together", code="certificate.key"
+        )
+    return own, key  # type: ignore[return-value]
 
 
 # --- the certificates of a scenario's peers ---

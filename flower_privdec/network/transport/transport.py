@@ -97,12 +97,10 @@ class MemoryTransport:
         self.network, self.peer = network, peer
 
     def serve(self, answer: Answer, cap: int, callers: int) -> int:
-        """See Transport."""
         self.network.answers[self.peer] = answer, cap
         return 0
 
     def connect(self, peer: int, cap: int) -> MemoryConnection:
-        """See Transport."""
         return MemoryConnection(self, peer, cap)
 
     def close(self) -> None:
@@ -135,7 +133,6 @@ class MemoryConnection:
                 network.changed.notify_all()
 
     def diagnosis(self) -> str:
-        """See Connection."""
         return f"peer {self._peer} is not serving"
 
     def close(self) -> None:

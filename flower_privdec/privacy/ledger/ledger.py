@@ -46,7 +46,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -104,19 +104,20 @@ class Charge:
     parts: tuple[tuple[tuple[Interval, ...], Release], ...]
 
     @classmethod
-    def of(cls, peers: Sequence[int], spends: Sequence[Spend]) -> Charge:
+    def of(cls, peers: Sequence[int], spends: Iterable[Spend]) -> Charge:
         """Return the charge to peers for some spends, in order of steps."""
-        by_mechanism: dict[tuple[object, ...], list[Spend]] = {}
-        for spend in spends:
-            by_mechanism.setdefault(spend.release.mechanism, []).append(spend)
-        parts = tuple(
-            (
-                tuple((s.from_step, s.to_step) for s in group),
-                group[0].release.times(sum(s.release.steps for s in group)),
-            )
-            for group in by_mechanism.values()
-        )
-        return cls(tuple(peers), parts)
+        return cls.of_parts(peers, (([(s.from_step, s.to_step)], s.release) for s in spends))
+
+    @classmethod
+    def of_parts(cls, peers: Sequence[int], parts: Iterable[tuple[Iterable[Interval], Release]]) -> Charge:
+        """Return the charge to peers for parts, those of one mechanism together."""
+        groups: dict[Mechanism, tuple[list[Interval], list[Release]]] = {}
+        for intervals, release in parts:
+            steps, releases = groups.setdefault(release.mechanism, ([], []))
+            steps += intervals
+            releases.append(release)
+        added = ((tuple(steps), group[-1].times(sum(r.steps for r in group))) for steps, group in groups.values())
+        return cls(tuple(peers), tuple(added))
 
     @property
     def releases(self) -> tuple[Release, ...]:
@@ -538,23 +539,11 @@ def merged(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _added_up(entries: Iterable[Entry]) -> tuple[Charge, ...]:
-    groups: dict[tuple[int, ...], dict[Mechanism, list[tuple[tuple[Interval, ...], Release]]]] = {}
+    groups: dict[tuple[int, ...], list[tuple[tuple[Interval, ...], Release]]] = {}
     for charge in chain.from_iterable(entry.charges for entry in entries):
-        for part in charge.parts:
-            groups.setdefault(charge.peers, {}).setdefault(part[1].mechanism, []).append(part)
-    return tuple(
-        Charge(
-            peers,
-            tuple(
-                (
-                    _united(chain.from_iterable(steps for steps, _ in parts)),
-                    parts[-1][1].times(sum(r.steps for _, r in parts)),
-                )
-                for parts in mechanisms.values()
-            ),
-        )
-        for peers, mechanisms in groups.items()
-    )
+        groups.setdefault(charge.peers, []).extend(charge.parts)
+    charges = (Charge.of_parts(peers, parts) for peers, parts in groups.items())
+    return tuple(Charge(c.peers, tuple((_united(steps), release) for steps, release in c.parts)) for c in charges)
 
 
 def _united(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
@@ -660,20 +649,13 @@ def _open_locked(path: Path, durable: bool = True) -> int:
         os.close(fd)
         message = f"{path} is not a regular file, so what is written to it may be lost; give another ledger folder"
         raise BudgetError(message, code="ledger.not-a-file")
-    try:
+    with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise _in_use(path) from None
-    if not (path.exists() and os.path.samestat(path.stat(), os.fstat(fd))):  # another process sealed it meanwhile
-        os.close(fd)
-        raise _in_use(path)
-    return fd
-
-
-def _in_use(path: Path) -> BudgetError:
+        if os.path.samestat(path.stat(), os.fstat(fd)):  # else another process sealed it meanwhile
+            return fd
+    os.close(fd)
     message = f"{path} is in use by another run; wait for its end or give another ledger folder"
-    return BudgetError(message, code="ledger.in-use")
+    raise BudgetError(message, code="ledger.in-use")
 
 
 def _write(fd: int, content: bytes) -> None:
@@ -787,8 +769,7 @@ def parse(content: bytes, path: Path, source: str | None = None) -> tuple[Segmen
         except (ValueError, RecursionError):
             body = None
         if number == 1 and isinstance(body, dict) and "format" in body:
-            _check_header(body, path, source)
-            segment = _begun(body, path, len(line))
+            segment = _begun(body, path, source, len(line))
         _, index, previous = segment.end
         defect = ""
         if not isinstance(body, dict):
@@ -805,7 +786,8 @@ def parse(content: bytes, path: Path, source: str | None = None) -> tuple[Segmen
         segment.size += len(line)
         if number > 1:
             try:
-                entries.append(_entry(body, segment.model))
+                model = segment.model if body.keys() == {"index", "from_step"} else None
+                entries.append(Entry.from_json(body) if model is None else model.at(int(body["from_step"])))
             except (KeyError, TypeError, ValueError, ScenarioError) as error:
                 raise _damaged(path, number, f"not an entry ({error})") from error
             segment.model = entries[-1] if "run" in body else segment.model
@@ -816,30 +798,20 @@ def _damaged(path: Path, line: int, defect: str) -> BudgetError:
     return BudgetError(f"{path} line {line}: {defect}; {RESTORE}", code="ledger.damaged")
 
 
-def _check_header(body: Body, path: Path, source: str | None) -> None:
-    for name, value in {"format": FORMAT, "source": body.get("source") if source is None else source}.items():
-        if body.get(name) != value:
+def _begun(header: Body, path: Path, source: str | None, size: int) -> Segment:
+    """Return the segment that a header begins."""
+    for name, value in {"format": FORMAT, "source": header.get("source") if source is None else source}.items():
+        if header.get(name) != value:
             raise BudgetError(
-                f"{path} line 1: {name} is {body.get(name)!r} and must be {value!r}; give another ledger folder, or "
+                f"{path} line 1: {name} is {header.get(name)!r} and must be {value!r}; give another ledger folder, or "
                 "read it with the version that wrote it",
                 code=f"ledger.{name}",
             )
-
-
-def _begun(header: Body, path: Path, size: int) -> Segment:
-    """Return the segment that a header begins."""
     try:
         place = int(header["segment"]), int(header["index"]), str(header["previous"])
         return Segment(*place, Totals.from_json(header), size, source=str(header["source"]))
     except (KeyError, TypeError, ValueError, ScenarioError) as error:
         raise _damaged(path, 1, f"not a header ({error})") from error
-
-
-def _entry(body: Body, model: Entry | None) -> Entry:
-    """Return the entry of a line, raises as `Entry.from_json`; `model` is the last one whose line has it whole."""
-    if model is not None and body.keys() == {"index", "from_step"}:
-        return model.at(int(body["from_step"]))
-    return Entry.from_json(body)
 
 
 def verified(path: Path) -> Iterator[tuple[Segment, list[Entry]]]:
@@ -1162,8 +1134,8 @@ def _spending(
 ) -> Spending:
     """Return the cost of a run beside the others in a ledger.
 
-    Earlier stages of it were charged to the peers that hold the same examples still. So what they cost is added up peer
-    by peer, where the ledger has exactly what the accounts say; else as another run's, an upper bound.
+    Earlier stages were charged to the peers that hold the same examples still, so they are added up peer by peer where
+    the ledger has exactly what the accounts say; else as another run's, an upper bound.
     """
     paid: dict[int, list[Release]] = {}
     for charge in (charge for entry in entries if entry.run.id in earlier for charge in entry.charges):

@@ -92,14 +92,7 @@ class Release:
     @property
     def mechanism(self) -> Mechanism:
         """Return what one step is, whatever the number of steps; steps that differ in noise alone sort together."""
-        return (
-            self.sampling,
-            self.sampling_rate,
-            self.dataset_size,
-            self.batch_size,
-            self.idle,
-            self.noise_multiplier,
-        )
+        return (self.sampling, self.sampling_rate, self.dataset_size, self.batch_size, self.idle, self.noise_multiplier)
 
     def to_json(self) -> dict[str, Any]:
         """Return the release as a JSON object."""
@@ -255,7 +248,13 @@ def plan_spends(
         noise_multipliers = np.full(len(active), release.noise_multiplier)
     noise = np.asarray(noise_multipliers, dtype=np.float64)
     if release.sampling == "shuffle":
-        return _epoch_spends(release, active, noise)
+        length, spends = epoch_steps(release.dataset_size, release.batch_size), []
+        for start in range(0, len(active), length):
+            stop = min(start + length, len(active))
+            if active[start:stop].any():
+                least = float(noise[start:stop][active[start:stop]].min())
+                spends.append(Spend(start, stop, replace(release, noise_multiplier=least, steps=1)))
+        return tuple(spends)
     changed = (active[1:] != active[:-1]) | (noise[1:] != noise[:-1])
     edges = [0, *(np.flatnonzero(changed) + 1).tolist(), len(active)]
     return tuple(
@@ -263,13 +262,3 @@ def plan_spends(
         for a, b in pairwise(edges)
         if b > a and active[a]
     )
-
-
-def _epoch_spends(release: Release, active: np.ndarray, noise: np.ndarray) -> tuple[Spend, ...]:
-    length, spends = epoch_steps(release.dataset_size, release.batch_size), []
-    for start in range(0, len(active), length):
-        stop = min(start + length, len(active))
-        if active[start:stop].any():
-            least = float(noise[start:stop][active[start:stop]].min())
-            spends.append(Spend(start, stop, replace(release, noise_multiplier=least, steps=1)))
-    return tuple(spends)

@@ -31,10 +31,8 @@ def moments_sigma(
     return factor * c_2 * clip_norm * math.sqrt(rounds * math.log(1 / delta)) / (dataset_size * epsilon)
 
 
-def cross_gradient_sigma(
-    epsilon: float, delta: float, phi_min: float, weight_factor: float, *, clip_norm: float = 1.0
-) -> float:
-    """Return σ = 2 C factor sqrt(2 ln(1.25/δ)) / (φ̂_min ε), the noise std on a cross-gradient, for one round.
+def cross_gradient_sigma(epsilon: float, delta: float, phi_min: float, weight_factor: float) -> float:
+    """Return σ / C = 2 factor sqrt(2 ln(1.25/δ)) / (φ̂_min ε), σ the noise std on a cross-gradient, for one round.
 
     Args:
         phi_min: φ̂_min, the smallest share of any weight in any round; eq. 19 makes it 0.
@@ -42,7 +40,7 @@ def cross_gradient_sigma(
 
     Source: PDSL (Wang et al.), Theorem 1, eq. 27.
     """
-    return 2 * clip_norm * weight_factor * math.sqrt(2 * math.log(1.25 / delta)) / (phi_min * epsilon)
+    return 2 * weight_factor * math.sqrt(2 * math.log(1.25 / delta)) / (phi_min * epsilon)
 
 
 def gdp_delta(mu: float, epsilon: float) -> float:

@@ -10,7 +10,6 @@ from collections.abc import Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
 from threading import Thread
-from types import TracebackType
 from typing import Any, Self
 
 from flower_privdec.common.errors import ArgumentError
@@ -23,7 +22,7 @@ PATIENCE = 10.0  # seconds that the proxy's own thread may take over anything
 
 
 @dataclass(frozen=True)
-class Faults:
+class LinkFaults:
     """What a link does to the bytes that go over it.
 
     Attributes:
@@ -82,7 +81,7 @@ class FaultyLink:
         connections, cuts: how many there were.
     """
 
-    def __init__(self, target: str, seed: str, faults: Faults) -> None:
+    def __init__(self, target: str, seed: str, faults: LinkFaults) -> None:
         self._target, self._seed, self.address, self.faults = target, seed, "", faults
         self.bytes = self.connections = self.cuts = 0
         self._through, self._open = asyncio.Event(), set[asyncio.StreamWriter]()
@@ -93,7 +92,7 @@ class FaultyLink:
         self.server = await asyncio.start_server(self._connect, HERE, 0, limit=PIECE)
         self.address = f"{HERE}:{self.server.sockets[0].getsockname()[1]}"
 
-    async def set(self, faults: Faults) -> None:
+    async def set(self, faults: LinkFaults) -> None:
         """Do something else to the bytes from now on."""
         self.faults = faults
         if faults.black_hole:
@@ -170,14 +169,14 @@ class FaultProxy:
     The same seed draws the same for the same link; see `FaultyLink`.
     """
 
-    def __init__(self, seed: int = 0, faults: Faults | None = None) -> None:
+    def __init__(self, seed: int = 0, faults: LinkFaults | None = None) -> None:
         """Begin, with no link yet.
 
         Args:
             seed: of all that is drawn.
             faults: what each link does from its beginning; nothing by default.
         """
-        self._seed, self._first, self._links = seed, faults or Faults(), dict[Hashable, FaultyLink]()
+        self._seed, self._first, self._links = seed, faults or LinkFaults(), dict[Hashable, FaultyLink]()
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
@@ -218,11 +217,11 @@ class FaultProxy:
         """Return the names of all links, in the order in which they were made."""
         return list(self._links)
 
-    def set(self, name: Hashable, faults: Faults) -> None:
-        """Let a link do something else to what goes over it from now on; `Faults()` heals it."""
+    def set(self, name: Hashable, faults: LinkFaults) -> None:
+        """Let a link do something else to what goes over it from now on; `LinkFaults()` heals it."""
         self._done(self._links[name].set(faults))
 
-    def faults(self, name: Hashable) -> Faults:
+    def faults(self, name: Hashable) -> LinkFaults:
         """Return what a link does to what goes over it."""
         return self._links[name].faults
 
@@ -259,7 +258,5 @@ class FaultProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

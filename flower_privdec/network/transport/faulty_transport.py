@@ -1,25 +1,58 @@
-"""Another transport whose calls get lost and late: the door for transports, as a user's own would take it."""
+"""A transport whose calls get lost and late, so that what peers do about it can be seen."""
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import dataclass
 from random import Random
 
-from flower_privdec.network.local.fault_proxy import Faults
+from flower_privdec.common.errors import ArgumentError
 from flower_privdec.network.transport.transport import Answer, Connection, Content, Transport, UnreachableError
 
 
+@dataclass(frozen=True)
+class Faults:
+    """What happens to the calls to a peer.
+
+    Attributes:
+        lose: chance that a call is lost, and that its answer is.
+        delay: seconds that each of the two takes longer.
+        jitter: seconds more at most.
+        black_hole: whether all are lost.
+
+    Raises:
+        ValueError: a number is none of these.
+    """
+
+    lose: float = 0.0
+    delay: float = 0.0
+    jitter: float = 0.0
+    black_hole: bool = False
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.lose <= 1 and 0 <= self.delay < math.inf and 0 <= self.jitter < math.inf):
+            raise ArgumentError(
+                f"lose={self.lose} must be a chance, from 0 to 1, and delay={self.delay} and jitter={self.jitter} "
+                "seconds, >= 0 and finite",
+                code="faults.setting",
+            )
+
+
 class FaultyTransport:
-    """Another transport whose calls get lost and late, for peers of one process; see Transport.
+    """Another transport whose calls get lost and late; see Transport.
 
     Args:
         transport: which carries the calls that arrive.
         seed: of all that is drawn.
-        faults: of each call to others: `lose`, of the call or of its answer, `delay` with `jitter`, and `black_hole`.
+        faults: of the calls to each peer.
+
+    Attributes:
+        lost: how many calls and answers were lost.
     """
 
     def __init__(self, transport: Transport, seed: int = 0, faults: Faults | None = None) -> None:
-        self._transport, self._seed, self._first = transport, seed, faults or Faults()
+        self._transport, self._seed, self._first, self.lost = transport, seed, faults or Faults(), 0
         self._faults: dict[int, Faults] = {}
 
     def set(self, peer: int, faults: Faults) -> None:
@@ -31,15 +64,12 @@ class FaultyTransport:
         return self._faults.get(peer, self._first)
 
     def serve(self, answer: Answer, cap: int, callers: int) -> int:
-        """See Transport."""
         return self._transport.serve(answer, cap, callers)
 
     def connect(self, peer: int, cap: int) -> FaultyConnection:
-        """See Transport."""
         return FaultyConnection(self._transport.connect(peer, cap), self, peer, Random(f"{self._seed} {peer}"))
 
     def close(self) -> None:
-        """See Transport."""
         self._transport.close()
 
 
@@ -51,22 +81,21 @@ class FaultyConnection:
         self.sending = 0.0
 
     def call(self, content: Content, seconds: float) -> memoryview:
-        """See Connection."""
-        self._lose()
+        self._pass()
         answer = self._connection.call(content, seconds)
-        self._lose()
+        self.sending = self._connection.sending
+        self._pass()
         return answer
 
-    def _lose(self) -> None:
+    def _pass(self) -> None:
         faults = self._transport.faults(self._peer)
         time.sleep(faults.delay + self._draw.random() * faults.jitter)
         if faults.black_hole or self._draw.random() < faults.lose:
+            self._transport.lost += 1
             raise UnreachableError(f"a call to peer {self._peer}, or its answer, was lost", code="call.lost")
 
     def diagnosis(self) -> str:
-        """See Connection."""
         return self._connection.diagnosis()
 
     def close(self) -> None:
-        """See Connection."""
         self._connection.close()
