@@ -24,7 +24,17 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flower_privdec.api.commands import GraphDescription, StudyResult, audit, ledger, report, study, topology, up
+    from flower_privdec.api.commands import (
+        GraphDescription,
+        StudyResult,
+        audit,
+        audit_app,
+        ledger,
+        report,
+        study,
+        topology,
+        up,
+    )
     from flower_privdec.api.running import (
         Comparison,
         OnEnd,
@@ -59,6 +69,7 @@ else:
         "ScenarioError": "common.errors",
         "StudyResult": "api.commands",
         "audit": "api.commands",
+        "audit_app": "api.commands",
         "compare": "api.running",
         "ledger": "api.commands",
         "load_run": "api.running",
@@ -99,6 +110,7 @@ __all__ = [
     "ScenarioError",
     "StudyResult",
     "audit",
+    "audit_app",
     "compare",
     "ledger",
     "load_run",

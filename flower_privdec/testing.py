@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flower_privdec.common.errors import CodedError
 from flower_privdec.core import Exchange
-from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
+from flower_privdec.core.cohort import STEPS, Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, LocalBatch, PeerData
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
@@ -98,28 +98,39 @@ def _take(
     )
 
 
+@dataclass
+class _Recorder:
+    """Records each private step that it takes."""
+
+    tape: Tape
+
+    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        """See StepObserver."""
+
+        def noise(cohort: Cohort, step: PrivateStep, std: Mapping[str, Tensor]) -> None:
+            cohort.take_(step, lambda *_: None, std)
+
+        self.tape.steps.append(_take(cohort, step, estimate, std, noise))
+
+
 @contextmanager
 def recording() -> Iterator[Tape]:
-    """Record every private step that is taken inside."""
-    tape, noised = Tape(), Cohort.release_
-
-    def noise(cohort: Cohort, step: PrivateStep, std: Mapping[str, Tensor]) -> None:
-        noised(cohort, step, lambda *_: None, std)
-
-    def release(cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
-        tape.steps.append(_take(cohort, step, estimate, std, noise))
-
-    with patch.object(Cohort, "release_", release):
+    """Record every private step that is taken inside, in the same thread."""
+    tape = Tape()
+    with STEPS.open_to(_Recorder(tape)):
         yield tape
 
 
-@contextmanager
-def replaying(tape: Tape) -> Iterator[Tape]:
-    """Publish a tape's releases in place of those computed inside; record the computed ones on another tape."""
-    again = Tape()
+@dataclass
+class _Player:
+    """Publishes a tape's releases in place of those computed, which it records on another."""
 
-    def release(cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
-        past = tape.steps[len(again.steps)]
+    tape: Tape
+    again: Tape
+
+    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        """See StepObserver."""
+        past = self.tape.steps[len(self.again.steps)]
         assert (past.step, past.peers.tolist()) == (step.step, step.peers.tolist())
 
         start = {name: step.sums[name].clone() for name in std}
@@ -129,9 +140,14 @@ def replaying(tape: Tape) -> Iterator[Tape]:
                 moved = start[name] + (past.after[name] - past.before[name])
                 step.sums[name].copy_(past.after[name] if torch.equal(start[name], past.before[name]) else moved)
 
-        again.steps.append(_take(cohort, step, estimate, std, publish))
+        self.again.steps.append(_take(cohort, step, estimate, std, publish))
 
-    with patch.object(Cohort, "release_", release):
+
+@contextmanager
+def replaying(tape: Tape) -> Iterator[Tape]:
+    """Publish a tape's releases in place of those computed inside; record the computed ones on another tape."""
+    again = Tape()
+    with STEPS.open_to(_Player(tape, again)):
         yield again
 
 

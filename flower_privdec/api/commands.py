@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,10 @@ from flower_privdec.api.running import (
     train_into,
 )
 from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, python_words
+from flower_privdec.audits.app_audit import audit_app as attack_app
 from flower_privdec.audits.audit import Audit
 from flower_privdec.audits.audit import audit as attack
+from flower_privdec.audits.one_run import OneRun
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import require
 from flower_privdec.experiment import Experiment
@@ -168,6 +170,42 @@ def audit(scenario: Scenario | str | Path, *, trials: int = 2000, replica: int =
     loaded = as_scenario(scenario)
     with threads_kept():
         return attack(Experiment.build(loaded), trials=trials, replica=replica, seed=seed)
+
+
+def audit_app(
+    app: str | Path,
+    n_nodes: int = 8,
+    *,
+    trials: int = 64,
+    one_run: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    on_trials: Callable[[int, int], None] = lambda count, total: None,
+) -> OneRun:
+    """Attack the ε of a Flower app with PeerMod: of its peers' updates, or of its peers' examples.
+
+    The app's ServerApp runs over nodes in this process, in a folder that is removed, as do its peers' ledgers.
+
+    Args:
+        app: the app's folder, with its pyproject.toml.
+        n_nodes: how many peers a run has.
+        trials: how many peers' updates are there or not by a coin, at least: the app is run again for each `n_nodes`.
+        one_run: instead, how many of each peer's first examples are in or out by coins, in one run of the app, where it
+            trains under `private` or `fit_privately`.
+        config: overrides the run-config of the app's pyproject.toml; keys that it has.
+        seed: of the coins; noise and batches are the operating system's where the app's are.
+        on_trials: called after each run with the number of trials so far, and `trials`.
+
+    Raises:
+        ScenarioError: the folder is no Flower app, or a ledger of the app has payments of real training.
+        RunError: nothing is protected in it, or the app fails.
+    """
+    install = "pip install flower-privdec"
+    flower = require("flower_privdec.flower.launch.local_grid", "an audit of a Flower app", install)
+    run = partial(flower.run_in_process, as_path(app, "app").absolute(), n_nodes, config=config)
+    return attack_app(
+        lambda folder: run(folder=folder), n_nodes, trials=trials, one_run=one_run, seed=seed, on_trials=on_trials
+    )
 
 
 @python_words

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from flower_privdec.audits.bounds import epsilon_from_scores
-from flower_privdec.audits.canaries import Observer, audited_plan, run_once, with_canaries
+from flower_privdec.audits.canaries import Canaries, Observer, audited_plan, run_once, with_canaries
+from flower_privdec.audits.noise_check import too_small
 from flower_privdec.audits.replica import replica_scores
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
@@ -26,7 +26,6 @@ from flower_privdec.privacy.ledger.ledger import Account, read_entries
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.mechanism.protection import Protection
 
-FALSE_ALARM = 1e-9  # the chance with which noise that is as planned is called too small
 CANARIES, REPLICA = "canaries in the scenario's own steps", "a replica of the declared releases"
 
 
@@ -160,7 +159,7 @@ def audit(
     defects = ledger_defects(canaries, plan, seed)
     observers: list[Observer] = []
     presences: list[np.ndarray] = []
-    while (count := len(presences) * len(canaries.own.peers)) < trials:
+    while (count := len(presences) * len(experiment.own.peers)) < trials:
         on_trials(count, trials)
         present, observer = run_once(canaries, seed, len(presences))
         presences.append(present)
@@ -198,16 +197,16 @@ def _all(account: Account) -> tuple[Release, ...]:
     return account.releases(0, max((spend.to_step for spend in account.spends), default=0))
 
 
-def ledger_defects(canaries: Experiment, plan: Protection, seed: int) -> dict[str, str]:
+def ledger_defects(canaries: Canaries, plan: Protection, seed: int) -> dict[str, str]:
     """Run once with a ledger, and return where it charged less than what an observer saw cost."""
     with tempfile.TemporaryDirectory() as folder:
         observer = run_once(canaries, seed, -1, Path(folder))[1]
-        entries = read_entries(folder, canaries.public.name)
+        entries = read_entries(folder, canaries.experiment.public.name)
     charged: dict[int, list[Release]] = {}
     for charge in (charge for entry in entries for charge in entry.charges):
         for peer in charge.peers:
             charged.setdefault(peer, []).extend(charge.releases)
-    for row, peer in enumerate(canaries.own.peers.tolist()):
+    for row, peer in enumerate(canaries.experiment.own.peers.tolist()):
         seen = [release.times(count) for release, count in observer.cost[row].items()]
         delta = plan.accounts[row].delta
         paid, cost = epsilon(charged.get(peer, ()), delta), epsilon(seen, delta)
@@ -220,7 +219,7 @@ def noise_defects(observers: list[Observer]) -> dict[str, str]:
     """Return by how much noise is smaller than planned, where that is no chance."""
     for kind in ("noise", "left"):
         parts = [part.ravel() for observer in observers for part in getattr(observer, kind)]
-        squares, count = float(sum((part**2).sum() for part in parts)), sum(map(len, parts))
-        if count and stats.chi2.cdf(squares, count) < FALSE_ALARM:
-            return {"noise too small": f"noise is {math.sqrt(squares / count):.3f} times as large as planned"}
+        wrong = too_small(float(sum((part**2).sum() for part in parts)), sum(map(len, parts)))
+        if wrong:
+            return wrong
     return {}

@@ -30,11 +30,24 @@ def epsilon_from_scores(absent: np.ndarray, present: np.ndarray, delta: float, c
     if not min(map(len, (first_absent, first_present))):
         return 0.0
     pooled = np.sort(np.concatenate([first_absent, first_present]))
-    tails = np.concatenate([np.arange(min(16, len(pooled))), np.linspace(0, len(pooled) - 1, CANDIDATES).astype(int)])
+    count = len(pooled)  # a δ is exceeded far out, where few trials are: so as many thresholds for each tenth of those
+    tails = np.concatenate([np.geomspace(1, count, CANDIDATES) - 1, np.linspace(0, count - 1, CANDIDATES)]).astype(int)
     thresholds = np.unique(pooled[np.unique(np.concatenate([tails, len(pooled) - 1 - tails]))])
     tests = [(above, float(t)) for above in (True, False) for t in thresholds]
     best = max(tests, key=lambda test: _bound_of(test, first_absent, first_present, delta, confidence))
     return max(0.0, _bound_of(best, second_absent, second_present, delta, confidence))
+
+
+def epsilon_at_zero(absent: np.ndarray, present: np.ndarray, delta: float, confidence: float) -> float:
+    """Return an ε that the mechanism exceeds, by the test `score >= 0`, which needs no trials to be chosen on.
+
+    Args:
+        absent, present: log likelihood ratios, otherwise as in `epsilon_from_scores`.
+        delta, confidence: as there.
+    """
+    if not min(len(absent), len(present)):
+        return 0.0
+    return max(0.0, _bound_of((True, 0.0), absent, present, delta, confidence))
 
 
 def _bound_of(

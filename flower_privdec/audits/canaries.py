@@ -6,13 +6,18 @@ output, so large that each gradient is clipped: the gradient is that multiple of
 parameters. A peer's first example, its canary, has large features along e_0; the others have e_1, and the rest of the
 coordinates hold only noise. Coordinate 0 of a release is then all that an observer needs to distinguish the two
 neighbouring datasets.
+
+Where an algorithm subtracts a remembered gradient, an example moves a sum most when its gradient is the opposite of
+that one. A canary's gradient then changes its sign: it has one at a snapshot and the other elsewhere; with a table it
+has at every step the opposite of what the table most likely holds. The sign is public. Whether the canary was drawn,
+and so what the table holds of it, is not, and the observer weighs both.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from pathlib import Path
 
@@ -21,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.core import Algorithm, State
 from flower_privdec.data import Examples
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
@@ -45,13 +51,59 @@ MOST_SETS = 256  # of colluders that are tried for a row
 LEAST = 1e-150  # a noise multiplier of 0, to divide by
 
 
+class Signs:
+    """The signs of the canaries' gradients, which all know: a loss's derivative, as the audit sets it for each round.
+
+    Attributes:
+        memory: what the algorithm remembers gradients by: "table", "snapshot", or "" for nothing.
+        now: of each row at the model of now, float64 [m].
+        anchor: coordinate 0 of what was released at each row's snapshot and is added to every step, float64 [m].
+    """
+
+    def __init__(self, algorithm: Algorithm, rows: int) -> None:
+        self.memory = "" if algorithm.table is None else "snapshot" if algorithm.table == "snapshot" else "table"
+        self._every, self._rows = getattr(algorithm, "every", 0), rows
+        self.begin()
+
+    def begin(self) -> None:
+        """Set the signs before a run, by which a table is filled."""
+        self.now = np.full(self._rows, -1.0 if self.memory else 1.0)
+        self._snapshot: Tensor | None = None
+        self.anchor = np.zeros(self._rows)
+
+    def set_round(self, state: State, likely: np.ndarray) -> None:
+        """Set the signs of a round.
+
+        Args:
+            state: before it.
+            likely: the sign that a table most likely holds of each row's canary, float64 [m].
+        """
+        if self.memory == "table":
+            self.now = -likely
+        elif self.memory:
+            takes = state.round_index % self._every == 0
+            self.now[:] = -1.0 if takes else 1.0
+            self._snapshot = None if takes else state.rows["snapshot"][:, 0] * LONG
+            anchor = state.rows["anchor"][:, 0].double().cpu().numpy()
+            self.anchor = np.zeros(self._rows) if takes else anchor.copy()
+
+    def derivative(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return d loss / d outputs of examples [...]; y is 1 + the row of a canary, and 0 of the others."""
+        signs = torch.from_numpy(np.append(1.0, self.now)).to(outputs)[y]
+        if self._snapshot is not None:
+            there = torch.cat([outputs.new_zeros(1), self._snapshot.to(outputs)])[y]
+            at_snapshot = (y > 0) & ((outputs[..., 0] - there).abs() <= 1e-9 * there.abs())
+            signs = torch.where(at_snapshot, -signs, signs)
+        return (STEEP * signs).unsqueeze(-1).expand(outputs.shape).clone()
+
+
 class Observer:
     """An observer of every published sum of a run with canaries, who knows the plan and the declarations.
 
     A step's sums at one row are normal around 0 without the canary; with it each is shifted by what is declared, as
     far as an example that is drawn moves it with chance q, and else as far as an idle one does. A row's score is the
     log of the likelihood ratio of the two, added over steps; its σ, q and shifts are the plan's and the
-    declaration's, whatever the code under test did.
+    declaration's, whatever the code under test did. With a table both signs that it may hold are followed.
 
     Attributes:
         scores: float64 [m].
@@ -62,14 +114,17 @@ class Observer:
         cost: for each row, the releases that it made, as they were declared and planned; empty unless `counts_cost`.
     """
 
-    def __init__(self, experiment: Experiment, mechanism: NoiseMechanism, *, counts_cost: bool = False) -> None:
-        own = experiment.own
+    def __init__(
+        self, experiment: Experiment, mechanism: NoiseMechanism, signs: Signs, *, counts_cost: bool = False
+    ) -> None:
+        own, self._signs = experiment.own, signs
         self._plan, self._algorithm, self._mechanism = audited_plan(experiment), experiment.algorithm, mechanism
         self._counts_cost = counts_cost
         drawings = drawings_of(experiment, own.peers, own.sampler)
         self._drawings = list(dict.fromkeys(drawings))
         self._drawing_of = np.array([self._drawings.index(drawing) for drawing in drawings])
         self._facts: dict[tuple[Declaration, ...], dict[str, np.ndarray]] = {}
+        self._normalizer = np.asarray(own.sampler.normalizer, dtype=np.float64)
         self._rates = np.array([drawing.rate for drawing in drawings])
         self._step, self._sums = -1, np.zeros((4, len(own.peers)))
         self._chance, self._active = np.ones(len(own.peers)), np.zeros(len(own.peers), dtype=bool)
@@ -77,6 +132,8 @@ class Observer:
         self._views: dict[bytes, tuple[list[View], np.ndarray]] = {}
         self.left: list[np.ndarray] = []
         self.scores = np.zeros(len(own.peers))
+        self._held = np.array([np.zeros(len(own.peers)), np.full(len(own.peers), -np.inf)])  # see `_remembered`
+        self._belief = -np.ones(len(own.peers))
         self.defects: dict[str, str] = {}
         self.noise: list[np.ndarray] = []
         self.cost: list[Counter[Release]] = [Counter() for _ in own.peers]
@@ -99,6 +156,9 @@ class Observer:
         self._chance[noised.rows] = np.where(everyone, 1.0, self._rates[noised.rows])
         idle = np.where(everyone, drawn, idle)
         value, left, whole, independent = seen[:, 0], sigma, sigma, len(seen)
+        if noised.clip_norm is not None and self._signs.anchor.any():
+            own = self._normalizer[noised.rows] / noised.clip_norm.double().cpu().numpy()
+            value = value - self._signs.anchor[noised.rows] * own
         if self._plan.pairs is not None:
             units = self._plan.pairs.weights[noised.peers] * unit.double().cpu().numpy()
             conserved = clean * units[:, None], seen * units[:, None], sigma * np.abs(units)
@@ -217,10 +277,44 @@ class Observer:
 
     def close(self) -> None:
         """Finish the step under way."""
-        self.scores += log_ratio(self._sums[0] - self._sums[1] / 2, self._sums[2] - self._sums[3] / 2, self._chance)
-        if self._counts_cost and self._step >= 0:
+        if self._step < 0:
+            return
+        idle, drawn, signs = self._sums[:2], self._sums[2:], self._signs.now
+        if self._signs.memory == "table" and idle[1].any():
+            self._remembered(idle, drawn)
+        else:
+            self.scores += log_ratio(signs * idle[0] - idle[1] / 2, signs * drawn[0] - drawn[1] / 2, self._chance)
+        if self._counts_cost:
             self._pay()
         self._sums[:], self._active[:], self._step = 0, False, -1
+
+    @property
+    def likely(self) -> np.ndarray:
+        """Return the sign that a table most likely holds of each row's canary, before anything is seen, float64 [m]."""
+        return np.where(self._belief > 0, 1.0, -1.0)
+
+    def _remembered(self, idle: np.ndarray, drawn: np.ndarray) -> None:
+        """Add a step with a table to the scores: `_held` is log Σ of the ratios of all that ends in -1, and in +1.
+
+            not drawn: moved by idle t, t the sign in the table
+            drawn: by drawn s where t = -s, by idle s where t = s
+
+        Args:
+            idle, drawn: the sums of value times move, and of the squares of moves, over the variance, [2, m].
+        """
+        sign, rows = self._signs.now, np.arange(len(self.scores))
+        with np.errstate(divide="ignore"):
+            leave, draw = np.log1p(-self._chance), np.log(self._chance)
+        opposite, same = self._held[(sign < 0).astype(int), rows], self._held[(sign > 0).astype(int), rows]
+        stays = same + sign * idle[0] - idle[1] / 2
+        flips = opposite + sign * drawn[0] - drawn[1] / 2
+        seen = self._active
+        held = {-1: leave + opposite - sign * idle[0] - idle[1] / 2, 1: np.logaddexp(stays, draw + flips)}
+        for times, values in held.items():
+            place = (times * sign > 0).astype(int)
+            self._held[place[seen], rows[seen]] = values[seen]
+        self.scores[seen] = np.logaddexp(*self._held)[seen]
+        self._belief[seen] += (self._chance * (sign - self._belief))[seen]
 
 
 def log_ratio(idle: np.ndarray, drawn: np.ndarray, chance: np.ndarray | float) -> np.ndarray:
@@ -287,8 +381,21 @@ def audited_plan(experiment: Experiment) -> Protection:
     return plan
 
 
-def with_canaries(experiment: Experiment) -> Experiment:
-    """Return an experiment with the model and the data of canaries, and all else as it was.
+@dataclass(frozen=True)
+class Canaries:
+    """A scenario with canaries.
+
+    Attributes:
+        experiment: with the model and the data of canaries, and all else as it was.
+        signs: of their gradients.
+    """
+
+    experiment: Experiment
+    signs: Signs
+
+
+def with_canaries(experiment: Experiment) -> Canaries:
+    """Return a scenario with canaries.
 
     Raises:
         ScenarioError: see `audited_plan`.
@@ -298,7 +405,8 @@ def with_canaries(experiment: Experiment) -> Experiment:
     module = nn.Linear(FEATURES, 1, bias=False)
     nn.init.zeros_(module.weight)
     initial = flatten(module).to(experiment.device, torch.float64)
-    loss = Loss("steep", lambda outputs, _: STEEP * outputs.sum(-1), _steep_derivative, single=True)
+    signs = Signs(experiment.algorithm, len(experiment.own.peers))
+    loss = Loss("steep", lambda outputs, _: STEEP * outputs.sum(-1), signs.derivative, single=True)
     memory = scenario.compute.memory_mib << 20
     kernel = build_kernel(module.to(initial), loss, (FEATURES,), memory_bytes=memory)
     test = replace(
@@ -310,7 +418,7 @@ def with_canaries(experiment: Experiment) -> Experiment:
         validation=None,
     )
     public = test if experiment.public.validation is None else replace(test, validation=test)
-    return replace(
+    built = replace(
         experiment,
         module=module,
         initial=initial,
@@ -320,10 +428,7 @@ def with_canaries(experiment: Experiment) -> Experiment:
         public=public,
         own=replace(experiment.own, examples=examples_with(experiment.own.examples.sizes, None)),
     )
-
-
-def _steep_derivative(outputs: Tensor, _: Tensor) -> Tensor:
-    return torch.full_like(outputs, STEEP)
+    return Canaries(built, signs)
 
 
 def examples_with(sizes: np.ndarray, present: np.ndarray | None) -> Examples:
@@ -334,18 +439,18 @@ def examples_with(sizes: np.ndarray, present: np.ndarray | None) -> Examples:
     x[:, 1] = 1
     firsts = torch.from_numpy(ends - sizes)
     x[firsts] = 0
+    y = torch.zeros(len(x), dtype=torch.int64)
     if present is not None:
-        x[firsts[torch.from_numpy(present)], 0] = LONG
-    return Examples(x, torch.zeros(len(x), dtype=torch.int64), parts)
+        rows = torch.from_numpy(np.flatnonzero(present))
+        x[firsts[rows], 0], y[firsts[rows]] = LONG, rows + 1
+    return Examples(x, y, parts)
 
 
-def run_once(
-    experiment: Experiment, seed: int, number: int, ledger_dir: Path | None = None
-) -> tuple[np.ndarray, Observer]:
+def run_once(canaries: Canaries, seed: int, number: int, ledger_dir: Path | None = None) -> tuple[np.ndarray, Observer]:
     """Run a scenario with canaries once, each there by a fair coin.
 
     Args:
-        experiment: from `with_canaries`.
+        canaries: from `with_canaries`.
         seed, number: of the audit and of the run in it: together they key coins, batches and noise, which no other run
             uses.
         ledger_dir: where the run's ledger lies; None keeps none.
@@ -353,17 +458,21 @@ def run_once(
     Returns:
         Which peers' canaries were there, bool [m], and who saw what all peers released.
     """
+    experiment, signs = canaries.experiment, canaries.signs
     own = experiment.own
     keys = {peer: digest(32, "audit", seed, number, peer) for peer in own.peers.tolist()}
     present = keyed_generator(seed, "audit coins", number).random(len(own.peers)) < 0.5
     examples = examples_with(own.examples.sizes, present)
     own = replace(own, examples=examples, keys=keys, sampler=own.sampler.like(keys=keys))
     cohort = replace(experiment, own=own).cohort(ledger_dir)
-    observer = Observer(experiment, cohort.mechanism, counts_cost=ledger_dir is not None)
+    signs.begin()
+    observer = Observer(experiment, cohort.mechanism, signs, counts_cost=ledger_dir is not None)
     cohort.apart, cohort.mechanism = True, Observed(cohort.mechanism, observer)
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
-    engine.rounds(experiment.scenario.rounds)
-    observer.close()
+    for _ in range(experiment.scenario.rounds):
+        signs.set_round(engine.state, observer.likely)
+        engine.round()
+        observer.close()
     if cohort.ledger is not None:
         cohort.ledger.close()
     return present, observer

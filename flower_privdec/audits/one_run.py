@@ -9,8 +9,10 @@ have had.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 from flower_privdec.audits.bounds import epsilon_from_guesses
 from flower_privdec.audits.canaries import audited_plan
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
+from flower_privdec.core.cohort import STEPS, Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, Examples
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
@@ -38,8 +40,10 @@ class OneRun:
         epsilon: the largest of the peers', at the largest δ.
         delta: δ.
         epsilon_lower_bound: what the guesses show.
-        canaries: m, how many examples were in or out by a coin.
+        canaries: m, how many examples, or peers' updates, were in or out by a coin.
         guesses, right: on how many of them a guess was made, and how many were right.
+        method: how it was done.
+        defects: what was not as planned, a line each, by kind.
     """
 
     epsilon: float
@@ -48,6 +52,37 @@ class OneRun:
     canaries: int
     guesses: int
     right: int
+    method: str = ONE_RUN
+    defects: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the printed ε is not refuted, and nothing is other than planned."""
+        return not self.defects and self.epsilon_lower_bound <= self.epsilon
+
+    @property
+    def verdict(self) -> str:
+        """The result in one line."""
+        if self.holds:
+            return "no attack refutes the printed ε"
+        refuted = self.epsilon_lower_bound > self.epsilon
+        text = f"ε = {self.epsilon:.4g} is refuted: at least {self.epsilon_lower_bound:.4g}"
+        return "; ".join([text] * refuted + list(self.defects.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as a JSON object."""
+        return {
+            "claimed_epsilon": None,
+            "epsilon": "inf" if math.isinf(self.epsilon) else self.epsilon,
+            "epsilon_lower_bound": self.epsilon_lower_bound,
+            "method": self.method,
+            "trials": self.canaries,
+            "delta": self.delta,
+            "guesses": self.guesses,
+            "right": self.right,
+            "holds": self.holds,
+            "defects": self.defects,
+        }
 
 
 @dataclass
@@ -62,15 +97,15 @@ class _Watcher:
     canaries: Batch
     scores: np.ndarray
 
-    def release_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
         """Take a private step as the cohort does, and compare its first published sum with the canaries' gradients."""
         name, clip = next(iter(std), None), step.clip_norm
         if name is None or clip is None:
-            Cohort.release_(self.cohort, step, estimate, std)
+            cohort.take_(step, estimate, std)
             return
         point = replace(step, params=step.params.clone())  # a step may be taken in place
         before = step.sums[name].clone()
-        Cohort.release_(self.cohort, step, estimate, std)
+        cohort.take_(step, estimate, std)
         released, step = step.sums[name] - before, point
         unit = step.scale * clip
         noise = std[name] / unit.abs()
@@ -145,9 +180,9 @@ def audit_in_one_run(experiment: Experiment, *, canaries: int = 100, seed: int =
     cohort = replace(experiment, own=replace(whole, examples=replace(examples, x=outside))).cohort()
     cohort.apart = True
     watcher = _Watcher(experiment, cohort, everything, np.zeros(inside.shape))
-    cohort.release_ = watcher.release_  # type: ignore[method-assign]
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
-    engine.rounds(experiment.scenario.rounds)
+    with STEPS.open_to(watcher):
+        engine.rounds(experiment.scenario.rounds)
     delta = max(account.delta for account in plan.accounts)
     return guessed(watcher.scores, inside, max(plan.epsilons(experiment.scenario.rounds)), delta, confidence)
 

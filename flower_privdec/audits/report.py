@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import typer
 
+from flower_privdec.audits.app_audit import audit_app
 from flower_privdec.audits.audit import CANARIES, REPLICA, Audit, audit
-from flower_privdec.audits.one_run import ONE_RUN, OneRun, audit_in_one_run
+from flower_privdec.audits.one_run import OneRun, audit_in_one_run
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges, setting
 from flower_privdec.experiment import Experiment
@@ -53,7 +57,7 @@ def print_audit(
         )
         raise ScenarioError(f"--plot {plot} must {rule}", code="audit.plot")
     if one_run is not None:
-        _print_one_run(audit_in_one_run(experiment, canaries=one_run, seed=seed), as_json)
+        print_one_run(audit_in_one_run(experiment, canaries=one_run, seed=seed), as_json)
         return
     with rounds(experiment.scenario.name, "canary") as show:
         result = audit(experiment, trials=trials, replica=replica, seed=seed, on_trials=show)
@@ -64,29 +68,48 @@ def print_audit(
         raise RunError(f"audit: {result.verdict}", code="audit.refuted")
 
 
-def _print_one_run(result: OneRun, as_json: bool) -> None:
-    facts = {
-        "claimed_epsilon": None,
-        "epsilon": "inf" if math.isinf(result.epsilon) else result.epsilon,
-        "epsilon_lower_bound": result.epsilon_lower_bound,
-        "method": ONE_RUN,
-        "trials": result.canaries,
-        "delta": result.delta,
-        "guesses": result.guesses,
-        "right": result.right,
-    }
+def print_app_audit(
+    name: str,
+    run: Callable[..., object],
+    n_nodes: int,
+    as_json: bool,
+    *,
+    trials: int,
+    one_run: int | None,
+    seed: int,
+) -> None:
+    """Audit a Flower app and print the result.
+
+    Args:
+        name: of the app.
+        run: runs it once, over nodes whose own folder is the argument `folder`.
+        n_nodes, trials, one_run, seed: see `app_audit`.
+
+    Raises:
+        RunError: the printed ε is refuted, or something is not as planned.
+    """
+    with rounds(name, "peer" if one_run is None else "run") as show, redirect_stdout(sys.stderr):
+        result = audit_app(
+            lambda folder: run(folder=folder), n_nodes, trials=trials, one_run=one_run, seed=seed, on_trials=show
+        )
+    print_one_run(result, as_json)
+
+
+def print_one_run(result: OneRun, as_json: bool) -> None:
+    """Print an audit in one run, or of a Flower app.
+
+    Raises:
+        RunError: the printed ε is refuted, or something is not as planned.
+    """
     typer.echo(
-        json.dumps(facts, indent=2)
+        json.dumps(result.to_json(), indent=2)
         if as_json
-        else f"{ONE_RUN}: {result.right} of {result.guesses} guesses right, of {result.canaries} canaries\n"
+        else f"{result.method}: {result.right:,} of {result.guesses:,} guesses right, of {result.canaries:,} canaries\n"
         f"ε is at least {result.epsilon_lower_bound:.2f}, and printed as {epsilon_text(result.epsilon)}, at "
         f"δ = {setting(result.delta)}"
     )
-    if result.epsilon_lower_bound > result.epsilon:
-        raise RunError(
-            f"audit: ε = {result.epsilon:.4g} is refuted: at least {result.epsilon_lower_bound:.4g}",
-            code="audit.refuted",
-        )
+    if not result.holds:
+        raise RunError(f"audit: {result.verdict}", code="audit.refuted")
 
 
 def draw_audit(result: Audit) -> Figure:

@@ -295,9 +295,21 @@ def ledger(
 
 @command()
 def audit(
-    scenario: ScenarioFile,
+    scenario: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SCENARIO", help="A scenario file (YAML), the name of a bundled one, or a Flower app's folder."
+        ),
+    ],
     settings: Settings = None,
-    trials: Annotated[int, typer.Option(min=8, help="Canaries to look for in the scenario's own steps.")] = 2000,
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            min=8,
+            help="Canaries to look for in the scenario's own steps; of an app, peers to train.",
+            show_default="2000, an app: 64",
+        ),
+    ] = None,
     replica: Annotated[int, typer.Option(min=8, help="Trials of the declared releases without a model.")] = 100_000,
     one_run: Annotated[
         int | None,
@@ -318,10 +330,14 @@ def audit(
     plot: Annotated[
         Path | None, typer.Option(help="A picture to write: .svg, which follows the reader's theme, .png or .pdf.")
     ] = None,
+    supernodes: Annotated[int, typer.Option(min=1, help="How many peers a run of an app has.")] = 8,
+    run_config: Annotated[
+        list[str] | None, typer.Option("--run-config", "-c", metavar="KEY=VALUE", help="Lay over an app's run-config.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Keys coins, batches and noise.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Attack a scenario's ε: the lower bound that canaries show, beside the printed and the claimed one.
+    """Attack the ε of a scenario, or of a Flower app with PeerMod: what canaries show, beside what is printed.
 
     Exits with 1 where the printed ε is refuted, or where noise, clipping or ledger are not as planned.
     """
@@ -330,13 +346,35 @@ def audit(
         from flower_privdec.experiment import Experiment
         from flower_privdec.scenario import load_scenario
 
+    if (scenario / "pyproject.toml").is_file():
+        if settings or process is not None or plot is not None:
+            raise ScenarioError(
+                f"{scenario} is a Flower app: leave out --set, --process and --plot, which are of scenarios; "
+                "--run-config lays over its run-config",
+                code="audit.app-option",
+            )
+        install = "pip install flower-privdec"
+        flower = require("flower_privdec.flower.launch.local_grid", "privdec audit APP", install)
+        config = flower.read_config(scenario, run_config or ())
+        app = partial(flower.run_in_process, scenario.absolute(), supernodes, config=config)
+        audits.print_app_audit(
+            scenario.absolute().name, app, supernodes, as_json, trials=trials or 64, one_run=one_run, seed=seed
+        )
+        return
+    if run_config:
+        raise ScenarioError(
+            f"--run-config is of a Flower app, and {scenario} is none: use --set", code="audit.app-option"
+        )
+    with starting():
         loaded = load_scenario(scenario, settings or ())
     if process is not None:
         folder = out or Path("runs") / f"{loaded.name}-audit"
         run_soak("audit --process", loaded, folder, minutes=process, seed=seed, kinds=ON_PROCESSES)
         return
     experiment = Experiment.build(loaded)
-    audits.print_audit(experiment, as_json, trials=trials, replica=replica, seed=seed, one_run=one_run, plot=plot)
+    audits.print_audit(
+        experiment, as_json, trials=trials or 2000, replica=replica, seed=seed, one_run=one_run, plot=plot
+    )
 
 
 @command()

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.door import Door
 from flower_privdec.core.exchange import State
 from flower_privdec.core.optimizers import LocalOptimizer
 from flower_privdec.data import Batch, PeerData
@@ -177,6 +178,16 @@ def stochastic_gradient(cohort: Cohort, step: PrivateStep) -> None:
 
 def no_examples(cohort: Cohort, step: PrivateStep) -> None:
     """Add nothing: the step of a peer whose budget is spent, which shares its noise alone and costs nothing."""
+
+
+class StepObserver(Protocol):
+    """Who takes a cohort's private steps in its place, and sees them: an audit or a law."""
+
+    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        """Take a step as `Cohort.take_` does, with which most observers take it; see there."""
+
+
+STEPS: Door[StepObserver] = Door("cohorts' private steps")
 
 
 @dataclass
@@ -356,7 +367,14 @@ class Cohort:
         self.release_(step, estimate, dict(zip(noises, rest[1:], strict=True)))
 
     def release_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
-        """Add the estimate and then the noise to a step's sums: the one door from examples to messages.
+        """Let the observer at the door take a step, or take it: the one way from examples to messages; see `take_`."""
+        if (observer := STEPS.observer) is None:
+            self.take_(step, estimate, std)
+        else:
+            observer.release_(self, step, estimate, std)
+
+    def take_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        """Add the estimate and then the noise to a step's sums.
 
         Args:
             std: the noise of every sum that is published, [r]; a sum that is not there stays on the peer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.graph.topology import Participation
-from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger import Spending
-from flower_privdec.privacy.mechanism.protection import UNLIMITED
+from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon
+from flower_privdec.privacy.ledger.ledger import Account, Spending
+from flower_privdec.privacy.mechanism.events import canonical
+from flower_privdec.privacy.mechanism.protection import UNLIMITED, Protection
 from flower_privdec.scenario import Scenario
 
 ALONE = "this run alone"
@@ -101,6 +102,44 @@ def epsilons_if_all_collude(cohort: Cohort, rounds: int) -> list[float]:
             releases.append(least.times(more))
         larger.append(epsilon(releases, alone.delta))
     return larger
+
+
+def noise_ratios(protection: Protection | None) -> dict[str, list[float]]:
+    """Return how much less noise other observers see at least, of each peer, over that which its ledger has.
+
+    A ledger has what a step costs towards the colluders. With each noise times a ratio its releases bound what they
+    cost towards all other peers together (`if_all_collude`), or towards one neighbour by its replies (`replies`).
+    """
+    if protection is None:
+        return {}
+    others = {"replies": protection.replies, "if_all_collude": protection.own_alone}
+    return {
+        name: [_least_ratio(account, other) for account, other in zip(protection.accounts, accounts, strict=True)]
+        for name, accounts in others.items()
+        if accounts
+    }
+
+
+def _least_ratio(account: Account, other: Account) -> float:
+    """Return the least ratio of the noise of another account's step to that of an account's."""
+    last = max((spend.to_step for spend in account.spends), default=0)
+    noises = np.full((2, last), np.nan)
+    for row, one in enumerate((account, other)):
+        for spend in one.spends:
+            noises[row, spend.from_step : spend.to_step] = spend.release.noise_multiplier
+    taken = noises[:, ~np.isnan(noises).any(axis=0)]
+    return float(np.min(taken[1] / taken[0], initial=math.inf, where=taken[0] > 0))
+
+
+def with_noise_times(runs: Iterable[Alternatives], ratio: float) -> list[Alternatives]:
+    """Return the releases of some runs with each noise multiplied; see `noise_ratios`."""
+    return [
+        tuple(
+            canonical([replace(release, noise_multiplier=release.noise_multiplier * ratio) for release in releases])
+            for releases in run
+        )
+        for run in runs
+    ]
 
 
 def rounds_run(cohort: Cohort, rounds: int) -> list[int]:

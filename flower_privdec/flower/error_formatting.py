@@ -13,6 +13,7 @@ from flwr.app import Context, Error, Message
 
 from flower_privdec.common.errors import PrivdecError
 from flower_privdec.common.formatting import one_line
+from flower_privdec.flower.node_settings import in_simulation
 
 USER_ERRORS = (PrivdecError, OSError)  # that a user or an administrator can act on; others keep their traceback
 DEATHS = frozenset({"RayActorError", "ActorDiedError", "OutOfMemoryError", "WorkerCrashedError"})  # Ray's, of a process
@@ -47,6 +48,18 @@ def error_line(error: BaseException) -> str:
     return " ".join(str(error).split()) if isinstance(error, PrivdecError) else one_line(error)
 
 
+FOLDERS = re.compile(r"(?<![\w.:/])(?:~|\.{1,2})?/(?:[^/\s'\"]+/)+")  # of a path, all but its name
+
+
+def line_for_server(error: BaseException, context: Context) -> str:
+    """Return a failure in one line for a server: without the folders of a deployed node, which its own log has."""
+    line = error_line(error)
+    if in_simulation(context.node_config):
+        return line
+    log.error("%s", line)
+    return FOLDERS.sub("", line)
+
+
 @contextmanager
 def one_line_failure() -> Iterator[None]:
     """Run a ServerApp whose log ends with one line where it fails for a reason that a user can act on.
@@ -71,7 +84,7 @@ def one_line_replies(handler: Handler) -> Handler:
         try:
             return handler(message, context)
         except USER_ERRORS as error:
-            line = error_line(error)
+            line = line_for_server(error, context)
         except Exception as error:
             log.exception("the ClientApp failed")
             line = f"the ClientApp raised {type(error).__name__}; its message may contain data: see the node's own log"

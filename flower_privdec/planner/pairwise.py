@@ -34,9 +34,8 @@ its proof are our own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import networkx as nx
 import numpy as np
@@ -44,7 +43,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.core import advance
-from flower_privdec.core.cohort import PrivateStep
+from flower_privdec.core.cohort import STEPS, Cohort, Estimate, PrivateStep
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.accountant.accounting import epsilon
@@ -151,23 +150,29 @@ def messages(experiment: Experiment) -> list[list[np.ndarray]]:
     n, rounds, mixing = experiment.scenario.n_peers, experiment.scenario.rounds, experiment.mixing
     assert mixing is not None
     cohort = replace(experiment, initial=torch.zeros(n * rounds, dtype=torch.float64)).cohort()
-    cohort.data = SimpleNamespace(sampler=cohort.data.sampler, batch=lambda *_: None)  # type: ignore[assignment]
-
-    def release_(step: PrivateStep, _: object, std: dict[str, Tensor]) -> None:
-        for name, scale in std.items():
-            columns = torch.from_numpy(step.peers * rounds + step.step)
-            step.sums[name][torch.arange(len(columns)), columns] += scale
-
-    cohort.release_ = release_  # type: ignore[method-assign, assignment]
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     received: list[list[np.ndarray]] = [[] for _ in range(n)]
-    for _ in range(rounds):
-        while (exchange := advance(experiment.algorithm, cohort, engine.state)) is not None:
-            for (_, receiver), payload in exchange.outgoing(engine.state, mixing).items():
-                rows = [row.reshape(n, rounds).numpy().copy() for row in payload.values() if row.ndim]
-                received[receiver] += rows
-            engine.perform(exchange)
+    with STEPS.open_to(_NoiseAlone(rounds)):
+        for _ in range(rounds):
+            while (exchange := advance(experiment.algorithm, cohort, engine.state)) is not None:
+                for (_, receiver), payload in exchange.outgoing(engine.state, mixing).items():
+                    rows = [row.reshape(n, rounds).numpy().copy() for row in payload.values() if row.ndim]
+                    received[receiver] += rows
+                engine.perform(exchange)
     return received
+
+
+@dataclass(frozen=True)
+class _NoiseAlone:
+    """Adds to each sum its noise's standard deviation, at the parameter that stands for the release."""
+
+    rounds: int
+
+    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        """See StepObserver."""
+        columns = torch.from_numpy(step.peers * self.rounds + step.step)
+        for name, scale in std.items():
+            step.sums[name][torch.arange(len(columns)), columns] += scale
 
 
 def _largest(plan: Protection, pairs: Sequence[tuple[int, int]], seen: Projectors) -> float:

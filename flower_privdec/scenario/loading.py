@@ -381,6 +381,21 @@ def to_yaml(scenario: Scenario | AppScenario) -> str:
     return (UNNAMEABLE if has_objects else "") + write_yaml(data)
 
 
+def without_folders(scenario: Scenario) -> Scenario:
+    """Return a scenario whose paths are names alone, for another machine, which has paths of its own.
+
+    Its `scenario_hash` is the same. Of `data.root` with `{peer}` in it what begins there stays.
+    """
+    changed: dict[str, Any] = {}
+    for name, key in PATHS:
+        section, field = getattr(scenario, name), "origin" if key == "from" else key
+        value = getattr(section, field, None)
+        if isinstance(value, str):
+            short = value[value.index(PEER) :] if PEER in value else os.path.basename(value)
+            changed[name] = changed.get(name, section).model_copy(update={field: short})
+    return scenario.model_copy(update=changed)
+
+
 def scenario_hash(scenario: Scenario | AppScenario, *, movable: bool = True) -> str:
     """Return a hash of everything that decides the run's results: not threads, memory, addresses or the planner's.
 

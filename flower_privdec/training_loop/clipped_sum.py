@@ -23,6 +23,7 @@ BOTH = "the model or the criterion, on one example at a time,"
 CONSTANTS = (bool, int, float, str, type(None))
 Criterion = Callable[..., Tensor]
 Values = dict[str, Tensor]
+Show = Callable[[Tensor], None]
 Rebuild = Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any], list[Any]]]
 
 _log = logging.getLogger(__name__)
@@ -49,10 +50,14 @@ class ClippedSum:
         *,
         way: str = "auto",
         memory_bytes: int = 2**28,
+        behind: int = 0,
+        show: Show = lambda gradients: None,
     ) -> None:
         """Take a model and those of its parameters that are trained, by name.
 
         Args:
+            behind: so many examples at the end of each batch are not added; `show` is called with their gradients,
+                clipped and in clip norms, [behind, d].
             way: one of WAYS; `auto` is vmap where the model can be called so, else the loop, which is slow.
             memory_bytes: about how much memory the gradients of single examples may take.
         """
@@ -60,6 +65,7 @@ class ClippedSum:
             raise ScenarioError(f"way={way!r} must be one of {', '.join(WAYS)}", code="training-loop.way")
         self._module, self._parameters, self._criterion = module, parameters, criterion
         self.clip_norm, self._memory = clip_norm, memory_bytes
+        self._behind, self._show = behind, show
         self._ways, self._way = WAYS[1:] if way == "auto" else (way,), ""
 
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -90,7 +96,11 @@ class ClippedSum:
         total, examples = torch.zeros(self.d, dtype=like.dtype, device=like.device), len(tensors[0])
         if examples == 0:
             return total, 0
-        for part in row_chunks(examples, self.d * like.element_size(), self._memory):
+        added = examples - self._behind
+        if self._behind:
+            gradients = self.gradients(rebuild, [tensor[added:] for tensor in tensors])
+            self._show(gradients / upper(gradients).clamp_min(self.clip_norm)[:, None])
+        for part in row_chunks(added, self.d * like.element_size(), self._memory):
             gradients = self.gradients(rebuild, [tensor[part] for tensor in tensors])
             norms = upper(gradients)
             bad = beyond(norms)

@@ -105,15 +105,25 @@ def fit_privately(
     noise = build_deployed_noise(hardened=False) if seed is None else build_noise({0: seed}, row.device)
     clip, one = row.new_tensor([clip_norm]), row.new_ones(1)
     std = budget.release.noise_multiplier * clip
+    watch = budget.watch
+    behind = 0 if watch is None else watch.behind
     penalty = torch.zeros_like(row)
     penalty[:, : objective.outputs * features.shape[1]] = objective.l2  # not of the intercepts
     for block, first in budget.paid(count, max(1, count // LINES), report):
         for number, drawn in enumerate(budget.draw(block, first, seed), start=first):
-            total, index = torch.zeros_like(row), torch.from_numpy(drawn)
-            if len(drawn):
-                batch = _Batch(features[index][None], targets[index][None], row.new_ones(1, len(drawn)))
+            total, index = torch.zeros_like(row), torch.from_numpy(drawn[: len(drawn) - behind])
+            if len(index):
+                batch = _Batch(features[index][None], targets[index][None], row.new_ones(1, len(index)))
                 kernel.add_clipped_(total, row, batch, clip, one)
+            clean = total.clone()
             noise.add_(total, std, number, PEER)
+            if watch is not None:
+                shown, alone = torch.from_numpy(drawn[len(drawn) - behind :]), row.new_ones(behind)
+                points, gradients = row.expand(behind, -1).clone(), row.new_zeros(behind, row.shape[1])
+                batch = _Batch(features[shown][:, None], targets[shown][:, None], alone[:, None])
+                kernel.add_clipped_(gradients, points, batch, clip * alone, alone)
+                watch.show(gradients / clip)
+                watch.released(clean[0] / clip, total[0] / clip, budget.release.noise_multiplier)
             row -= learning_rate * (total / budget.release.batch_size + penalty * row)
     objective.put(model, row, features.shape[1])
     return budget

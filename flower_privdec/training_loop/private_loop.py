@@ -20,7 +20,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from flower_privdec.common.arguments import check_calls, check_numbers, check_paths, check_whole
+from flower_privdec.common.door import Door
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text, one_line, setting
 from flower_privdec.data.peer_data import draw_poisson
@@ -73,6 +74,35 @@ PRIVATE = "training-loop.private-already"
 STEP, PAST = "training-loop.one-step-a-batch", "training-loop.gradient-past-clipping"
 GUARD = "_flower_privdec_guard"  # of a parameter that no other gradient may reach
 PEER = np.zeros(1, dtype=np.int64)  # the only peer of this process
+
+
+class LoopWatch(Protocol):
+    """What an observer does with the steps of one loop.
+
+    Attributes:
+        behind: how many examples stand behind each batch, whose gradients are shown and not added to its sum.
+    """
+
+    behind: int
+
+    def drawn(self, batch: np.ndarray) -> np.ndarray:
+        """Return which examples are loaded for a batch that was drawn, int64, the last `behind` of them to be shown."""
+
+    def show(self, gradients: Tensor) -> None:
+        """See the gradients of those behind, clipped and in clip norms, [behind, d]."""
+
+    def released(self, total: Tensor, noised: Tensor, noise: float) -> None:
+        """See the same step's sum without noise and with it, in clip norms, [d], and the planned noise multiplier."""
+
+
+class LoopObserver(Protocol):
+    """Who watches training loops with privacy of examples: an audit."""
+
+    def admit(self, budget: PrivacyBudget) -> LoopWatch:
+        """Return what watches a loop, before it reads an example; raise to refuse the loop."""
+
+
+LOOPS: Door[LoopObserver] = Door("training loops")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -203,7 +233,9 @@ def private(
     spent = budget.remaining_steps(budget.entries()) < 1  # then no example is read
     collate = data_loader.collate_fn if spent else check_examples(data_loader)
     seed = seed_of(insecure_seed)
-    clipped_sum = ClippedSum(model, parameters, criterion, clip_norm, way=way)
+    watch = budget.watch
+    shown: dict[str, Any] = {} if watch is None else {"behind": watch.behind, "show": watch.show}
+    clipped_sum = ClippedSum(model, parameters, criterion, clip_norm, way=way, **shown)
     noised = NoisedSteps(
         optimizer,
         parameters,
@@ -213,6 +245,7 @@ def private(
         clip_norm=clip_norm,
         noise_multiplier=budget.release.noise_multiplier * (1 + larger),
         expected_batch=budget.release.batch_size,
+        watch=watch,
     )
     loader = PrivateLoader(data_loader, noised, budget, collate, reserve=reserve, seed=seed, report=report)
     loss = PrivateCriterion(criterion, clipped_sum, noised, show_loss)
@@ -615,6 +648,7 @@ class NoisedSteps:
         clip_norm: float,
         noise_multiplier: float,
         expected_batch: float,
+        watch: LoopWatch | None = None,
     ) -> None:
         """Hook into an optimizer and watch its parameters; raises ScenarioError if it is in use by another instance."""
         if hasattr(optimizer, MARK):
@@ -622,6 +656,7 @@ class NoisedSteps:
             raise ScenarioError(problem, code=PRIVATE)
         self._optimizer, self._parameters, self._noise = optimizer, parameters, noise
         self._std, self._divisor = noise_multiplier * clip_norm, expected_batch
+        self._clip_norm, self._watch = clip_norm, watch
         self.drawn: Drawn | None = None
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         setattr(optimizer, MARK, self)
@@ -719,7 +754,10 @@ class NoisedSteps:
         like = next(iter(self._parameters.values()))
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         row = like.new_zeros(sum(sizes)) if drawn.total is None else drawn.total.clone()
+        total = row.clone() if self._watch is not None else row
         self._noise.add_(row[None], row.new_tensor([self._std]), drawn.number, PEER)
+        if self._watch is not None:
+            self._watch.released(total / self._clip_norm, row / self._clip_norm, self._std / self._clip_norm)
         row /= self._divisor
         for parameter, part in zip(self._parameters.values(), row.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter).clone()
@@ -760,6 +798,7 @@ class PrivacyBudget:
         limit: an upper bound on the steps that remain.
         insecure: whether batches and noise come from a seed, so that there is no ε against those who know it.
         loss_shown: whether the loop is shown the losses of private batches, which ε does not cover.
+        watch: of an observer of the loop, see `LOOPS`.
     """
 
     folder: Path
@@ -771,6 +810,7 @@ class PrivacyBudget:
     limit: int = UNLIMITED
     insecure: bool = False
     loss_shown: bool = False
+    watch: LoopWatch | None = None
 
     @classmethod
     def of(
@@ -805,6 +845,8 @@ class PrivacyBudget:
             budget = budget.with_noise_solved()
         elif epsilon is not None and steps is None:
             budget = replace(budget, limit=max_steps(budget.release, epsilon, delta))
+        if (observer := LOOPS.observer) is not None:
+            budget = replace(budget, watch=observer.admit(budget))
         caveat = "; batches and noise from a seed, INSECURE" * insecure
         note_budget(budget.path.absolute(), delta, caveat + "; the loop was shown private losses" * loss_shown)
         return budget
@@ -850,7 +892,8 @@ class PrivacyBudget:
         """
         generator = keyed_generator(os.urandom(2 * KEY_BYTES) if seed is None else seed, "sampling", first)
         sizes, examples = draw_poisson(generator, steps, self.release.dataset_size, self.release.sampling_rate)
-        return np.split(examples, np.cumsum(sizes)[:-1])
+        batches = np.split(examples, np.cumsum(sizes)[:-1])
+        return batches if self.watch is None else [self.watch.drawn(batch) for batch in batches]
 
     @property
     def path(self) -> Path:

@@ -114,6 +114,24 @@ def test_the_replica_has_the_likelihoods_of_the_real_steps() -> None:
     check_likelihoods(experiment, 150)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "algorithm.name=privsgp-vr",
+        "algorithm={name: privsgp-vr, table: snapshot, snapshot_every: 2, learning_rate: 0.1}",
+    ],
+)
+def test_canaries_change_their_sign_where_gradients_are_remembered(settings: str) -> None:
+    """Their scores are likelihood ratios, whose mean is 1, and show more than gradients that stay as they are."""
+    experiment = experiment_of(*SHORT, *settings_for(settings), "rounds=6", "privacy.epsilon=4")
+    canaries = with_canaries(experiment)
+    runs = [run_once(canaries, 3, number) for number in range(80)]
+    there, scores = np.array([run[0] for run in runs]), np.array([run[1].scores for run in runs])
+    for ratios in (np.exp(scores[~there]), np.exp(-scores[there])):
+        assert abs(ratios.mean() - 1) < 4 * ratios.std() / math.sqrt(len(ratios))
+    assert scores[there].mean() - scores[~there].mean() > 0.25
+
+
 def test_an_audit_repeats_by_its_seed() -> None:
     one, again, other = (
         audit(experiment_of(*SHORT), trials=40, replica=100, seed=seed).to_json() for seed in (1, 1, 2)

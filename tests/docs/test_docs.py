@@ -140,7 +140,12 @@ def _check_privdec(words: list[str], output: list[str]) -> None:
             _run(words, 2 if output else 0)
     else:
         for path in files:
-            _check_scenario(ROOT / path, given.get("settings") or ())
+            if (ROOT / path).is_dir():  # a Flower app, of `privdec audit`
+                from flower_privdec.flower.launch.local_grid import read_config
+
+                read_config(ROOT / path, given.get("run_config") or ())
+            else:
+                _check_scenario(ROOT / path, given.get("settings") or ())
 
 
 def _parse(command: click.Command, words: list[str]) -> dict[str, Any]:
@@ -174,6 +179,7 @@ def test_a_stale_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "privdec walk a.yaml": AssertionError,
         "privdec run scenarios/gone.yaml": ScenarioError,
         "privdec run scenarios/digits.yaml --set privacy.epsilom=1": ScenarioError,
+        "privdec audit simulations/adapted-quickstart-sklearn": ScenarioError,
         "make gold": AssertionError,
         "pytest tests/test_gone.py": AssertionError,
         "rm -rf /": AssertionError,

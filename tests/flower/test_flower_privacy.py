@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from raising import raises
 from shards_in_turn import in_turn
 from tiny_scenario import Build, Tiny
@@ -38,6 +39,7 @@ from flower_privdec.flower.node_settings import HostSettings, PeerSettings, in_s
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import read_chain, runs_in
 from flower_privdec.scenario import Scenario, to_yaml
+from flower_privdec.scenario.loading import scenario_hash, without_folders
 from flower_privdec.testing import BrokenLaw, Seen
 
 HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "sharded": (Sharded, 2)}
@@ -178,6 +180,66 @@ def go_on(grid: LocalGrid, scenario: Scenario, heard: Message, **fields: object)
     return answer(grid, message)
 
 
+class Reading(LocalGrid):
+    """A grid on which somebody reads every request to a node, and no node works."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.sent: list[str] = []
+
+    def _deliver(self, message: Message) -> Message:
+        if message.metadata.message_type.startswith("query"):
+            return super()._deliver(message)
+        self.sent.append(repr(dict(message.content.config_records["request"])))
+        return Message(Error(2, "it was read"), reply_to=message)
+
+
+@pytest.mark.parametrize("mode", ["relay", "sharded"])
+def test_no_folder_of_the_servers_machine_reaches_a_deployed_node(
+    tiny: Tiny, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes of a simulation are told of them; a node of another machine has its own."""
+    monkeypatch.chdir(tmp_path)
+    strategy, nodes = HOSTS[mode]
+    scenario, sent = tiny("rounds=1", f"data.root={tmp_path}/home-of-somebody/digits"), []
+    for config in ({peer: {"ledger": "own"} for peer in range(nodes)}, None):
+        grid = Reading(client_app(), nodes, config=config)
+        with raises(RunError, "nodes.failed", "it was read"):
+            strategy(scenario, Path(f"run-{len(sent)}")).start(grid)
+        sent.append(" ".join(grid.sent))
+    assert "digits" in sent[0]
+    assert str(tmp_path) not in sent[0]
+    assert f"{tmp_path}/home-of-somebody/digits" in sent[1]
+    assert f"{tmp_path}/run-1" in sent[1]
+
+
+def test_a_scenario_without_folders_is_the_same_run(tiny: Tiny) -> None:
+    scenario = tiny()
+    paths = {"root": "/a/b/part-{peer}/own.npz", "test": "/a/c/test.npz"}
+    scenario = scenario.model_copy(update={"data": scenario.data.model_copy(update=paths)})
+    plain = without_folders(scenario)
+    assert (plain.data.root, plain.data.test) == ("{peer}/own.npz", "test.npz")
+    assert scenario_hash(plain) == scenario_hash(scenario)
+    assert "/a" not in to_yaml(plain).replace("/own", "")
+
+
+def test_an_error_tells_a_server_no_folder_of_a_nodes_machine(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = order(tiny("rounds=2"), begin=1)
+    refused = answer(deployed(tmp_path / "node"), message)
+    assert "checkpoint-1 is not there" in refused.error.reason
+    assert "/" not in refused.error.reason
+    assert f"{tmp_path}/node/checkpoint-1 is not there" in caplog.text
+    ledger = tmp_path / "spoilt" / "ledger" / "digits.jsonl"
+    ledger.parent.mkdir(parents=True)
+    ledger.write_text("{}\n")
+    refused = answer(deployed(tmp_path / "spoilt"), order(tiny("rounds=2")))
+    assert "digits.jsonl" in refused.error.reason
+    assert str(tmp_path) not in refused.error.reason
+    assert str(ledger) in caplog.text
+
+
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """Return a list to which every private step of the test adds its number and the examples it draws."""
@@ -303,7 +365,7 @@ def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(t
         ({}, {"peers": [2]}, [], "is peer 0 of the 4 peers.* peers 2"),
         ({}, {}, ["privacy=none"], "privacy: none breaks this SuperNode's epsilon=3.0"),
         ({}, {}, ["data.batch.sampling=shuffle"], "'shuffle' must be another on a SuperNode"),
-        ({}, {}, ["privacy.ledger=/tmp/elsewhere"], "privacy.ledger=/tmp/elsewhere is not for relay mode"),
+        ({}, {}, ["privacy.ledger=/tmp/elsewhere"], "privacy.ledger=elsewhere is not for relay mode"),
         ({}, {"begin": 4}, [], "checkpoint-4 is not there"),
         ({}, {"begin": -1}, [], r"the node of peers \[0\] has lost its state"),
     ],

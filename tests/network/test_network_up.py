@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -197,7 +198,8 @@ def test_a_stopped_run_is_summarized_with_all_that_its_ledgers_were_charged(
     tiny: Callable[..., Scenario], tmp_path: Path
 ) -> None:
     """Peers are past the evaluation at which Ctrl-C comes: their ε is that of their ledgers, not that of its models."""
-    scenario, out = tiny(*SETTINGS, "rounds=40"), tmp_path / "up"
+    cancelling = ["topology.name=complete", "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0}"]
+    scenario, out = tiny(*SETTINGS, "rounds=40", *cancelling), tmp_path / "up"
 
     def interrupt(metrics: dict[str, Any]) -> None:
         if metrics["round"] == 4:
@@ -212,6 +214,8 @@ def test_a_stopped_run_is_summarized_with_all_that_its_ledgers_were_charged(
     charged = [ledger_facts(out / "peers" / str(peer) / "ledger" / "digits.jsonl", 1e-3) for peer in range(3)]
     assert [one["epsilon"] for one in summary["privacy"]] == pytest.approx([one["epsilon"] for one in charged])
     assert summary["privacy"][0]["epsilon"] > read_metrics(out)[-1]["epsilon"]
+    for one in summary["privacy"]:
+        assert one["epsilon"] < one["epsilon_if_all_collude"] < math.inf
     assert (out / "model.safetensors").is_file()
     assert Up(scenario, out, resume=True, insecure_seeds=True).run().get("stopped_at") is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from variants import settings_for
 
 from flower_privdec.core import advance
-from flower_privdec.core.cohort import PrivateStep
+from flower_privdec.core.cohort import STEPS, Cohort, Estimate, PrivateStep
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.pairwise import (
@@ -62,6 +63,17 @@ def test_two_messages_of_one_neighbour_show_what_is_two_hops_away() -> None:
         assert projectors(messages(experiment))[1, 2] == pytest.approx(np.array([[shown]]), abs=1e-9)
 
 
+class DrawnNoise:
+    """Adds given normals to each sum, and no examples."""
+
+    def __init__(self, normals: Tensor) -> None:
+        self.normals = normals
+
+    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        for part, scale in std.items():
+            step.sums[part] += scale[:, None] * self.normals[torch.from_numpy(step.peers), step.step]
+
+
 @pytest.mark.parametrize("name", MIXED_LINEARLY)
 def test_messages_of_a_run_are_these_sums_of_its_normals(name: str) -> None:
     """Of steps without examples, from a model of zeros."""
@@ -69,24 +81,19 @@ def test_messages_of_a_run_are_these_sums_of_its_normals(name: str) -> None:
     n, rounds = experiment.scenario.n_peers, experiment.scenario.rounds
     drawn = torch.from_numpy(np.random.default_rng(5).normal(size=(n, rounds, 7)))
     cohort = replace(experiment, initial=torch.zeros(7, dtype=torch.float64)).cohort()
-    cohort.data.batch = lambda *_: None  # type: ignore[method-assign, assignment]
-
-    def release_(step: PrivateStep, _: object, std: dict[str, Tensor]) -> None:
-        for part, scale in std.items():
-            step.sums[part] += scale[:, None] * drawn[torch.from_numpy(step.peers), step.step]
-
-    cohort.release_ = release_  # type: ignore[method-assign, assignment]
     engine, number = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort)), dict.fromkeys(range(n), 0)
     expected = messages(experiment)
     assert experiment.mixing is not None
-    for _ in range(rounds):
-        while (exchange := advance(experiment.algorithm, cohort, engine.state)) is not None:
-            for (_, receiver), payload in exchange.outgoing(engine.state, experiment.mixing).items():
-                for row in (row for row in payload.values() if row.ndim):
-                    weights = torch.from_numpy(expected[receiver][number[receiver]])
-                    torch.testing.assert_close(row, torch.einsum("nk,nkd->d", weights, drawn), rtol=1e-9, atol=1e-12)
-                    number[receiver] += 1
-            engine.perform(exchange)
+    with STEPS.open_to(DrawnNoise(drawn)):
+        for _ in range(rounds):
+            while (exchange := advance(experiment.algorithm, cohort, engine.state)) is not None:
+                for (_, receiver), payload in exchange.outgoing(engine.state, experiment.mixing).items():
+                    for row in (row for row in payload.values() if row.ndim):
+                        weights = torch.from_numpy(expected[receiver][number[receiver]])
+                        combined = torch.einsum("nk,nkd->d", weights, drawn)
+                        torch.testing.assert_close(row, combined, rtol=1e-9, atol=1e-12)
+                        number[receiver] += 1
+                engine.perform(exchange)
     assert all(number[peer] == len(rows) for peer, rows in enumerate(expected))
     assert any(len(rows) for rows in expected)
 

@@ -204,11 +204,11 @@ class Noises:
 
     @staticmethod
     def of_one_step(cohort: Cohort, step, estimate, std) -> None:  # type: ignore[no-untyped-def]
-        release(cohort, replace(step, step=0), estimate, std)
+        take(cohort, replace(step, step=0), estimate, std)
 
     @staticmethod
     def half(cohort: Cohort, step, estimate, std) -> None:  # type: ignore[no-untyped-def]
-        release(cohort, step, estimate, {name: scale / 2 for name, scale in std.items()})
+        take(cohort, step, estimate, {name: scale / 2 for name, scale in std.items()})
 
     @staticmethod
     def shared_by_two_sums(cohort: Cohort, step, estimate, std) -> None:  # type: ignore[no-untyped-def]
@@ -221,7 +221,7 @@ class Noises:
         estimate(cohort, step)
 
 
-release = Cohort.release_
+take = Cohort.take_
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ release = Cohort.release_
 )
 def test_spoilt_noise_is_found(build: Build, mutant: Callable[..., None], refusal: tuple[str, ...]) -> None:
     experiment = broken(build, "algorithm.name=feddeper")
-    with patch.object(Cohort, "release_", mutant), raises(BrokenLaw, *refusal):
+    with patch.object(Cohort, "take_", mutant), raises(BrokenLaw, *refusal):
         testing.assert_noise(experiment, 3)
 
 

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from threading import RLock
 from typing import Any
 from unittest import mock
@@ -42,6 +44,7 @@ class TogetherGrid(LocalGrid):
         asked = [with_id(message) for message in messages]
         ids = [message.metadata.message_id for message in asked]
         if asked:
+            calls = [partial(copy_context().run, self._deliver, message) for message in asked]
             with parsing_in_turn(), ThreadPoolExecutor(len(asked)) as threads:
-                self._replies |= dict(zip(ids, threads.map(self._deliver, asked), strict=True))
+                self._replies |= dict(zip(ids, threads.map(lambda call: call(), calls), strict=True))
         return ids

@@ -53,7 +53,9 @@ from flower_privdec.flower.apps.records import (
     unpack_rows,
 )
 from flower_privdec.flower.error_formatting import one_line_failure, reason
+from flower_privdec.flower.launch.local_grid import simulates
 from flower_privdec.scenario import Scenario, load_scenario, to_yaml
+from flower_privdec.scenario.loading import without_folders
 
 log = logging.getLogger("flwr.privdec")
 log.setLevel(logging.INFO)
@@ -157,7 +159,7 @@ class ScenarioStrategy(Strategy):
     """How near the numbers are to the engine's; empty where they are equal bit for bit."""
 
     def __init__(self, scenario: Scenario, out: Path, *, base: Path | None = None, resume: bool = False) -> None:
-        self.scenario, self._text = scenario, to_yaml(scenario)
+        self.scenario, self._simulated = scenario, False
         self.base = (base or Path.cwd()).absolute()
         self.out = (self.base / out).absolute()
         self.resume = resume
@@ -189,7 +191,8 @@ class ScenarioStrategy(Strategy):
                 "evaluate_fn has no global model to evaluate here; read metrics.jsonl in the folder",
                 code="strategy.evaluate-fn",
             )
-        nodes = find_nodes(grid)
+        nodes, self._simulated = find_nodes(grid), simulates(grid)
+        self._text = to_yaml(self.scenario if self._simulated else without_folders(self.scenario))
         hosts = 1 if self.hosts_all else min(len(nodes), self.scenario.n_peers)
         self.nodes = list(zip(nodes, np.array_split(np.arange(self.scenario.n_peers), hosts), strict=False))
         os.chdir(self.base)
@@ -250,7 +253,8 @@ class ScenarioStrategy(Strategy):
         return sorted({*evaluations[stride - 1 :: stride], evaluations[-1]})
 
     def _message(self, node: int, kind: str, peers: np.ndarray, **fields: Any) -> Message:
-        request = WorkRequest(self._text, peers=peers.tolist(), base=str(self.base), folder=str(self.out), **fields)
+        base, folder = (str(path) if self._simulated else "" for path in (self.base, self.out))
+        request = WorkRequest(self._text, peers=peers.tolist(), base=base, folder=folder, **fields)
         return Message(RecordDict({REQUEST: request.record()}), node, kind, ttl=A_MONTH)
 
     def _replies(self, replies: Iterable[Message], work: str) -> list[RecordDict]:

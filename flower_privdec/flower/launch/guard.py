@@ -52,7 +52,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
-from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line
+from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, line_for_server
 from flower_privdec.flower.mods.peer_mod import PEER_MOD_FAILED, SAYS, PeerMod
 from flower_privdec.flower.mods.peer_state import (
     ADJACENCY,
@@ -208,7 +208,7 @@ class Guard:
             return self._answer(message, context)
         except USER_ERRORS as error:
             log.warning("The guard refused a message: %s", error_line(error))
-            return Message(Error(PEER_MOD_FAILED, error_line(error)), reply_to=message)
+            return Message(Error(PEER_MOD_FAILED, line_for_server(error, context)), reply_to=message)
         except Exception:
             log.exception("The guard failed")
             return Message(Error(CLIENT_APP_RAISED, FAILED), reply_to=message)

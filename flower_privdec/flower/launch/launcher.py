@@ -28,7 +28,7 @@ from flower_privdec.engine.run import Run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.recorder import CHECKPOINT, NODES_PLAN, OnMetrics, Recorder, check_one_stage
 from flower_privdec.flower.launch import supervisor
-from flower_privdec.flower.launch.local_grid import read_app
+from flower_privdec.flower.launch.local_grid import read_config
 from flower_privdec.flower.node_settings import FOLDER
 from flower_privdec.scenario import Scenario, to_yaml
 
@@ -160,14 +160,7 @@ def run_flower_app(
         RunError: the run failed.
     """
     _check_simulation(cpus, gpus)
-    keys = read_app(app)["config"]
-    for pair in run_config:
-        key, equals, _ = pair.partition("=")
-        if not equals or key.strip() not in keys:
-            raise ScenarioError(
-                f"run-config {pair!r} must be KEY=VALUE with a key of the app's: {', '.join(keys)}",
-                code="flower.run-config",
-            )
+    read_config(app, run_config)
     if n_supernodes < 1:
         raise ScenarioError(f"n_supernodes={n_supernodes} must be >= 1", code="flower.supernodes")
     lock, out = FolderLock(out), out.absolute()

@@ -21,6 +21,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import InMemoryGrid
 
 from flower_privdec.common.arguments import check_kinds, check_paths, check_whole
 from flower_privdec.common.errors import ScenarioError, did_you_mean
@@ -77,6 +78,11 @@ class LocalGrid(Grid):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, 1, 1
 
     @property
+    def simulates(self) -> bool:
+        """Return whether its nodes are a simulation's, and may be told of this machine's folders."""
+        return self._simulated
+
+    @property
     def is_temporary(self) -> bool:
         """Return whether the nodes' folder is removed with the grid."""
         return self._temporary is not None
@@ -127,6 +133,11 @@ class LocalGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Return the replies to messages."""
         return list(self.pull_messages(self.push_messages(messages)))
+
+
+def simulates(grid: Grid) -> bool:
+    """Return whether a grid's nodes are those of a simulation on this machine; no node decides it."""
+    return grid.simulates if isinstance(grid, LocalGrid) else isinstance(grid, InMemoryGrid)
 
 
 def with_id(message: Message) -> Message:
@@ -218,6 +229,27 @@ def read_app(app: Path | str | None) -> dict[str, Any]:
             f"{path} must be a Flower app's, with [tool.flwr.app.components]: {error!r}", code="app.pyproject"
         ) from error
     return {"components": components, "config": _flat(section.get("config", {}))}
+
+
+def read_config(app: Path | str, pairs: Iterable[str]) -> dict[str, Any]:
+    """Return overrides of an app's run-config that are given as KEY=VALUE, a value as TOML writes it or plain text.
+
+    Raises:
+        ScenarioError: the folder is no Flower app, or has no such key.
+    """
+    keys, config = read_app(app)["config"], {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or key.strip() not in keys:
+            raise ScenarioError(
+                f"run-config {pair!r} must be KEY=VALUE with a key of the app's: {', '.join(keys)}",
+                code="flower.run-config",
+            )
+        try:
+            config[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            config[key.strip()] = text
+    return config
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

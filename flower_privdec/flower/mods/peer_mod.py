@@ -19,7 +19,7 @@ from flower_privdec.common.arguments import check_kinds, check_numbers, check_pa
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.common.user_code import last_line_of_users
-from flower_privdec.flower.error_formatting import USER_ERRORS, error_line, reason
+from flower_privdec.flower.error_formatting import USER_ERRORS, line_for_server, reason
 from flower_privdec.flower.mods.dual_step import DualStep
 from flower_privdec.flower.mods.masking import check_set, masked
 from flower_privdec.flower.mods.peer_state import (
@@ -740,7 +740,7 @@ class PeerMod:
         try:
             return self._answer(message, context, app)
         except USER_ERRORS as error:
-            return Message(Error(PEER_MOD_FAILED, error_line(error)), reply_to=message)
+            return Message(Error(PEER_MOD_FAILED, line_for_server(error, context)), reply_to=message)
 
     def _answer(self, message: Message, context: Context, app: App) -> Message:
         request = PeerRequest.of(message.content, NO_STRATEGY, "flower.no-strategy")

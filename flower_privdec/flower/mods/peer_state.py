@@ -50,6 +50,7 @@ from flower_privdec.privacy.accountant.calibration import noise_multiplier
 from flower_privdec.privacy.exact_noise import exactly_noised
 from flower_privdec.privacy.ledger.ledger import Charge, Ledger, RunName, read_entries, releases_in
 from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.updates import UPDATES
 from flower_privdec.pushsum.exactly_once import LAST, Durable, PushSumProtocol, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, pack, unpack
 from flower_privdec.pushsum.witness import draw_boot
@@ -940,6 +941,9 @@ def take_step(
     """
     if state.w < LEAST_WEIGHT:
         return NoStep(f"it holds {state.w:.2g} of the mass, and waits for a share before it trains", for_good=False)
+    observer = UPDATES.observer
+    if ledger is not None and observer is not None:
+        observer.admit(ledger, ledger.delta)
     if ledger is not None and not ledger.charge(round_index, noise):
         why = f"its next update would exceed epsilon = {ledger.budget:g}; it stops training and only exchanges"
         return NoStep(why, for_good=True)
@@ -954,7 +958,9 @@ def take_step(
             update = np.zeros_like(update)
         else:
             state.unmixed = state.layout.unmixed(returned)
-        if clip_norm is not None:
+        if clip_norm is not None and ledger is not None and observer is not None:
+            update = observer.released(ledger, update, clip_norm, noise, protected)
+        elif clip_norm is not None:
             update = protected(clip_norm, noise, update)
         weight = min(state.examples, 2 * state.w) * (1.0 if state.dual is None else state.dual[0].weight(state.dual[1]))
         step, after = update if weight == 1 else weight * update, np.empty_like(state.x)

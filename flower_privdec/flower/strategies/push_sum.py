@@ -22,6 +22,7 @@ from flower_privdec.common.arguments import check_calls, check_kinds, check_numb
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.flower.error_formatting import one_line_failure
+from flower_privdec.flower.launch.local_grid import simulates
 from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, MASS, ROUND, SAYS, PeerReport
 from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays, run_frames
 from flower_privdec.flower.node_settings import FOLDER, safe_name
@@ -395,7 +396,7 @@ class PushSum(Strategy):
         self._noted = False
         first = self.name or f"run-{grid.run.run_id}"
         folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(first)
-        common = {"folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
+        common = {"folder": str(folder) if simulates(grid) else "", "arrays": self.arrayrecord_key, "rounds": rounds}
         common |= {"local_record": self.local_record, "weighted_by": self.weighted_by_key if self.weighted else ""}
         for again in count(1):
             run = first if again == 1 else f"{first}-{again}"
@@ -477,6 +478,8 @@ class PushSum(Strategy):
     def _folders(self) -> str:
         """Return where peers keep state and ledgers, and for how long."""
         folder = getattr(self.network.grid, "folder", None)
+        if not simulates(self.network.grid):
+            return "each peer keeps state and ledger in the folder of its own node-config"
         if folder is None:
             other = "" if self.name else "; each run has another: give the strategy a name for a budget over several"
             return f"a simulation's peers keep state and ledgers in {self.network.common['folder']}{other}"

@@ -23,7 +23,7 @@ from flower_privdec.core import State
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds, with_more_rounds
-from flower_privdec.experiment.spent import Spent, ledger_folder
+from flower_privdec.experiment.spent import Spent, ledger_folder, with_noise_times
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
 from flower_privdec.network.peer.peer import INSECURE, network_mixing, rows_path
@@ -97,6 +97,7 @@ class Up:
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, loss=loss)
         self._spent, self._noise = Spent([], [], [], []), list[str]()
+        self._ratios = list[dict[str, list[float]]]()  # of each peer, see `noise_ratios`
         self._evaluated = 0  # the round of the last evaluation of this process
         self._gone: set[int] = set()
         self._apart: dict[int, str] = {}  # peers whose model is not the one that the others agreed on, and why
@@ -152,18 +153,25 @@ class Up:
         spent = replace(
             self._spent,
             epsilons=[self._charged(peer) for peer in range(self.scenario.n_peers)],
-            replies=[math.inf for _ in self._spent.replies],  # of steps since then, no ledger counts these apart
-            if_all_collude=[math.inf for _ in self._spent.if_all_collude],
+            replies=[self._charged(peer, "replies") for peer in range(len(self._spent.replies))],
+            if_all_collude=[self._charged(peer, "if_all_collude") for peer in range(len(self._spent.if_all_collude))],
         )
         return self._finish(self._rows(done), spent, stopped=(done, why))
 
-    def _charged(self, peer: int) -> float:
-        """Return ε of all that a peer's ledger was charged, which may be more than it reported last, and is no less."""
+    def _charged(self, peer: int, towards: str = "epsilons") -> float:
+        """Return ε of all that a peer's ledger was charged, which may be more than it reported last, and is no less.
+
+        Args:
+            towards: a field of `Spent`.
+        """
         if self.scenario.private is None:
             return math.inf
         ledger = ledger_folder(self.scenario, self._processes.folder(peer))
-        costs = runs_in(read_entries(ledger, self.agreement.public.name))
-        return max(self._spent.epsilons[peer], epsilon_of_runs(list(costs.values()), self._spent.deltas[peer]))
+        costs = list(runs_in(read_entries(ledger, self.agreement.public.name)).values())
+        if towards != "epsilons":
+            costs = with_noise_times(costs, self._ratios[peer][towards][0])
+        reported: list[float] = getattr(self._spent, towards)
+        return max(reported[peer], epsilon_of_runs(costs, self._spent.deltas[peer]))
 
     def _finish(self, *result: Any, **options: Any) -> dict[str, Any]:
         """Write models and summary; see `Recorder.finish`."""
@@ -277,12 +285,13 @@ class Up:
         """Return the ε that the peers report; keep the sources of their noise."""
         columns: dict[str, Any] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
         columns["if_all_collude"], colluding = [], None
-        notes, self._noise = [], []
+        notes, self._noise, self._ratios = [], [], []
         for peer in range(self.scenario.n_peers):
             with safe_open(self._handed_in(peer, round_index), framework="pt") as file:
                 facts = json.loads(file.metadata()["privdec"])
             notes += [facts["note"]] * bool(facts["note"])
             self._noise.append(facts["noise"])
+            self._ratios.append(facts["ratios"])
             colluding = facts["colluding"]
             for name, column in columns.items():
                 column += facts[name]

@@ -36,6 +36,7 @@ from flower_privdec.experiment.spent import (
     epsilons_if_all_collude,
     json_number,
     ledger_folder,
+    noise_ratios,
 )
 from flower_privdec.experiment.view import NOISE, secret_pairs
 from flower_privdec.graph.mixing import Link, Mixing
@@ -652,7 +653,9 @@ class ScenarioTrainer:
         if bool(model.isfinite().all()):  # else the last one stays
             write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)), private=True)
         if self.scenario.network.hands_in:
-            facts = asdict(Spent.of(self.cohort, state.round_index)) | {"noise": self.experiment.own.source}
+            ratios = noise_ratios(self.cohort.protection)
+            facts = asdict(Spent.of(self.cohort, state.round_index))
+            facts |= {"noise": self.experiment.own.source, "ratios": ratios}
             content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
             write_atomically(path, content)
 
