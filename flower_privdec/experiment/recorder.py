@@ -106,7 +106,7 @@ NODES_PLAN = "the nodes of Flower's modes sharded and relay have planned, and no
 OnMetrics = Callable[[dict[str, Any]], object]
 CHECKPOINT, SUMMARY, LEAN_SECONDS = "checkpoint", "summary.json", 60.0
 COALITIONS = "coalition_evaluations"
-MEASURED_BY_SOME = ("personalized", "suboptimality", COALITIONS)  # what some algorithms alone have
+MEASURED_BY_SOME = ("training_loss", "personalized", "suboptimality", COALITIONS)  # what some runs alone have
 
 
 class Recorder:
@@ -139,8 +139,10 @@ class Recorder:
 
         Raises:
             ScenarioError: when the folder holds another run, or nothing to resume, or not the rounds that the scenario
-                goes on from.
+                goes on from; or the training loss is asked for and the examples are not at hand.
         """
+        if own is None:
+            check_no_training_loss(agreement.scenario)
         self.agreement, self.own, self.out, self.runtime, self.lean = agreement, own, out, runtime, lean
         self.run = public_name(agreement) if own is None else own.run
         self._saved, self.begins_stage = time.monotonic(), False
@@ -401,6 +403,20 @@ def check_one_stage(scenario: Scenario, why: str) -> None:
             f"rounds={scenario.rounds}: a run with more rounds than its first {scenario.first_round} goes on in one "
             f"process (`privdec run`), for {why}: start another run with all rounds",
             code="run.more-rounds",
+        )
+
+
+def check_no_training_loss(scenario: Scenario) -> None:
+    """Refuse the training loss where no process has all peers' examples.
+
+    Raises:
+        ScenarioError: the scenario asks for it.
+    """
+    if scenario.evaluation.training_loss:
+        raise ScenarioError(
+            "evaluation.training_loss needs all peers' examples in one process, and here peers keep theirs: leave it "
+            "out, or use `privdec run`",
+            code="evaluation.no-examples",
         )
 
 

@@ -487,7 +487,7 @@ TAKEN = {  # what else stands beside metrics in a run's files
     *("n_peers", "rounds", "rounds_done", "seed", "seeds", "metrics", "traffic", "privacy", "budget_note", "noise"),
     *("numbers", "budget", "spread", "n_runs", "stopped_at", "stopped_by", "started_from"),
     *("evaluation_private", "wall_seconds", "peer_steps_per_second", "epsilon_so_far", "finished", "consensus"),
-    *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note"),
+    *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note", "training_loss"),
 }
 
 
@@ -1499,11 +1499,14 @@ class EvaluationSection(Section):
         peer_samples: test examples for each peer's own model; left out, all. The mean model has them all.
         private: what to do where there is privacy with figures on the peers' own examples, which no ε covers: withhold
             them, or ignore that and say so in the summary.
+        training_loss: whether the mean model is tried on all peers' training examples too, in a simulation. With
+            privacy it needs private to be ignored.
     """
 
     every: Count = 20
     peer_samples: Count | None = None
     private: Literal["withheld", "ignored"] = "withheld"
+    training_loss: bool = False
 
 
 class ComputeSection(Section):
@@ -1745,6 +1748,12 @@ class Scenario(LocatedFile):
             raise ArgumentError(
                 f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it",
                 code="privacy.schedule",
+            )
+        if private is not None and self.evaluation.training_loss and self.evaluation.private == "withheld":
+            raise ArgumentError(
+                "evaluation.training_loss is a figure on private examples, which no ε covers: leave it out, or, with "
+                "data that anyone may see, say evaluation.private=ignored",
+                code="evaluation.training-loss",
             )
         if private is not None:
             needed = isinstance(self.algorithm, PDSLSection) and private.calibration == "paper"

@@ -140,6 +140,12 @@ def expand(
                 metric(name, kinds)
             except ScenarioError as error:
                 raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
+            if name == "training-loss" and not all(cell.scenario.evaluation.training_loss for cell in cells):
+                raise ScenarioError(
+                    f"part {part.name}, {key}: '{name}' is measured where a scenario asks for it; set "
+                    "evaluation.training_loss=true (and, with privacy, evaluation.private=ignored) in all cells",
+                    code="study.training-loss",
+                )
         all_cells += cells
     return all_cells
 

@@ -136,6 +136,11 @@ class Group:
     chosen: Labels = ()
 
     @property
+    def n_runs(self) -> int:
+        """Return how many runs are finished."""
+        return len(self.runs)
+
+    @property
     def complete(self) -> bool:
         """Return whether every run is finished."""
         return self.missing == 0

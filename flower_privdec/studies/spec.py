@@ -425,6 +425,9 @@ class Study(TitledSection):
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):
             raise ValueError(f"parts: their names must differ, not {names}")
+        headings = [part.heading for part in self.parts]
+        if len(set(headings)) < len(headings):
+            raise ValueError(f"parts: their titles must differ, not {headings}")
         for i, part in enumerate(self.parts):
             for size in part.sizes:
                 if size not in self.sizes:
@@ -569,6 +572,9 @@ def _key(path: str, *, share: bool) -> Reading:
 
 ALWAYS = {
     "loss": Reading("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
+    "training-loss": Reading(
+        "training loss", lambda m, algorithm: main_loss(algorithm, m.get("training_loss")), low=True
+    ),
     "own-labels": Reading(
         "accuracy of personalized models on their peers' own labels",
         lambda m, _: ((m.get("personalized") or {}).get("personal_models") or {}).get("mean"),
@@ -605,8 +611,9 @@ def metric(name: str, kinds: Mapping[str, MetricKind]) -> Reading:
     if name not in readings:
         first = next(iter(kinds), "accuracy")
         raise ScenarioError(
-            f"metric {name!r} must be one of {', '.join(kinds)}, loss, consensus, own-labels, or as late-{first}, "
-            f"best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max{did_you_mean(name, readings)}",
+            f"metric {name!r} must be one of {', '.join(kinds)}, loss, training-loss, consensus, own-labels, or as "
+            f"late-{first}, best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max"
+            f"{did_you_mean(name, readings)}",
             code="study.unknown-metric",
         )
     return readings[name]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from paths import ROOT
 
 from flower_privdec.studies.results import Finding, judge
+from flower_privdec.studies.runner import run_and_publish
 from tools.docs import claims
+from tools.docs.union import union
 
 
 def test_page_and_verdicts_are_what_the_tables_say() -> None:
@@ -26,6 +30,43 @@ def test_page_and_verdicts_are_what_the_tables_say() -> None:
     assert [case.outcome for case in judge(check, result).cases] == [Finding.SHOWN]
     gone = tuple(dataclasses.replace(group, cells=None) for group in result.groups)  # type: ignore[call-arg]
     assert [case.outcome for case in judge(check, dataclasses.replace(result, groups=gone)).cases] == [Finding.NOT_RUN]
+
+
+BASE = """
+name: base
+n_peers: 4
+rounds: 3
+data: {dataset: digits, samples: 240, test_samples: 50, batch: {sampling: poisson, size: 12}}
+model: {name: softmax}
+algorithm: {name: privsgp, learning_rate: 0.5}
+privacy: {epsilon: 3.0, delta: 1.0e-3}
+"""
+STUDY = "{name: one, base: base.yaml, seeds: [1, 2], parts: [{name: main, axes: {rounds: {points: [POINTS]}}}]}"
+POINTS = ["{label: a}", "{label: b, settings: [rounds=2]}", "{label: c, settings: [rounds=1]}"]
+
+
+def test_two_publications_of_a_study_are_one_with_the_rows_of_both(tmp_path: Path) -> None:
+    """As the study publishes them itself, but for the lines on what made it; a row of neither was not run."""
+    (tmp_path / "base.yaml").write_text(BASE)
+    path, (a, b, c) = tmp_path / "study.yaml", POINTS
+    folders = [tmp_path / name for name in ("one", "other", "whole", "union")]
+    for out, points in zip(folders[:3], ([a], [b, a], [a, b]), strict=True):
+        path.write_text(STUDY.replace("POINTS", ", ".join(points)))
+        run_and_publish(str(path), lambda *_: nullcontext(lambda _: None), out=out, jobs=1, cache=tmp_path / "cells")
+    path.write_text(STUDY.replace("POINTS", ", ".join([a, b, c])))
+    assert union(str(path), folders[3], folders[:2]) == {"equal": 1}
+    whole, both = ((folder / "table-main.csv").read_text().splitlines() for folder in folders[2:])
+    assert both[:-1] == whole
+    assert both[-1].startswith("c,")
+    whole, both = ((folder / "README.md").read_text().splitlines() for folder in folders[2:])
+    lines = [line for line in both if not line.startswith(("Made by", "| c "))]
+    assert [line for line in lines if line] == [line for line in whole if line and not line.startswith("Made by")]
+    assert sum(line.startswith("Made by `privdec study ") for line in both) == 2
+    assert any(line.startswith("| c | not run |") for line in both)
+    table = folders[0] / "table-main.csv"
+    table.write_text(table.read_text().replace(",2\n", ",7\n"))
+    assert union(str(path), folders[3], [folders[1], folders[0]]) == {"replaced": 1}
+    assert "| a | " in (folders[3] / "README.md").read_text()
 
 
 def comparison(name: str) -> dict[tuple[str, ...], str]:
