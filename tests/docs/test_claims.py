@@ -110,6 +110,25 @@ def test_the_comparison_in_the_readme_is_that_of_the_table() -> None:
         assert f"{values[0]} to {values[-1]} %" in text
         assert f"{cifar['1', partition, 'each alone']} %" in text
     assert f"ε = 1 leaves {cifar['1', 'iid', 'DP-SGD (all data in one place)']} % with all data" in text
+    low = sorted((cifar["0.5", "iid", name] for name in sharing), key=float)
+    alone = "DP-SGD (all data in one place)"
+    assert f"have {low[0]} to {low[-1]} %, where all data have {cifar['0.5', 'iid', alone]} %" in text
+    best = max(sharing, key=lambda name: float(cifar["8", "iid", name]))
+    assert (best, cifar["8", "iid", alone]) == ("Dyn-D2P", "44.2")
+    assert f"At ε = 8 {best}, with {cifar['8', 'iid', best]} % the best" in text
+    assert len(cifar) == len(shown) == 4 * 2 * 19
+
+
+def test_the_speed_up_that_the_page_has_is_that_of_the_tables() -> None:
+    text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
+    for size, sentence in (
+        ("paper", "25, 50 and 100 peers end at {} % and at a training loss of {} after"),
+        ("laptop", "undecided here ({} % and a training loss of {} with 25, 50 and 100 peers)"),
+    ):
+        rows = claims.rows_of(ROOT / "results" / f"privsgp-vr-{size}" / "table-speedup.csv")
+        accuracies = [f"{100 * float(row['accuracy_mean']):.1f}" for row in rows]
+        losses = [f"{float(row['training-loss_mean']):.3f}" for row in rows]
+        assert sentence.format(*("{}, {} and {}".format(*values) for values in (accuracies, losses))) in text
 
 
 def test_what_the_rounds_are_in_proportion_to_is_the_peers() -> None:

@@ -619,7 +619,7 @@ def test_speedup_compares_rounds_to_a_level_with_the_ratio_of_values(
     assert "67 and 33 rounds" in first.cases[0].numbers
     assert "2.00 times fewer where 2 is claimed" in first.cases[0].numbers
     assert "is not reached" in first.cases[2].numbers
-    assert "80 and 40 rounds to loss 0.500" in second.cases[0].numbers
+    assert "80 and 40 rounds to test loss 0.500" in second.cases[0].numbers
 
 
 def test_a_slope_is_that_of_the_logarithms_from_a_round_on(study_at: Callable[..., Path], tmp_path: Path) -> None:
