@@ -54,35 +54,15 @@ if TYPE_CHECKING:
 else:
     from importlib import import_module as _import_module
 
-    _HOMES = {
-        "BudgetError": "common.errors",
-        "Comparison": "api.running",
-        "GraphDescription": "api.commands",
-        "OnEnd": "api.running",
-        "OnEvaluation": "api.running",
-        "OnRound": "api.running",
-        "Plan": "api.running",
-        "PrivdecError": "common.errors",
-        "RunError": "common.errors",
-        "RunResult": "api.running",
-        "Scenario": "scenario",
-        "ScenarioError": "common.errors",
-        "StudyResult": "api.commands",
-        "audit": "api.commands",
-        "audit_app": "api.commands",
-        "compare": "api.running",
-        "ledger": "api.commands",
-        "load_run": "api.running",
-        "load_scenario": "api.scenarios",
-        "make_scenario": "api.scenarios",
-        "plan": "api.running",
-        "report": "api.commands",
-        "run": "api.running",
-        "scalars": "reporting.progress",
-        "study": "api.commands",
-        "topology": "api.commands",
-        "up": "api.commands",
+    _NAMES = {  # by module
+        "api.commands": "GraphDescription StudyResult audit audit_app ledger report study topology up",
+        "api.running": "Comparison OnEnd OnEvaluation OnRound Plan RunResult compare load_run plan run",
+        "api.scenarios": "load_scenario make_scenario",
+        "common.errors": "BudgetError PrivdecError RunError ScenarioError",
+        "reporting.progress": "scalars",
+        "scenario": "Scenario",
     }
+    _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
     def __getattr__(name):
         if name not in _HOMES:

@@ -6,12 +6,15 @@ Each offers the SAGA estimate of eq. 6 of PrivSGP-VR (Zhu et al.), over a batch 
 
 with g_j the clipped gradient of example j now and table_j the one of the last round that used it. They
 differ in what they keep. The state they keep is rows of the cohort's state, so that a checkpoint has it.
+
+Each is a class of three functions: `initial` fills the rows of the memory with clipped gradients at x [m, d]; `add_`
+adds scale b g to step.out and remembers the batch's gradients; `floats` counts the numbers that the memory takes, for
+peers of so many examples, d parameters, linear layers of (inputs, outputs) and so many examples in a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,29 +31,6 @@ from flower_privdec.gradients.protocol import Clipping
 FILL = 256  # examples at a time when a table is filled at the starting point
 
 Rows = dict[str, Tensor]
-
-
-class Table(Protocol):
-    """A memory of gradients."""
-
-    @staticmethod
-    def initial(cohort: Cohort, x: Tensor) -> Rows:
-        """Return the rows of the memory, filled with clipped gradients at x [m, d]."""
-
-    @staticmethod
-    def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
-        """Add scale b g to step.out and remember the batch's gradients."""
-
-    @staticmethod
-    def floats(sizes: np.ndarray, d: int, widths: list[tuple[int, int]], batch: int) -> int:
-        """Return how many numbers the memory takes for peers of so many examples.
-
-        Args:
-            sizes: examples of each peer.
-            d: parameters.
-            widths: (inputs, outputs) of each linear layer.
-            batch: examples in a block.
-        """
 
 
 def _ones(cohort: Cohort, count: int) -> Tensor:
@@ -271,7 +251,8 @@ class Blocks:
         return len(sizes) * (int(sizes.max()) // max(1, batch) + 1) * d
 
 
-TABLES: dict[str, type[Table]] = GRADIENT_TABLES.some("factored", "blocks", "dense").bind(
+Table = type[Dense] | type[Factored] | type[Blocks]
+TABLES: dict[str, Table] = GRADIENT_TABLES.some("factored", "blocks", "dense").bind(
     {"factored": Factored, "blocks": Blocks, "dense": Dense}
 )
 

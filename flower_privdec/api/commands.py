@@ -21,11 +21,12 @@ from flower_privdec.api.running import (
     threads_kept,
     train_into,
 )
-from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, python_words
+from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere
 from flower_privdec.audits.app_audit import audit_app as attack_app
 from flower_privdec.audits.audit import Audit
 from flower_privdec.audits.audit import audit as attack
 from flower_privdec.audits.one_run import OneRun
+from flower_privdec.common.errors import called_from_python
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import require
 from flower_privdec.experiment import Experiment
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@python_words
+@called_from_python()
 def up(
     scenario: Scenario | str | Path,
     *,
@@ -86,7 +87,11 @@ def up(
     check_everywhere(loaded, "every peer is a process of its own")
     if isinstance(loss, bool) or not isinstance(loss, int | float):
         raise argument_error(f"loss={shown(loss)} must be a share, from 0 to below 1")
-    faults = [[f"{peer}@{when}" for peer, when in _rounds(value, name)] for name, value in _named(kill, restart)]
+    faults = []
+    for name, rounds in (("kill", kill or {}), ("restart", restart or {})):
+        if not isinstance(rounds, Mapping):
+            raise argument_error(f"{name}={shown(rounds)} must be a mapping from peers to rounds, as {{3: 100}}")
+        faults.append([f"{peer}@{when}" for peer, when in rounds.items()])
     kills = network.injected_kills(*faults, loaded.n_peers, loaded.rounds)
 
     def train(folder: Path) -> None:
@@ -94,16 +99,6 @@ def up(
         network.Up(loaded, folder, **options).run(stopping(on_evaluation, loaded.rounds))
 
     return train_into(train, folder, on_end)
-
-
-def _named(kill: Any, restart: Any) -> list[tuple[str, Any]]:
-    return [("kill", kill or {}), ("restart", restart or {})]
-
-
-def _rounds(value: Any, name: str) -> Sequence[tuple[int, int]]:
-    if not isinstance(value, Mapping):
-        raise argument_error(f"{name}={shown(value)} must be a mapping from peers to rounds, as {{3: 100}}")
-    return list(value.items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +134,7 @@ class GraphDescription:
             return draw_topology(mixing.topology)
 
 
-@python_words
+@called_from_python()
 def topology(scenario: Scenario | str | Path, *, out: str | Path | None = None) -> GraphDescription:
     """Describe the graph of a scenario: edges, spectral gap, rounds until jointly connected.
 
@@ -154,7 +149,7 @@ def topology(scenario: Scenario | str | Path, *, out: str | Path | None = None) 
     return GraphDescription(loaded, describe(loaded, None if out is None else as_path(out, "out")))
 
 
-@python_words
+@called_from_python()
 def audit(scenario: Scenario | str | Path, *, trials: int = 2000, replica: int = 100_000, seed: int = 0) -> Audit:
     """Attack a scenario's ε: the lower bound that canaries show, beside the printed and the claimed one.
 
@@ -208,7 +203,7 @@ def audit_app(
     )
 
 
-@python_words
+@called_from_python()
 def report(runs: RunResult | str | Path | Sequence[RunResult | str | Path], out: str | Path = "report.html") -> Path:
     """Write a self-contained HTML page about one run, or comparing several; or a table or curves of them.
 
@@ -231,7 +226,7 @@ def report(runs: RunResult | str | Path | Sequence[RunResult | str | Path], out:
     return page
 
 
-@python_words
+@called_from_python()
 def ledger(
     path: str | Path, delta: float, *, epsilon: float | None = None, check: bool = False
 ) -> list[dict[str, Any]]:
@@ -270,9 +265,10 @@ class StudyResult:
     def verdicts(self) -> dict[str, list[str]]:
         """For each part what its checks come to, one sentence each."""
         return {
-            result.part.name: [f"{criterion(check, result)}: {judge(check, result).sentence}" for check in checks]
+            result.part.name: [
+                f"{criterion(check, result)}: {judge(check, result).sentence}" for check in result.part.checks
+            ]
             for result in self._publication.parts
-            for checks in [result.part.checks]
         }
 
     def frame(self, part: str | None = None) -> Any:
@@ -303,7 +299,7 @@ class StudyResult:
         return html_of(str(self))
 
 
-@python_words
+@called_from_python()
 def study(
     name: str | Path,
     *,

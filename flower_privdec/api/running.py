@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario, python_words
-from flower_privdec.common.errors import ArgumentError, RunError, ScenarioError
+from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario
+from flower_privdec.common.errors import ArgumentError, RunError, ScenarioError, called_from_python
 from flower_privdec.common.formatting import NOTHING, epsilon_text, one_line, setting, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.core import Algorithm
@@ -57,7 +57,7 @@ OnEnd = Callable[["RunResult"], None]
 RUNTIMES = ("engine", "flower")
 
 
-@python_words
+@called_from_python()
 def run(
     scenario: Scenario | str | Path,
     *,
@@ -230,7 +230,7 @@ class Plan:
             return draw_budget(self.rounds, [row["epsilon_after_quarters"] for row in self.peers])
 
 
-@python_words
+@called_from_python()
 def plan(scenario: Scenario | str | Path) -> Plan:
     """Plan a run: its noise, ε over the rounds, memory and time. Nothing is charged or written.
 
@@ -305,9 +305,7 @@ class RunResult(Result):
         if into is not None and not isinstance(into, nn.Module):
             raise argument_error(f"into is a {type(into).__name__} and must be a torch.nn.Module")
         n_peers = self.scenario.n_peers
-        if peer is not None and (
-            isinstance(peer, bool) or not isinstance(peer, int | np.integer) or not 0 <= peer < n_peers
-        ):
+        if peer is not None and (isinstance(peer, bool) or peer not in range(n_peers)):
             raise argument_error(f"peer={shown(peer)} must be 0 to {n_peers - 1}, or None for the mean model")
         tensors, facts = self._tensors("mean/" if peer is None else f"peer-{peer}/")
         module = build_module(self.scenario, **facts) if into is None else into
@@ -375,7 +373,7 @@ class RunResult(Result):
         return figure
 
 
-@python_words
+@called_from_python()
 def load_run(folder: str | Path) -> RunResult:
     """Read a run's folder, as `run` returned it; of an unfinished run, as far as it went.
 
@@ -464,7 +462,7 @@ class Comparison:
             return draw_bars(rows, self.metrics[name].title, share=self.metrics[name].share)
 
 
-@python_words
+@called_from_python()
 def compare(
     scenario: Scenario | str | Path | Mapping[str, Scenario],
     algorithms: Iterable[str | type[Algorithm]] | Mapping[str, AlgorithmChoice] | None = None,
@@ -506,8 +504,7 @@ def compare(
         base = as_scenario(scenario)
         if isinstance(algorithms, str | type):
             raise argument_error(f"algorithms={shown(algorithms)} must be a list, as [{shown(algorithms)}]")
-        given = algorithms if isinstance(algorithms, Mapping) else [(_label(choice), choice) for choice in algorithms]
-        named = list(given.items()) if isinstance(given, Mapping) else given
+        named = list(algorithms.items()) if isinstance(algorithms, Mapping) else [(_label(c), c) for c in algorithms]
         labels = [label for label, _ in named]
         if not labels or len(set(labels)) < len(labels):
             raise argument_error(f"algorithms must be at least one, and have labels that differ, not {labels}")

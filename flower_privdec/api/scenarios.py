@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from flower_privdec.common.catalogue import Targets
-from flower_privdec.common.errors import PrivdecError, ScenarioError
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
@@ -75,42 +75,28 @@ class Arrays:
         return self.test if part == "test" else self.train[int(root)]
 
 
-@dataclass(frozen=True)
-class _FrameReader:
-    """Reads pandas frames and Hugging Face datasets by the columns that `data.table` names.
+def _from_frame(table: TableSection | None, labels: Any, targets: Targets, value: Any, key: str) -> Pair | None:
+    """Return x and y of a pandas frame or a Hugging Face dataset, by the columns of `data.table`; None of others."""
+    kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+    if kind not in ("pandas.DataFrame", "datasets.Dataset"):
+        return None
+    if table is None:
+        if kind.startswith("datasets") and (pair := _images(value, key)) is not None:
+            return pair
+        raise _data_error(
+            f"{key} is a {type(value).__name__}: name its columns in data.table, as "
+            "{'target': 'outcome', 'numbers': {'age': [60, 12]}, 'categories': {'ward': ['A', 'B']}}, "
+            "with constants that are public"
+        )
+    header = [str(name) for name in (value.columns if kind.startswith("pandas") else value.column_names)]
 
-    Attributes:
-        table: the section, or None where it is left out.
-        labels: data.labels.
-        targets: of the task.
-    """
+    def column(name: str) -> list[Any]:
+        if kind.startswith("datasets"):
+            return list(value[name])
+        cells = value.iloc[:, header.index(name)]
+        return list(cells.astype(object).where(cells.notna(), None))
 
-    table: Any
-    labels: Any
-    targets: Targets
-
-    def __call__(self, value: Any, key: str) -> Pair | None:
-        """Return x and y of a table, or None of what is none."""
-        kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
-        if kind not in ("pandas.DataFrame", "datasets.Dataset"):
-            return None
-        if self.table is None:
-            if kind.startswith("datasets") and (pair := _images(value, key)) is not None:
-                return pair
-            raise _data_error(
-                f"{key} is a {type(value).__name__}: name its columns in data.table, as "
-                "{'target': 'outcome', 'numbers': {'age': [60, 12]}, 'categories': {'ward': ['A', 'B']}}, "
-                "with constants that are public"
-            )
-        header = [str(name) for name in (value.columns if kind.startswith("pandas") else value.column_names)]
-
-        def column(name: str) -> list[Any]:
-            if kind.startswith("datasets"):
-                return list(value[name])
-            cells = value.iloc[:, header.index(name)]
-            return list(cells.astype(object).where(cells.notna(), None))
-
-        return from_frame(header, column, key, self.table, self.labels, self.targets)
+    return from_frame(header, column, key, table, labels, targets)
 
 
 def _images(rows: Any, key: str) -> Pair | None:
@@ -126,25 +112,17 @@ def _images(rows: Any, key: str) -> Pair | None:
     return scale_pixels(channels_first(x), PLAIN_PIXELS).numpy(), np.asarray(rows[labels[0]], np.int64)
 
 
-def _frame_reader(section: Data, task: Any) -> _FrameReader:
+def _frame_reader(section: Data, task: Any) -> Callable[[Any, str], Pair | None]:
     """Return the reader of the frames in a scenario's data, whose own keys it takes out of the section."""
-    if not any(_is_frame(part) for key in ("train", "test") for part in _parts(section.get(key))):
-        return _FrameReader(None, None, "classes")
-    table, labels = section.pop("table", None), section.pop("labels", None)
-    read = None if table is None else validated(TableSection, plain(table), "data.table")
-    try:
-        targets = TaskSection.model_validate(plain(task or {})).targets
-    except (ValueError, ScenarioError):  # which the whole scenario's check reports
-        targets = "classes"
-    return _FrameReader(read, labels, targets)
-
-
-def _parts(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _is_frame(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in ("pandas", "datasets")
+    targets: Targets = "classes"
+    train, table, labels = section.get("train"), None, None
+    given = [*(train if isinstance(train, list) else [train]), section.get("test")]
+    if {"pandas", "datasets"} & {type(part).__module__.partition(".")[0] for part in given}:
+        table, labels = section.pop("table", None), section.pop("labels", None)
+        table = None if table is None else validated(TableSection, plain(table), "data.table")
+        with suppress(ValueError, ScenarioError):  # which the whole scenario's check reports
+            targets = TaskSection.model_validate(plain(task or {})).targets
+    return partial(_from_frame, table, labels, targets)
 
 
 def _pair(value: Any, key: str) -> Pair:
@@ -389,30 +367,6 @@ def make_scenario(
     if isinstance(base, Scenario):
         base = json.loads(base.model_dump_json(exclude_none=True, by_alias=True))
     return _checked(dict(_mapping(base or {}, "base")), "scenario", settings, sections)
-
-
-# Options of commands, as messages name them, in the words of Python.
-OPTIONS = "resume|out|loss|kill|restart|insecure-seeds|epsilon|delta|jobs|size|only"
-_WITH_VALUE = re.compile(rf"^--({OPTIONS}) (?=\S)")
-_ALONE = re.compile(rf"--({OPTIONS})\b")
-Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
-
-
-def python_words(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let a function's errors name arguments of Python where they would name options of a command."""
-
-    @wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        try:
-            return function(*args, **kwargs)
-        except PrivdecError as error:
-            text = _WITH_VALUE.sub(lambda match: f"{match[1].replace('-', '_')}=", str(error))
-            text = text.replace("give --resume", "give resume=True").replace("with --resume", "with resume=True")
-            error.args = (_ALONE.sub(lambda match: match[1].replace("-", "_"), text),)
-            raise
-
-    return call
 
 
 def as_scenario(scenario: Scenario | str | Path) -> Scenario:

@@ -63,7 +63,7 @@ def print_audit(
         result = audit(experiment, trials=trials, replica=replica, seed=seed, on_trials=show)
     typer.echo(json.dumps(result.to_json(), indent=2) if as_json else audit_text(result))
     if plot is not None:
-        save_picture(lambda: draw_audit(result), plot, "--plot")
+        save_picture(lambda: draw_audit(result), plot, "plot")
     if not result.holds:
         raise RunError(f"audit: {result.verdict}", code="audit.refuted")
 

@@ -8,12 +8,9 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -103,11 +100,6 @@ app = typer.Typer(
 command = partial(app.command, cls=Command)
 
 
-Runtime = StrEnum("Runtime", ["engine", "flower"])
-Device = StrEnum("Device", ["cpu", "cuda"])
-FlowerMode = StrEnum("FlowerMode", ["cohort", "sharded", "relay"])
-
-
 def _print_version(requested: bool) -> None:
     if requested:
         typer.echo(f"privdec {__version__}")
@@ -128,7 +120,7 @@ def run(
     scenario: ScenarioFile,
     out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME")] = None,
     settings: Settings = None,
-    runtime: Annotated[Runtime, typer.Option(help="In this process, or by `flwr run`.")] = Runtime.engine,
+    runtime: Annotated[Literal["engine", "flower"], typer.Option(help="In this process, or by `flwr run`.")] = "engine",
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the folder's checkpoint.")] = False,
     rounds: Annotated[
         int | None,
@@ -138,7 +130,7 @@ def run(
         ),
     ] = None,
     mode: Annotated[
-        FlowerMode | None,
+        Literal["cohort", "sharded", "relay"] | None,
         typer.Option(
             help="flower: all peers in one SuperNode, or a shard of them in each of several that exchange rows, or one "
             "in each, through a relay.",
@@ -165,7 +157,7 @@ def run(
 
         options = {"mode": mode, "n_supernodes": supernodes, "cpus": cpus, "gpus": gpus}
         for_flower: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        if for_flower and runtime is Runtime.engine:
+        if for_flower and runtime == "engine":
             name, value = next(iter(for_flower.items()))
             flag = f"--{name.removeprefix('n_')}"
             message = f"{flag} {value} is for --runtime flower: add that, or leave {flag} out"
@@ -179,34 +171,22 @@ def run(
         f"the same command with --resume goes on from {folder}",
         chosen=(folder / "checkpoint").exists,
     )
-    with (
-        _plots_of_what_is_done(folder),
-        interruptible,
-        progress.progress(loaded, folder, tensorboard=tensorboard) as on_metrics,
-    ):
-        if runtime is Runtime.engine:
-            from flower_privdec.engine.run import run as run_engine
-
-            summary = run_engine(experiment, folder, resume=resume, on_metrics=on_metrics)
-        else:
-            install = "pip install 'flower-privdec[simulation]'"
-            launcher = require("flower_privdec.flower.launch.launcher", "--runtime flower", install)
-            summary = launcher.flower_run(experiment, folder, **for_flower, resume=resume, on_metrics=on_metrics)
-    save_run_plots(folder)
-    console.print_summary(summary, folder)
-
-
-@contextmanager
-def _plots_of_what_is_done(folder: Path) -> Iterator[None]:
-    """Draw the plots of a run that Ctrl-C stopped."""
     try:
-        yield
+        with interruptible, progress.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
+            if runtime == "engine":
+                from flower_privdec.engine.run import run as run_engine
+
+                summary = run_engine(experiment, folder, resume=resume, on_metrics=on_metrics)
+            else:
+                install = "pip install 'flower-privdec[simulation]'"
+                launcher = require("flower_privdec.flower.launch.launcher", "--runtime flower", install)
+                summary = launcher.flower_run(experiment, folder, **for_flower, resume=resume, on_metrics=on_metrics)
     except StoppedError:
         if (folder / "summary.json").is_file():
-            from flower_privdec.reporting.plots import save_run_plots
-
             save_run_plots(folder)
         raise
+    save_run_plots(folder)
+    console.print_summary(summary, folder)
 
 
 @command()
@@ -423,7 +403,7 @@ def bench(
     workloads: Annotated[
         list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise sharded]", help="Which.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where to time it.")] = Device.cpu,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to time it.")] = "cpu",
     rounds: Annotated[int, typer.Option(min=3, max=10_000, help="Timed rounds of each variant.")] = 15,
     peers: Annotated[
         int | None, typer.Option(min=2, max=100_000, help="How many, in W1 to W4.", show_default="each its own")
@@ -433,7 +413,7 @@ def bench(
 ) -> None:
     """Measure the engine against a plain loop over peers, side by side in one process."""
     checkout_tool("tools.bench", "bench").main(
-        workloads or [], device=device.value, rounds=rounds, peers=peers, extras=extras, as_json=as_json
+        workloads or [], device=device, rounds=rounds, peers=peers, extras=extras, as_json=as_json
     )
 
 

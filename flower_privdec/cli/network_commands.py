@@ -155,18 +155,8 @@ def status(
     typer.echo(running.status_of(address, certificates, number, as_json))
 
 
-class ModelSize(StrEnum):
-    """Of the models that are measured."""
-
-    small = "small"
-    large = "large"
-
-
-class NetworkMode(StrEnum):
-    """How peers wait for each other."""
-
-    asynchronous = "asynchronous"
-    synchronous = "synchronous"
+ModelSize = StrEnum("ModelSize", ["small", "large"])
+NetworkMode = StrEnum("NetworkMode", ["asynchronous", "synchronous"])
 
 
 def network_bench(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,54 +21,19 @@ from flower_privdec.studies.results import PartResult, criterion, judge
 from flower_privdec.studies.runner import choices_of, run_and_publish
 from flower_privdec.studies.spec import load_study
 
-SETTLED = 60.0  # seconds; a cell so long shows the pace even if its process had to compile first
-
-
-class TimeLeft:
-    """Estimates the time that the cells of a study still take, from those that are done.
-
-    The first cell of a process compiles kernels, so it counts only if it was long. Each algorithm has its own pace.
-    """
-
-    def __init__(self, cells: Sequence[Cell], jobs: int) -> None:
-        """Start with all cells to run."""
-        self._waiting = {cell.key: cell for cell in cells}
-        self._jobs = max(1, min(jobs, len(cells)))
-        self._paces: dict[str, list[tuple[float, float]]] = {}  # by algorithm: seconds and work of a cell
-
-    def after(self, outcome: Outcome) -> float | None:
-        """Return the seconds left after a cell, or None where no pace is known yet."""
-        cell = self._waiting.pop(outcome.cell.key)
-        if outcome.warm or outcome.seconds > SETTLED:
-            self._paces.setdefault(cell.scenario.algorithm.name, []).append((outcome.seconds, cell.work))
-        if not self._waiting:
-            return 0.0
-        every = [pair for pairs in self._paces.values() for pair in pairs]
-        if not every:
-            return None
-
-        def expected(cell: Cell) -> float:
-            pairs = self._paces.get(cell.scenario.algorithm.name, every)
-            return cell.work * sum(seconds for seconds, _ in pairs) / sum(work for _, work in pairs)
-
-        seconds = [expected(cell) for cell in self._waiting.values()]
-        begun = sum(seconds[: self._jobs - 1]) / 2  # those that other processes have begun are half done on average
-        return (sum(seconds) - begun) / min(self._jobs, len(seconds))
-
 
 @contextmanager
-def study_progress(name: str, cells: Sequence[Cell], jobs: int, console: Console | None = None) -> Iterator[OnCell]:
+def study_progress(name: str, cells: Sequence[Cell], console: Console | None = None) -> Iterator[OnCell]:
     """Show on stderr how many cells are done while the context lasts; yield a function to call after each."""
     console = console or error_console()
-    time_left, done = TimeLeft(cells, jobs), 0
+    began, done, work_done, work = time.monotonic(), 0, 0.0, sum(cell.work for cell in cells)
     with counting_bar(console) as bar:
         task = bar.add_task(f"study {name}", total=len(cells), left="")
 
         def on_cell(outcome: Outcome) -> None:
-            nonlocal done
-            done += 1
-            seconds = time_left.after(outcome)
-            left = "" if seconds is None else f"{duration(seconds)} left"
+            nonlocal done, work_done
+            done, work_done = done + 1, work_done + outcome.cell.work
+            left = f"{duration((time.monotonic() - began) * (work - work_done) / work_done)} left"
             bar.update(task, completed=done, left=left)
             if outcome.error is not None:
                 console.print(f"failed: {outcome.cell.title}: {outcome.error}", soft_wrap=True)
@@ -101,7 +67,7 @@ def run_study(
         ScenarioError: a study or a cell that breaks a rule; nothing has run then.
         RunError: when cells failed; the others are published.
     """
-    progress = partial(study_progress, jobs=jobs, console=console)
+    progress = partial(study_progress, console=console)
     published = run_and_publish(
         name, progress, size=size, out=out, jobs=jobs, only=only, settings=settings, cache=cache
     )

@@ -99,16 +99,16 @@ DUAL = ALGORITHMS.some("dp-dda", "dda")  # dual averaging, which has a regulariz
 GRADIENT_TABLES = Choice(
     {
         "factored": "deltas and activations of each example: exact, for stacks of linear layers",
-        "blocks": "one mean gradient for each fixed mini-batch; with sampling blocks",
+        "blocks": "one mean gradient for each fixed mini-batch; with data.batch.sampling: blocks",
         "snapshot": "a model and its full gradient, taken every `snapshot_every` rounds (SVRG)",
-        "dense": "every example's gradient",
+        "dense": "every example's gradient, for any model",
     }
 )
 REGULARIZERS = Choice(
     {
         "none": "nothing",
-        "l2": "`weight` times half the squared norm; strongly convex",
-        "l1": "`weight` times the sum of absolute values",
+        "l2": "`weight` times half the squared norm, μ‖x‖²/2; strongly convex",
+        "l1": "`weight` times the sum of absolute values, φ‖x‖_1",
         "elastic-net": "l2 by `weight` and l1 by `l1_weight`; strongly convex",
         "box": "every parameter between `lower` and `upper`",
         "ball": "a norm of at most `radius`",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 
 class CodedError(Exception):
@@ -59,6 +61,34 @@ class StoppedError(PrivdecError):
 
 
 RAISED_BY_USERS = (Exception, SystemExit)  # what a user's own code may raise: anything, sys.exit too, but not Ctrl-C
+
+
+_from_python: ContextVar[bool] = ContextVar("from_python", default=False)
+
+
+@contextmanager
+def called_from_python() -> Iterator[None]:
+    """Let errors name arguments of a Python function where they would name options of a command."""
+    token = _from_python.set(True)
+    try:
+        yield
+    finally:
+        _from_python.reset(token)
+
+
+def option(name: str, value: object = None) -> str:
+    """Return an option of a command as an error names it, or the argument of that name where Python calls.
+
+    Examples:
+        >>> option("out", "a.png"), option("resume", True)
+        ('--out a.png', '--resume')
+        >>> with called_from_python():
+        ...     option("out", "a.png"), option("resume", True)
+        ('out=a.png', 'resume=True')
+    """
+    if _from_python.get():
+        return name.replace("-", "_") if value is None else f"{name.replace('-', '_')}={value}"
+    return f"--{name}" if value is None or value is True else f"--{name} {value}"
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError, option
 from flower_privdec.common.formatting import shown
 
 T = TypeVar("T")
@@ -196,7 +196,8 @@ class FolderLock:
         except OSError as error:
             folder = self._path.parent
             raise ScenarioError(
-                f"{folder}: cannot be written to ({error.strerror}); give another --out", code="run.unwritable"
+                f"{folder}: cannot be written to ({error.strerror}); give another {option('out')}",
+                code="run.unwritable",
             ) from error
         try:
             self._lock(file)
@@ -221,6 +222,6 @@ class FolderLock:
             holder = file.read(20).decode(errors="replace")
             raise ScenarioError(
                 f"{self._path.parent}: another run writes to it (process {holder or 'unknown'}); wait for its end, or "
-                "give another --out",
+                f"give another {option('out')}",
                 code="run.in-use",
             ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -33,18 +34,6 @@ if TYPE_CHECKING:
 
 AVERAGE = "average."  # before the names of averaged rows
 Step = Callable[["Cohort", State], None]
-
-
-class _Reads(dict[str, Tensor]):
-    """Rows that note which of them are read."""
-
-    def __init__(self, rows: dict[str, Tensor]) -> None:
-        super().__init__(rows)
-        self.names: set[str] = set()
-
-    def __getitem__(self, name: str) -> Tensor:
-        self.names.add(name)
-        return super().__getitem__(name)
 
 
 class Algorithm:
@@ -261,9 +250,8 @@ class Algorithm:
             ScenarioError: the algorithm's models are of other rows than those that are averaged.
         """
         if self.averaged:
-            reads = _Reads(rows)
-            self.debiased(reads)
-            if "x" not in reads.names:
+            with suppress(KeyError):  # models that follow from x cannot be had without it
+                self.debiased({name: row for name, row in rows.items() if name != "x"})
                 raise ScenarioError(
                     f"algorithm.average must be left out: the models of {self.name} do not follow from its rows x, of "
                     "which averages are taken",

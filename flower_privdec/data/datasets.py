@@ -7,15 +7,12 @@ labels, in memory.
 
 from __future__ import annotations
 
-import inspect
-import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -27,23 +24,21 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.data import readers
-from flower_privdec.data.readers import EMBEDDED, Rows, Source, Split, Wanted, read_npz, read_own, read_svmlight, some
+from flower_privdec.data.readers import EMBEDDED, Request, Rows, Source, Split, read_npz, read_own, read_svmlight, some
 from flower_privdec.data.table_files import read_image_folder, read_table
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
-from flower_privdec.scenario.sections import PEER, DataSection
+from flower_privdec.scenario.sections import PEER, DataSection, PartitionSection
 
 
-def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options: Any) -> list[np.ndarray]:
+def partition(labels: np.ndarray, n_peers: int, section: PartitionSection, seed: int) -> list[np.ndarray]:
     """Divide examples among peers.
 
     Args:
         labels: classes of the training examples, integers [N]; iid and sizes take targets of any kind, [N, ...].
-        kind: a key of PARTITIONS.
+        section: the kind and its options; `sizes` are whole counts, or shares of all examples when they sum to at
+            most 1.
         seed: the scenario's seed; the same seed gives the same partition.
-        options: `alpha` > 0 for dirichlet, which also takes `min_size`; `shards_per_peer` for shards;
-            `classes_per_peer` for pathological; `sizes` for sizes: whole counts, or shares of all examples when
-            they sum to at most 1.
 
     Returns:
         For each peer the rows it holds, int64, sorted; none is held twice, no peer is empty. `iid`,
@@ -52,30 +47,21 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
         drew.
 
     Raises:
-        ScenarioError: an option is wrong, or a peer would hold nothing; the message has the remedy.
+        ScenarioError: an option does not fit the examples, or a peer would hold nothing; with the remedy.
 
     Examples:
-        >>> labels = np.repeat([0, 1, 2], 10)
-        >>> [len(rows) for rows in partition(labels, 3, "sizes", 1, sizes=[0.5, 0.3, 0.2])]
+        >>> labels, section = np.repeat([0, 1, 2], 10), PartitionSection(kind="sizes", sizes=[0.5, 0.3, 0.2])
+        >>> [len(rows) for rows in partition(labels, 3, section, seed=1)]
         [15, 9, 6]
     """
-    labels = np.asarray(labels)
-    PARTITIONS.check(kind, "data.partition.kind")
-    accepted = dict(list(inspect.signature(_KINDS[kind]).parameters.items())[3:])
-    for key in options:
-        if key not in accepted:
-            hint = f"it takes {', '.join(accepted)}" if accepted else "it takes no options"
-            raise ScenarioError(f"data.partition.{key} is no option of kind {kind}: {hint}")
-    for key, parameter in accepted.items():
-        if key not in options and parameter.default is parameter.empty:
-            raise ScenarioError(f"data.partition.{key} is missing: kind {kind} needs it")
+    labels, kind = np.asarray(labels), section.kind
     if kind not in ("iid", "sizes") and (labels.ndim != 1 or labels.dtype.kind not in "ui"):
         raise ScenarioError(
             f"data.partition.kind={kind} deals out classes, and the task's targets are none: use iid or sizes",
             code="data.no-classes",
         )
-    _check_count("n_peers", n_peers, len(labels), "the number of training examples: lower it")
-    parts = _KINDS[kind](labels, n_peers, seed, **options)
+    _check_most("n_peers", n_peers, len(labels), "the number of training examples: lower it")
+    parts = _KINDS[kind](labels, n_peers, section, seed)
     if empty := [peer for peer, part in enumerate(parts) if len(part) == 0]:
         more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
         remedy = "larger sizes, more data or fewer peers"
@@ -89,11 +75,10 @@ def _shuffled(labels: np.ndarray, seed: int) -> np.ndarray:
     return keyed_generator(seed, "partition").permutation(len(labels))
 
 
-def _sizes(labels: np.ndarray, n_peers: int, seed: int, sizes: Sequence[float]) -> list[np.ndarray]:
+def _sizes(labels: np.ndarray, n_peers: int, section: PartitionSection, seed: int) -> list[np.ndarray]:
     """Divide by counts, or by shares of the whole; a share's count is exact to less than one example."""
-    total = len(labels)
-    numeric = isinstance(sizes, Sequence | np.ndarray) and all(_is_number(size) and size > 0 for size in sizes)
-    if not numeric or len(sizes) != n_peers:
+    total, sizes = len(labels), section.sizes or []
+    if len(sizes) != n_peers:
         raise ScenarioError(f"data.partition.sizes={shown(sizes)} must be {n_peers} numbers > 0, one for each peer")
     values = np.array(sizes, dtype=np.float64)
     if values.sum() <= 1 + 1e-9:
@@ -102,53 +87,43 @@ def _sizes(labels: np.ndarray, n_peers: int, seed: int, sizes: Sequence[float]) 
         ends = np.cumsum(values.astype(np.int64))
     else:
         raise ScenarioError(
-            f"data.partition.sizes={shown(list(sizes))} must be shares that sum to at most 1, or whole counts that "
+            f"data.partition.sizes={shown(sizes)} must be shares that sum to at most 1, or whole counts that "
             f"sum to at most {total}, the number of training examples"
         )
     return np.split(_shuffled(labels, seed)[: ends[-1]], ends[:-1])
 
 
-def _dirichlet(
-    labels: np.ndarray, n_peers: int, seed: int, alpha: float, min_size: int | None = None
-) -> list[np.ndarray]:
-    if not _is_number(alpha) or alpha <= 0:
-        raise ScenarioError(f"data.partition.alpha={alpha} must be > 0: 100 is near iid, 0.1 is skewed")
-    if min_size is not None:
-        average = "what a peer gets on average: lower it"
-        _check_count("data.partition.min_size", min_size, len(labels) // n_peers, average)
-    parts = _by_flwr("DirichletPartitioner", labels, n_peers, seed, alpha=float(alpha), min_partition_size=0)
-    if min_size is None:
+def _dirichlet(labels: np.ndarray, n_peers: int, section: PartitionSection, seed: int) -> list[np.ndarray]:
+    least = section.min_size
+    if least is not None:
+        _check_most("data.partition.min_size", least, len(labels) // n_peers, "what a peer gets on average: lower it")
+    parts = _by_flwr("DirichletPartitioner", labels, n_peers, seed, alpha=section.alpha, min_partition_size=0)
+    if least is None:
         return parts
     # Flower's partitioner redraws until every peer holds enough, which may never happen. This keeps what the others
     # drew, and moves as few random examples as possible, each of the peer that then holds most.
     generator = keyed_generator(seed, "partition filled up")
     held = [generator.permutation(part).tolist() for part in parts]
     sizes = np.array([len(part) for part in held])
-    for peer in np.flatnonzero(sizes < min_size).tolist():
-        while sizes[peer] < min_size:
+    for peer in np.flatnonzero(sizes < least).tolist():
+        while sizes[peer] < least:
             giver = int(sizes.argmax())
             held[peer].append(held[giver].pop())
             sizes[peer], sizes[giver] = sizes[peer] + 1, sizes[giver] - 1
     return [np.array(part) for part in held]
 
 
-def _shards(labels: np.ndarray, n_peers: int, seed: int, shards_per_peer: int) -> list[np.ndarray]:
-    most = len(labels) // n_peers
-    _check_count("data.partition.shards_per_peer", shards_per_peer, most, "what a peer gets at most: change it")
-    return _by_flwr("ShardPartitioner", labels, n_peers, seed, num_shards_per_partition=int(shards_per_peer))
+def _shards(labels: np.ndarray, n_peers: int, section: PartitionSection, seed: int) -> list[np.ndarray]:
+    shards, most = section.shards_per_peer or 1, len(labels) // n_peers
+    _check_most("data.partition.shards_per_peer", shards, most, "what a peer gets at most: change it")
+    return _by_flwr("ShardPartitioner", labels, n_peers, seed, num_shards_per_partition=shards)
 
 
-def _pathological(labels: np.ndarray, n_peers: int, seed: int, classes_per_peer: int) -> list[np.ndarray]:
-    n_classes = len(np.unique(labels))
-    _check_count("data.partition.classes_per_peer", classes_per_peer, n_classes, "the number of classes: change it")
-    return _by_flwr(
-        "PathologicalPartitioner",
-        labels,
-        n_peers,
-        seed,
-        num_classes_per_partition=int(classes_per_peer),
-        class_assignment_mode="first-deterministic",
-    )
+def _pathological(labels: np.ndarray, n_peers: int, section: PartitionSection, seed: int) -> list[np.ndarray]:
+    classes, most = section.classes_per_peer or 1, len(np.unique(labels))
+    _check_most("data.partition.classes_per_peer", classes, most, "the number of classes: change it")
+    options = {"num_classes_per_partition": classes, "class_assignment_mode": "first-deterministic"}
+    return _by_flwr("PathologicalPartitioner", labels, n_peers, seed, **options)
 
 
 def _by_flwr(name: str, labels: np.ndarray, n_peers: int, seed: int, **options: Any) -> list[np.ndarray]:
@@ -178,7 +153,7 @@ def _by_flwr(name: str, labels: np.ndarray, n_peers: int, seed: int, **options: 
 
 _KINDS: dict[str, Callable[..., list[np.ndarray]]] = PARTITIONS.bind(
     {
-        "iid": lambda labels, n_peers, seed: np.array_split(_shuffled(labels, seed), n_peers),
+        "iid": lambda labels, n_peers, _, seed: np.array_split(_shuffled(labels, seed), n_peers),
         "dirichlet": _dirichlet,
         "shards": _shards,
         "pathological": _pathological,
@@ -187,15 +162,8 @@ _KINDS: dict[str, Callable[..., list[np.ndarray]]] = PARTITIONS.bind(
 )
 
 
-def _is_number(value: Any) -> bool:
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return number and math.isfinite(value)
-
-
-def _check_count(name: str, value: Any, most: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ScenarioError(f"{name}={value} must be a whole number")
-    if not 1 <= int(value) <= most:
+def _check_most(name: str, value: int, most: int, what: str) -> None:
+    if not 1 <= value <= most:
         raise ScenarioError(f"{name}={value} must be 1 to {most}, {what}")
 
 
@@ -212,7 +180,6 @@ _READERS: dict[str, Callable[..., Source]] = DATASETS.bind(
         "image-folder": read_image_folder,
     }
 )
-OF_A_SECTION = ("csv", "parquet", "image-folder")  # whose columns or classes the scenario names
 OWN = "own"  # the ledger's name of all data of users' functions: a renamed function must not start at ε = 0
 
 
@@ -278,15 +245,11 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
     Raises:
         ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
     """
-    name, requested = section.dataset, Wanted(targets, section.vocabulary, key, section.n_features)
-    root = None if root is None else os.path.expanduser(root)
+    name, request = section.dataset, Request(section, None if root is None else os.path.expanduser(root), targets, key)
     if not isinstance(name, str):
-        return read_own(name.module, root, name.arguments, requested)
+        return read_own(name, request)
     DATASETS.check(name, "data.dataset")
-    if name in EMBEDDED:
-        source = _READERS[name]()
-    else:
-        source = _READERS[name](section, root, requested) if name in OF_A_SECTION else _READERS[name](root, requested)
+    source = _READERS[name]() if name in EMBEDDED else _READERS[name](request)
     if source.targets != targets:
         raise ScenarioError(
             f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "
@@ -420,8 +383,7 @@ def _dealt(
     """Return the training examples of one dataset, their rows that are dealt out, and each peer's part of these."""
     split = open_dataset(section, section.root if root is None else root, targets).train()
     chosen = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
-    options = section.partition.model_dump(exclude={"kind"}, exclude_none=True)
-    return split, chosen, partition(split.labels[chosen], n_peers, section.partition.kind, seed, **options)
+    return split, chosen, partition(split.labels[chosen], n_peers, section.partition, seed)
 
 
 def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:

@@ -16,18 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.catalogue import SAMPLINGS
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.data.datasets import Examples
 from flower_privdec.rows.keys import Secret, keyed_generator
 from flower_privdec.rows.sparse_rows import SparseRows
+from flower_privdec.scenario.sections import BatchSection
 
 # A generator is keyed for a block of steps, because keying costs more than one small batch. The block's
 # length depends on the scenario's batch size alone, so that the numbers do not depend on the cohort.
 _BLOCK_STEPS, _BLOCK_EXAMPLES = 128, 512
 _RATE_STEPS = 32  # in a block, where the batch size is each peer's own
 KEY_BYTES = 32
-LEAST_RATE = 1e-9  # the gaps between examples drawn less often may be too long for an integer
 
 
 @dataclass(frozen=True)
@@ -60,35 +59,27 @@ class Sampler:
 
     def __init__(
         self,
-        kind: str,
-        size: int | None,
+        section: BatchSection,
         partition_sizes: Sequence[int] | np.ndarray,
         keys: Mapping[int, Secret],
         peers: Sequence[int] | np.ndarray | None = None,
-        *,
-        rate: float | None = None,
-        small_peers: str = "refused",
     ) -> None:
         """Check the batch size against every peer's examples.
 
         Args:
-            kind: a key of SAMPLINGS.
-            size: examples a step (expected, for poisson); ignored for full, and where there is a rate.
+            section: how examples are drawn.
             partition_sizes: how many examples each peer holds, [m].
             keys: of each peer, by global id: its secret key, or the scenario's seed.
             peers: their global ids, [m]; by default 0 to m - 1.
-            rate: q in (0, 1], every peer's sampling rate; for poisson alone.
-            small_peers: what becomes of a peer that holds fewer examples than `size`: `refused`, or `full`: it takes
-                all it has in every step.
 
         Raises:
-            ScenarioError: kind, size or rate is wrong, or a peer holds fewer examples than `size` and is refused.
+            ScenarioError: a peer holds fewer examples than the batch size and is refused.
         """
-        SAMPLINGS.check(kind, "data.batch.sampling")
-        self.kind, self.size, self.keys, self.rate, self.small_peers = kind, size, keys, rate, small_peers
+        self.section, self.kind, self.keys = section, section.sampling, keys
+        kind, size, rate = section.sampling, section.size, section.rate
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
         self.peers = np.arange(len(self.partition_sizes)) if peers is None else np.asarray(peers, dtype=np.int64)
-        self.sizes = self._sizes()
+        self.sizes = np.zeros_like(self.partition_sizes) if size is None else self._sizes(size)
         if kind == "full" or rate is not None:
             self.sampling_rate = np.full(len(self.partition_sizes), 1.0 if kind == "full" else rate)
         elif kind == "blocks":  # of J mod c of them one example more
@@ -98,32 +89,17 @@ class Sampler:
         self.normalizer = self.partition_sizes * self.sampling_rate
         if kind in ("poisson", "uniform", "shuffle") and rate is None:
             self.normalizer = self.sizes.astype(np.float64)
-        fixed = None if rate is not None else size
-        self._steps = max(1, min(_BLOCK_STEPS, _BLOCK_EXAMPLES // fixed)) if fixed else _RATE_STEPS
+        self._steps = max(1, min(_BLOCK_STEPS, _BLOCK_EXAMPLES // size)) if size else _RATE_STEPS
         self._block = _Block(-1, len(self.sizes), self._steps)
 
-    def _sizes(self) -> np.ndarray:
-        kind, size, rate, counts = self.kind, self.size, self.rate, self.partition_sizes
-        if rate is not None and kind != "poisson":
-            raise ScenarioError(
-                f"data.batch.rate={rate} is for sampling poisson; give {kind} a size, or use poisson",
-                code="batch.rate-kind",
-            )
-        if rate is not None and (
-            not isinstance(rate, int | float | np.floating) or isinstance(rate, bool) or not LEAST_RATE <= rate <= 1
-        ):
-            raise ScenarioError(f"data.batch.rate={rate} must be a number from {LEAST_RATE:g} to 1", code="batch.rate")
-        if kind == "full" or rate is not None:
-            return np.zeros_like(counts)
-        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-            raise ScenarioError(
-                f"data.batch.size={size} must be a whole number >= 1 for sampling {kind}", code="batch.size"
-            )
+    def _sizes(self, size: int) -> np.ndarray:
+        """Return each peer's batch size; refuse peers that hold less, unless they take all they hold."""
+        counts = self.partition_sizes
         short = int((counts < size).sum())
-        if short and self.small_peers != "full":
+        if short and self.section.small_peers != "full":
             row = int(counts.argmin())
             holds = f"what the smallest peer, {self.peers[row]}, holds"
-            or_rate = "a rate (data.batch.rate) in its place, " if kind == "poisson" else ""
+            or_rate = "a rate (data.batch.rate) in its place, " if self.kind == "poisson" else ""
             raise ScenarioError(
                 f"data.batch.size={size} must be at most {counts[row]}, {holds} ({short} of {len(counts)} hold fewer "
                 f"than {size}): lower it, use {or_rate}"
@@ -134,7 +110,7 @@ class Sampler:
 
     def like(self, **changes: Any) -> Sampler:
         """Return a sampler of the same kind over other examples or peers, or with other keys."""
-        names = ("kind", "size", "partition_sizes", "keys", "peers", "rate", "small_peers")
+        names = ("section", "partition_sizes", "keys", "peers")
         return Sampler(**{name: getattr(self, name) for name in names} | changes)
 
     def part(self, start: int, stop: int) -> Sampler:

@@ -16,7 +16,7 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import is_given, load_own, require, users_code
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import LARGEST_INDEX, Features, SparseRows
+from flower_privdec.scenario.sections import DataSection, OwnSection
 
 Rows = np.ndarray | slice
 Constants = tuple[tuple[float, ...], tuple[float, ...]]
@@ -84,6 +85,41 @@ class Source:
     n_classes: int | None = None
     targets: Targets = "classes"
     n_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A dataset to be read.
+
+    Attributes:
+        section: the scenario's, which names it.
+        root: where it lies; None where nothing says so.
+        targets: the kind of target that the task takes.
+        key: of the scenario, that gives the root.
+    """
+
+    section: DataSection
+    root: str | None
+    targets: Targets = "classes"
+    key: str = "data.root"
+
+    @property
+    def where(self) -> str:
+        """Return the key and the root, by which errors begin."""
+        return f"{self.key}={self.root}"
+
+    @property
+    def n_tokens(self) -> int | None:
+        """Return how many tokens there are; None where examples are real numbers."""
+        return self.section.vocabulary
+
+    def path(self, needs: str = "the path of one; give it", *, folder: bool = False) -> str:
+        """Return the path of the dataset's file or folder; raises ScenarioError where it is none."""
+        if self.root is None or not (Path(self.root).is_dir() if folder else Path(self.root).is_file()):
+            kind, code = ("folder", "data.no-root") if folder else ("file", "data.no-file")
+            path, dataset = self.root and tried(self.root), self.section.dataset
+            raise ScenarioError(f"{self.key}={path} is no {kind}: dataset {dataset} needs {needs}", code=code)
+        return self.root
 
 
 def scale_pixels(images: Tensor, constants: Constants) -> Tensor:
@@ -196,10 +232,10 @@ IMAGE_SETS: dict[str, tuple[str, tuple[str, ...], Constants, HalfReader]] = {
 }
 
 
-def read_images(kind: str, root: str | None, wanted: Wanted) -> Source:
-    """Read one of IMAGE_SETS under `root`, as torchvision unpacks it: images [C, H, W] of ten classes."""
+def read_images(kind: str, request: Request) -> Source:
+    """Read one of IMAGE_SETS under the root, as torchvision unpacks it: images [C, H, W] of ten classes."""
     folder, files, constants, read = IMAGE_SETS[kind]
-    key = wanted.key
+    key, root = request.key, request.root
 
     def half(train: bool) -> Split:
         if root is None:
@@ -303,23 +339,6 @@ EMBEDDED: dict[str, Callable[[], Source]] = {  # what needs no file
 MOST_CLASSES = 10**9
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Options for reading a user's own arrays.
-
-    Attributes:
-        targets: the kind of y.
-        n_tokens: x holds whole numbers 0..n_tokens-1; None where it holds real numbers.
-        key: of the scenario, that gives the path of the data.
-        n_features: of an example, for formats that do not record it.
-    """
-
-    targets: Targets = "classes"
-    n_tokens: int | None = None
-    key: str = "data.root"
-    n_features: int | None = None
-
-
 def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
     """Return labels as int64 [N], refusing what is not a whole number of at least `minimum`."""
     right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
@@ -395,30 +414,25 @@ def read_targets(y: np.ndarray, targets: Targets, name: str) -> np.ndarray:
 _ARRAYS, _JPEG = ("x", "y"), ("jpeg", "offset", "label")
 
 
-def read_npz(root: str | None, wanted: Wanted) -> Source:
+def read_npz(request: Request) -> Source:
     """Read an .npz file: x_train, y_train, x_test, y_test, or {train,test}_{jpeg,offset,label}; either half alone too.
 
-    Targets and tokens are read as `wanted` describes. Otherwise 8-bit images ([N, H, W] or [N, H, W, C]) are scaled by
+    Targets and tokens are read as the request says. Otherwise 8-bit images ([N, H, W] or [N, H, W, C]) are scaled by
     PLAIN_PIXELS; every other array is taken as it is. Labels -1 and +1 become 0 and 1.
     JPEG images are a re-encoding: near their originals, not equal; report that with any result.
     """
-    if root is None or not Path(root).is_file():
-        raise ScenarioError(
-            f"{wanted.key}={root and tried(root)} is no file: dataset npz needs the path of an .npz with x_train, "
-            "y_train, x_test and y_test",
-            code="data.no-file",
-        )
-    train, test = (partial(_read_half, root, part, wanted) for part in ("train", "test"))
-    return Source(train, test, targets=wanted.targets, n_tokens=wanted.n_tokens)
+    path = request.path("the path of an .npz with x_train, y_train, x_test and y_test")
+    train, test = (partial(_read_half, path, part, request) for part in ("train", "test"))
+    return Source(train, test, targets=request.targets, n_tokens=request.n_tokens)
 
 
-def _read_half(root: str, part: str, wanted: Wanted) -> Split:
-    where = f"{wanted.key}={root}"
+def _read_half(path: str, part: str, request: Request) -> Split:
+    where = request.where
     forms = [[f"{part}_{kind}" for kind in _JPEG], [f"{kind}_{part}" for kind in _ARRAYS]]
-    arrays = read_members(root, forms, where)
+    arrays = read_members(path, forms, where)
     if f"{part}_jpeg" not in arrays:
-        return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, where, wanted)
-    if wanted.n_tokens is not None or wanted.targets != "classes":
+        return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, where, request)
+    if request.n_tokens is not None or request.targets != "classes":
         raise ScenarioError(f"{where} holds JPEG images with classes: they are no tokens, and need a loss of classes")
     stream, offset = arrays[f"{part}_jpeg"], arrays[f"{part}_offset"]
     labels = class_labels(arrays[f"{part}_label"], f"{where}: {part}_label", minimum=-1)
@@ -431,25 +445,32 @@ def _read_half(root: str, part: str, wanted: Wanted) -> Split:
     offset = offset.astype(np.int64)
     if offset[0] < 0 or offset[-1] > len(stream) or bool((np.diff(offset) <= 0).any()):
         raise ScenarioError(f"{where}: {part}_offset must increase from >= 0 to <= {len(stream)}: mend the file")
-    return Split(binary_labels(labels, where), lambda rows: _decode(stream, offset, rows, f"{where}: {part}_jpeg"))
+
+    def read(rows: Rows) -> Tensor:
+        chosen = np.arange(len(labels))[rows].tolist()
+        files = [stream[offset[row] : offset[row + 1]].tobytes() for row in chosen]
+        names = [f"{where}: {part}_jpeg: image {row}" for row in chosen]
+        return decode_images(list(map(io.BytesIO, files)), names, formats=["JPEG"])
+
+    return Split(binary_labels(labels, where), read)
 
 
 def from_arrays(
-    x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wanted, names: tuple[str, str] | None = None
+    x: np.ndarray, y: np.ndarray, part: str, where: str, request: Request, names: tuple[str, str] | None = None
 ) -> Split:
     """Return one half of a dataset from arrays in memory, read like those of an .npz file; `names` are for errors."""
     name, y_name = names or (f"{where}: x_{part}", f"{where}: y_{part}")
-    labels = read_targets(y, wanted.targets, y_name)
+    labels = read_targets(y, request.targets, y_name)
     if x.dtype.kind not in "buif" or x.ndim < 2 or 0 in x.shape[1:]:
         raise ScenarioError(f"{name} is {x.dtype} {list(x.shape)}: it must be numbers, [examples, features...]")
     if len(x) != len(labels):
         raise ScenarioError(
             f"{name} has {len(x)} rows for {len(labels)} labels: there must be one for each", code="data.lengths"
         )
-    if wanted.targets == "classes":
+    if request.targets == "classes":
         labels = binary_labels(labels, where)
-    if wanted.n_tokens is not None:
-        most = wanted.n_tokens - 1
+    if request.n_tokens is not None:
+        most = request.n_tokens - 1
         if x.dtype.kind not in "ui":
             raise ScenarioError(
                 f"{name} is {x.dtype}: with data.vocabulary it must be whole numbers 0..{most}", code="data.tokens"
@@ -478,28 +499,46 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     return tensor
 
 
-def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Tensor:
-    """Decode some JPEG images to [N, 3, H, W]."""
-    pillow = require("PIL.Image", "an .npz of JPEG images", "pip install 'flower-privdec[images]'")
-    chosen = np.arange(len(offset) - 1)[rows]
-    images: np.ndarray | None = None
-    for position, row in enumerate(chosen):
+def decode_images(files: Sequence[Any], names: Sequence[str], formats: Sequence[str] | None = None) -> Tensor:
+    """Decode images of one size to RGB [N, 3, height, width], scaled by PLAIN_PIXELS.
+
+    Args:
+        files: paths, or open files.
+        names: of the images, in errors.
+        formats: those that are read; by default all that Pillow knows.
+
+    Raises:
+        ScenarioError: one is no such image or of another size, or all together need more memory than is free.
+    """
+    pillow = require("PIL.Image", "a data set of images", "pip install 'flower-privdec[images]'")
+    images = np.zeros((0, 1, 1, 3), np.uint8)
+    for position, (file, name) in enumerate(zip(files, names, strict=True)):
         try:
-            with pillow.open(io.BytesIO(stream[offset[row] : offset[row + 1]].tobytes()), formats=["JPEG"]) as image:
+            with pillow.open(file, formats=formats) as image:
                 pixels = np.asarray(image.convert("RGB"))
         except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-            raise ScenarioError(f"{name}: image {row} is no JPEG: {one_line(error)}; mend the file") from error
-        if images is None:
-            images = np.empty((len(chosen), *pixels.shape), np.uint8)
+            kind = " or ".join(formats or ["image"])
+            raise ScenarioError(
+                f"{name} is no {kind} ({type(error).__name__}); mend or remove it", code="data.image"
+            ) from error
+        if position == 0:
+            check_room(2 * len(files) * pixels.nbytes, f"{len(files)} images like {name}", "give fewer or smaller ones")
+            images = np.empty((len(files), *pixels.shape), np.uint8)
         if pixels.shape != images.shape[1:]:
-            raise ScenarioError(f"{name}: image {row} is {pixels.shape}: all must be {images.shape[1:]}")
+            (height, width), (tall, wide) = pixels.shape[:2], images.shape[1:3]
+            raise ScenarioError(
+                f"{name} is {height} x {width} pixels and those before it {tall} x {wide}: all must be alike; resize "
+                "them",
+                code="data.image",
+            )
         images[position] = pixels
     return scale_pixels(channels_first(torch.from_numpy(images)), PLAIN_PIXELS)
 
 
-_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-_DAMAGE = (OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, struct.error, zlib.error)
-_DAMAGED = (*_DAMAGE, zipfile.BadZipFile)  # an encrypted or oddly compressed member is a RuntimeError
+_DAMAGED = (  # an encrypted or oddly compressed member is a RuntimeError
+    *(OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, OverflowError),
+    *(struct.error, zlib.error, zipfile.BadZipFile),
+)
 
 
 def read_members(path: str, forms: Sequence[Sequence[str]], where: str) -> dict[str, np.ndarray]:
@@ -512,6 +551,8 @@ def read_members(path: str, forms: Sequence[Sequence[str]], where: str) -> dict[
     Raises:
         ScenarioError: it is no such file, lacks an array, or an array in it is damaged or does not fit into memory.
     """
+    arrays: dict[str, np.ndarray] = {}
+    name = ""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -520,61 +561,39 @@ def read_members(path: str, forms: Sequence[Sequence[str]], where: str) -> dict[
                 raise ScenarioError(f"{where} lacks {', '.join(missing)}: it must hold {', '.join(names)}")
             size = sum(members[name].file_size for name in names)
             check_room(2 * size, f"{where}: what it unpacks to", "give a smaller file")
-            return {name: _member(archive, members[name], f"{where}: {name}") for name in names}
+            for name in names:
+                with archive.open(members[name]) as file:
+                    arrays[name] = npy.read_array(file, allow_pickle=False)
+            return arrays
     except ScenarioError:
         raise
     except _DAMAGED as error:
         with open(path, "rb") as file:
             reason = "a single array" if file.read(6) == npy.MAGIC_PREFIX else one_line(error)
         raise ScenarioError(
-            f"{where} cannot be read as .npz ({reason}): save the arrays again with numpy.savez"
+            f"{where} cannot be read as .npz ({name and f'{name}: '}{reason}): save the arrays again with numpy.savez"
         ) from error
 
 
-def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> np.ndarray:
-    """Return one array, of at most as many bytes as the archive declares for its file."""
-    with archive.open(info) as file:
-        version = npy.read_magic(file)
-        if version not in _HEADERS:
-            raise ScenarioError(f"{where} is of version {version} of .npy and must be 1.0 or 2.0: save it again")
-        shape, fortran, dtype = _HEADERS[version](file)
-        if any(size < 0 for size in shape):
-            raise ScenarioError(f"{where} has the shape {list(shape)}: save it again with numpy.savez")
-        promised = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or promised > info.file_size:
-            kind = "holds Python objects" if dtype.hasobject else f"promises {list(shape)} {dtype} and has fewer bytes"
-            raise ScenarioError(f"{where} {kind}: save plain numbers with numpy.savez")
-        content = file.read(promised)
-    if len(content) < promised:
-        raise ScenarioError(f"{where} ends after {len(content)} of {promised} bytes: save it again with numpy.savez")
-    array = np.frombuffer(bytearray(content), dtype=dtype)
-    return array.reshape(shape, order="F" if fortran else "C")
-
-
-def read_own(target: str, root: str | None, arguments: Mapping[str, Any], wanted: Wanted) -> Source:
+def read_own(own: OwnSection, request: Request) -> Source:
     """Return a dataset of a user's own function.
 
-    The function is called with a half, "train" or "test", and its arguments. It returns x and y, which are read like
-    the arrays of an .npz file. A process that needs only the public test set requests that half alone.
-
-    Args:
-        target: where the function lies, `package.module:name`.
-        root: passed by this name, where the scenario has one.
-        arguments: by name.
-        wanted: how the arrays are to be read.
+    The function is called with a half, "train" or "test", and its arguments, with root where the request has one. It
+    returns x and y, which are read like the arrays of an .npz file. A process that needs only the public test set
+    requests that half alone.
 
     Raises:
         ScenarioError: the function cannot be imported. A half that is read: it fails, or returns something else.
     """
-    load_own(target, "data.dataset.module")
-    root_option = {} if root is None else {"root": root}
-    half = partial(_call_for_half, target, {**root_option, **arguments}, wanted)
-    return Source(partial(half, "train"), partial(half, "test"), targets=wanted.targets, n_tokens=wanted.n_tokens)
+    load_own(own.module, "data.dataset.module")
+    half = partial(_call_for_half, own, request)
+    return Source(partial(half, "train"), partial(half, "test"), targets=request.targets, n_tokens=request.n_tokens)
 
 
-def _call_for_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, part: str) -> Split:
+def _call_for_half(own: OwnSection, request: Request, part: str) -> Split:
+    target, arguments = own.module, ({} if request.root is None else {"root": request.root}) | own.arguments
     where = "data.dataset" if is_given(target) else f"data.dataset.module={target!r}"
-    with users_code(f"{where} fails on {part!r} with {dict(arguments)}", code="code.fails"):
+    with users_code(f"{where} fails on {part!r} with {arguments}", code="code.fails"):
         arrays = load_own(target, "data.dataset.module")(part, **arguments)
     if not isinstance(arrays, tuple | list) or len(arrays) != 2:
         raise ScenarioError(f"{where} must return x and y for {part!r}, a pair of arrays", code="data.no-pair")
@@ -584,7 +603,8 @@ def _call_for_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, pa
         raise ScenarioError(
             f"{where} returns for {part!r} what are no arrays: {one_line(error)}", code="data.no-arrays"
         ) from error
-    return from_arrays(x, y, part, where, wanted, (f"data.{part}: x", f"data.{part}: y") if is_given(target) else None)
+    names = (f"data.{part}: x", f"data.{part}: y") if is_given(target) else None
+    return from_arrays(x, y, part, where, request, names)
 
 
 LONGEST_LINE = 1 << 26  # bytes; an example of a million features has a third of it
@@ -623,31 +643,23 @@ class Lines:
             yield line
 
 
-def read_svmlight(root: str | None, wanted: Wanted) -> Source:
+def read_svmlight(request: Request) -> Source:
     """Read one svmlight file: the training set at `data.root`, or the test set at `data.test`; indices count from 1."""
-    if root is None or not Path(root).is_file():
-        raise ScenarioError(
-            f"{wanted.key}={root and tried(root)} is no file: dataset svmlight needs the path of one; give it",
-            code="data.no-file",
-        )
-    where, features = f"{wanted.key}={root}", wanted.n_features
+    path, where, features = request.path(), request.where, request.section.n_features or 0
 
     def half() -> Split:
-        if features is None:
-            message = "data.n_features is missing: svmlight files do not say how many features there are; add it"
-            raise ScenarioError(message)
         if features > LARGEST_INDEX:
             message = f"data.n_features={features} must be <= {LARGEST_INDEX:,}; hash the features to fewer"
             raise ScenarioError(message, code="data.n-features")
-        matrix, labels = _parsed(root, where, features)
-        if wanted.targets != "classes":
-            message = f"{where}: svmlight files have one label each, and the task's loss takes {wanted.targets}"
+        matrix, labels = _parsed(path, where, features)
+        if request.targets != "classes":
+            message = f"{where}: svmlight files have one label each, and the task's loss takes {request.targets}"
             raise ScenarioError(message, code="data.targets")
         y = binary_labels(class_labels(labels, f"{where}: the labels", minimum=-1), where)
         rows = SparseRows(matrix)
         return Split(y, lambda chosen: rows[chosen])
 
-    return Source(half, half, targets=wanted.targets)
+    return Source(half, half, targets=request.targets)
 
 
 def _parsed(root: str, where: str, features: int) -> tuple[scipy.sparse.csr_matrix, np.ndarray]:

@@ -22,8 +22,8 @@ from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import require
-from flower_privdec.data.readers import PLAIN_PIXELS, Rows, Source, Split, Wanted, channels_first, scale_pixels
-from flower_privdec.scenario.sections import DataSection, TableSection
+from flower_privdec.data.readers import Request, Rows, Source, Split, decode_images
+from flower_privdec.scenario.sections import TableSection
 
 ROOM = 20  # bytes of memory for each byte of a file of text, at most
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp")
@@ -44,19 +44,16 @@ class Columns:
     rows: list[int]
 
 
-def read_table(section: DataSection, root: str | None, wanted: Wanted) -> Source:
+def read_table(request: Request) -> Source:
     """Read one table: the training set at `data.root`, or the test set at `data.test`.
 
     Raises:
         ScenarioError: there is no such file, or, where a half is read, a column, a row or a value is wrong.
     """
-    table, where = section.table, f"{wanted.key}={root}"
-    if table is None or root is None or not Path(root).is_file():
-        place = "" if root is None else f" ({Path(root).absolute()})"
-        raise ScenarioError(
-            f"{where} is no file{place}: dataset {section.dataset} needs the path of one; give it", code="data.no-file"
-        )
-    if wanted.targets == "labels" or wanted.n_tokens is not None:
+    section, path, where, targets = request.section, request.path(), request.where, request.targets
+    table = section.table
+    assert table is not None  # which `DataSection` requires
+    if targets == "labels" or request.n_tokens is not None:
         raise ScenarioError(
             f"data.dataset={section.dataset} has one target a row and numbers as features: take a loss of classes or "
             "of numbers, and leave data.vocabulary out",
@@ -65,15 +62,15 @@ def read_table(section: DataSection, root: str | None, wanted: Wanted) -> Source
     read: Callable[[str, str, TableSection], Columns] = _read_csv if section.dataset == "csv" else _read_parquet
 
     def half() -> Split:
-        columns = read(root, where, table)
+        columns = read(path, where, table)
         if not columns.rows:
             raise ScenarioError(f"{where} holds no row; give another file", code="data.empty")
-        y = _targets(section.labels, table, columns, wanted.targets)
+        y = _targets(section.labels, table, columns, targets)
         x = torch.from_numpy(_features(table, columns))
         return Split(y, lambda rows: x[rows])
 
-    n_classes = None if section.labels is None or wanted.targets != "classes" else len(section.labels)
-    return Source(half, half, n_classes, wanted.targets)
+    n_classes = None if section.labels is None or targets != "classes" else len(section.labels)
+    return Source(half, half, n_classes, targets)
 
 
 def from_frame(
@@ -200,17 +197,14 @@ def _features(table: TableSection, columns: Columns) -> np.ndarray:
             remedy = "holds a missing value: mend it, or set data.table.missing to center or flag"
             raise _wrong(columns, int(gone.argmax()), name, remedy, "data.missing")
         flags.append(gone)
-        parts.append(
-            _scaled(table, columns, name, values) if name in table.numbers else _one_hot(table, columns, name, values)
-        )
+        if name in table.categories:
+            parts.append(_one_hot(table, columns, name, values))
+            continue
+        center, scale = table.numbers[name]
+        numbers = [center if v is None else _number(columns, row, name, v) for row, v in enumerate(values)]
+        parts.append((np.array(numbers) - center) / scale)
     wide = [part[:, None] if part.ndim == 1 else part for part in (*parts, *(flags if table.missing == "flag" else ()))]
     return np.concatenate(wide, axis=1, dtype=np.float32)
-
-
-def _scaled(table: TableSection, columns: Columns, name: str, values: list[Any]) -> np.ndarray:
-    center, scale = table.numbers[name]
-    numbers = [center if v is None else _number(columns, row, name, v) for row, v in enumerate(values)]
-    return (np.array(numbers) - center) / scale
 
 
 def _one_hot(table: TableSection, columns: Columns, name: str, values: list[Any]) -> np.ndarray:
@@ -261,27 +255,22 @@ def _targets(listed: Sequence[str] | None, table: TableSection, columns: Columns
     return labels
 
 
-def read_image_folder(section: DataSection, root: str | None, wanted: Wanted) -> Source:
+def read_image_folder(request: Request) -> Source:
     """Read a folder with a folder of images for each class, as RGB [3, height, width], scaled by PLAIN_PIXELS.
 
     Raises:
         ScenarioError: there is no such folder, or, where a half is read, a folder is no class or an image is wrong.
     """
-    where = f"{wanted.key}={root}"
-    if root is None or not Path(root).is_dir():
-        place = "" if root is None else f" ({Path(root).absolute()})"
-        raise ScenarioError(
-            f"{where} is no folder{place}: dataset image-folder needs one with a folder for each class; give it",
-            code="data.no-root",
-        )
-    if wanted.targets != "classes" or section.labels is None:
+    path = request.path("one with a folder for each class; give it", folder=True)
+    labels = request.section.labels
+    if request.targets != "classes" or labels is None:
         raise ScenarioError(
             "data.dataset=image-folder has classes: list the names of their folders in data.labels, and take a loss of "
             "classes",
             code="data.labels",
         )
-    half = partial(_images, Path(root), where, section.labels)
-    return Source(half, half, len(section.labels))
+    half = partial(_images, Path(path), request.where, labels)
+    return Source(half, half, len(labels))
 
 
 def _images(folder: Path, where: str, classes: Sequence[str]) -> Split:
@@ -301,31 +290,6 @@ def _images(folder: Path, where: str, classes: Sequence[str]) -> Split:
 
     def read(rows: Rows) -> torch.Tensor:
         chosen = [paths[row][0] for row in np.arange(len(paths))[rows].tolist()]
-        return scale_pixels(channels_first(torch.from_numpy(_pixels(chosen))), PLAIN_PIXELS)
+        return decode_images(chosen, list(map(str, chosen)))
 
     return Split(np.array([label for _, label in paths], dtype=np.int64), read)
-
-
-def _pixels(paths: Sequence[Path]) -> np.ndarray:
-    pillow = require("PIL.Image", "data.dataset=image-folder", "pip install 'flower-privdec[images]'")
-    images: np.ndarray | None = None
-    for position, path in enumerate(paths):
-        try:
-            with pillow.open(path) as image:
-                pixels = np.asarray(image.convert("RGB"))
-        except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-            raise ScenarioError(
-                f"{path} is no image ({type(error).__name__}); mend or remove it", code="data.image"
-            ) from error
-        if images is None:
-            check_room(2 * len(paths) * pixels.nbytes, f"{len(paths)} images like {path}", "give fewer or smaller ones")
-            images = np.empty((len(paths), *pixels.shape), np.uint8)
-        if pixels.shape != images.shape[1:]:
-            height, width, _ = images.shape[1:]
-            raise ScenarioError(
-                f"{path} is {pixels.shape[0]} x {pixels.shape[1]} pixels and the images before it {height} x {width}: "
-                "all must be alike; resize them",
-                code="data.image",
-            )
-        images[position] = pixels
-    return np.zeros((0, 1, 1, 3), np.uint8) if images is None else images

@@ -100,6 +100,9 @@ class Agreement:
             single_example=batch.size == 1 and batch.sampling in ("uniform", "shuffle"),
         )
         algorithm.check_model(kernel)
+        constants = constants_hash(module)
+        if origin is not None:  # the initial parameters do not follow from the scenario then: all must have them alike
+            constants = hashlib.sha256(constants.encode() + numbers_of(flatten(module))).hexdigest()
         return Agreement(
             scenario=scenario,
             algorithm=algorithm,
@@ -113,15 +116,10 @@ class Agreement:
             initial=initial,
             device=device,
             learning_rate=algorithm.step_sizes(scenario.n_peers, scenario.rounds),
-            constants=constants_hash(module) if origin is None else _hash_of_all(module),
+            constants=constants,
             origin=origin,
             inherited=None if origin is None else origin.ledger(scenario, public),
         )
-
-
-def _hash_of_all(module: nn.Module) -> str:
-    """Return a hash of a model that does not follow from the scenario alone, which all peers must have alike."""
-    return hashlib.sha256(constants_hash(module).encode() + numbers_of(flatten(module))).hexdigest()
 
 
 def _with_features(public: PublicSet, section: FeaturesSection | None) -> PublicSet:

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.files import named, open_file, replacing
 from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import Edges, State
@@ -107,7 +107,7 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
 
 
 def _refused(path: Path, problem: str, code: str) -> ScenarioError:
-    return ScenarioError(f"{path}: {problem}, or start again with another --out", code=f"checkpoint.{code}")
+    return ScenarioError(f"{path}: {problem}, or start again with another {option('out')}", code=f"checkpoint.{code}")
 
 
 def check_run(path: Path, checkpoint: Checkpoint, scenario: str, run: RunName) -> None:
@@ -414,7 +414,7 @@ def _read_records(path: Path, device: torch.device) -> list[tuple[int, list[Exte
     if not records:
         raise ScenarioError(
             f"{path}: cannot be read as checkpoints ({problem}); restore it from a copy, or start again with another "
-            "--out",
+            f"{option('out')}",
             code="checkpoints.damaged",
         )
     return sorted(records, key=lambda record: record[0])

@@ -47,7 +47,8 @@ def evaluate(
 
     Returns:
         round; for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None where one is no finite
-        number), loss (mean_model, in nats), consensus_distance; for methods of several local steps that learn classes
+        number), loss (mean_model, in nats), training_loss where the scenario asks for it, see `training_loss`,
+        consensus_distance; for methods of several local steps that learn classes
         personalized, see `try_on_shards`, where there is no privacy to lose by it; and what the algorithm reports
         of the rounds since the evaluation before.
 
@@ -71,6 +72,8 @@ def evaluate(
         spread = dict(zip(("peer_mean", "peer_min", "peer_max"), ends, strict=True))
         metrics[name] = {"mean_model": finite(mean[0]), **spread}
     metrics |= {"loss": {"mean_model": value}, "consensus_distance": consensus_distance(models)}
+    if own is not None and agreement.scenario.evaluation.training_loss:
+        metrics["training_loss"] = {"mean_model": finite(training_loss(agreement, own, rows))}
     by_label = algorithm.tried_on_own_labels and agreement.loss.targets == "classes"
     if own is not None and by_label and shows_private(agreement.scenario):
         personal, last = algorithm.personal(rows), round_index >= agreement.scenario.rounds
@@ -103,6 +106,25 @@ def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float |
     x, targets = x[few], targets[few]
     outputs = (agreement.kernel.logits(model.unsqueeze(0), x)[0] for model in models)
     return [finite(float(agreement.loss.value(output, targets).mean())) for output in outputs]
+
+
+def training_loss(agreement: Agreement, own: OwnParts, rows: dict[str, Tensor]) -> float:
+    """Return the mean model's loss f(x̄) = (1/n) Σ_i (1/J_i) Σ_j l(x̄; example j of peer i), in nats.
+
+    Args:
+        own: of all n peers; peer i has J_i examples.
+        rows: the state's rows of all peers.
+
+    Privacy: computed from raw examples; no account covers it.
+    """
+    model = agreement.algorithm.mean_model(rows).unsqueeze(0)
+    losses = []
+    for part in own.examples.parts:
+        chosen = torch.from_numpy(part)
+        outputs = agreement.kernel.logits(model, inputs_like(own.examples.x[chosen], model))[0]
+        targets = own.examples.y[chosen].to(outputs.device)
+        losses.append(float(agreement.loss.value(outputs, targets).mean(dtype=torch.float64)))
+    return sum(losses) / len(losses)
 
 
 def finite(value: float) -> float | None:

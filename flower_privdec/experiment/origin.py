@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.data import PublicSet
-from flower_privdec.experiment.checkpoint import numbers_of
-from flower_privdec.experiment.run_key import fingerprint
+from flower_privdec.experiment.run_key import fingerprint, tensors_hash
 from flower_privdec.privacy.ledger.ledger import Head, ledger_path, verified
 from flower_privdec.scenario import Scenario, load_scenario
 
@@ -141,15 +139,7 @@ class Origin:
 def origin_facts(runs: Sequence[TrainedRun], models: Mapping[str, Tensor]) -> str:
     """Return what a run notes of its models and of the runs behind them, in its own folder."""
     weights = {name.removeprefix(MEAN): t for name, t in models.items() if name.startswith(MEAN)}
-    return json.dumps({"runs": [asdict(run) for run in runs], "weights": _digest(weights)})
-
-
-def _digest(weights: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        digest.update(numbers_of(tensor))
-    return digest.hexdigest()
+    return json.dumps({"runs": [asdict(run) for run in runs], "weights": tensors_hash(weights)})
 
 
 def model_section(scenario: Scenario) -> Any:
@@ -191,7 +181,7 @@ def read_origin(scenario: Scenario) -> Origin | None:
             weights = {name.removeprefix(MEAN): file.get_tensor(name) for name in names}
         heads = [None if run["head"] is None else (int(run["head"][0]), str(run["head"][1])) for run in facts["runs"]]
         runs = tuple(TrainedRun(**run | {"head": head}) for run, head in zip(facts["runs"], heads, strict=True))
-        if not runs or facts["weights"] != _digest(weights):
+        if not runs or facts["weights"] != tensors_hash(weights):
             raise ValueError("its weights are not those that the run wrote")
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ScenarioError(

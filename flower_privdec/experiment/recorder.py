@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.algorithms.dual_averaging import DPDDA
-from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError, option
 from flower_privdec.common.files import FolderLock, write_atomically
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.machine import provenance
@@ -44,8 +44,7 @@ from flower_privdec.scenario.sections import StageSection
 
 NAME = "metrics.jsonl"
 MOST_LISTED = 64  # peers whose own metrics a summary has, one by one
-SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")
-SINGLE_OR_NONE = ("suboptimality",)
+SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")  # values that are one number
 
 
 def append_metrics(folder: Path, metrics: dict[str, Any]) -> None:
@@ -97,7 +96,7 @@ def keep_metrics_until(folder: Path, round_index: int) -> None:
 
 def _readable(name: str, value: Any) -> bool:
     """Return whether a value is what a run writes under a name: a number, or of metrics a mapping to numbers."""
-    if name in SINGLE or (name in SINGLE_OR_NONE and value is not None):
+    if name in SINGLE or (name == "suboptimality" and value is not None):
         return value == "inf" or (isinstance(value, int | float) and not isinstance(value, bool))
     return value is None or isinstance(value, dict)
 
@@ -106,7 +105,7 @@ NODES_PLAN = "the nodes of Flower's modes sharded and relay have planned, and no
 OnMetrics = Callable[[dict[str, Any]], object]
 CHECKPOINT, SUMMARY, LEAN_SECONDS = "checkpoint", "summary.json", 60.0
 COALITIONS = "coalition_evaluations"
-MEASURED_BY_SOME = ("personalized", "suboptimality", COALITIONS)  # what some algorithms alone have
+MEASURED_BY_SOME = ("training_loss", "personalized", "suboptimality", COALITIONS)  # what some runs alone have
 
 
 class Recorder:
@@ -139,8 +138,10 @@ class Recorder:
 
         Raises:
             ScenarioError: when the folder holds another run, or nothing to resume, or not the rounds that the scenario
-                goes on from.
+                goes on from; or the training loss is asked for and the examples are not at hand.
         """
+        if own is None:
+            check_no_training_loss(agreement.scenario)
         self.agreement, self.own, self.out, self.runtime, self.lean = agreement, own, out, runtime, lean
         self.run = public_name(agreement) if own is None else own.run
         self._saved, self.begins_stage = time.monotonic(), False
@@ -158,26 +159,29 @@ class Recorder:
         if resume and path.exists():
             peers = np.arange(self.agreement.scenario.n_peers) if self.own is None else self.own.peers
             checkpoint = read_checkpoint(path, self.agreement.device)
-            self.begins_stage = _ends_stage(checkpoint, self.agreement.scenario)
+            stages, ended = self.agreement.scenario.earlier, (checkpoint.run.id, checkpoint.state.round_index)
+            self.begins_stage = bool(stages and ended == (stages[-1].run, stages[-1].until))
             if not self.begins_stage:
                 check_run(path, checkpoint, self.scenario_hash, self.run)
             rows = () if self.own is None else ("x",)  # who holds no peers keeps what they show, and nothing before
             check_state(path, checkpoint.state, peers, self.agreement.scenario.rounds, rows)
             return checkpoint
         if (self.out / "scenario.yaml").exists():
-            remedy = "give --resume to go on with it, or another --out" if path.exists() else "give another --out"
+            remedy = f"give another {option('out')}"
+            if path.exists():
+                remedy = f"give {option('resume', True)} to go on with it, or another {option('out')}"
             kind = "a run without a checkpoint to resume from" if resume else "a run"
             raise ScenarioError(f"{self.out} already holds {kind}; {remedy}", code="run.folder-taken")
         if self.out.exists() and not self.out.is_dir():
-            raise ScenarioError(f"{self.out} is not a folder; give another --out", code="run.no-folder")
+            raise ScenarioError(f"{self.out} is not a folder; give another {option('out')}", code="run.no-folder")
         if resume:
             raise ScenarioError(
-                f"{self.out} holds no checkpoint to resume from; leave --resume out", code="run.no-checkpoint"
+                f"{self.out} holds no checkpoint to resume from; leave {option('resume')} out", code="run.no-checkpoint"
             )
         if first := self.agreement.scenario.first_round:
             raise ScenarioError(
                 f"the scenario goes on from round {first} of a run (earlier), which {self.out} does not hold: give "
-                "that run's folder and --resume, or remove earlier to plan all rounds at once",
+                f"that run's folder and {option('resume', True)}, or remove earlier to plan all rounds at once",
                 code="run.earlier",
             )
         return None
@@ -376,7 +380,7 @@ def with_more_rounds(scenario: Scenario, out: Path) -> Scenario:
     if not 0 < done < scenario.rounds:
         raise ScenarioError(
             f"rounds={scenario.rounds} must be > {done}, the rounds that {out} has done"
-            + ("" if done else ": it has none yet, so give another --out"),
+            + ("" if done else ": it has none yet, so give another " + option("out")),
             code="run.rounds-done",
         )
     private = previous.private
@@ -404,6 +408,20 @@ def check_one_stage(scenario: Scenario, why: str) -> None:
         )
 
 
+def check_no_training_loss(scenario: Scenario) -> None:
+    """Refuse the training loss where no process has all peers' examples.
+
+    Raises:
+        ScenarioError: the scenario asks for it.
+    """
+    if scenario.evaluation.training_loss:
+        raise ScenarioError(
+            "evaluation.training_loss needs all peers' examples in one process, and here peers keep theirs: leave it "
+            "out, or use `privdec run`",
+            code="evaluation.no-examples",
+        )
+
+
 def check_own_ledgers(agreement: Agreement) -> None:
     """Refuse a start from a run on the same data where each peer has a ledger of its own, which does not count that.
 
@@ -427,15 +445,9 @@ def _planned_as(scenario: Scenario, other: Scenario) -> Scenario:
     return scenario.model_copy(update=changed | {"privacy": privacy})
 
 
-def _ends_stage(checkpoint: Checkpoint, scenario: Scenario) -> bool:
-    """Return whether a checkpoint is the end of a scenario's last stage, from which the next one begins."""
-    last = scenario.earlier[-1] if scenario.earlier else None
-    return last is not None and (checkpoint.run.id, checkpoint.state.round_index) == (last.run, last.until)
-
-
 def again(out: Path) -> str:
     """Return how the command of a run that broke off goes on, which depends on what its folder keeps."""
-    return "with --resume" if (out / CHECKPOINT).exists() else "again"
+    return f"with {option('resume', True)}" if (out / CHECKPOINT).exists() else "again"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

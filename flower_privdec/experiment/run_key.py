@@ -35,6 +35,7 @@ from flower_privdec import __version__
 from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.common.user_code import Given
 from flower_privdec.data import Examples, PublicSet
+from flower_privdec.experiment.checkpoint import numbers_of
 from flower_privdec.privacy.noise import has_triton
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 
@@ -227,12 +228,15 @@ def constants_hash(module: nn.Module) -> str:
     The initial parameters that are trained follow from the scenario, and constants may come from a file of each peer's.
     """
     constants = {name: p for name, p in module.named_parameters() if not p.requires_grad} | dict(module.named_buffers())
-    if not constants:
-        return ""
+    return tensors_hash(constants) if constants else ""
+
+
+def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of tensors with their names, types and shapes."""
     digest = hashlib.sha256()
-    for name, value in constants.items():
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-        digest.update(value.detach().cpu().contiguous().numpy().data)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        digest.update(numbers_of(tensor))
     return digest.hexdigest()
 
 

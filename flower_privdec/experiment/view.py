@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import memory
@@ -25,7 +24,7 @@ from flower_privdec.data.datasets import check_fit, sizes_of_parts
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.run_key import KEY_BYTES, SEEDED, environment, own_keys, run_id, shared_secret
-from flower_privdec.gradients.protocol import inputs_like
+from flower_privdec.gradients.protocol import inputs_like, layer_outputs
 from flower_privdec.graph.mixing import disagreement_left
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.ledger.ledger import CohortLedger, RunName
@@ -106,19 +105,18 @@ class OwnParts:
         if scenario.features is not None:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
-        _check_least(examples, scenario.data.at_least, peers)
+        smallest, least = int(np.argmin(examples.sizes)), scenario.data.at_least
+        if least is not None and examples.sizes[smallest] < least:
+            raise ScenarioError(
+                f"data.at_least={least} must be <= {examples.sizes[smallest]}, what peer {peers[smallest]} holds: "
+                "lower it in the scenario of all peers, or leave this peer out",
+                code="data.at-least",
+            )
         from_system = secret is not None or scenario.compute.generator == "system"
         keys, run = _name_run(agreement, examples, peers, secret, from_system, runtime)
-        batch, seeds = scenario.data.batch, dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
-        sampler = Sampler(  # keyed by the run where there is privacy; else by the seed, whatever is run with it
-            batch.sampling,
-            batch.size,
-            examples.sizes,
-            seeds if scenario.private is None else keys,
-            peers,
-            rate=batch.rate,
-            small_peers=batch.small_peers,
-        )
+        seeds = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
+        # Keyed by the run where there is privacy; else by the seed, whatever is run with it.
+        sampler = Sampler(scenario.data.batch, examples.sizes, seeds if scenario.private is None else keys, peers)
         protection, larger = None, None
         if scenario.private is not None:
             drawings = drawings_of(agreement, peers, sampler)
@@ -276,18 +274,7 @@ def sampler_of_all(agreement: Agreement, peers: np.ndarray, runtime: str, root: 
                 code="noise.cancelling-weights",
             )
     keys = dict.fromkeys(everyone.tolist(), scenario.seed_of("run"))
-    return Sampler(batch.sampling, batch.size, sizes, keys, everyone, rate=batch.rate, small_peers=batch.small_peers)
-
-
-def _check_least(examples: Examples, least: int | None, peers: np.ndarray) -> None:
-    """Refuse peers with fewer examples than the scenario promises to all others."""
-    smallest = int(np.argmin(examples.sizes))
-    if least is not None and examples.sizes[smallest] < least:
-        raise ScenarioError(
-            f"data.at_least={least} must be <= {examples.sizes[smallest]}, what peer {peers[smallest]} holds: lower it "
-            "in the scenario of all peers, or leave this peer out",
-            code="data.at-least",
-        )
+    return Sampler(batch, sizes, keys, everyone)
 
 
 def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np.ndarray) -> PairPlan:
@@ -610,10 +597,8 @@ def _copy_bytes(experiment: Experiment) -> int:
     x, initial = experiment.own.examples.x, experiment.initial
     if isinstance(x, SparseRows):
         return 0
-    if not x.is_floating_point():
-        return 0 if x.device == initial.device else x.nbytes
-    same = x.dtype == initial.dtype and x.device == initial.device
-    return 0 if same else x.numel() * initial.element_size()
+    dtype = initial.dtype if x.is_floating_point() else x.dtype
+    return 0 if (x.dtype, x.device) == (dtype, initial.device) else x.numel() * dtype.itemsize
 
 
 def table_bytes(experiment: Experiment) -> dict[str, int | None]:
@@ -683,19 +668,6 @@ def multiplications_per_example(module: nn.Module, x: Features) -> int:
 
 def _outputs(module: nn.Module, x: Features) -> list[tuple[nn.Module, int]]:
     """Return how many numbers each leaf module puts out for one example."""
-    counts: list[tuple[nn.Module, int]] = []
-
-    def count(leaf: nn.Module, _inputs: Any, out: Any) -> None:  # one tensor, or several, as of a recurrent layer
-        counts.append((leaf, sum(part.numel() for part in tree_leaves(out) if isinstance(part, Tensor))))
-
-    leaves = [leaf for leaf in module.modules() if not list(leaf.children())]
-    handles = [leaf.register_forward_hook(count) for leaf in leaves]
-    parameter = next(module.parameters())
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=()):
-            one = x[:1].dense() if isinstance(x, SparseRows) else x[:1]
-            module(inputs_like(torch.zeros_like(one), parameter))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return counts
+    one = torch.zeros_like(x[:1].dense() if isinstance(x, SparseRows) else x[:1])
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        return layer_outputs(module, lambda: module(inputs_like(one, next(module.parameters()))))

@@ -395,11 +395,9 @@ class Outer:
         return ((exact.sqrt_() + (b * t + 2) * own * size + hidden) * (1 + ROUNDINGS * own)).to(dtype)
 
     def without(self, bad: Tensor) -> Outer:
-        """See Piece."""
         return replace(self, u=masked(self.u, bad), delta=masked(self.delta, bad))
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
-        """See Piece."""
         scaled = (self.delta * coefficient[:, None, None]).flatten(0, 1)
         if self.order is None:
             self.place.view(total).addmm_(scaled.t(), self.u.flatten(0, 1))
@@ -440,7 +438,6 @@ class LookedUp:
         return ((exact.sqrt_() + (b * t + 2) * own * size + hidden) * (1 + ROUNDINGS * own)).to(dtype)
 
     def without(self, bad: Tensor) -> LookedUp:
-        """See Piece."""
         return replace(self, delta=masked(self.delta, bad))
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
@@ -469,20 +466,20 @@ def is_supported(layer: nn.Module) -> bool:
 
 def weight_pieces(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: list[Tensor]) -> list[Piece]:
     """Return the gradients of a layer's weight, from an input and a derivative for each call of the layer."""
-    if isinstance(layer, nn.GroupNorm):
-        normal = [functional.group_norm(x, layer.num_groups, eps=layer.eps) for x in xs]
-        return [Stored(place, _sum([_sum_positions(layer, d * x) for x, d in zip(normal, deltas, strict=True)]))]
-    if isinstance(layer, nn.LayerNorm):
-        normal = [functional.layer_norm(x, layer.normalized_shape, eps=layer.eps) for x in xs]
-        return [Stored(place, _sum([_sum_positions(layer, d * x) for x, d in zip(normal, deltas, strict=True)]))]
-    if isinstance(layer, nn.RMSNorm):
-        normal = [functional.rms_norm(x, layer.normalized_shape, eps=layer.eps) for x in xs]
+    if isinstance(layer, nn.GroupNorm | nn.LayerNorm | nn.RMSNorm):
+        if isinstance(layer, nn.GroupNorm):
+            normal = [functional.group_norm(x, layer.num_groups, eps=layer.eps) for x in xs]
+        else:
+            norm: Any = functional.layer_norm if isinstance(layer, nn.LayerNorm) else functional.rms_norm
+            normal = [norm(x, layer.normalized_shape, eps=layer.eps) for x in xs]
         return [Stored(place, _sum([_sum_positions(layer, d * x) for x, d in zip(normal, deltas, strict=True)]))]
     if isinstance(layer, nn.Embedding):
         tokens = _joined([x.flatten(1) for x in xs], 1)
         delta = _joined([delta.reshape(*x.flatten(1).shape, -1) for x, delta in zip(xs, deltas, strict=True)], 1)
         padding = layer.padding_idx
-        return [LookedUp(place, tokens, delta if padding is None else _zeroed(delta, tokens == padding))]
+        if padding is not None:  # which has no gradient
+            delta = delta.masked_fill((tokens == padding).unsqueeze(2), 0)
+        return [LookedUp(place, tokens, delta)]
     deltas = [_flat(layer, delta) for delta in deltas]
     t, o = sum(delta.shape[1] for delta in deltas), deltas[0].shape[2]
     k = math.prod(place.shape[1:])
@@ -528,11 +525,6 @@ def _flat(layer: nn.Module, delta: Tensor) -> Tensor:
     if isinstance(layer, nn.Conv2d):
         delta = delta.permute(0, 2, 3, 1)
     return delta.reshape(delta.shape[0], -1, delta.shape[-1])
-
-
-def _zeroed(delta: Tensor, padding: Tensor) -> Tensor:
-    """Return derivatives [b, T, O] with 0 where there is padding [b, T], which has no gradient."""
-    return delta.masked_fill(padding.unsqueeze(2), 0)
 
 
 def _sum_positions(layer: nn.Module, delta: Tensor) -> Tensor:

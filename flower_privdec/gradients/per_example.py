@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.utils._pytree import tree_leaves
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import (
@@ -17,6 +16,7 @@ from flower_privdec.gradients.protocol import (
     RowKernel,
     Stored,
     batchable,
+    layer_outputs,
     masked,
     reason,
     row_chunks,
@@ -65,7 +65,9 @@ class VmapKernel(RowKernel):
         row = flatten(module)
         try:
             with torch.random.fork_rng(devices=[]), no_custom_vmap_rules():
-                self._activations = self._count(row, x[:1])
+                module = self._copied()
+                counts = layer_outputs(module, lambda: functional_call(module, self._views(row), (x[:1],)))
+                self._activations = sum(count for _, count in counts)
                 y = self._loss.blank(self._outputs(row, x[:1]))
                 self._gradients(row, x, y.expand(2, *y.shape[1:]))
         except RAISED_BY_USERS as error:  # the user's forward may raise anything
@@ -93,19 +95,6 @@ class VmapKernel(RowKernel):
     def _copied(self) -> nn.Module:
         """Return a copy of the module that shares its trained parameters, for functional_call to replace."""
         return copy.deepcopy(self._module, {id(tensor): tensor for tensor in self._parameters.values()})
-
-    def _count(self, row: Tensor, x: Tensor) -> int:
-        """Return how many numbers the layers put out for one example."""
-        module, counts = self._copied(), list[int]()
-
-        def count(_layer: nn.Module, _inputs: object, outputs: object) -> None:
-            counts.extend(leaf.numel() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-
-        for part in module.modules():
-            if not list(part.children()):
-                part.register_forward_hook(count)
-        functional_call(module, self._views(row), (x,))
-        return sum(counts)
 
     def _views(self, row: Tensor) -> dict[str, Tensor]:
         return {name: place.view(row) for name, place in self._layout.items()}

@@ -147,7 +147,9 @@ class _Checker(fx.Interpreter):
         if versions != [tensor._version for tensor in tensors]:
             raise Unproved(f"{self._name(n)} changes its input in place", code="proof.in-place")
         self._kinds[n] = kind = self._kind(n, rule, result)
-        self.facts[n.name] = _fact(kind, result)
+        self.facts[n.name] = result if kind is Kind.NUMBER else kind
+        if isinstance(result, Tensor):
+            self.facts[n.name] = tuple(result.shape[kind is Kind.EXAMPLES :])
         return result
 
     def _rule(self, n: Node) -> Rule:
@@ -189,12 +191,6 @@ class _Checker(fx.Interpreter):
         if n.op == "call_module":
             return _named(str(n.target), self._layers[str(n.target)])
         return str(n.target) if isinstance(n.target, str) else str(getattr(n.target, "__name__", n.target))
-
-
-def _fact(kind: Kind, result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return tuple(result.shape[kind is Kind.EXAMPLES :])
-    return result if kind is Kind.NUMBER else kind
 
 
 def _random(module: nn.Module, shape: Sequence[int], n_tokens: int | None = None) -> Tensor:

@@ -34,6 +34,7 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.models import fix_norms, parameter_count, trained
@@ -322,6 +323,22 @@ def unknown_tokens(x: Tensor, n_tokens: int | None) -> Tensor | None:
     return unknown if bool(unknown.any()) else None
 
 
+def layer_outputs(module: nn.Module, call: Callable[[], object]) -> list[tuple[nn.Module, int]]:
+    """Return how many numbers each layer of a module puts out in a call, in the order in which layers are called."""
+    counts: list[tuple[nn.Module, int]] = []
+
+    def count(layer: nn.Module, _inputs: object, outputs: object) -> None:  # one tensor, or several, as of an LSTM
+        counts.append((layer, sum(part.numel() for part in tree_leaves(outputs) if isinstance(part, Tensor))))
+
+    handles = [part.register_forward_hook(count) for part in module.modules() if not list(part.children())]
+    try:
+        call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return counts
+
+
 def row_chunks(m: int, bytes_per_row: int, memory_bytes: int) -> list[slice]:
     """Cut m rows into slices whose temporaries fit into memory_bytes, one row at least."""
     size = max(1, memory_bytes // max(1, bytes_per_row))
@@ -366,11 +383,9 @@ class Stored:
         return upper(self.gradients.reshape(self.gradients.shape[0], -1))
 
     def without(self, bad: Tensor) -> Stored:
-        """See Piece."""
         return replace(self, gradients=masked(self.gradients, bad))
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
-        """See Piece."""
         flat = coefficient @ self.gradients.reshape(self.gradients.shape[0], -1)
         whole = self.place.view(total)
         (whole if self.part is None else self.part(whole)).add_(flat.view(self.gradients.shape[1:]))
@@ -441,7 +456,6 @@ class RowKernel(GradientKernel):
         return norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
         params, x = params.detach(), inputs_like(x, params)
         self._module.to(params)
         parts = self._logit_parts(x.shape[0], x)

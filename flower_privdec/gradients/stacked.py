@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from flower_privdec.gradients.factored import parse_chain
 from flower_privdec.gradients.protocol import (
     Clipping,
     GradientKernel,
@@ -178,7 +179,6 @@ class StackedKernel(GradientKernel):
         return factors.norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
         (first, *rest), m = self.layers, params.shape[0]
         out = params.new_empty(m, x.shape[0], self.layers[-1].weight.shape[0])
         per_example = self._width * params.element_size()
@@ -194,7 +194,6 @@ class StackedKernel(GradientKernel):
         return out
 
     def blended_logits(self, params: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs [c, N, k] of blended models for shared inputs; see GradientKernel."""
         (first, *rest), c = self.layers, len(weights)
         out = params.new_empty(c, x.shape[0], self.layers[-1].weight.shape[0])
         examples = row_chunks(x.shape[0], max(c, len(params)) * self._width * params.element_size(), self._memory)
@@ -211,13 +210,16 @@ class StackedKernel(GradientKernel):
 
 def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | None:
     """Return the layers of a stack for examples of a shape, or None where the module is not a stack."""
-    parts, rows = _leaves(module), layout(module)
-    if parts is None or len(rows) < len(dict(module.named_parameters())):  # some are frozen
+    steps, rows = parse_chain(module), layout(module)
+    frozen = len(rows) < len(dict(module.named_parameters()))
+    if steps is None or frozen or not all(map(is_plain, module.modules())):
         return None
     place_of = {id(parameter): rows[name] for name, parameter in module.named_parameters()}
     layers: list[Layer] = []
     flat = len(input_shape) == 1
-    for part in parts:
+    for _, part in steps:
+        if type(part) in (nn.Conv2d, nn.MaxPool2d):
+            return None
         if type(part) is nn.Flatten:
             flat |= not layers
         elif type(part) is nn.Linear:
@@ -229,18 +231,6 @@ def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | 
             layers[-1] = Layer(layers[-1].weight, layers[-1].bias, type(part))
     used = [place.name for layer in layers for place in (layer.weight, layer.bias) if place is not None]
     return layers if layers and flat and len(set(used)) == len(used) else None
-
-
-def _leaves(module: nn.Module) -> list[nn.Module] | None:
-    """Return the modules of (nested) Sequentials in order of call, or None where one is of another kind."""
-    if not is_plain(module):
-        return None
-    if type(module) is nn.Sequential:
-        parts = [_leaves(child) for child in module]
-        return None if None in parts else [leaf for leaves in parts for leaf in leaves or ()]
-    if type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
-        return [module]
-    return [module] if type(module) in (nn.Linear, nn.ReLU, nn.Tanh, nn.Identity) else None
 
 
 class SparseLinearKernel(GradientKernel):
@@ -279,12 +269,10 @@ class SparseLinearKernel(GradientKernel):
         return norms
 
     def logits(self, params: Tensor, x: SparseRows) -> Tensor:
-        """Return the outputs [m, N, k] for shared inputs, [N, D]; see GradientKernel."""
         layer = self.layers[0]
         weights = layer.weight.view(params).detach().cpu().numpy()
         z = torch.stack([torch.from_numpy(x.matrix @ weight.T) for weight in weights]).to(params)
         return z if layer.bias is None else z + layer.bias.view(params).unsqueeze(1)
 
     def blended_logits(self, params: Tensor, weights: Tensor, x: SparseRows) -> Tensor:
-        """Return the outputs [c, N, k] of blended models for shared inputs; see GradientKernel."""
         return torch.einsum("cn,nek->cek", weights, self.logits(params, x))

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.common.formatting import duration, epsilon_text, number, peer_ranges, setting
-from flower_privdec.data import Sampler, partition
+from flower_privdec.data import partition
 from flower_privdec.engine.workers import deal, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
@@ -353,14 +353,14 @@ def heterogeneity(experiment: Experiment, objective: Objective) -> float:
     """Estimate b²; refuse where the sample cannot be partitioned as the training set is."""
     scenario = experiment.scenario
     section, sizes = scenario.data.partition, experiment.own.sampler.partition_sizes
-    options = section.model_dump(exclude={"kind"}, exclude_none=True)
     if section.kind == "sizes":
-        options["sizes"] = (sizes / sizes.sum()).tolist()
+        section = section.model_copy(update={"sizes": (sizes / sizes.sum()).tolist()})
     if section.min_size is not None:
-        options["min_size"] = max(1, min(section.min_size, len(objective.y) // scenario.n_peers))
+        least = max(1, min(section.min_size, len(objective.y) // scenario.n_peers))
+        section = section.model_copy(update={"min_size": least})
     y = objective.y.cpu().numpy()
     try:
-        parts = partition(y, scenario.n_peers, section.kind, scenario.seed_of("data"), **options)
+        parts = partition(y, scenario.n_peers, section, scenario.seed_of("data"))
     except ScenarioError as error:
         raise ScenarioError(
             f"plan.heterogeneity is missing and cannot be estimated ({error}): add it", code=MISSING
@@ -530,8 +530,11 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
     batch = 1 if sampler.kind == "full" else math.ceil(float(sampler.normalizer.max()))
     limit = max(2 * batch, min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
     examples = replace(examples, parts=tuple(part[:limit] for part in examples.parts))
-    size = None if sampler.kind == "full" else sampler.size or batch
-    smaller = Sampler(sampler.kind, size, examples.sizes, sampler.keys, sampler.peers, small_peers="full")
+    section = sampler.section
+    if sampler.kind != "full":
+        size = section.size or batch
+        section = section.model_copy(update={"size": size, "rate": None, "small_peers": "full"})
+    smaller = sampler.like(section=section, partition_sizes=examples.sizes)
     own = replace(experiment.own, examples=examples, sampler=smaller)
     return replace(experiment, own=own), float(sampler.partition_sizes.max() / examples.sizes.max())
 

@@ -168,6 +168,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     """Print a finished run's results, its privacy, and the folder of its files."""
     console = _Console()
     loss = wording.main_loss(summary["algorithm"], summary["loss"])
+    training = wording.main_loss(summary["algorithm"], summary.get("training_loss"))
     average = wording.named_value(summary, "peer_mean")
     pace = f"{number(summary['peer_steps_per_second'])} peer steps per second"
     network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
@@ -190,6 +191,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         ("also", ", ".join(metrics[1:]) or None),
         ("own labels", wording.own_labels(summary)),
         ("loss", None if loss is None else f"{number(loss)} (mean model, test set)"),
+        ("training loss", None if training is None else f"{number(training)} (mean model, all peers' examples)"),
         ("consensus", f"{number(summary['consensus_distance'])} root mean square distance to the mean model"),
         ("objective", objective),
         ("coalitions", coalitions),

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.formatting import epsilon_text, setting
 from flower_privdec.experiment.spent import json_number
 from flower_privdec.privacy.accountant.accounting import (
@@ -68,29 +68,32 @@ def ledger_facts(path: Path, delta: float, budget: float | None = None, *, check
     """
     check_delta(delta)
     if budget is not None and not budget > 0:
-        raise ScenarioError(f"--epsilon {budget} must be a budget, > 0", code="ledger.budget")
+        raise ScenarioError(f"{option('epsilon', budget)} must be a budget, > 0", code="ledger.budget")
     totals, lines, source = Totals(), 0, ""
     for segment, entries in verified(path):
         totals.count(entries)
         lines += len(entries)
         source = segment.source
     costs = runs_in(totals.entries)
-    together = epsilon_of_runs(list(costs.values()), delta)
+    together = _spent(list(costs.values()), delta, check)
     return {
         "ledger": str(path),
         "source": source,
         "lines": lines,
         "delta": delta,
         "runs": [_run_facts(run, totals, alternatives, delta, check) for run, alternatives in costs.items()],
-        "epsilon": json_number(together),
-        **_checked(list(costs.values()), delta, check),
-        "left": None if budget is None else max(0.0, budget - together),
+        **together,
+        "left": None if budget is None else max(0.0, budget - float(together["epsilon"])),
     }
 
 
-def _checked(runs: Sequence[Alternatives], delta: float, check: bool) -> dict[str, Any]:
-    other = dp_accounting_epsilon(runs, delta) if check else None
-    return {"dp_accounting": None if other is None else json_number(other)} if check else {}
+def _spent(runs: Sequence[Alternatives], delta: float, check: bool) -> dict[str, Any]:
+    """Return the ε of runs together, and dp-accounting's where it is asked for."""
+    facts: dict[str, Any] = {"epsilon": json_number(epsilon_of_runs(runs, delta))}
+    if check:
+        other = dp_accounting_epsilon(runs, delta)
+        facts["dp_accounting"] = None if other is None else json_number(other)
+    return facts
 
 
 def _run_facts(run: str, totals: Totals, alternatives: Alternatives, delta: float, check: bool) -> dict[str, Any]:
@@ -99,8 +102,7 @@ def _run_facts(run: str, totals: Totals, alternatives: Alternatives, delta: floa
         "run": run,
         "steps": max(entry.to_step for entry in entries),
         "peers": len({peer for entry in entries for charge in entry.charges for peer in charge.peers}),
-        "epsilon": json_number(epsilon_of_runs([alternatives], delta)),
-        **_checked([alternatives], delta, check),
+        **_spent([alternatives], delta, check),
         "environment": entries[-1].run.environment,
     }
 
@@ -117,7 +119,9 @@ def print_ledgers(path: Path, delta: float, budget: float | None, as_json: bool,
             [run["run"][:8], run["environment"], f"{run['steps']:,}", str(run["peers"]), *_epsilons(run)]
             for run in one["runs"]
         ]
-        left = "" if one["left"] is None else f"; {_rounded_down(one['left'])} left of {epsilon_text(budget)}"
+        left = ""
+        if one["left"] is not None:  # rounded down
+            left = f"; {math.floor(1000 * one['left']) / 1000:g} left of {epsilon_text(budget)}"
         ours, *theirs = _epsilons(one)
         other = f" ({OTHER}: {theirs[0]})" if check else ""
         note = f"all together: ε = {ours}{other} at δ = {setting(delta)}{left}"
@@ -131,7 +135,3 @@ def _epsilons(facts: dict[str, Any]) -> list[str]:
     """Return ε and, where it was asked for, dp-accounting's."""
     others = [facts["dp_accounting"]] if "dp_accounting" in facts else []
     return [epsilon_text(facts["epsilon"]), *("–" if other is None else epsilon_text(other) for other in others)]
-
-
-def _rounded_down(epsilon: float) -> str:
-    return f"{math.floor(1000 * epsilon) / 1000:g}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_privdec import __version__
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.formatting import duration, epsilon_text, number, setting
 from flower_privdec.reporting import wording
 from flower_privdec.reporting.console import comparison_row, complete_yaml, graph_facts
@@ -58,7 +58,7 @@ def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
     ending = out.suffix.lower()
     if ending not in (*PAGES, *TABLES, *FIGURES):
         endings = ", ".join((*PAGES, *TABLES, *FIGURES))
-        raise ScenarioError(f"--out {out}: must end in one of {endings}; rename it", code="reporting.suffix")
+        raise ScenarioError(f"{option('out', out)}: must end in one of {endings}; rename it", code="reporting.suffix")
     groups = read_groups(runs)
     text = {".csv": _csv, ".tex": _latex}.get(ending, render)(groups) if ending not in FIGURES else ""
     try:
@@ -69,7 +69,8 @@ def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
             out.write_text(text, encoding="utf-8", errors="backslashreplace")  # a folder's name may be no text
     except OSError as error:
         raise ScenarioError(
-            f"--out {out}: cannot be written ({error.strerror}); give another path", code="reporting.unwritable"
+            f"{option('out', out)}: cannot be written ({error.strerror}); give another path",
+            code="reporting.unwritable",
         ) from error
     return [group.summary for group in groups]
 
@@ -117,7 +118,7 @@ def _save_figures(groups: Sequence[RunGroup], out: Path) -> None:
     with drawing():
         figures = [figure for curve in curves_of(groups) if (figure := draw_curve(curve, groups, legend=True))]
         if not figures:
-            raise ScenarioError(f"--out {out}: no run has been evaluated yet", code="reporting.no-curve")
+            raise ScenarioError(f"{option('out', out)}: no run has been evaluated yet", code="reporting.no-curve")
         if out.suffix.lower() == ".png":
             figures[0].savefig(out, dpi=200, facecolor="white")
             return
@@ -154,6 +155,7 @@ def render(groups: Sequence[RunGroup]) -> str:
         budgets=headings,
         runs=[_section(group, graph) for group, graph in zip(groups, _graphs(groups), strict=True)],
         version=__version__,
+        wording=wording,
     )
 
 
@@ -242,14 +244,9 @@ def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
         facts += summary.get("made", {}).items()
     return {
         "label": group.label,
-        "headline": wording.headline(summary),
+        "summary": summary,
         "finished": first.finished,
         "facts": facts,
-        "guarantee": wording.guarantee(summary),
-        "meaning": wording.meaning(summary),
-        "claim": wording.claim(summary),
-        "warning": summary.get("budget_note"),
-        "noise": summary.get("noise") if wording.is_private(summary) else None,
         "privacy": wording.alike(summary["privacy"], privacy_cells),
         "graph": graph,
         "yaml": complete_yaml(first.scenario),

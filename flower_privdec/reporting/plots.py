@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flower_privdec.algorithms import build_algorithm
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
 from flower_privdec.graph.topology import CompleteTopology, Topology, joint_connectivity
@@ -167,7 +167,7 @@ def draw_curve(curve: Curve, groups: Sequence[RunGroup], *, legend: bool = False
     Runs that differ only in their seeds are one line, their mean, in a band of one standard deviation to either side.
     Call it within `drawing`.
     """
-    figure, axes = _panel(curve.heading(groups), "round")
+    figure, axes = _panel(curve.heading(groups), "round", share=curve.share)
     seeds = any(len(group.runs) > 1 for group in groups)
     for i, group in enumerate(groups):
         _draw_group(axes, curve, group, i, seeds=seeds)
@@ -180,8 +180,6 @@ def draw_curve(curve: Curve, groups: Sequence[RunGroup], *, legend: bool = False
         axes.set_yscale("log")
     elif curve.name == "epsilon" or curve.log:
         axes.set_ylim(0, 1.1 * values.max() or 1.0)
-    if curve.share:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     if legend:
         lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
         figure.legend(handles=lines, frameon=False, fontsize=8, loc="outside lower center", ncols=2)
@@ -203,21 +201,25 @@ def draw_peers(summary: Mapping[str, Any]) -> Figure | None:
     places = figure.subplots(len(panels), squeeze=False)[:, 0]
     for axes, (title, (numbers, scale, share)) in zip(places, panels.items(), strict=True):
         axes.plot(range(len(numbers)), [scale * number for number in numbers], "o", color=SERIES[0], markersize=4)
-        axes.set_title(title, loc="left", fontsize=10.5)
         axes.margins(y=0.25)
-        if share:
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+        _title(axes, title, share=share)
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("peer")
     return figure
 
 
-def _panel(title: str, xlabel: str) -> tuple[Figure, Axes]:
+def _panel(title: str, xlabel: str, *, share: bool = False) -> tuple[Figure, Axes]:
     figure = new_figure(6.0, 3.2)
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=10.5)
     axes.set_xlabel(xlabel)
+    _title(axes, title, share=share)
     return figure, axes
+
+
+def _title(axes: Axes, title: str, *, share: bool) -> None:
+    axes.set_title(title, loc="left", fontsize=10.5)
+    if share:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
 
 
 def line_style(index: int) -> tuple[int, str]:
@@ -273,11 +275,11 @@ def themed(svg: str) -> str:
     return f"{svg[:start]}<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{svg[start:]}"
 
 
-def save_picture(draw: Callable[[], Figure], out: Path, option: str) -> None:
+def save_picture(draw: Callable[[], Figure], out: Path, name: str) -> None:
     """Draw a figure into a file; an SVG follows the reader's theme.
 
     Raises:
-        ScenarioError: matplotlib is not installed, or the file cannot be written; `option` is what named it.
+        ScenarioError: matplotlib is not installed, or the file cannot be written; `name` is the option that named it.
     """
     with drawing():
         try:
@@ -287,7 +289,8 @@ def save_picture(draw: Callable[[], Figure], out: Path, option: str) -> None:
                 out.write_text(themed(out.read_text(encoding="utf-8")), encoding="utf-8")
         except OSError as error:
             raise ScenarioError(
-                f"{option} {out}: cannot be written ({error.strerror}); give another path", code="reporting.unwritable"
+                f"{option(name, out)}: cannot be written ({error.strerror}); give another path",
+                code="reporting.unwritable",
             ) from error
 
 
@@ -330,15 +333,13 @@ def draw_bars(rows: Mapping[str, Mapping[str, Any]], title: str, *, share: bool)
         rows: mean and std (None for one seed), by label.
         share: whether they are fractions, shown in percent.
     """
-    figure, axes = _panel(title[:1].upper() + title[1:], "")
+    figure, axes = _panel(title[:1].upper() + title[1:], "", share=share)
     factor = 100 if share else 1
     for index, row in enumerate(rows.values()):
         deviation = None if row["std"] is None else factor * row["std"]
         axes.errorbar(index, factor * row["mean"], deviation, fmt="o", color=SERIES[line_style(index)[0]], capsize=4)
     axes.set_xticks(range(len(rows)), list(rows))
     axes.margins(x=0.2)
-    if share:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     return figure
 
 
@@ -352,12 +353,11 @@ def draw_generalization(metrics: dict[str, Any]) -> Figure | None:
     if accuracies is None:
         return None
     title = "Accuracy with extra label classes, mean over the peers"
-    figure, axes = _panel(title, "extra label classes")
+    figure, axes = _panel(title, "extra label classes", share=True)
     for i, (name, label) in enumerate({"personal_models": "personalized models", "global_model": "mean model"}.items()):
         series, dash = line_style(i)
         extra, percentages = map(int, accuracies[name]), [100 * value for value in accuracies[name].values()]
         axes.plot(list(extra), percentages, dash, marker="o", markersize=4, color=SERIES[series], label=label)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     axes.legend(frameon=False)
     return figure
 
@@ -457,7 +457,9 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         ScenarioError: a graph that can never agree, or a file that cannot be written.
     """
     if out is not None and out.suffix.lower() not in PICTURES:
-        raise ScenarioError(f"--out {out}: must end in {', '.join(PICTURES)}; rename it", code="reporting.suffix")
+        raise ScenarioError(
+            f"{option('out', out)}: must end in {', '.join(PICTURES)}; rename it", code="reporting.suffix"
+        )
     mixing = build_graph(scenario)
     if mixing is None:
         absent = ("name", "directed", "period", "weights", "joint_connectivity", "spectral_gap", "edges", "picture")
@@ -470,8 +472,8 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         counts = [len(topology.edges(k)) for k in range(rounds_shown(topology))]
     if out is not None and (scenario.n_peers > MOST_PEERS_DRAWN or max(counts) > MOST_EDGES_DRAWN):
         raise ScenarioError(
-            f"--out {out}: a picture of {scenario.n_peers:,} peers and {max(counts):,} edges would show nothing; draw "
-            f"at most {MOST_PEERS_DRAWN:,} peers and {MOST_EDGES_DRAWN:,} edges, or leave --out out",
+            f"{option('out', out)}: a picture of {scenario.n_peers:,} peers and {max(counts):,} edges shows nothing; "
+            f"draw at most {MOST_PEERS_DRAWN:,} peers and {MOST_EDGES_DRAWN:,} edges, or leave {option('out')} out",
             code="reporting.graph-too-large",
         )
     small = scenario.n_peers <= LARGEST_LISTED
@@ -488,7 +490,7 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         "note": None,
     }
     if out is not None:
-        save_picture(lambda: draw_topology(topology), out, "--out")
+        save_picture(lambda: draw_topology(topology), out, "out")
     return description
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.scenario.findings import Location, Places, explain
-from flower_privdec.scenario.sections import PATHS, PEER, AppScenario, LocatedFile, Scenario, own_modules
+from flower_privdec.scenario.sections import PEER, AppScenario, LocatedFile, Scenario, own_modules
 
 LONGEST, LARGEST, DEEPEST = 1 << 20, 1_000_000, 32  # characters; values once aliases stand for copies; levels
 LARGEST_WHOLE = 2**63
@@ -37,10 +37,12 @@ _EXPONENT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")
 class _Loader(yaml.SafeLoader):
     """YAML whose 1e-5 is a number (YAML 1.2), whose dates are text, and whose aliases cannot grow without end."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, where: str, *, one_value: bool) -> None:
         super().__init__(text)
+        self._where, self._one_value = where, one_value
         self._depth, self._count = 0, 0
         self._sizes: dict[int, tuple[int, int]] = {}  # values and levels of every complete node
+        self.lines: dict[Location, int] = {}
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         """Compose a node and count it, an alias as what it stands for."""
@@ -65,6 +67,66 @@ class _Loader(yaml.SafeLoader):
         pairs = node.value if isinstance(node, MappingNode) else ()
         parts = [value for _, value in pairs] if pairs else node.value if isinstance(node, SequenceNode) else ()
         return 1 + max((self._sizes[id(part)][1] for part in parts), default=0)
+
+    def plain(self, node: Node, path: Location) -> Any:
+        """Return what a node holds, and note the lines of its keys."""
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if node.tag not in [f"tag:yaml.org,2002:{kind}" for kind in _PLAIN]:
+            problem = f"the tag {shown(node.tag)} is not taken: write text, numbers, lists and mappings"
+            raise self._error(node, problem, "yaml.tag")
+        if isinstance(node, MappingNode):
+            return {key: self.plain(part, (*path, key)) for key, part in self._keys(node, path)}
+        if isinstance(node, SequenceNode):
+            return [self.plain(part, (*path, index)) for index, part in enumerate(node.value)]
+        return self._scalar(node)
+
+    def _keys(self, node: MappingNode, path: Location) -> Any:
+        for key, part in node.value:
+            if not isinstance(key, ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                description = (
+                    f"the key {shown(key.value)}" if isinstance(key, ScalarNode) else "a list or mapping as key"
+                )
+                raise self._error(key, f"{description} must be a word; quote it", "yaml.key")
+            here = (*path, self._text(key))
+            if here in self.lines:
+                raise self._error(key, f"key {shown(key.value)} stands twice; keep one", "yaml.repeated-key")
+            self.lines[here] = key.start_mark.line + 1
+            yield key.value, part
+
+    def _scalar(self, node: Node) -> Any:
+        if node.tag.endswith(":str") or (":" in node.value and node.tag.endswith((":int", ":float"))):
+            return self._text(node)  # 1:30 too, which YAML 1.1 takes for 90
+        text = shown(node.value)
+        if node.tag.endswith(":int") and _OCTAL.fullmatch(node.value):
+            problem = f"{text} may be octal; write it without leading zeros, or quote it"
+            raise self._error(node, problem, "yaml.octal")
+        try:
+            value = self.construct_object(node)
+        except (ValueError, KeyError, IndexError, OverflowError) as error:  # as !!int of what is none
+            problem = f"{text} cannot be read as what it looks like; quote it"
+            raise self._error(node, problem, "yaml.scalar") from error
+        if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
+            problem = f"{text} must be less than 2^63; write a number so large as 1e30"
+            raise self._error(node, problem, "yaml.number")
+        if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
+            problem = f"{text} is beyond the largest number there is, 1.8e308; lower it"
+            raise self._error(node, problem, "yaml.number")
+        if value == 0 and isinstance(value, float) and set(node.value.lower().partition("e")[0]) & set("123456789"):
+            problem = f"{text} is below the smallest number there is, 5e-324; raise it"
+            raise self._error(node, problem, "yaml.number")
+        return value
+
+    def _text(self, node: Node) -> str:
+        text: str = node.value
+        odd = next((sign for sign in text if category(sign) in _CONTROL and sign not in "\n\t"), None)
+        if odd is not None:
+            problem = f"{shown(text)} holds the control character {odd!r}; take it out"
+            raise self._error(node, problem, "yaml.control")
+        return text
+
+    def _error(self, node: Node, problem: str, code: str) -> ScenarioError:
+        line = "" if self._one_value else f":{node.start_mark.line + 1}"
+        return ScenarioError(f"{self._where}{line}: {problem}", code=code)
 
 
 def _refused(problem: str, event: Any) -> ComposerError:
@@ -107,9 +169,9 @@ def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, 
     if len(text) > LONGEST:
         raise ScenarioError(f"{where}: has more than {LONGEST:,} characters; give a shorter one", code="yaml.long")
     try:
-        loader = _Loader(text)
-        node, lines = loader.get_single_node(), dict[Location, int]()
-        return (None if node is None else _Reading(loader, lines, where, one_value).value(node, ())), lines
+        loader = _Loader(text, where, one_value=one_value)
+        node = loader.get_single_node()
+        return (None if node is None else loader.plain(node, ())), loader.lines
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
         mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
@@ -118,73 +180,6 @@ def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, 
         if one_value:
             place, remedy = "", "quote the value"
         raise ScenarioError(f"{where}{place}: not valid YAML ({problem}); {remedy}", code="scenario.yaml") from error
-
-
-class _Reading:
-    """Plain data from nodes that are bounded already."""
-
-    def __init__(self, loader: _Loader, lines: dict[Location, int], where: str, one_value: bool) -> None:
-        self._loader, self._lines, self._where, self._one_value = loader, lines, where, one_value
-
-    def value(self, node: Node, path: Location) -> Any:
-        """Return what a node holds, and note the lines of its keys."""
-        self._lines.setdefault(path, node.start_mark.line + 1)
-        if node.tag not in [f"tag:yaml.org,2002:{kind}" for kind in _PLAIN]:
-            problem = f"the tag {shown(node.tag)} is not taken: write text, numbers, lists and mappings"
-            raise self._error(node, problem, "yaml.tag")
-        if isinstance(node, MappingNode):
-            return {key: self.value(part, (*path, key)) for key, part in self._keys(node, path)}
-        if isinstance(node, SequenceNode):
-            return [self.value(part, (*path, index)) for index, part in enumerate(node.value)]
-        return self._scalar(node)
-
-    def _keys(self, node: MappingNode, path: Location) -> Any:
-        for key, part in node.value:
-            if not isinstance(key, ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                description = (
-                    f"the key {shown(key.value)}" if isinstance(key, ScalarNode) else "a list or mapping as key"
-                )
-                raise self._error(key, f"{description} must be a word; quote it", "yaml.key")
-            here = (*path, self._text(key))
-            if here in self._lines:
-                raise self._error(key, f"key {shown(key.value)} stands twice; keep one", "yaml.repeated-key")
-            self._lines[here] = key.start_mark.line + 1
-            yield key.value, part
-
-    def _scalar(self, node: Node) -> Any:
-        if node.tag.endswith(":str") or (":" in node.value and node.tag.endswith((":int", ":float"))):
-            return self._text(node)  # 1:30 too, which YAML 1.1 takes for 90
-        text = shown(node.value)
-        if node.tag.endswith(":int") and _OCTAL.fullmatch(node.value):
-            problem = f"{text} may be octal; write it without leading zeros, or quote it"
-            raise self._error(node, problem, "yaml.octal")
-        try:
-            value = self._loader.construct_object(node)
-        except (ValueError, KeyError, IndexError, OverflowError) as error:  # as !!int of what is none
-            problem = f"{text} cannot be read as what it looks like; quote it"
-            raise self._error(node, problem, "yaml.scalar") from error
-        if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
-            problem = f"{text} must be less than 2^63; write a number so large as 1e30"
-            raise self._error(node, problem, "yaml.number")
-        if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
-            problem = f"{text} is beyond the largest number there is, 1.8e308; lower it"
-            raise self._error(node, problem, "yaml.number")
-        if value == 0 and isinstance(value, float) and set(node.value.lower().partition("e")[0]) & set("123456789"):
-            problem = f"{text} is below the smallest number there is, 5e-324; raise it"
-            raise self._error(node, problem, "yaml.number")
-        return value
-
-    def _text(self, node: Node) -> str:
-        text: str = node.value
-        odd = next((sign for sign in text if category(sign) in _CONTROL and sign not in "\n\t"), None)
-        if odd is not None:
-            problem = f"{shown(text)} holds the control character {odd!r}; take it out"
-            raise self._error(node, problem, "yaml.control")
-        return text
-
-    def _error(self, node: Node, problem: str, code: str) -> ScenarioError:
-        line = "" if self._one_value else f":{node.start_mark.line + 1}"
-        return ScenarioError(f"{self._where}{line}: {problem}", code=code)
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -228,12 +223,18 @@ def put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
     data[path[-1]] = value
 
 
+PATHS = (  # keys of a scenario that name a file or a folder
+    *(("data", "root"), ("data", "test"), ("model", "from"), ("topology", "file"), ("privacy", "ledger")),
+    ("privacy", "noise", "secrets", "file"),
+)
+
+
 def anchored(settings: Iterable[str], folder: Path) -> list[str]:
     """Return `key.path=value` settings of a scenario whose relative paths begin in a folder."""
     lines = []
     for setting in settings:
         data: dict[Any, Any] = {}
-        if re.split(r"[.=]", setting, maxsplit=1)[0].strip() in dict(PATHS):
+        if re.split(r"[.=]", setting, maxsplit=1)[0].strip() in {path[0] for path in PATHS}:
             key = _override(data, setting)
             _anchor(data, folder)
             for part in key:
@@ -244,11 +245,20 @@ def anchored(settings: Iterable[str], folder: Path) -> list[str]:
 
 
 def _anchor(data: dict[str, Any], folder: Path) -> None:
-    """Let the relative paths of a scenario's plain data begin in a folder, in place."""
-    for section, key in PATHS:
-        keys = data.get(section)
-        if isinstance(keys, dict) and isinstance(path := keys.get(key), str) and path not in ("", PEER):
-            keys[key] = str(folder.absolute() / Path(path).expanduser())
+    """Let the relative paths of a scenario's plain data begin in a folder, in place; `{peer}` alone is none."""
+    for section, key in _paths_in(data):
+        if section[key] not in ("", PEER):
+            section[key] = os.path.abspath(folder / Path(section[key]).expanduser())
+
+
+def _paths_in(data: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each section of a scenario's plain data that names a path, and the key."""
+    for *names, key in PATHS:
+        section = data
+        for name in names:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            yield section, key
 
 
 def parse_model(
@@ -268,7 +278,7 @@ def validated(
     lines: Mapping[Location, int] | None = None,
     overrides: Mapping[Location, str] | None = None,
 ) -> Model:
-    """Return plain data as a strict model.
+    """Return plain data as a strict model; a scenario's relative paths begin where the command runs.
 
     Args:
         where: what to call the data in an error.
@@ -279,6 +289,8 @@ def validated(
         ScenarioError: with the place, the value, the rule and the remedy.
     """
     places = Places(where, lines or {}, overrides or {})
+    if issubclass(root, LocatedFile):
+        _anchor(data, Path())
     try:
         model = root.model_validate(data)
     except ValidationError as error:
@@ -386,14 +398,11 @@ def without_folders(scenario: Scenario) -> Scenario:
 
     Its `scenario_hash` is the same. Of `data.root` with `{peer}` in it what begins there stays.
     """
-    changed: dict[str, Any] = {}
-    for name, key in PATHS:
-        section, field = getattr(scenario, name), "origin" if key == "from" else key
-        value = getattr(section, field, None)
-        if isinstance(value, str):
-            short = value[value.index(PEER) :] if PEER in value else os.path.basename(value)
-            changed[name] = changed.get(name, section).model_copy(update={field: short})
-    return scenario.model_copy(update=changed)
+    data = json.loads(scenario.model_dump_json(by_alias=True))
+    for section, key in _paths_in(data):
+        path = section[key]
+        section[key] = path[path.index(PEER) :] if PEER in path else os.path.basename(path)
+    return Scenario.model_validate(data)
 
 
 def scenario_hash(scenario: Scenario | AppScenario, *, movable: bool = True) -> str:
@@ -441,9 +450,8 @@ def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
 
 def _hash_without(scenario: Scenario | AppScenario, excluded: Any, *, movable: bool = False) -> str:
     data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True, by_alias=True))
-    for section, key in PATHS if movable else ():
-        if key in (data.get(section) or ()):
-            data[section][key] = os.path.basename(data[section][key])
+    for section, key in _paths_in(data) if movable else ():
+        section[key] = os.path.basename(section[key])
     data |= {"seed": None, "seeds": scenario.all_seeds()}  # regardless of their source
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,22 +134,21 @@ def _plain_name(value: str) -> str:
     return value
 
 
-def _full_path(value: str) -> str:
-    """Return a path in full, from where the command runs; `{peer}` alone as it is. Raise unless a value can be one."""
+def _path_text(value: str) -> str:
+    """Raise unless a value can be a path."""
     if not value.isprintable():
         raise ArgumentError("must be a path on one line, without control characters", code="scenario.path")
     if len(value.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST_PART for part in value.split("/")):
         raise ArgumentError(
             f"must be a path of at most {LONGEST_PATH} bytes, {LONGEST_PART} between two slashes", code="scenario.path"
         )
-    return value if value == PEER else os.path.abspath(os.path.expanduser(value))
+    return value
 
 
 LONGEST_NAME = 100
 LONGEST_PATH, LONGEST_PART = 4000, 255  # what Linux takes, and what its file systems do
 Name = Annotated[str, AfterValidator(_plain_name)]
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_full_path)]
-PATHS = (("data", "root"), ("data", "test"), ("model", "from"), ("topology", "file"), ("privacy", "ledger"))
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_path_text)]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -164,9 +162,7 @@ class PartitionSection(Section):
     """How the training examples are dealt out to the peers.
 
     Attributes:
-        kind: `iid` is equal random shares; `dirichlet` divides every class by a Dirichlet draw; `shards` sorts by
-            label, cuts, and deals out; `pathological` gives each peer a few classes; `sizes` is random shares of
-            given sizes.
+        kind: how:
         alpha: of the Dirichlet distribution, small is skewed; for kind dirichlet alone.
         min_size: the least examples a peer holds, for kind dirichlet alone: one that drew fewer is given random
             examples of the peers that hold most; left out, what is drawn stays, and a peer without any is refused.
@@ -191,9 +187,7 @@ class BatchSection(Section):
     """How a peer draws its examples for a step.
 
     Attributes:
-        sampling: `poisson` draws each example by itself, with probability rate, or size / count, as the accountant's
-            amplification needs it; `uniform` exactly size distinct ones; `shuffle` runs through each epoch's
-            permutation; `full` takes all; `blocks` is one of count // size fixed batches.
+        sampling: which examples of a peer:
         size: examples in a batch, on average for poisson; every sampling but full needs it, or a rate.
         rate: in place of size, of poisson alone: the probability of every example to be drawn, the same at every peer.
             A peer of J examples then draws rate J on average, by which its sums are divided; privacy is amplified
@@ -204,7 +198,7 @@ class BatchSection(Section):
 
     sampling: Annotated[str, catalogue.SAMPLINGS] = "poisson"
     size: Count | None = None
-    rate: Annotated[float, Field(ge=1e-9, le=1, allow_inf_nan=False)] | None = None
+    rate: Annotated[float, Field(ge=1e-9, le=1, allow_inf_nan=False)] | None = None  # less: gaps between draws overflow
     small_peers: Literal["refused", "full"] = "refused"
 
     def _check(self) -> None:
@@ -303,7 +297,7 @@ class DataSection(Section):
             y_train, x_test and y_test. A function of your own is called with "train" or "test", its arguments, and root
             where that is given; it returns x and y.
         root: the folder in which the data lie, or the .npz file; nothing is downloaded. A relative path begins in the
-            scenario's folder, as those of test, `model.from`, `topology.file` and `privacy.ledger` do; on the command
+            scenario's folder, as those of test, `model.from`, `privacy.ledger` and a graph's `file` do; on the command
             line and in Python, where the command runs. A function gets `{peer}` alone as the peer's number.
             With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out; so
             has a device that names its own by `privdec peer --data`.
@@ -487,7 +481,7 @@ TAKEN = {  # what else stands beside metrics in a run's files
     *("n_peers", "rounds", "rounds_done", "seed", "seeds", "metrics", "traffic", "privacy", "budget_note", "noise"),
     *("numbers", "budget", "spread", "n_runs", "stopped_at", "stopped_by", "started_from"),
     *("evaluation_private", "wall_seconds", "peer_steps_per_second", "epsilon_so_far", "finished", "consensus"),
-    *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note"),
+    *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note", "training_loss"),
 }
 
 
@@ -564,7 +558,6 @@ class TaskSection(Section):
         return {**data, "metrics": list(USUAL_METRICS.get(targets or "classes", ("accuracy",)))}
 
     def _check(self) -> None:
-        names = list(self.kinds())
         for metric in self.metrics:
             if isinstance(metric, OwnMetricSection):
                 if metric.title in TAKEN:
@@ -579,17 +572,14 @@ class TaskSection(Section):
                 )
             elif wrong := unfit(metric, self.loss_name, self.targets):
                 raise ArgumentError(f"{metric} {wrong}", code="metrics.unfit")
-        if len(names) < len(self.metrics):
+        if len(names := self.kinds()) < len(self.metrics):
             raise ArgumentError(f"metrics names one of {', '.join(names)} twice: keep one", code="metrics.repeated")
 
     def kinds(self) -> dict[str, MetricKind]:
         """Return what is known of each metric, by its name."""
-        return {
-            metric if isinstance(metric, str) else metric.title: METRIC_KINDS[metric]
-            if isinstance(metric, str)
-            else metric.kind()
-            for metric in self.metrics
-        }
+        own = {metric.title: metric.kind() for metric in self.metrics if isinstance(metric, OwnMetricSection)}
+        names = [metric if isinstance(metric, str) else metric.title for metric in self.metrics]
+        return {name: own[name] if name in own else METRIC_KINDS[name] for name in names}
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Return each metric's name with its title, whether more is better, and whether it is a share of 1."""
@@ -644,7 +634,7 @@ class RegularizerSection(Section):
     """h, which is added to the mean loss; it weighs every parameter, the bias too.
 
     Attributes:
-        kind: none; l2, μ‖x‖²/2; l1, φ‖x‖_1; elastic-net, both; box and ball confine the parameters.
+        kind: which function:
         weight: μ of l2 and elastic-net, φ of l1.
         l1_weight: φ of elastic-net.
         lower: of box.
@@ -678,8 +668,7 @@ class DualAveragingSection(Section):
     Attributes:
         name: which algorithm.
         regularizer: h, which is added to the loss.
-        schedule: strongly-convex weighs round t by a_t = t, and γ_t is gamma, for a strongly convex regularizer;
-            convex weighs all rounds alike, and γ_t is gamma sqrt(t).
+        schedule: the weight a_t of round t, and γ_t:
         gamma: γ, by which half the squared norm of the model holds it back; 0, the value of the theory, for the
             strongly convex schedule alone.
     """
@@ -878,9 +867,7 @@ class VRSection(GradientSection):
     """PrivSGP-VR: which memory of gradients reduces the variance.
 
     Attributes:
-        table: `factored` keeps every example's gradient by its layers' factors, for stacks of linear layers; `dense`
-            keeps the gradients themselves, for any model; `blocks` one for each fixed batch, with
-            data.batch.sampling: blocks; `snapshot` an earlier model and its full gradient (SVRG).
+        table: which gradients are remembered:
         snapshot_every: the number of rounds between two snapshots; for table snapshot only.
     """
 
@@ -1255,6 +1242,12 @@ class CancellingSection(Section):
 NoiseChoice = Annotated[Annotated[CancellingSection, Tag("named")] | Annotated[OwnSection, Tag("own")], OWN_OR_NAMED]
 
 
+def _below_one(delta: float | tuple[float, ...]) -> float | tuple[float, ...]:
+    if max(delta if isinstance(delta, tuple) else (delta,)) >= 1:
+        raise ArgumentError("must be < 1 (well below one over the number of examples)", code="privacy.delta")
+    return delta
+
+
 class PrivacySection(Section):
     """Each peer's budget, clipping and noise; `privacy: none` trains without any.
 
@@ -1281,7 +1274,7 @@ class PrivacySection(Section):
     """
 
     epsilon: PerPeer | None = None
-    delta: Annotated[PerPeer, BeforeValidator(lambda value: _below_one(value))]
+    delta: Annotated[PerPeer, AfterValidator(_below_one)]
     clip_norm: PerPeer = 1.0
     schedule: ScheduleSection | None = None
     noise_multiplier: NonNegative | None = None
@@ -1308,14 +1301,6 @@ class PrivacySection(Section):
                 "without hardened, or leave noise out",
                 code="privacy.own-noise",
             )
-
-
-def _below_one(value: Any) -> Any:
-    """Refuse a delta of 1 or more, for one number or for a list."""
-    numbers = value if isinstance(value, list | tuple) else [value]
-    if any(isinstance(x, int | float) and x >= 1 for x in numbers):
-        raise ArgumentError("must be < 1 (well below one over the number of examples)", code="privacy.delta")
-    return value
 
 
 PrivacyChoice = Annotated[
@@ -1390,7 +1375,7 @@ class ClippedSection(Section):
     """
 
     kind: Literal["clipped"]
-    byzantine: Annotated[int, Field(ge=1)]
+    byzantine: Count
 
 
 class NetworkSection(Section):
@@ -1431,10 +1416,10 @@ class NetworkSection(Section):
     give_up: Positive | None = None
     deadline: Positive = 10.0
     retry: Positive = 1.0
-    commit_every: Annotated[int, Field(ge=1)] = 1
-    quorum: Annotated[int, Field(ge=1)] = 1
+    commit_every: Count = 1
+    quorum: Count = 1
     alone: Literal["wait", "go-on"] = "wait"
-    lead: Annotated[int, Field(ge=1)] | None = 4
+    lead: Count | None = 4
     final_mixing: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     robust: ClippedSection | None = None
     hand_in: bool | None = None
@@ -1468,8 +1453,6 @@ class NetworkSection(Section):
         return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(identities)]
 
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 MOST_PEERS, MOST_ROUNDS = 1_000_000, 1_000_000_000
 
 
@@ -1477,8 +1460,7 @@ class ParticipationSection(Section):
     """Who is active in a round.
 
     Attributes:
-        kind: `all`; `uniform`: as many in every round, drawn without replacement; or `edges`: the ends of some edges of
-            the topology, drawn without replacement, over which alone they exchange.
+        kind: which peers:
         fraction: the share of the peers that is active, for kind uniform alone.
         count: how many edges are drawn in a round, for kind edges alone.
     """
@@ -1499,11 +1481,14 @@ class EvaluationSection(Section):
         peer_samples: test examples for each peer's own model; left out, all. The mean model has them all.
         private: what to do where there is privacy with figures on the peers' own examples, which no ε covers: withhold
             them, or ignore that and say so in the summary.
+        training_loss: whether the mean model is tried on all peers' training examples too, in a simulation. With
+            privacy it needs private to be ignored.
     """
 
     every: Count = 20
     peer_samples: Count | None = None
     private: Literal["withheld", "ignored"] = "withheld"
+    training_loss: bool = False
 
 
 class ComputeSection(Section):
@@ -1696,24 +1681,22 @@ class Scenario(LocatedFile):
         return to_yaml(self)
 
     def _check(self) -> None:
-        ledger = self.private is not None and self.private.ledger is not None
-        dataset = self.data.dataset
+        private, algorithm, dataset = self.private, self.algorithm, self.data.dataset
+        ledger = private is not None and private.ledger is not None
         if ledger and self.data.source is None and not isinstance(dataset, str) and is_given(dataset.module):
             raise ArgumentError(
                 "data.source is missing: name the source of the data that are given, the same name in every run over "
                 "them, under which privacy.ledger counts what is spent",
                 code="data.source",
             )
-        if self.compute.generator == "system" and self.private is None:
+        if self.compute.generator == "system" and private is None:
             raise ArgumentError(
                 "compute.generator=system is for noise, and privacy is none: leave generator out",
                 code="compute.generator",
             )
         clips = ("learning_rate", "initial_clip", "clip_norm")
-        lists = {f"algorithm.{key}": getattr(self.algorithm, key, None) for key in clips}
-        if isinstance(self.privacy, PrivacySection):
-            for key in ("epsilon", "delta", "clip_norm"):
-                lists[f"privacy.{key}"] = getattr(self.privacy, key)
+        lists = {f"algorithm.{key}": getattr(algorithm, key, None) for key in clips}
+        lists |= {f"privacy.{key}": getattr(private, key, None) for key in ("epsilon", "delta", "clip_norm")}
         for key, value in lists.items():
             if isinstance(value, tuple) and len(value) != self.n_peers:
                 raise ArgumentError(
@@ -1733,21 +1716,26 @@ class Scenario(LocatedFile):
                 code="scenario.earlier",
             )
         _check_addresses(self)
-        cancelling = self.private is not None and isinstance(self.private.noise, CancellingSection)
-        if cancelling and getattr(self.algorithm, "optimizer", None) is not None:
+        cancelling = private is not None and isinstance(private.noise, CancellingSection)
+        if cancelling and getattr(algorithm, "optimizer", None) is not None:
             raise ArgumentError(
                 "algorithm.optimizer with privacy.noise.kind=cancelling must be left out: noise of pairs "
                 "cancels in the sum of plain steps alone",
                 code="algorithm.optimizer",
             )
-        private = self.private
-        if private is not None and private.schedule is not None and isinstance(self.algorithm, DynSection):
+        if private is not None and private.schedule is not None and isinstance(algorithm, DynSection):
             raise ArgumentError(
-                f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it",
+                f"privacy.schedule: {algorithm.name} has a schedule of its own; use privsgp with it",
                 code="privacy.schedule",
             )
+        if private is not None and self.evaluation.training_loss and self.evaluation.private == "withheld":
+            raise ArgumentError(
+                "evaluation.training_loss is a figure on private examples, which no ε covers: leave it out, or, with "
+                "data that anyone may see, say evaluation.private=ignored",
+                code="evaluation.training-loss",
+            )
         if private is not None:
-            needed = isinstance(self.algorithm, PDSLSection) and private.calibration == "paper"
+            needed = isinstance(algorithm, PDSLSection) and private.calibration == "paper"
             if needed and private.phi_min is None:
                 raise ArgumentError(
                     "privacy.phi_min is missing: calibration paper of pdsl is eq. 27, which divides by φ̂_min, and eq. "
@@ -1759,18 +1747,18 @@ class Scenario(LocatedFile):
                     "privacy.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it",
                     code="privacy.phi-min",
                 )
-        blocks = isinstance(self.algorithm, VRSection) and self.algorithm.table == "blocks"
+        blocks = isinstance(algorithm, VRSection) and algorithm.table == "blocks"
         if blocks != (self.data.batch.sampling == "blocks"):
             raise ArgumentError(
                 "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other",
                 code="batch.blocks",
             )
-        if self.algorithm.name == "dp-sgd" and self.n_peers > 1:
+        if algorithm.name == "dp-sgd" and self.n_peers > 1:
             raise ArgumentError(
                 f"n_peers={self.n_peers} must be 1 for dp-sgd, the centralized reference; use local for more",
                 code="scenario.n-peers",
             )
-        if self.n_peers == 1 and self.algorithm.name not in catalogue.ALONE:
+        if self.n_peers == 1 and algorithm.name not in catalogue.ALONE:
             raise ArgumentError(
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
                 "one peer has no neighbor to exchange with; use algorithm local, or more peers",
@@ -1912,6 +1900,10 @@ class AppScenario(LocatedFile):
     def given(self) -> tuple[()]:
         """Return the parts that were given as Python objects: none."""
         return ()
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

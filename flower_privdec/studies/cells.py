@@ -140,6 +140,12 @@ def expand(
                 metric(name, kinds)
             except ScenarioError as error:
                 raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
+            if name == "training-loss" and not all(cell.scenario.evaluation.training_loss for cell in cells):
+                raise ScenarioError(
+                    f"part {part.name}, {key}: '{name}' is measured where a scenario asks for it; set "
+                    "evaluation.training_loss=true (and, with privacy, evaluation.private=ignored) in all cells",
+                    code="study.training-loss",
+                )
         all_cells += cells
     return all_cells
 
@@ -308,14 +314,10 @@ class Outcome(NamedTuple):
 
     Attributes:
         error: why it failed, or None.
-        seconds: how long it took.
-        warm: whether another cell had run in its process before.
     """
 
     cell: Cell
     error: str | None = None
-    seconds: float = 0.0
-    warm: bool = False
 
 
 def missing_cells(cells: Sequence[Cell], cache: Path) -> list[Cell]:
@@ -337,7 +339,7 @@ def run_cells(cells: Sequence[Cell], cache: Path, jobs: int, on_cell: OnCell) ->
     """
     failed = []
     runs = [(cell, to_yaml(cell.scenario), folder_of(cache, cell.key)) for cell in cells]
-    here = (Outcome(cell, *attempt(text, folder)) for cell, text, folder in runs)
+    here = (Outcome(cell, attempt(text, folder)) for cell, text, folder in runs)
     for outcome in here if jobs == 1 else _in_processes(runs, jobs):
         on_cell(outcome)
         if outcome.error is not None:
@@ -354,7 +356,7 @@ def _in_processes(runs: Sequence[tuple[Cell, str, Path]], jobs: int) -> Iterator
         waiting = {pool.submit(attempt, text, folder): cell for cell, text, folder in runs}
         for future in as_completed(waiting):
             try:
-                yield Outcome(waiting[future], *future.result())
+                yield Outcome(waiting[future], future.result())
             except BrokenProcessPool:
                 error = "its process was ended from outside (out of memory?); the same command resumes it"
                 yield Outcome(waiting[future], error)
@@ -375,17 +377,12 @@ def _end_with_the_study() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-_attempts = itertools.count()  # of this process
-
-
-def attempt(text: str, folder: Path) -> tuple[str | None, float, bool]:
-    """Run a cell; return why it failed, or None, the seconds it took, and whether this process had run one before."""
-    warm, began = next(_attempts) > 0, time.monotonic()
-    error = None
+def attempt(text: str, folder: Path) -> str | None:
+    """Run a cell; return why it failed, or None."""
     try:
         run_cell(text, folder)
     except PrivdecError as failure:
-        error = str(failure)
+        return str(failure)
     except Exception as failure:  # one cell's bug must not cost the others
-        error = f"{raised_at(failure)}: {failure}"
-    return error, time.monotonic() - began, warm
+        return f"{raised_at(failure)}: {failure}"
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import platform
+import re
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from itertools import pairwise
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flower_privdec import __version__
-from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError, option
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, setting, shown
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure, themed
 from flower_privdec.studies.cells import Outcome
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+AXIS = "axis."  # before an axis' name in a CSV file, where other columns may have that name
 MOST_BUDGETS = 6  # in one cell of a table; of more, the least and the greatest
 
 
@@ -63,14 +65,14 @@ def row(result: PartResult, group: Group) -> list[str]:
     cells += [_value(group, name) for name in part.metrics]
     if result.claims_epsilon:
         cells.append(budgets_text(group.budgets("claimed_epsilon"), setting))
-    seeds = str(len(group.runs)) + ("" if group.complete else f" ({group.missing} missing)")
+    seeds = str(group.n_runs) + ("" if group.complete else f" ({group.missing} missing)")
     exact = budgets_text(group.budgets("epsilon"), epsilon_text)
     return [*cells, exact, budgets_text(group.budgets("delta"), setting), seeds]
 
 
 def _value(group: Group, name: str) -> str:
     """Return a metric's mean and spread, or that no run of the group is finished."""
-    if group.missing and not group.runs:
+    if group.missing and not group.n_runs:
         return "not run"
     return value_text(group.metric(name), group.final(name), spread=True)
 
@@ -91,7 +93,8 @@ def to_csv(result: PartResult) -> str:
     writer = csv.writer(file, lineterminator="\n")
     measured = [f"{name}_{what}" for name in part.metrics for what in ("mean", "std", "by_seed")]
     budgets = ("claimed_epsilon", "epsilon", "delta")
-    writer.writerow([*result.axes, *result.chosen, *part.fields, *measured, *budgets, "seeds"])
+    axes = [f"{AXIS}{name}" for name in (*result.axes, *result.chosen)]
+    writer.writerow([*axes, *part.fields, *measured, *budgets, "seeds"])
     for group in result.groups:
         line = [*group.labels, *group.chosen, *(group.field(path) for path in part.fields)]
         for name in part.metrics:
@@ -99,7 +102,7 @@ def to_csv(result: PartResult) -> str:
             line += texts([estimate.mean, estimate.std] if estimate else [None, None])
             line.append(" ".join(texts(group.finals(name))))
         line += [" ".join(dict.fromkeys(texts(group.budgets(key)))) for key in budgets]
-        writer.writerow([*line, len(group.runs)])
+        writer.writerow([*line, group.n_runs])
     return file.getvalue()
 
 
@@ -108,7 +111,7 @@ def curves_to_csv(result: PartResult) -> str | None:
     names = dict.fromkeys(check.metric for check in result.part.checks if isinstance(check, Slope | Speedup))
     file = StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*result.axes, "round", *(f"{name}_by_seed" for name in names)])
+    writer.writerow([*(f"{AXIS}{name}" for name in result.axes), "round", *(f"{name}_by_seed" for name in names)])
     for group in result.groups:
         curves = [group.curves(name) for name in names]
         present = [curve for curve in curves if curve is not None]
@@ -251,21 +254,55 @@ def scope_of_epsilon(results: Sequence[PartResult]) -> str:
     return f"{ONE_DATA_SET} {EACH_ALONE}" if len(data) == 1 else EACH_ALONE
 
 
-def make_folder(out: Path) -> None:
+def make_folder(study: Study, size: str | None, out: Path) -> None:
     """Create the folder to publish to, before hours of cells are run.
 
     Raises:
-        ScenarioError: it cannot be made, or not be written to.
+        ScenarioError: it cannot be made, or not be written to, or has a README.md that is not of this study.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ScenarioError(
-            f"--out {shown(str(out))[1:-1]}: cannot be created ({error.strerror}); give another",
+            f"{option('out', shown(str(out))[1:-1])}: cannot be created ({error.strerror}); give another",
             code="study.unwritable",
         ) from error
     if not os.access(out, os.W_OK | os.X_OK):
-        raise ScenarioError(f"--out {out}: cannot be written to; give another", code="study.unwritable")
+        raise ScenarioError(f"{option('out', out)}: cannot be written to; give another", code="study.unwritable")
+    if (out / README).exists() and not _published_before(study, size, out):
+        raise ScenarioError(
+            f"{option('out', out)}: has a {README} that is not of this study ({_title(study, size)[2:]}) and would be "
+            "overwritten; give another",
+            code="study.folder-taken",
+        )
+
+
+README, MADE_BY = "README.md", "Made by `privdec study "
+
+
+def _title(study: Study, size: str | None) -> str:
+    return f"# {study.heading}{f' ({size} size)' if size else ''}"
+
+
+def _published_before(study: Study, size: str | None, out: Path) -> tuple[str, dict[str, str]] | None:
+    """Return the head of a README.md of this study, and its sections by their headings; None where there is none."""
+    path = out / README
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    head, *sections = re.split(r"(?m)^(?=## )", text)
+    if head.partition("\n")[0] != _title(study, size) or MADE_BY not in head:
+        return None
+    return head, {section.partition("\n")[0][3:]: section for section in sections}
+
+
+def _earlier(study: Study, results: Sequence[PartResult], head: str, sections: dict[str, str]) -> dict[str, str]:
+    """Return the sections of parts that are not published now, by their parts' names, each with what made it."""
+    made = next(line for line in head.splitlines() if line.startswith(MADE_BY))
+    now, earlier = {result.part.name for result in results}, {}
+    for part in study.parts:
+        if part.name not in now and part.heading in sections:
+            heading, _, text = sections[part.heading].strip().partition("\n\n")
+            earlier[part.name] = "\n\n".join([heading, *([] if text.startswith(MADE_BY) else [made]), text])
+    return earlier
 
 
 def publish(
@@ -278,6 +315,8 @@ def publish(
 ) -> None:
     """Write table-PART.csv, the curves that checks need, the figures and README.md to a folder.
 
+    Parts that are published there already, and are not among the results, stay, with the command that made them.
+
     Args:
         size: of the study; None where it has none.
         command: that reproduces what is published.
@@ -288,30 +327,38 @@ def publish(
     runs = len(frozenset().union(*(result.finished for result in results)))
     seconds = sum(result.seconds for result in results)
     scope = scope_of_epsilon(results)
+    old_head, sections = _published_before(study, size, out) or ("", {})
+    earlier = _earlier(study, results, old_head, sections) if old_head else {}
+    if earlier and (not scope or scope not in old_head):
+        scope = EACH_ALONE if scope or EACH_ALONE in old_head else ""
+    judged = any(result.part.checks for result in results) or bool(earlier and HOW_JUDGED in old_head)
     head = [
-        f"# {study.heading}{f' ({size} size)' if size else ''}",
+        _title(study, size),
         *([study.paper] if study.paper else ()),
         f"Made by `{command}` with flower-privdec {__version__}: {runs} runs, {duration(seconds)} of CPU time "
         f"in all, one thread each, on a machine with {os.cpu_count()} cores ({platform.machine()}).",
         *study.notes,
         *([scope, TWO_EPSILONS] if scope else ()),
         "Values are mean ± standard deviation over the seeds.",
-        *([HOW_JUDGED] if any(result.part.checks for result in results) else []),
+        *([HOW_JUDGED] if judged else []),
     ]
     if failed:
         listed = "\n".join(f"- {outcome.cell.title}: {outcome.error}" for outcome in failed)
         head.append(f"**{len(failed)} runs failed:**\n\n{listed}")
     try:
-        make_folder(out)
+        make_folder(study, size, out)
         for result in results:
             (out / f"table-{result.part.name}.csv").write_text(to_csv(result), encoding="utf-8")
             curves = curves_to_csv(result)
             if curves is not None:
                 (out / f"curves-{result.part.name}.csv").write_text(curves, encoding="utf-8")
-        text = "\n\n".join([*head, *(_section(result, out) for result in results)]) + "\n"
-        (out / "README.md").write_text(text, encoding="utf-8")
+        written = earlier | {result.part.name: _section(result, out) for result in results}
+        text = "\n\n".join([*head, *(written[part.name] for part in study.parts if part.name in written)]) + "\n"
+        (out / README).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"{out}: cannot be written ({error}); give another --out, the cells are kept") from error
+        raise RunError(
+            f"{out}: cannot be written ({error}); give another {option('out')}, the cells are kept"
+        ) from error
 
 
 def verdict_blocks(check: Check, result: PartResult) -> list[str]:

@@ -136,6 +136,11 @@ class Group:
     chosen: Labels = ()
 
     @property
+    def n_runs(self) -> int:
+        """Return how many runs are finished."""
+        return len(self.runs)
+
+    @property
     def complete(self) -> bool:
         """Return whether every run is finished."""
         return self.missing == 0
@@ -468,7 +473,8 @@ def _slope(check: Slope, result: PartResult) -> Iterator[Case]:
 
 def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
     """Compare the rounds that two sizes take to reach a level with the ratio of the sizes."""
-    points, low = result.axes[check.axis].all_points(), result.metric(check.metric).low
+    points, reading = result.axes[check.axis].all_points(), result.metric(check.metric)
+    low = reading.low
     for labels in result.places(check.where, [check.axis]):
         place = _name(result, labels, check.where)
         groups = [result.at(labels | {check.axis: point.label}) for point in points]
@@ -484,10 +490,10 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
             for (a, first), (b, second) in pairwise(zip(points, reached, strict=True)):
                 case = f"{place}{', ' if place else ''}{a.label} to {b.label}"
                 if first is None or second is None:
-                    yield Case(case, Finding.UNDECIDED, f"{check.metric} {number(level)} is not reached")
+                    yield Case(case, Finding.UNDECIDED, f"{reading.title} {number(level)} is not reached")
                     continue
                 ratio, claimed = np.mean(first) / np.mean(second), (b.value or 0) / (a.value or 0)
-                took = f"{np.mean(first):.0f} and {np.mean(second):.0f} rounds to {check.metric} {number(level)}"
+                took = f"{np.mean(first):.0f} and {np.mean(second):.0f} rounds to {reading.title} {number(level)}"
                 outcome = compare(
                     Estimate.of([math.log(rounds) for rounds in second]),
                     Estimate.of([math.log(rounds) for rounds in first]),

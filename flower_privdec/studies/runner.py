@@ -104,7 +104,7 @@ def run_and_publish(
         missing = missing_cells([cell for cell in cells if cell.part in names], cache) if jobs else []
         to_run = [cell for cell in missing if not cell.waits and cell.key not in tried]
         check_data(missing)
-        make_folder(out)
+        make_folder(study, size, out)
         with progress(title, to_run) as on_cell:
             failed += run_cells(to_run, cache, jobs, on_cell)
         before, choices = choices, choices_of(study, size, cells, cache, failed)

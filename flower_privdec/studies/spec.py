@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from flower_privdec.common.catalogue import MetricKind
-from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.errors import ScenarioError, did_you_mean, option
 from flower_privdec.common.formatting import setting
 from flower_privdec.reporting.wording import main_loss, main_value
 from flower_privdec.scenario import Scenario
@@ -425,6 +425,9 @@ class Study(TitledSection):
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):
             raise ValueError(f"parts: their names must differ, not {names}")
+        headings = [part.heading for part in self.parts]
+        if len(set(headings)) < len(headings):
+            raise ValueError(f"parts: their titles must differ, not {headings}")
         for i, part in enumerate(self.parts):
             for size in part.sizes:
                 if size not in self.sizes:
@@ -454,9 +457,11 @@ class Study(TitledSection):
             return next(iter(self.sizes), None)
         if name not in self.sizes:
             rule = (
-                f"has the sizes {', '.join(self.sizes)}; name one" if self.sizes else "has no sizes; leave --size out"
+                f"has the sizes {', '.join(self.sizes)}; name one"
+                if self.sizes
+                else f"has no sizes; leave {option('size')} out"
             )
-            raise ScenarioError(f"--size {name}: study {self.name} {rule}", code="study.unknown-size")
+            raise ScenarioError(f"{option('size', name)}: study {self.name} {rule}", code="study.unknown-size")
         return name
 
     def chosen(self, only: Iterable[str]) -> list[Part]:
@@ -469,7 +474,7 @@ class Study(TitledSection):
         for name in requested:
             if name not in names:
                 raise ScenarioError(
-                    f"--only {name}: study {self.name} has the parts {', '.join(names)}; name one",
+                    f"{option('only', name)}: study {self.name} has the parts {', '.join(names)}; name one",
                     code="study.unknown-part",
                 )
         for part in reversed(self.parts):
@@ -569,6 +574,9 @@ def _key(path: str, *, share: bool) -> Reading:
 
 ALWAYS = {
     "loss": Reading("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
+    "training-loss": Reading(
+        "training loss", lambda m, algorithm: main_loss(algorithm, m.get("training_loss")), low=True
+    ),
     "own-labels": Reading(
         "accuracy of personalized models on their peers' own labels",
         lambda m, _: ((m.get("personalized") or {}).get("personal_models") or {}).get("mean"),
@@ -605,8 +613,9 @@ def metric(name: str, kinds: Mapping[str, MetricKind]) -> Reading:
     if name not in readings:
         first = next(iter(kinds), "accuracy")
         raise ScenarioError(
-            f"metric {name!r} must be one of {', '.join(kinds)}, loss, consensus, own-labels, or as late-{first}, "
-            f"best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max{did_you_mean(name, readings)}",
+            f"metric {name!r} must be one of {', '.join(kinds)}, loss, training-loss, consensus, own-labels, or as "
+            f"late-{first}, best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max"
+            f"{did_you_mean(name, readings)}",
             code="study.unknown-metric",
         )
     return readings[name]

@@ -15,6 +15,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def check_examples(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
         _check_alone(datasets[place], index)
     if loader.collate_fn is default_collate:  # which stacks rows
         return default_collate
-    collate = RowCollate(loader.collate_fn)
+    collate = partial(_collate_apart, loader.collate_fn)
     try:
         with _same_random_numbers():
             batch = collate([dataset[index] for index in probes])
@@ -71,17 +72,11 @@ class MixedBatch:
     """Stands for a batch whose rows depend on each other; an exception would lose its text in a worker."""
 
 
-class RowCollate:
-    """A `collate_fn` that returns a MixedBatch unless each row is what the example gives alone."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        batch = self.collate(samples)
-        alone = (self.collate([sample]) for sample in samples)
-        rows = all(_is_row(batch, one, row, len(samples)) for row, one in enumerate(alone))
-        return batch if rows else MixedBatch()
+def _collate_apart(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Return the batch of a `collate_fn`; a MixedBatch unless each row is what the example gives alone."""
+    batch, alone = collate(samples), (collate([sample]) for sample in samples)
+    rows = all(_is_row(batch, one, row, len(samples)) for row, one in enumerate(alone))
+    return batch if rows else MixedBatch()
 
 
 def mixed_batch() -> ScenarioError:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.gradients import GradientKernel, build_kernel
+from flower_privdec.gradients.protocol import RowsOfBatch
 from flower_privdec.privacy.noise import build_deployed_noise, build_noise
 from flower_privdec.training_loop.private_loop import LINES, PEER, PrivacyBudget, check_options, seed_of
 
@@ -79,13 +80,8 @@ def fit_privately(
 
     Deviations: the divisor is the expected batch, not the drawn one.
     """
-    options: dict[str, Any] = {
-        "rounds": rounds,
-        "local_epochs": local_epochs,
-        "batch_size": batch_size,
-        "epsilon": epsilon,
-    }
-    options |= {"delta": delta, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
+    options: dict[str, Any] = {"rounds": rounds, "local_epochs": local_epochs, "batch_size": batch_size}
+    options |= {"epsilon": epsilon, "delta": delta, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
     options |= {"learning_rate": learning_rate, "insecure_seed": insecure_seed}
     check_options({**options, "ledger": ledger, "report": report})
     size = _count_of(x)
@@ -113,29 +109,20 @@ def fit_privately(
         for number, drawn in enumerate(budget.draw(block, first, seed), start=first):
             total, index = torch.zeros_like(row), torch.from_numpy(drawn[: len(drawn) - behind])
             if len(index):
-                batch = _Batch(features[index][None], targets[index][None], row.new_ones(1, len(index)))
+                batch = RowsOfBatch(features[index][None], targets[index][None], row.new_ones(1, len(index)))
                 kernel.add_clipped_(total, row, batch, clip, one)
             clean = total.clone()
             noise.add_(total, std, number, PEER)
             if watch is not None:
                 shown, alone = torch.from_numpy(drawn[len(drawn) - behind :]), row.new_ones(behind)
                 points, gradients = row.expand(behind, -1).clone(), row.new_zeros(behind, row.shape[1])
-                batch = _Batch(features[shown][:, None], targets[shown][:, None], alone[:, None])
+                batch = RowsOfBatch(features[shown][:, None], targets[shown][:, None], alone[:, None])
                 kernel.add_clipped_(gradients, points, batch, clip * alone, alone)
                 watch.show(gradients / clip)
                 watch.released(clean[0] / clip, total[0] / clip, budget.release.noise_multiplier)
             row -= learning_rate * (total / budget.release.batch_size + penalty * row)
     objective.put(model, row, features.shape[1])
     return budget
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """See `gradients.LabelledInputs`."""
-
-    x: Tensor
-    y: Tensor
-    weight: Tensor
 
 
 @dataclass
@@ -206,10 +193,9 @@ class _Objective:
         values, split = row[0].numpy(), self.outputs * width
         coefficients, intercepts = values[:split].reshape(self.outputs, width), values[split:].copy()
         is_flat = self.classes is None and self.outputs == 1
-        model.coef_ = coefficients[0].copy() if is_flat and not _is(model, "SGDRegressor") else coefficients.copy()
-        if _is(model, "SGDRegressor"):
-            model.coef_ = model.coef_.reshape(-1)
-        scalar = is_flat and not _is(model, "SGDRegressor")
+        by_sgd = _is(model, "SGDRegressor")  # which has one output, and an array of intercepts for it
+        model.coef_ = coefficients.reshape(-1).copy() if is_flat or by_sgd else coefficients.copy()
+        scalar = is_flat and not by_sgd
         model.intercept_ = (float(intercepts[0]) if scalar else intercepts) if self.has_intercept else 0.0
         model.n_features_in_ = width
         if self.classes is not None:

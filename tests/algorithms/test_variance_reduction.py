@@ -17,6 +17,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data import Sampler
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import view
+from flower_privdec.scenario.sections import BatchSection
 
 UNEQUAL = ["data.partition={kind: sizes, sizes: [100, 60, 50, 30]}"]
 SOME = ["participation={kind: uniform, fraction: 0.5}"]
@@ -295,7 +296,7 @@ def test_over_a_sparse_graph_it_converges_where_peers_agree_and_else_up_to_their
     path, best, _ = two_classes
     sparse = logistic(build, path, vr("factored", RATE), "topology.name=directed-exponential")
     orders = [np.random.default_rng(seed).permutation(EXAMPLES) for seed in range(PEERS)]
-    sampler = Sampler("uniform", 1, [EXAMPLES] * PEERS, dict.fromkeys(range(PEERS), 3))
+    sampler = Sampler(BatchSection(sampling="uniform", size=1), [EXAMPLES] * PEERS, dict.fromkeys(range(PEERS), 3))
     examples = replace(sparse.own.examples, parts=tuple(orders))
     same = replace(sparse, own=replace(sparse.own, examples=examples, sampler=sampler))
     agreed, split = distances(same, best), distances(sparse, best)

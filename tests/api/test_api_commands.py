@@ -13,8 +13,6 @@ from paths import ROOT
 from raising import raises
 
 import flower_privdec as fp
-from flower_privdec.api.scenarios import python_words
-from flower_privdec.common.errors import RunError
 from flower_privdec.scenario import parse_scenario
 
 
@@ -142,16 +140,6 @@ def test_errors_of_python_are_one_line_in_pythons_words(
         call(result.scenario, result.folder)
     assert "\n" not in str(error.value)
     assert "--" not in str(error.value)
-
-
-def test_a_message_that_names_options_names_arguments() -> None:
-    @python_words
-    def fail() -> None:
-        raise RunError("mend it, then run the same command with --resume, or give another --out", code="x")
-
-    with pytest.raises(RunError) as error:
-        fail()
-    assert str(error.value) == "mend it, then run the same command with resume=True, or give another out"
 
 
 # --- loggers ---

@@ -246,7 +246,7 @@ WRONG = [
     (arrays(x_train=np.array([["a"] * 4] * 6)), ["x_train", "<U1"]),
     (arrays(x_train=np.zeros((6, 4), complex)), ["x_train", "complex128"]),
     (arrays(x_test=np.zeros((3, 5))), ["[4]", "[5]"]),
-    (arrays(x_train=np.array([[{}] * 4] * 6)), ["x_train holds Python objects", "numpy.savez"]),
+    (arrays(x_train=np.array([[{}] * 4] * 6)), ["x_train", "numpy.savez"]),
     (arrays(y_train=np.array([0.5, 1, 2, 0, 1, 2])), ["y_train", "whole numbers"]),
     (arrays(y_train=np.array([0, np.nan, 2, 0, 1, 2])), ["y_train", "whole numbers"]),
     (arrays(y_train=np.array([0, np.inf, 2, 0, 1, 2])), ["y_train"]),
@@ -317,7 +317,7 @@ def test_npz_of_jpeg_images(tmp_path: Path) -> None:
 
 def test_npz_of_jpeg_images_that_is_wrong(tmp_path: Path) -> None:
     content, _ = jpeg_arrays((8, 8, 9))
-    refused("test_jpeg: image 2", "(9, 9, 3)", root=npz(tmp_path, content))
+    refused("test_jpeg: image 2", "9 x 9", root=npz(tmp_path, content))
     content, _ = jpeg_arrays()
     refused("lacks test_label", root=npz(tmp_path, {k: v for k, v in content.items() if k != "test_label"}))
     shifted = content["train_offset"] + np.array([0, 7, 0, 0])

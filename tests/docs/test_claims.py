@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from paths import ROOT
 
 from flower_privdec.studies.results import Finding, judge
+from flower_privdec.studies.runner import run_and_publish
 from tools.docs import claims
+from tools.docs.union import union
 
 
 def test_page_and_verdicts_are_what_the_tables_say() -> None:
@@ -26,6 +30,43 @@ def test_page_and_verdicts_are_what_the_tables_say() -> None:
     assert [case.outcome for case in judge(check, result).cases] == [Finding.SHOWN]
     gone = tuple(dataclasses.replace(group, cells=None) for group in result.groups)  # type: ignore[call-arg]
     assert [case.outcome for case in judge(check, dataclasses.replace(result, groups=gone)).cases] == [Finding.NOT_RUN]
+
+
+BASE = """
+name: base
+n_peers: 4
+rounds: 3
+data: {dataset: digits, samples: 240, test_samples: 50, batch: {sampling: poisson, size: 12}}
+model: {name: softmax}
+algorithm: {name: privsgp, learning_rate: 0.5}
+privacy: {epsilon: 3.0, delta: 1.0e-3}
+"""
+STUDY = "{name: one, base: base.yaml, seeds: [1, 2], parts: [{name: main, axes: {rounds: {points: [POINTS]}}}]}"
+POINTS = ["{label: a}", "{label: b, settings: [rounds=2]}", "{label: c, settings: [rounds=1]}"]
+
+
+def test_two_publications_of_a_study_are_one_with_the_rows_of_both(tmp_path: Path) -> None:
+    """As the study publishes them itself, but for the lines on what made it; a row of neither was not run."""
+    (tmp_path / "base.yaml").write_text(BASE)
+    path, (a, b, c) = tmp_path / "study.yaml", POINTS
+    folders = [tmp_path / name for name in ("one", "other", "whole", "union")]
+    for out, points in zip(folders[:3], ([a], [b, a], [a, b]), strict=True):
+        path.write_text(STUDY.replace("POINTS", ", ".join(points)))
+        run_and_publish(str(path), lambda *_: nullcontext(lambda _: None), out=out, jobs=1, cache=tmp_path / "cells")
+    path.write_text(STUDY.replace("POINTS", ", ".join([a, b, c])))
+    assert union(str(path), folders[3], folders[:2]) == {"equal": 1}
+    whole, both = ((folder / "table-main.csv").read_text().splitlines() for folder in folders[2:])
+    assert both[:-1] == whole
+    assert both[-1].startswith("c,")
+    whole, both = ((folder / "README.md").read_text().splitlines() for folder in folders[2:])
+    lines = [line for line in both if not line.startswith(("Made by", "| c "))]
+    assert [line for line in lines if line] == [line for line in whole if line and not line.startswith("Made by")]
+    assert sum(line.startswith("Made by `privdec study ") for line in both) == 2
+    assert any(line.startswith("| c | not run |") for line in both)
+    table = folders[0] / "table-main.csv"
+    table.write_text(table.read_text().replace(",2\n", ",7\n"))
+    assert union(str(path), folders[3], [folders[1], folders[0]]) == {"replaced": 1}
+    assert "| a | " in (folders[3] / "README.md").read_text()
 
 
 def comparison(name: str) -> dict[tuple[str, ...], str]:
@@ -69,6 +110,25 @@ def test_the_comparison_in_the_readme_is_that_of_the_table() -> None:
         assert f"{values[0]} to {values[-1]} %" in text
         assert f"{cifar['1', partition, 'each alone']} %" in text
     assert f"ε = 1 leaves {cifar['1', 'iid', 'DP-SGD (all data in one place)']} % with all data" in text
+    low = sorted((cifar["0.5", "iid", name] for name in sharing), key=float)
+    alone = "DP-SGD (all data in one place)"
+    assert f"have {low[0]} to {low[-1]} %, where all data have {cifar['0.5', 'iid', alone]} %" in text
+    best = max(sharing, key=lambda name: float(cifar["8", "iid", name]))
+    assert (best, cifar["8", "iid", alone]) == ("Dyn-D2P", "44.2")
+    assert f"At ε = 8 {best}, with {cifar['8', 'iid', best]} % the best" in text
+    assert len(cifar) == len(shown) == 4 * 2 * 19
+
+
+def test_the_speed_up_that_the_page_has_is_that_of_the_tables() -> None:
+    text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
+    for size, sentence in (
+        ("paper", "25, 50 and 100 peers end at {} % and at a training loss of {} after"),
+        ("laptop", "undecided here ({} % and a training loss of {} with 25, 50 and 100 peers)"),
+    ):
+        rows = claims.rows_of(ROOT / "results" / f"privsgp-vr-{size}" / "table-speedup.csv")
+        accuracies = [f"{100 * float(row['accuracy_mean']):.1f}" for row in rows]
+        losses = [f"{float(row['training-loss_mean']):.3f}" for row in rows]
+        assert sentence.format(*("{}, {} and {}".format(*values) for values in (accuracies, losses))) in text
 
 
 def test_what_the_rounds_are_in_proportion_to_is_the_peers() -> None:

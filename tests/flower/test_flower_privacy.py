@@ -215,7 +215,7 @@ def test_no_folder_of_the_servers_machine_reaches_a_deployed_node(
 
 def test_a_scenario_without_folders_is_the_same_run(tiny: Tiny) -> None:
     scenario = tiny()
-    paths = {"root": "/a/b/part-{peer}/own.npz", "test": "/a/c/test.npz"}
+    paths = {"root": "/a/b/part-{peer}/own.npz", "test": "/a/c/test.npz", "samples": None}
     scenario = scenario.model_copy(update={"data": scenario.data.model_copy(update=paths)})
     plain = without_folders(scenario)
     assert (plain.data.root, plain.data.test) == ("{peer}/own.npz", "test.npz")

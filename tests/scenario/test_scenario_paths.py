@@ -15,7 +15,8 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.run import run
 from flower_privdec.experiment.view import Experiment
 from flower_privdec.scenario import load_scenario, numbers_hash, parse_scenario, scenario_hash, to_yaml
-from flower_privdec.scenario.sections import PATHS, Scenario, Section
+from flower_privdec.scenario.loading import PATHS
+from flower_privdec.scenario.sections import Scenario, Section
 from flower_privdec.studies.cells import expand
 from flower_privdec.studies.spec import load_study
 from tests.support.raising import raises
@@ -49,7 +50,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def paths_of(scenario: Scenario) -> dict[str, str]:
     dumped = scenario.model_dump(by_alias=True)
-    return {f"{section}.{key}": path for section, key in PATHS if (path := dumped[section].get(key)) is not None}
+    pairs = [path for path in PATHS if len(path) == 2]
+    return {f"{section}.{key}": path for section, key in pairs if (path := dumped[section].get(key)) is not None}
 
 
 def test_all_paths_of_a_file_begin_in_its_folder(project: Path) -> None:
@@ -69,15 +71,24 @@ def test_all_paths_of_a_file_begin_in_its_folder(project: Path) -> None:
     }
 
 
+def test_the_graph_of_secrets_begins_in_the_folder_of_its_file(project: Path) -> None:
+    secrets = "{name: edge-list, file: ring.txt, directed: false}"
+    noise = f"noise: {{kind: cancelling, colluding: 1, secrets: {secrets}}}, ledger: books"
+    (project / "own.yaml").write_text(TEXT.replace("ledger: books", noise))
+    loaded = load_scenario(project / "own.yaml")
+    assert loaded.private is not None
+    assert loaded.private.model_dump()["noise"]["secrets"]["file"] == f"{project}/ring.txt"
+
+
 def test_the_list_of_paths_is_whole() -> None:
     """Each key of a section that takes a path is in the list."""
     sections, keys = [Section], set()
     for section in sections:  # grows
         sections += section.__subclasses__()
         for name, field in section.model_fields.items():
-            if "_full_path" in str(field.annotation):
+            if "_path_text" in str(field.annotation):
                 keys.add(field.alias or name)
-    assert keys == {key for _, key in PATHS}
+    assert keys == {path[-1] for path in PATHS}
 
 
 def test_paths_of_the_command_line_and_of_python_begin_where_it_runs(project: Path) -> None:

@@ -101,9 +101,9 @@ def test_finished_cells_are_kept_in_a_folder(tmp_path: Path, monkeypatch: pytest
     first = fp.compare(base, ["privsgp"], seeds=[1, 2], folder=tmp_path / "cells")
     attempts: list[Path] = []
 
-    def attempt(text: str, folder: Path) -> tuple[str, float, bool]:
+    def attempt(text: str, folder: Path) -> str:
         attempts.append(folder)
-        return "no", 0.0, False
+        return "no"
 
     monkeypatch.setattr("flower_privdec.studies.cells.attempt", attempt)
     assert fp.compare(base, ["privsgp"], seeds=[2, 1], folder=tmp_path / "cells").rows == first.rows

@@ -29,8 +29,9 @@ from run_folders import metrics_line, privacy_row, summary_of
 from scipy.stats import ttest_ind
 
 from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.cli import study_command
 from flower_privdec.cli.main import main
-from flower_privdec.cli.study_command import TimeLeft, print_verdicts, run_study
+from flower_privdec.cli.study_command import print_verdicts, run_study
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.reporting.plots import new_figure
@@ -402,6 +403,7 @@ def test_a_grid_too_large_and_a_column_of_no_scenario_are_refused(study_at: Call
         ({"metrics": ["loss", "accuracy.peer_maxx"]}, "part main, metrics.1: .*'accuracy.peer_max'"),
         ({"metrics": ["late-rmse"]}, "metrics.0: metric 'late-rmse' .*accuracy, loss"),
         ({"figures": [{"kind": "curves", "metric": "los"}]}, "figures.0.metric: .*'loss'"),
+        ({"metrics": ["training-los"]}, "metrics.0: .*'training-loss'"),
         ({"checks": [{"kind": "ordered", "axis": "epsilon", "metric": "x"}]}, "checks.0.metric: metric 'x'"),
         ({"pivot": {"rows": "epsilon", "columns": "algorithm", "metric": "privacy"}}, "pivot.metric: metric 'privacy'"),
     ],
@@ -414,6 +416,13 @@ def test_a_wrong_metric_is_refused_before_anything_runs(
         run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "cells").exists()
+
+
+def test_a_training_loss_that_no_run_measures_is_refused(study_at: Callable[..., Path]) -> None:
+    with raises(ScenarioError, "study.training-loss", names=r"part budgets, metrics\.0: .*evaluation\.private=ignored"):
+        cells_of(study_at(MINIMAL, metrics=["training-loss"]))
+    asked = ["evaluation.training_loss=true", "evaluation.private=ignored"]
+    assert cells_of(study_at(MINIMAL, metrics=["training-loss"], settings=asked))
 
 
 def test_a_metric_of_ones_own_is_measured_as_it_says(
@@ -610,7 +619,7 @@ def test_speedup_compares_rounds_to_a_level_with_the_ratio_of_values(
     assert "67 and 33 rounds" in first.cases[0].numbers
     assert "2.00 times fewer where 2 is claimed" in first.cases[0].numbers
     assert "is not reached" in first.cases[2].numbers
-    assert "80 and 40 rounds to loss 0.500" in second.cases[0].numbers
+    assert "80 and 40 rounds to test loss 0.500" in second.cases[0].numbers
 
 
 def test_a_slope_is_that_of_the_logarithms_from_a_round_on(study_at: Callable[..., Path], tmp_path: Path) -> None:
@@ -764,7 +773,8 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
     study, _ = load_study(str(path))
     publish(study, "laptop", "privdec study small", [result], [], tmp_path / "out")
     rows = list(csv.DictReader(StringIO((tmp_path / "out" / "table-main.csv").read_text())))
-    assert [(row["epsilon"], row["algorithm"]) for row in rows][1] == ("2.5", "no privacy")
+    assert [(row["axis.epsilon"], row["axis.algorithm"]) for row in rows][1] == ("1", "no privacy")
+    assert rows[1]["epsilon"] == "2.5"
     assert rows[0]["accuracy_mean"] == "0.5"
     assert float(rows[0]["accuracy_std"]) == pytest.approx(0.02 / 2**0.5, rel=1e-4)
     assert rows[0]["accuracy_by_seed"] == "0.49 0.51"
@@ -915,11 +925,50 @@ def test_the_example_compares_four_algorithms_over_three_seeds(tmp_path: Path) -
 
 def test_the_published_command_makes_just_what_is_published(study_at: Callable[..., Path], tmp_path: Path) -> None:
     text = yaml.safe_load(STUDY)
-    text["parts"].append(text["parts"][0] | {"name": "other", "settings": ["rounds=2"]})
+    text["parts"].append(text["parts"][0] | {"name": "other", "title": "Other", "settings": ["rounds=2"]})
     path, cache = study_at(yaml.safe_dump(text, sort_keys=False)), tmp_path / "cells"
     for only, command in (["other"], f"study {path} --size laptop --only other`"), ([], f"study {path} --size laptop`"):
         run_study(str(path), out=tmp_path / "out", jobs=1, only=only, cache=cache, console=quiet())
         assert command in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_part_that_an_earlier_command_published_stays_with_that_command(
+    study_at: Callable[..., Path], tmp_path: Path
+) -> None:
+    text = yaml.safe_load(STUDY)
+    text["parts"].append({"name": "other", "title": "Rounds", "axes": {"rounds": {"key": "rounds", "values": [2, 4]}}})
+    twins = yaml.safe_dump(text, sort_keys=False).replace("title: Rounds", "title: Budgets")
+    with raises(ScenarioError, "scenario.value_error", names="titles must differ.*'Budgets', 'Budgets'"):
+        load_study(str(study_at(twins)))
+    path, out = study_at(yaml.safe_dump(text, sort_keys=False)), tmp_path / "out"
+    study, base = load_study(str(path))
+    cells = expand(study, base, "laptop", study.parts)
+    for cell in cells:
+        fake_run(tmp_path / "cells", cell, {4: 0.5})
+    main_part, other = (collect(part, "laptop", cells, tmp_path / "cells") for part in study.parts)
+    publish(study, "laptop", "privdec study first", [main_part, other], [], out)
+    both = (out / "README.md").read_text()
+    publish(study, "laptop", "privdec study second", [other], [], out)
+    publish(study, "laptop", "privdec study third", [other], [], out)
+    head, budgets, rounds = re.split(r"(?m)^(?=## )", (out / "README.md").read_text())
+    assert "Made by `privdec study third` with" in head
+    assert "95 % interval" in head  # by which the section that stays was judged
+    assert (budgets.count("Made by"), rounds.count("Made by")) == (1, 0)
+    made, first = "Made by `privdec study first` with", re.split(r"(?m)^(?=## )", both)
+    assert budgets.partition("\n\n")[2].startswith(made)
+    assert budgets.split("\n\n")[2:] == first[1].split("\n\n")[1:]
+    publish(study, "laptop", "privdec study first", [main_part, other], [], out)
+    assert (out / "README.md").read_text() == both
+
+
+def test_a_folder_with_another_readme_is_refused_before_anything_runs(
+    study_at: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_text("# My project\n")
+    with raises(ScenarioError, "study.folder-taken", names=r"README\.md .*A small study"):
+        run_study(str(study_at()), out=tmp_path, jobs=1, cache=tmp_path / "cells")
+    assert (tmp_path / "README.md").read_text() == "# My project\n"
+    assert not (tmp_path / "cells").exists()
 
 
 def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(
@@ -937,26 +986,17 @@ def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(
     assert [cell.labels for cell in missing_cells(cells_of(path), tmp_path / "cells")] == [("1e25",)] * 2
 
 
-@pytest.mark.parametrize("jobs", [1, 2, 3, 8])
-def test_the_first_time_left_is_within_a_factor_of_two(study_at: Callable[..., Path], jobs: int) -> None:
-    """Cells take seconds as their work has it, and the first of each process 5 more, in which it compiles."""
-    axes = {
-        "rounds": {"key": "rounds", "values": [40, 90, 60, 20, 80]},
-        "rate": {"key": "seeds.run", "values": [1, 2, 3, 4]},
-    }
-    cells = cells_of(study_at(axes=axes, checks=[], figures=[], pivot=None))
-    seconds = [cell.work / 1e4 for cell in cells]
-    free, ends = [0.0] * jobs, []
-    for cell, took in zip(cells, seconds, strict=True):
-        process = free.index(min(free))
-        warm = free[process] > 0
-        free[process] += took + (0 if warm else 5)
-        ends.append((free[process], Outcome(cell, None, took + (0 if warm else 5), warm)))
-    time_left = TimeLeft(cells, jobs)
-    guesses = [(end, time_left.after(outcome)) for end, outcome in sorted(ends, key=lambda pair: pair[0])]
-    first, guess = next((end, guess) for end, guess in guesses if guess is not None)
-    assert 0.5 <= guess / (max(free) - first) <= 2
-    assert guesses[-1][1] == 0
+def test_the_time_left_follows_from_the_work_that_is_done(
+    study_at: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = {"rounds": {"key": "rounds", "values": [40, 60]}}
+    cells, clock, output = cells_of(study_at(axes=axes, checks=[], figures=[], pivot=None)), iter([0.0, 40.0]), quiet()
+    chosen = [next(cell for cell in cells if cell.scenario.rounds == rounds) for rounds in (40, 60)]
+    monkeypatch.setattr(study_command.time, "monotonic", lambda: next(clock, 40.0))
+    with study_command.study_progress("small", chosen, output) as on_cell:
+        on_cell(Outcome(chosen[0]))
+    assert "1/2 " in output.file.getvalue()  # type: ignore[attr-defined]
+    assert "1 min 00 s left" in output.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_cell_cut_short_goes_on_another_time(study_at: Callable[..., Path], tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ def delta(releases: Iterable[Release], epsilon: float) -> float:
     if any(r.noise_multiplier == 0 for r in merged):
         return 1.0
     groups = group_steps(merged)
-    if accounting._is_one_step(groups):
-        return float(accounting._profile(groups[0], np.array([float(epsilon)]))[0])
+    if len(groups) == 1 and float(groups[0].counts.sum()) == 1:
+        with np.errstate(all="ignore"):
+            return max(float(profile(np.array([float(epsilon)]))[0, 0]) for profile in groups[0].profiles())
 
     def excess(log_delta: float) -> float:
         value = accounting.epsilon(merged, math.exp(log_delta)) if log_delta < 0 else 0.0

@@ -23,7 +23,7 @@ from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import NoiseSource, PairSecrets, build_noise
 from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.rows.keys import keyed_generator, seed_keys
-from flower_privdec.scenario.sections import SGDSection
+from flower_privdec.scenario.sections import BatchSection, SGDSection
 
 SEED = 1
 CLIP_NORM, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.0, 0.05
@@ -179,7 +179,8 @@ def peer_data(
     """Return the examples of some peers, sampled as the engine samples them."""
     own = replace(examples, parts=tuple(examples.parts[peer] for peer in peers))
     keys = dict.fromkeys(peers.tolist(), SEED)
-    return PeerData(own, Sampler("uniform", workload.batch, own.sizes, keys, peers), device, dtype)
+    section = BatchSection(sampling="uniform", size=workload.batch)
+    return PeerData(own, Sampler(section, own.sizes, keys, peers), device, dtype)
 
 
 def synthetic(workload: Workload) -> Examples:

@@ -7,16 +7,18 @@ Verdicts are judged from `results/*/table-*.csv` by the checks of the studies, a
 from __future__ import annotations
 
 import csv
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from flower_privdec.common.catalogue import MetricKind
+from flower_privdec.common.formatting import NOTHING
 from flower_privdec.scenario import load_scenario
-from flower_privdec.studies.publish import HOW_JUDGED, WHOSE, markdown, verdict_blocks
+from flower_privdec.studies.publish import AXIS, HOW_JUDGED, WHOSE, markdown, verdict_blocks
 from flower_privdec.studies.results import Estimate, Group, PartResult, criterion, judge
 from flower_privdec.studies.spec import Check, Part, Slope, Speedup, Study, kinds_of, load_study
 
@@ -53,13 +55,31 @@ class Published(Group):
         """Return whether the table has the row."""
         return self.cells is not None
 
+    @property
+    def n_runs(self) -> int:
+        """Return how many runs the row is of."""
+        return int((self.cells or {}).get("seeds", 0))
+
+    def finals(self, name: str) -> list[float]:
+        """Return each seed's value, where the table has them."""
+        return [float(value) for value in (self.cells or {}).get(f"{name}_by_seed", "").split()]
+
+    def budgets(self, key: str) -> list[float]:
+        """Return the published budgets."""
+        return [float(value) for value in (self.cells or {}).get(key, "").split()]
+
+    def field(self, path: str) -> str:
+        """Return a published key of the scenario."""
+        return (self.cells or {}).get(path, NOTHING)
+
     def final(self, name: str) -> Estimate | None:
-        """Return mean and spread as published: from each seed's value where the table has them."""
+        """Return mean and spread as published; a seed whose value is not finite is in neither."""
         cells = self.cells or {}
-        if cells.get(f"{name}_by_seed"):
-            return Estimate.of([float(value) for value in cells[f"{name}_by_seed"].split()])
         mean, std = cells.get(f"{name}_mean"), cells.get(f"{name}_std")
-        return Estimate(float(mean), float(std) if std else None, int(cells["seeds"])) if mean else None
+        if not mean:
+            return None
+        diverged = sum(not math.isfinite(value) for value in self.finals(name))
+        return Estimate(float(mean), float(std) if std else None, self.n_runs - diverged, diverged)
 
     def curves(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the published curves, or None."""
@@ -69,33 +89,40 @@ class Published(Group):
         return np.asarray([int(row["round"]) for row in self.rounds]), np.asarray(values).T
 
 
-def _rows(path: Path) -> Rows:
-    """Return the rows of a table, of equal names the first column; none where there is no table."""
-    if not path.is_file():
-        return []
-    head, *lines = csv.reader(path.read_text(encoding="utf-8").splitlines())
-    return [dict(reversed(list(zip(head, line, strict=True)))) for line in lines]
+def rows_of(path: Path) -> Rows:
+    """Return the rows of a table without those of no run; none where there is no table."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [row for row in csv.DictReader(lines) if row.get("seeds") != "0"]
 
 
-def published(folder: Path, part: Part, size: str, kinds: Mapping[str, MetricKind]) -> PartResult:
-    """Return a part with the rows of its published tables in the place of runs."""
+def place_of(row: Mapping[str, str], axes: Iterable[str]) -> tuple[str, ...]:
+    """Return a row's labels on some axes."""
+    return tuple(row[f"{AXIS}{name}"] for name in axes)
+
+
+def published(folders: Sequence[Path], part: Part, size: str, kinds: Mapping[str, MetricKind]) -> PartResult:
+    """Return a part with the rows of its published tables in the place of runs; the last of the folders counts."""
     axes = part.axes_at(size)
     varied = {name: axis for name, axis in axes.items() if name not in part.best_over}
     best = {name: axis for name, axis in axes.items() if name in part.best_over}
 
-    def by_place(rows: Rows) -> dict[tuple[str, ...], Rows]:
+    def by_place(kind: str) -> dict[tuple[str, ...], Rows]:
         places: dict[tuple[str, ...], Rows] = {}
-        for row in rows:
-            places.setdefault(tuple(row[name] for name in varied), []).append(row)
+        for folder in folders:
+            rows = rows_of(folder / f"{kind}-{part.name}.csv")
+            places |= {place: [] for place in {place_of(row, varied) for row in rows}}
+            for row in rows:
+                places[place_of(row, varied)].append(row)
         return places
 
-    table, curves = (by_place(_rows(folder / f"{kind}-{part.name}.csv")) for kind in ("table", "curves"))
+    table, curves = by_place("table"), by_place("curves")
     empty = PartResult(part, varied, best, (), (), 0.0)
     groups = []
     for place in empty.places({}, []):
         labels = tuple(place[name] for name in varied)
         row = table.get(labels, [None])[0]
-        groups.append(Published(labels, (), int(row is None), kinds, (), row, tuple(curves.get(labels, ()))))
+        chosen = place_of(row, best) if row else ("",) * len(best)
+        groups.append(Published(labels, (), int(row is None), kinds, chosen, row, tuple(curves.get(labels, ()))))
     return PartResult(part, varied, best, tuple(groups), (), 0.0)
 
 
@@ -105,7 +132,7 @@ def results() -> Iterator[tuple[Study, str, Path, list[PartResult]]]:
         study, base = load_study(name)
         folder, kinds = ROOT / "results" / f"{name}-{size}", kinds_of([load_scenario(base)])
         parts = [part for part in study.parts if (folder / f"table-{part.name}.csv").is_file()]
-        yield study, size, folder, [published(folder, part, size, kinds) for part in parts]
+        yield study, size, folder, [published([folder], part, size, kinds) for part in parts]
 
 
 PAPERS = {

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from flower_privdec.common.catalogue import Choice
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import Section
 
@@ -29,13 +30,20 @@ ATTRIBUTE = re.compile(r"^    (?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {8}.*)*
 
 
 def described(model: type[BaseModel]) -> dict[str, str]:
-    """Return the text on each key in the docstrings of a section and its base classes."""
+    """Return the text on each key in the docstrings of a section and its base classes.
+
+    Where it ends in a colon, the names that the key takes follow, with the catalogue's line on each.
+    """
     texts: dict[str, str] = {}
     for cls in reversed(model.__mro__):
         attributes = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
         for match in ATTRIBUTE.finditer(attributes):
             text = " ".join(match["text"].split())
             texts |= dict.fromkeys(match["names"].split(", "), text)
+    for key, field in model.model_fields.items():
+        choices = [part.lines for part in field.metadata if isinstance(part, Choice)]
+        if choices and texts[key].endswith(":"):
+            texts[key] += " " + "; ".join(f"`{name}`: {line}" for name, line in choices[0].items())
     return texts
 
 

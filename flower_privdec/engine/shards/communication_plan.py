@@ -115,7 +115,14 @@ class MixPlan:
 def mix_plan(matrix: SparseMatrix, shards: Shards, shard: int) -> MixPlan:
     """Work out what a shard sends, receives and weighs with a matrix of all peers."""
     peers, (senders, receivers, _) = shards.peers(shard), matrix.links()
-    traffic, foreign = _rows_that_cross(senders, receivers, shards, shard)
+    there, here = shards.of(senders), shards.of(receivers)
+    foreign = np.unique(senders[(here == shard) & (there != shard)])  # each row that comes, once, in the order of ids
+    whose, leaving = shards.of(foreign), (there == shard) & (here != shard)
+    coming = {int(other): foreign[whose == other] for other in np.unique(whose)}
+    sends = {
+        int(other): np.unique(senders[leaving & (here == other)]) - shards.ends[shard]
+        for other in np.unique(here[leaving])
+    }
     at = np.full(matrix.n_columns, -1)
     at[peers], at[foreign] = np.arange(len(peers)), len(peers) + np.arange(len(foreign))
     mine = matrix.rows(peers)
@@ -123,7 +130,7 @@ def mix_plan(matrix: SparseMatrix, shards: Shards, shard: int) -> MixPlan:
     hears = np.zeros(len(peers), dtype=bool)
     hears[rows[at[mine.columns] >= len(peers)]] = True
     inner, border = (_part(mine, np.flatnonzero(which), at, len(peers) + len(foreign)) for which in (~hears, hears))
-    return MixPlan(traffic, inner, border)
+    return MixPlan(Traffic.of(sends, coming), inner, border)
 
 
 def _part(mine: SparseMatrix, rows: np.ndarray, at: np.ndarray, n_columns: int) -> tuple[Part, ...]:
@@ -153,18 +160,3 @@ def collecting(shards: Shards, shard: int) -> Traffic:
     if shard:
         return Traffic.of({0: np.arange(len(shards.peers(shard)))}, {})
     return Traffic.of({}, {other: np.arange(len(shards.peers(other))) for other in range(1, len(shards))})
-
-
-def _rows_that_cross(
-    senders: np.ndarray, receivers: np.ndarray, shards: Shards, shard: int
-) -> tuple[Traffic, np.ndarray]:
-    """Return which rows cross, each once, in the order of ids, and the ids of those that come."""
-    there, here = shards.of(senders), shards.of(receivers)
-    foreign = np.unique(senders[(here == shard) & (there != shard)])
-    whose, leaving = shards.of(foreign), (there == shard) & (here != shard)
-    coming = {int(other): foreign[whose == other] for other in np.unique(whose)}
-    sends = {
-        int(other): np.unique(senders[leaving & (here == other)]) - shards.ends[shard]
-        for other in np.unique(here[leaving])
-    }
-    return Traffic.of(sends, coming), foreign

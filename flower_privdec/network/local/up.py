@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
+from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError, option
 from flower_privdec.core import State
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.evaluation import evaluate
@@ -75,14 +75,15 @@ class Up:
         """
         if not 0 <= loss < 1:
             raise ScenarioError(
-                f"--loss {loss:g} must be a share, from 0 to below 1: of 1 no message would arrive", code="up.loss"
+                f"{option('loss', f'{loss:g}')} must be a share, from 0 to below 1: of 1 no message would arrive",
+                code="up.loss",
             )
         scenario = with_more_rounds(scenario, out) if resume else scenario
         self.scenario, self.out, self._kills = on_this_machine(scenario), out, list(kills)
         if scenario.network.mode == "synchronous" and not all(kill.comes_back for kill in kills):
             raise ScenarioError(
                 "network.mode=synchronous ends with a peer that is gone, for the others wait for it: use asynchronous, "
-                "or --restart",
+                f"or {option('restart')}",
                 code="up.kill",
             )
         self._insecure = insecure_seeds
@@ -334,22 +335,23 @@ def injected_kills(kill: Iterable[str], restart: Iterable[str], n_peers: int, ro
     Raises:
         ScenarioError: one names no peer or no round before the last, or no peer would be left.
     """
-    final = [_injected_kill("--kill", text, n_peers, rounds, False) for text in kill]
+    final = [_injected_kill("kill", text, n_peers, rounds, False) for text in kill]
     gone = {one.peer for one in final}
     if len(gone) >= n_peers:
         raise ScenarioError(
-            f"--kill ends all {n_peers} peers: leave one, or more that can still train together", code="up.kill"
+            f"{option('kill')} ends all {n_peers} peers: leave one, or more that can still train together",
+            code="up.kill",
         )
-    return (*final, *(_injected_kill("--restart", text, n_peers, rounds, True) for text in restart))
+    return (*final, *(_injected_kill("restart", text, n_peers, rounds, True) for text in restart))
 
 
-def _injected_kill(option: str, text: str, n_peers: int, rounds: int, comes_back: bool) -> InjectedKill:
+def _injected_kill(name: str, text: str, n_peers: int, rounds: int, comes_back: bool) -> InjectedKill:
     form = FORM.fullmatch(text)
     if form is None:
-        raise ScenarioError(f"{option} {text!r} must be PEER@ROUND, as 3@100", code="up.kill")
+        raise ScenarioError(f"{option(name, repr(text))} must be PEER@ROUND, as 3@100", code="up.kill")
     peer, round_index = int(form["peer"]), int(form["round"])
     if peer >= n_peers:
-        raise ScenarioError(f"{option} {text}: there are the peers 0 to {n_peers - 1}", code="up.kill")
+        raise ScenarioError(f"{option(name, text)}: there are the peers 0 to {n_peers - 1}", code="up.kill")
     if not round_index < rounds:
-        raise ScenarioError(f"{option} {text}: the round must be before the last, {rounds}", code="up.kill")
+        raise ScenarioError(f"{option(name, text)}: the round must be before the last, {rounds}", code="up.kill")
     return InjectedKill(peer, round_index, comes_back)

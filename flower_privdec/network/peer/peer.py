@@ -28,7 +28,13 @@ from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
-from flower_privdec.experiment.recorder import check_one_stage, check_own_ledgers, evaluation_rounds, state_dict_of
+from flower_privdec.experiment.recorder import (
+    check_no_training_loss,
+    check_one_stage,
+    check_own_ledgers,
+    evaluation_rounds,
+    state_dict_of,
+)
 from flower_privdec.experiment.spent import (
     Spent,
     check_budget,
@@ -703,6 +709,7 @@ def network_mixing(agreement: Agreement) -> Mixing:
             "late peers take over rows that have no average; use network.mode synchronous",
             code="algorithm.average",
         )
+    check_no_training_loss(agreement.scenario)
     check_one_stage(agreement.scenario, "each peer of a network has planned, and noted, its own noise")
     if mixing is None:
         raise ScenarioError(

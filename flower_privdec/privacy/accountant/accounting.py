@@ -103,7 +103,7 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
     groups = group_steps(releases)
     if math.fsum(float(g.counts @ g.profiles()[0](np.zeros(1))[:, 0]) for g in groups) <= delta:
         return 0.0  # no event's chance changes by more than δ: it changes by at most the sum over all steps
-    if _is_one_step(groups):
+    if len(groups) == 1 and float(groups[0].counts.sum()) == 1:
         return _step_epsilon(groups[0], delta)
     return composed_epsilon(groups, delta)
 
@@ -115,23 +115,12 @@ def beyond_numbers(releases: Sequence[Release]) -> bool:
     return max(float(g.drawn.max()) for g in group_steps(releases)) > LARGEST
 
 
-def _is_one_step(groups: Sequence[Steps]) -> bool:
-    return len(groups) == 1 and float(groups[0].counts.sum()) == 1
-
-
-@quietly
-def _profile(step: Steps, epsilon: np.ndarray) -> np.ndarray:
-    """Return δ(ε) of one step, the larger of both directions."""
-    remove, add = step.profiles()
-    return np.asarray(np.maximum(remove(epsilon), add(epsilon))[0])
-
-
 def _step_epsilon(step: Steps, delta: float) -> float:
-    """Return the least ε at which the profile of one step is at most δ."""
-    low, high = 0.0, max(step.reach(math.log(delta)))
+    """Return the least ε at which the larger of one step's two profiles is at most δ."""
+    (remove, add), low, high = step.profiles(), 0.0, max(step.reach(math.log(delta)))
     while high - low > 1e-12 * high:
         points = np.linspace(low, high, 66)[1:-1]
-        inside = _profile(step, points) <= delta
+        inside = np.maximum(remove(points), add(points))[0] <= delta
         first = int(np.argmax(inside)) if inside.any() else len(points)
         low, high = float((low, *points)[first]), float((*points, high)[first])
     return high
