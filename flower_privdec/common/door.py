@@ -1,4 +1,4 @@
-"""The door at which an observer of private steps stands: an audit, a law of privacy, or a test of either."""
+"""A door through which an observer sees private steps: an audit, a law of privacy, or a test of either."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Observer = TypeVar("Observer")
 
 
 class Door(Generic[Observer]):
-    """Lets one observer see the private steps of one kind, and nobody where none was let in.
+    """Lets one observer see the private steps of one kind.
 
     What an observer may do is a protocol beside the steps: `core.cohort.StepObserver`, `training_loop.LoopObserver` and
-    `privacy.updates.UpdateObserver`. It is there for what runs inside `open_to` in the same thread, so that a run in
-    another one is never watched by mistake.
+    `privacy.updates.UpdateObserver`. It sees what runs inside `open_to` in the same thread, never a run in
+    another one.
 
     Args:
         name: of the steps.
@@ -26,12 +26,12 @@ class Door(Generic[Observer]):
 
     @property
     def observer(self) -> Observer | None:
-        """Return who stands here now."""
+        """Return the observer of this thread, or None."""
         return self._observer.get()
 
     @contextmanager
     def open_to(self, observer: Observer) -> Iterator[None]:
-        """Let an observer stand here inside, in the place of one that does already."""
+        """Let an observer see the steps inside the block, in place of an earlier one."""
         token = self._observer.set(observer)
         try:
             yield
