@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from flower_privdec import __version__
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import memory
 from flower_privdec.common.machine import HEADROOM, available_bytes, check_room, cpu_model
@@ -38,7 +39,8 @@ from flower_privdec.scenario.sections import CancellingSection, placed, steps_pe
 
 ENGINE = "engine"  # the runtime in which one process hosts all peers
 NETWORK = "network"  # that in which each peer is a process of its own, and agrees on secrets with its neighbours
-COMPARABLE = "comparable"  # the generator whose keys are the same in every runtime
+COMPARABLE = "comparable"  # the generator whose keys are the same in every runtime and on every machine
+REPEATABLE = f"{SEEDED}, flower-privdec {__version__}"  # of the environment, what is in those keys
 
 
 @dataclass(frozen=True)
@@ -160,11 +162,12 @@ def _name_run(
     name = public_name(agreement, noise_source(from_system, hardened))
     if private is None:
         return {}, name
-    if not from_system and agreement.scenario.compute.generator != COMPARABLE:
+    comparable = not from_system and agreement.scenario.compute.generator == COMPARABLE
+    if not (from_system or comparable):
         name = replace(name, environment=f"{name.environment}, {rounding(agreement.scenario, runtime)}")
     shared = shared_secret(
         name.scenario,
-        name.environment,
+        REPEATABLE if comparable else name.environment,
         agreement.public,
         agreement.initial,
         agreement.module,
