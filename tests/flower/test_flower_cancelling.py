@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 from collections import Counter
 from copy import deepcopy
 from pathlib import Path
@@ -28,8 +29,10 @@ from flower_privdec.flower.apps.records import REQUEST
 from flower_privdec.flower.apps.server_app import Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.flower.mods.peer_state import Identity, public_key
-from flower_privdec.flower.pair_keys import ANNOUNCEMENT, COUNT, PAIRS
+from flower_privdec.flower.node_settings import HostSettings
+from flower_privdec.flower.pair_keys import ANNOUNCEMENT, COUNT, PAIRS, PairKeys
 from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.privacy.noise.deployed import SharedNoise, SystemNoise
 from flower_privdec.scenario import Scenario, numbers_hash
 
@@ -91,7 +94,7 @@ class Relaying:
             context.node_config = {key: value for key, value in context.node_config.items() if value is not None}
         self._deliver, self.grid._deliver = self.grid._deliver, self.carried  # type: ignore[method-assign]
         self.sent = list[tuple[int, Message]]()
-        self.announced: dict[int, ConfigRecord] = {}
+        self.announced: dict[int, list[ConfigRecord]] = {}
 
     def carried(self, message: Message) -> Message:
         """Carry a message to a node, and return its reply."""
@@ -100,7 +103,7 @@ class Relaying:
         self.change(node, message)
         reply = self._deliver(message)
         if message.metadata.message_type == "query.pairs" and not reply.has_error():
-            self.announced[node] = reply.content.config_records[PAIRS]
+            self.announced.setdefault(node, []).append(reply.content.config_records[PAIRS])
         return reply
 
     def change(self, node: int, message: Message) -> None:
@@ -216,6 +219,7 @@ FORGERIES = [
     "nothing",
     "that of another peer",
     "the node's own",
+    "the node's own of an earlier session",
 ]
 
 
@@ -225,11 +229,14 @@ def test_a_server_that_substitutes_keys_is_found_before_anything_is_released(
 ) -> None:
     class Substituting(Relaying):
         def change(self, node: int, message: Message) -> None:
+            if message.metadata.message_type == "query.pairs":
+                self.announced[node] = [self._deliver(deepcopy(message)).content.config_records[PAIRS]]
             if message.metadata.message_type == "train.relay" and node == 0:
                 announced = message.content.config_records[PAIRS]
                 changed = forged(self, 0, 1, bytes(announced["1"])) | {  # type: ignore[arg-type]
                     "that of another peer": announced["2"],
-                    "the node's own": self.announced[0]["1"],
+                    "the node's own": self.announced[0][-1]["1"],
+                    "the node's own of an earlier session": self.announced[0][0]["1"],
                 }
                 announced["1"] = changed[forgery]
 
@@ -393,3 +400,21 @@ def test_a_peer_whose_identity_is_not_known_is_named(tiny: Tiny, tmp_path: Path)
     (tmp_path / "known.json").write_text(json.dumps({peer: key for peer, key in known.items() if peer != "2"}))
     with raises(RunError, "nodes.failed", "peer 2 has no key in known.json"):
         relaying.start()
+
+
+def test_a_secret_takes_the_identities_beside_the_keys_of_a_session(tiny: Tiny, tmp_path: Path) -> None:
+    """A copy of a node's context, which has a session's key, does not make the session's secrets."""
+    scenario, private = Relaying(tiny(*COMPLETE), "relay", tmp_path).scenario, os.urandom(32)
+    nodes = [
+        PairKeys(
+            HostSettings(False, tmp_path / f"node-{peer}", known_peers=tmp_path / "known.json"),
+            Experiment.build(scenario, np.array([peer])),
+            private if peer == 0 else None,
+        )
+        for peer in range(4)
+    ]
+    for peer, node in enumerate(nodes):
+        node.learn({other: nodes[other].announcement(peer) for other in node.partners})
+    copy = AgreedSecrets([0], numbers_hash(scenario).encode(), "0123", private)
+    copy.learn(1, nodes[1].secrets.public)
+    assert nodes[0].secrets.of(0, 1) == nodes[1].secrets.of(1, 0) != copy.of(0, 1)
