@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class OwnParts:
         peers: global ids, int64 [m], ascending.
         examples: theirs alone.
         keys: what each peer's noise and batches are drawn from, by global id, see `run_key`.
+        elsewhere: keys of the peers hosted elsewhere, where a simulation draws noise of pairs from them.
         run: what ledgers and checkpoints call their run.
         protection: their clipping, noise and accounts; None without privacy.
         noise_inflation: by how much hardened noise is larger; None where it is not asked for.
@@ -65,6 +66,7 @@ class OwnParts:
     protection: Protection | None
     from_system: bool = False
     noise_inflation: float | None = None
+    elsewhere: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -102,10 +104,7 @@ class OwnParts:
             steps = scenario.rounds * steps_per_round(scenario.algorithm)
             what = f"rounds={scenario.rounds}: the noise and clip norms of {steps:,} steps of {len(peers):,} peers"
             check_room(STEP_BYTES * steps * len(peers), what, "take fewer rounds, local steps or peers")
-        seed, targets = scenario.seed_of("data"), agreement.loss.targets
-        examples = read_examples(scenario.data, seed, scenario.n_peers, peers, root, targets, whole=whole)
-        if scenario.features is not None:
-            examples = replace(examples, x=apply_features(examples.x, scenario.features))
+        examples = _read(agreement, peers, root, whole=whole)
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
         smallest, least = int(np.argmin(examples.sizes)), scenario.data.at_least
         if least is not None and examples.sizes[smallest] < least:
@@ -116,6 +115,10 @@ class OwnParts:
             )
         from_system = secret is not None or scenario.compute.generator == "system"
         keys, run = _name_run(agreement, examples, peers, secret, from_system, runtime)
+        elsewhere = dict[int, bytes]()
+        if len(peers) < scenario.n_peers and runtime != NETWORK and not from_system and len(secret_pairs(scenario)):
+            others = np.setdiff1d(np.arange(scenario.n_peers), peers)
+            elsewhere, _ = _name_run(agreement, _read(agreement, others, root), others, None, False, runtime)
         seeds = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
         # Keyed by the run where there is privacy; else by the seed, whatever is run with it.
         sampler = Sampler(scenario.data.batch, examples.sizes, seeds if scenario.private is None else keys, peers)
@@ -125,7 +128,7 @@ class OwnParts:
             section, everyone, everybody = scenario.private.noise, peers, sampler
             if isinstance(section, CancellingSection) and (len(peers) < scenario.n_peers or scenario.data.at_least):
                 everyone = np.arange(scenario.n_peers)
-                everybody = sampler_of_all(agreement, peers, runtime, root, whole)
+                everybody = sampler_of_all(agreement, root, whole)
             algorithm, mixing = agreement.algorithm, agreement.mixing
             factor = 1.0 if mixing is None else algorithm.weight_factor(mixing, scenario.rounds)
             protection = build_protection(
@@ -150,7 +153,17 @@ class OwnParts:
             check_number_range(
                 protection, replace(agreement.learning_rate, base=rates), examples.sizes, sampler.normalizer
             )
-        return OwnParts(peers, examples, sampler, keys, run, protection, from_system, larger)
+        return OwnParts(peers, examples, sampler, keys, run, protection, from_system, larger, elsewhere)
+
+
+def _read(agreement: Agreement, peers: np.ndarray, root: str | None, *, whole: bool = False) -> Examples:
+    """Read the examples of some peers, as the model takes them."""
+    scenario, targets = agreement.scenario, agreement.loss.targets
+    seed = scenario.seed_of("data")
+    examples = read_examples(scenario.data, seed, scenario.n_peers, peers, root, targets, whole=whole)
+    if scenario.features is None:
+        return examples
+    return replace(examples, x=apply_features(examples.x, scenario.features))
 
 
 def _name_run(
@@ -231,26 +244,19 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
     ]
 
 
-def sampler_of_all(agreement: Agreement, peers: np.ndarray, runtime: str, root: str | None, whole: bool) -> Sampler:
+def sampler_of_all(agreement: Agreement, root: str | None, whole: bool) -> Sampler:
     """Return how all peers draw, as far as all of them know: the plan of pairs follows from it.
 
     Args:
-        peers: those of this process.
-        runtime, root, whole: see `OwnParts.of`.
+        root, whole: see `OwnParts.of`.
 
     Raises:
-        ScenarioError: a process with some of the peers has secrets of pairs in a network alone; or each peer has a file
-            of its own, whose size the others do not know.
+        ScenarioError: each peer has a file of its own, whose size the others do not know; or peers who know no more
+            than a least number of examples would draw in ways for which nothing is proved.
 
     Privacy: with `data.at_least` peers are planned for, and charged, as if each had no more examples than that.
     """
     scenario, where = agreement.scenario, "privacy.noise.kind=cancelling"
-    if runtime != NETWORK and len(peers) < scenario.n_peers:
-        raise ScenarioError(
-            f"{where}: this process hosts some of {scenario.n_peers} peers and has no secrets with the others: use "
-            "the engine, Flower's mode cohort, or a network of peers (`privdec up`, `privdec peer`)",
-            code="noise.cancelling-part",
-        )
     batch, targets, least = scenario.data.batch, agreement.loss.targets, scenario.data.at_least
     if least is None and (scenario.data.each_its_own or whole):
         raise ScenarioError(
@@ -329,6 +335,17 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
         same_rates=bool(np.ptp(agreement.learning_rate.base) == 0),
         trades=tuple(choices),
     )
+
+
+def partners(scenario: Scenario, peers: np.ndarray) -> dict[int, int]:
+    """Return the peers elsewhere that share a secret with some peers, and with each the first of these that does."""
+    first = dict[int, int]()
+    for own, other in sorted(
+        (own, other) for pair in secret_pairs(scenario).tolist() for own, other in (pair, pair[::-1])
+    ):
+        if own in peers and other not in peers:
+            first.setdefault(other, own)
+    return dict(sorted(first.items()))
 
 
 def secret_pairs(scenario: Scenario) -> np.ndarray:
@@ -465,7 +482,9 @@ class Experiment(Agreement):
         own, held, private = self.own, self.public.validation, self.scenario.private
         hardened = own.noise_inflation is not None
         sampler = own.sampler.with_fresh_keys() if own.from_system else own.sampler
-        pairs = {peer: secrets.token_bytes(KEY_BYTES) for peer in own.keys} if own.from_system else own.keys
+        pairs = {**own.elsewhere, **own.keys}
+        if own.from_system:
+            pairs = {peer: secrets.token_bytes(KEY_BYTES) for peer in own.keys}
         return Cohort(
             peers=own.peers,
             n_peers=self.scenario.n_peers,

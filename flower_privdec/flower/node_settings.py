@@ -23,7 +23,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.common.user_code import only_from
 from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.sections import PEER, TopologySection
+from flower_privdec.scenario.sections import PEER, CancellingSection, TopologySection
 
 if TYPE_CHECKING:  # over torch, which a node that is one peer of an app does not need
     from flower_privdec.engine.shards.rendezvous import MeetingPlace
@@ -36,6 +36,7 @@ FOLDER = "PRIVDEC_FOLDER"  # environment variable: the folder of a simulation's 
 SECRET_BYTES = 32
 SIMULATED_KEYS = {PARTITION_ID_KEY, NUM_PARTITIONS_KEY}  # all that a node-config of Flower's simulation has
 START = "start the SuperNode with --node-config 'partition-id=I num-partitions=N folder=\"FOLDER\"'"
+PAIRED = """start it with --node-config '... known-peers="FILE" colluding=Q'"""
 GIVE = "start it with --node-config 'partition-id=I num-partitions=N ledger=\"FOLDER\" epsilon=E delta=D'"
 
 
@@ -192,6 +193,8 @@ class HostSettings:
         partitions: the number of shards; None where the node-config has none.
         place: the rendezvous of the shards (sharded mode); None where the node-config has none.
         modules: the full names of a user's own modules that a scenario may import; in a simulation it may import any.
+        known_peers: the file of the identities with which it agrees on secrets of pairs; None where it does not.
+        colluding: the fewest colluding peers against which its ε is to hold; None where it adds no noise of pairs.
     """
 
     simulated: bool
@@ -204,6 +207,8 @@ class HostSettings:
     partitions: int | None = None
     place: MeetingPlace | None = None
     modules: frozenset[str] = frozenset()
+    known_peers: Path | None = None
+    colluding: int | None = None
 
     @classmethod
     def of(cls, context: Context, run: str) -> HostSettings:
@@ -234,7 +239,9 @@ class HostSettings:
         place = None
         if "shard-address" in config or "shard-meeting" in config:
             place = MeetingPlace.given(str(config.get("shard-address", "")), str(config.get("shard-meeting", "")))
-        return cls(False, folder, root, test, epsilon, delta, partition, partitions, place, modules)
+        known = Path(str(config["known-peers"])).expanduser() if "known-peers" in config else None
+        colluding = _whole(config, "colluding", PAIRED) if "colluding" in config else None
+        return cls(False, folder, root, test, epsilon, delta, partition, partitions, place, modules, known, colluding)
 
     def rendezvous(self, request: WorkRequest) -> MeetingPlace:
         """Return the rendezvous of a request's shards: the node-config's, or in a simulation a file.
@@ -271,6 +278,7 @@ class HostSettings:
             os.chdir(request.base)
         scenario = parse_scenario(request.scenario)
         data, private, topology = scenario.data, scenario.private, scenario.topology
+        noise = None if private is None else private.noise
         own_peers, role = [self.partition], f"peer {self.partition}"
         if request.shards:
             from flower_privdec.engine.shards.communication_plan import Shards
@@ -307,6 +315,22 @@ class HostSettings:
             problem = f"privacy: none breaks this SuperNode's epsilon={self.epsilon}: set a privacy section"
         elif isinstance(topology, TopologySection) and topology.file is not None:
             problem = f"topology.file={topology.file!r} is not a server's to name: name a graph"
+        elif isinstance(noise, CancellingSection) and noise.secrets.file is not None:
+            problem = f"privacy.noise.secrets.file={noise.secrets.file!r} is not a server's to name: name a graph"
+        elif isinstance(noise, CancellingSection) and (self.known_peers is None or self.colluding is None):
+            from flower_privdec.flower.mods.peer_state import public_key
+
+            public_key(self.folder)
+            problem = (
+                "privacy.noise.kind=cancelling is for this SuperNode's owner to allow, who names the others' keys "
+                'in a file {"PEER": "KEY"} (its own is in identity.pub, beside its ledger), and how many peers may '
+                f"collude: {PAIRED}"
+            )
+        elif isinstance(noise, CancellingSection) and noise.colluding < (self.colluding or 0):
+            problem = (
+                f"privacy.noise.colluding={noise.colluding} must be >= colluding={self.colluding} of this SuperNode's "
+                "node-config, for its epsilon is to hold against as many: raise it in the scenario"
+            )
         elif scenario.model.origin is not None:
             problem = f"model.from={scenario.model.origin!r} is not a server's to name: name a model"
         elif data.each_its_own and (self.data_root is None or self.data_test is None):

@@ -1813,6 +1813,17 @@ class AppPrivacySection(Section):
     delta: Annotated[float, Field(gt=0, lt=1)]
     ledger: PathText | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _independent(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "noise" in data:
+            raise ArgumentError(
+                "noise: an app's peers train when a message comes and add independent noise, and noise of pairs needs "
+                "both peers to take the same step; leave it out, or write the model as a scenario's",
+                code="privacy.app-noise",
+            )
+        return data
+
     def _check(self) -> None:
         if self.epsilon is None and self.noise_multiplier is None:
             raise ArgumentError(

@@ -477,6 +477,10 @@ def test_an_app_that_fails_ends_its_peer_with_a_word_and_can_go_on(tmp_path):
         (["data={dataset: digits}"], ("scenario.extra_forbidden",)),
         (["privacy={clip_norm: 1, delta: 0.1}"], ("privacy.no-noise",)),
         (["privacy={epsilon: 1, delta: 0.1}"], ("scenario.missing", "clip_norm")),
+        (
+            ["privacy={clip_norm: 1, epsilon: 1, delta: 0.1, noise: {kind: cancelling, colluding: 1}}"],
+            ("privacy.app-noise", "needs both peers to take the same step; leave it out"),
+        ),
         (["privacy={clip_norm: 1, epsilon: 1, delta: 1}"], ("scenario.less_than",)),
         (["n_peers=1"], ("scenario.greater_than_equal", "n_peers")),
         (["initial=abc"], ("scenario.string_pattern_mismatch",)),

@@ -182,14 +182,15 @@ def test_peers_with_data_of_their_own_cancel_noise_by_a_least_number_of_examples
 
 
 def agreed(peer: int, run: bytes = b"run", names: tuple[str, ...] = ("a", "b", "c")) -> AgreedSecrets:
-    return AgreedSecrets(peer, run, names)
+    return AgreedSecrets([peer], run, names)
 
 
 def meet(one: AgreedSecrets, other: AgreedSecrets) -> bool:
     """Let two learn each other's keys; return whether they then have one secret."""
-    one.learn(other._peer, other.public)
-    other.learn(one._peer, one.public)
-    return one.of(one._peer, other._peer) == other.of(one._peer, other._peer)
+    peer, partner = min(one._peers), min(other._peers)
+    one.learn(partner, other.public)
+    other.learn(peer, one.public)
+    return one.of(peer, partner) == other.of(peer, partner)
 
 
 def test_two_processes_have_one_secret_and_no_third_has_it() -> None:

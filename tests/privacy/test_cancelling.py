@@ -437,9 +437,12 @@ def test_noise_of_the_operating_system_cancels_too(build: Build, tmp_path: Path,
     assert means[0] < 0.8 * means[1]
 
 
-def test_a_process_that_hosts_some_peers_is_refused(build: Build) -> None:
-    with raises(ScenarioError, "noise.cancelling-part", "some of 4"):
-        Experiment.build(build(PAIRS).scenario, np.array([0, 1]))
+def test_a_process_with_noise_of_its_own_system_has_no_secret_with_others(build: Build) -> None:
+    """It stops before it adds noise that would never cancel: whoever runs several agrees on secrets first."""
+    cohort = Experiment.build(build(PAIRS, "compute.generator=system").scenario, np.array([0, 1])).cohort()
+    x = torch.zeros(2, len(cohort.initial), dtype=cohort.initial.dtype)
+    with raises(ScenarioError, "noise.pair-secret", r"peers 0 and 2 .* those of \[0, 1\]"):
+        cohort.add_step_(x, x, 0)
 
 
 def test_a_network_takes_weaker_noise_for_what_a_restart_leaves_of_it(build: Build) -> None:

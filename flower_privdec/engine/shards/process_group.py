@@ -206,18 +206,22 @@ class ProcessGroup:
         self._buffers.clear()
         self._messages.clear()
 
+    def gather(self, content: bytes) -> list[bytes]:
+        """Return what every shard has to say, as many bytes each, in the order of the shards."""
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        answers = [torch.empty_like(mine) for _ in range(len(self.shards))]
+        with touching("another shard", "their meeting"):
+            self.group.allgather([answers], [mine]).wait()
+        return [answer.numpy().tobytes() for answer in answers]
+
     def agree(self, digest: bytes) -> None:
         """Check that all shards have the same 32 bytes to say of what they are about to do.
 
         Raises:
             RunError: naming one that disagrees.
         """
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        answers = [torch.empty_like(mine) for _ in range(len(self.shards))]
-        with touching("another shard", "their meeting"):
-            self.group.allgather([answers], [mine]).wait()
-        for shard, theirs in enumerate(answers):
-            if not torch.equal(theirs, mine):
+        for shard, theirs in enumerate(self.gather(digest)):
+            if theirs != digest:
                 raise RunError(
                     f"{self.shards.name(shard)} is about to run something else than {self.shards.name(self.shard)}: "
                     "install the same versions of flower-privdec and torch, and give the same public data, everywhere",

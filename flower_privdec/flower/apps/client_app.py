@@ -52,6 +52,7 @@ from flower_privdec.flower.apps.records import (
 )
 from flower_privdec.flower.error_formatting import one_line_replies
 from flower_privdec.flower.node_settings import HostSettings, in_simulation
+from flower_privdec.flower.pair_keys import PAIRS, agrees, open_session, session_secrets, shard_secrets
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 
 log = logging.getLogger("flwr.privdec")
@@ -251,6 +252,8 @@ def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> Recor
     state = node.state(RecordDict(), request.begin)
     metrics, spent, clock, seconds = [], [], [], 0.0
     with node.cohort(RecordDict(), request.begin) as cohort:
+        if agrees(experiment):
+            cohort.secrets = shard_secrets(node.settings, experiment, group)
         engine = ShardEngine(experiment.algorithm, cohort, state or experiment.initial_state(cohort), group)
         state = engine.state
         for stop in evaluation_rounds(experiment.scenario.rounds, experiment.scenario.evaluation.every):
@@ -274,6 +277,15 @@ def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> Recor
     return content
 
 
+def announce_pair_keys(message: Message, context: Context) -> Message:
+    """Reply with this node's key for secrets of pairs, which the first train message brings to the others."""
+    request = WorkRequest.of(message.content)
+    settings = HostSettings.of(context, request.folder)
+    experiment = Node.of(settings, request).experiment
+    announced = open_session(settings, experiment, context.state) if agrees(experiment) else ConfigRecord()
+    return Message(RecordDict({PAIRS: announced}), reply_to=message)
+
+
 def train_relay(message: Message, context: Context) -> Message:
     """Finish the pending exchange with the neighbours' rows, continue to the next, and reply with one's own rows.
 
@@ -285,8 +297,10 @@ def train_relay(message: Message, context: Context) -> Message:
     node, content = Node.of(settings, request), RecordDict()
     exchange: Exchange | None = None
     experiment, algorithm = node.experiment, node.experiment.algorithm
-    state = node.state(context.state, request.begin)
+    state, session = node.state(context.state, request.begin), None
     with node.cohort(context.state, request.begin) as cohort:
+        if agrees(experiment):
+            cohort.secrets, session = session_secrets(node, request.begin, message.content, context.state)
         if state is None:
             state = experiment.initial_state(cohort)
         _finish_exchange(experiment, state, message.content)
@@ -300,6 +314,8 @@ def train_relay(message: Message, context: Context) -> Message:
             node.save(state, cohort)
             content[SPENT] = spent_record(cohort, state.round_index, experiment.own.source)
         node.store(state, cohort, context.state)
+        if session is not None:
+            context.state[PAIRS] = session
     if exchange is None or experiment.mixing is None:
         content.update(pack_peers(state, algorithm.open_rows))
     else:
@@ -324,7 +340,7 @@ def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) 
 def client_app() -> ClientApp:
     """Return the ClientApp that hosts peers in the mode of the ServerApp's strategy.
 
-    Messages: `query.partition`, `train.cohort` (simulation alone), `train.relay` and `train.sharded`.
+    Messages: `query.partition`, `query.pairs`, `train.cohort` (simulation alone), `train.relay` and `train.sharded`.
 
     Privacy: what leaves a node is the rows that its algorithm declares open, functions of what was clipped and noised;
     every step is charged to the node's ledger, a file, before an example is read. Folder, budget, keys and data are
@@ -332,6 +348,7 @@ def client_app() -> ClientApp:
     """
     client = ClientApp()
     client.query("partition")(one_line_replies(reply_partition))
+    client.query("pairs")(one_line_replies(announce_pair_keys))
     client.train("cohort")(one_line_replies(train_cohort))
     client.train("relay")(one_line_replies(train_relay))
     client.train("sharded")(one_line_replies(train_sharded))

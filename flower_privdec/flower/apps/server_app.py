@@ -38,7 +38,7 @@ from flower_privdec.experiment.recorder import (
     evaluation_rounds,
 )
 from flower_privdec.experiment.spent import Spent
-from flower_privdec.experiment.view import noise_facts
+from flower_privdec.experiment.view import noise_facts, partners, secret_pairs
 from flower_privdec.flower.apps.records import (
     METRICS,
     PARTITION,
@@ -54,6 +54,7 @@ from flower_privdec.flower.apps.records import (
 )
 from flower_privdec.flower.error_formatting import one_line_failure, reason
 from flower_privdec.flower.launch.local_grid import simulates
+from flower_privdec.flower.pair_keys import PAIRS
 from flower_privdec.scenario import Scenario, load_scenario, to_yaml
 from flower_privdec.scenario.loading import without_folders
 
@@ -356,9 +357,11 @@ class Relay(ScenarioStrategy):
         mixing, exchange = self.agreement.mixing, self.agreement.algorithm.program[self._at]
         if self._waiting and not isinstance(exchange, Exchange):
             raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
-        messages = []
+        messages, announced = [], self._pair_keys(grid) if server_round == 1 else {}
         for node, peers in self.nodes:
             message = self._message(node, "train.relay", peers, until=until, begin=begin, nodes=len(self.nodes))
+            if node in announced:
+                message.content[PAIRS] = announced[node]
             if self._waiting and mixing is not None and isinstance(exchange, Exchange):
                 links = [(a, b) for a, b in exchange.awaited(State(peers, self._round), mixing) if a not in peers]
                 keys = dict.fromkeys(message_key(exchange, link) for link in links)
@@ -385,6 +388,28 @@ class Relay(ScenarioStrategy):
         self.recorder.seconds += time.perf_counter() - self._since
         self.recorder.coalition_seconds += max(float(str(record["coalition_seconds"])) for record in records)
         return None, None if self._waiting else self._evaluate(contents)
+
+    def _pair_keys(self, grid: Grid) -> dict[int, ConfigRecord]:
+        """Return the keys that each node is to know, as the nodes announce them to it; none without noise of pairs."""
+        if not len(secret_pairs(self.scenario)):
+            return {}
+        requests = [
+            self._message(node, "query.pairs", peers, until=0, nodes=len(self.nodes)) for node, peers in self.nodes
+        ]
+        replies = self._replies(grid.send_and_receive(requests, timeout=A_MONTH), "their keys")
+        announced: dict[int, ConfigRecord] = {}
+        for (_, peers), reply in zip(self.nodes, replies, strict=True):
+            announced |= dict.fromkeys(peers.tolist(), reply.config_records[PAIRS])
+        return {
+            node: ConfigRecord(
+                {
+                    str(other): announced[other][str(own)]
+                    for other, own in partners(self.scenario, peers).items()
+                    if str(own) in announced[other]
+                }
+            )
+            for node, peers in self.nodes
+        }
 
     def _evaluate(self, contents: list[RecordDict]) -> MetricRecord:
         """Evaluate the open rows of all peers on the public test set, and save them."""

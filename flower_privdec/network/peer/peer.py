@@ -592,7 +592,7 @@ class ScenarioTrainer:
         self.constants = agreement.constants
         self._ledger_folder, self.pair_secrets = ledger_folder(scenario, folder), None
         if len(secret_pairs(scenario)):
-            self.pair_secrets = AgreedSecrets(peer, numbers_hash(scenario).encode(), identities(scenario))
+            self.pair_secrets = AgreedSecrets([peer], numbers_hash(scenario).encode(), identities(scenario))
         root, self._held = scenario.data.root if data is None else data, -1
         is_own = data is not None or scenario.data.each_its_own
         is_private = scenario.private is not None and is_own and not insecure_seeds

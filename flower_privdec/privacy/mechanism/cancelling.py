@@ -26,10 +26,11 @@ mixture of the step at the larger chance and of that without the example, and di
 
 Peers that restart. On a network a peer may take a step again, by another process, or lack a pair's draw. Let a *node*
 be one release of a step by one process. Two rules are enforced (`noise.pair_noise`): (a) each draw is added by one node
-of either end at most, for secrets live and die with a process, which takes a step once; (b) a node that does not share
-the draw of a pair adds as much noise of its own. Then each node of peer i has noise V_i as if all nodes were
-independent, so a step that is charged twice may be taken twice. For let w_k be the weights on the nodes of peer k.
-Any sum over the honest nodes with these weights has the variance
+of either end at most, for secrets live and die with a process (with a session, of relayed Flower nodes: see
+`flower.pair_keys`), which takes a step once; (b) a node that does not share the draw of a pair adds as much noise of
+its own. Then each node of peer i has noise V_i as if all nodes were independent, so a step that is charged twice may be
+taken twice. For let w_k be the weights on the nodes of peer k. Any sum over the honest nodes with these weights has the
+variance
 
     Σ_k D_k² |w_k|² + Σ_pairs c_jk² (Σ_shared (w_j,a - w_k,b)² + Σ_alone w²)
         >= Σ_k D_k² |w_k|² + Σ_pairs c_jk² (|w_j| - |w_k|)² >= V_i² |w_i|²,

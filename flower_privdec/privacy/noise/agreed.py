@@ -1,8 +1,8 @@
-"""Secrets that a networked peer agrees on with its neighbours, by X25519; none outlives its process."""
+"""Secrets of pairs of peers in different processes, by X25519; none outlives the process, or session, of either."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.privacy.noise.source import PairSecrets
@@ -11,20 +11,21 @@ KEY = 32  # bytes of a public key, and of a secret
 
 
 class AgreedSecrets(PairSecrets):
-    """The secrets of one peer and others, each known to the two alone.
+    """The secrets of the peers of one process and others, each known to the processes of the two alone.
 
-        secret = HKDF(X25519(own key, the other's public key), run, both identities, both public keys)
+        secret = HKDF(X25519(own key, the other's public key), run, both peers, identities and public keys)
 
     The key is drawn when the process begins, stays in its memory, and ends with it. So what two processes draw from
     their secret for a step, no other process of either peer draws again, whatever was restored, copied or begun again.
 
-    Public keys come from neighbours whose certificate the transport has verified, so that no third party can put a key
-    in between.
+    Who calls `learn` knows whose a public key is, so that no third party can put one in between: the transport has
+    verified a neighbour's certificate, or identities vouch for the key.
 
     Args:
-        peer: its number.
+        peers: those of this process; what two of them share follows from its private key alone.
         run: what all peers of the run agree on.
         identities: of all peers.
+        private: the private key, 32 bytes, of a session that takes several processes; by default a new one.
 
     Attributes:
         public: the public key, 32 bytes.
@@ -33,7 +34,9 @@ class AgreedSecrets(PairSecrets):
         ScenarioError: the package cryptography is not installed.
     """
 
-    def __init__(self, peer: int, run: bytes, identities: Sequence[str]) -> None:
+    def __init__(
+        self, peers: Collection[int], run: bytes, identities: Sequence[str], private: bytes | None = None
+    ) -> None:
         try:
             from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
         except ImportError as error:
@@ -42,13 +45,18 @@ class AgreedSecrets(PairSecrets):
                 code="noise.cryptography",
             ) from error
         super().__init__({}, simulated=False)
-        self._peer, self._run, self._identities = peer, run, identities
-        self._key = X25519PrivateKey.generate()
+        self._peers, self._run, self._identities = frozenset(peers), run, identities
+        self._key = X25519PrivateKey.generate() if private is None else X25519PrivateKey.from_private_bytes(private)
         self.public: bytes = self._key.public_key().public_bytes_raw()
-        self._theirs: dict[int, tuple[bytes, bytes]] = {}  # public key and secret of each neighbour, as it is now
+        self._theirs: dict[int, tuple[bytes, bytes]] = {}  # of each peer elsewhere: public key, what only both know
 
-    def learn(self, other: int, public: bytes) -> None:
-        """Take the public key of a neighbour's process, in place of that of the one before.
+    def learn(self, other: int, public: bytes, vouched: bytes = b"") -> None:
+        """Take the public key of another peer's process, in place of that of the one before.
+
+        Args:
+            other: the peer.
+            public: the key.
+            vouched: what the identities of the two processes alone know; without it a secret is not theirs.
 
         Raises:
             ValueError: no secret can be made of it, or it is this process's own.
@@ -56,32 +64,33 @@ class AgreedSecrets(PairSecrets):
         if self._theirs.get(other, (b"",))[0] == public:
             return
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
-        from cryptography.hazmat.primitives.hashes import SHA256
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
         if public == self.public:
             raise ArgumentError("it is the key of this process", code="noise.own-key")
-        common = self._key.exchange(X25519PublicKey.from_public_bytes(public))
-        ends = sorted([(self._peer, self.public), (other, public)])
-        names = repr([(self._identities[one], key) for one, key in ends]).encode()
-        secret = HKDF(SHA256(), KEY, salt=self._run, info=b"flower_privdec pair noise" + names).derive(common)
-        self._theirs[other] = public, secret
+        self._theirs[other] = public, self._key.exchange(X25519PublicKey.from_public_bytes(public)) + vouched
 
     def knows(self, peer: int, other: int) -> bool:
         """See PairSecrets."""
-        return self._peer in (peer, other) and ({peer, other} - {self._peer}) <= self._theirs.keys()
+        pair = {peer, other}
+        return len(pair) == 2 and bool(pair & self._peers) and pair - self._peers <= self._theirs.keys()
 
     def of(self, peer: int, other: int) -> bytes:
         """See PairSecrets.
 
         Raises:
-            ScenarioError: this peer is neither of the two, or has not heard the other yet.
+            ScenarioError: this process hosts neither of the two, or has not heard the other yet.
         """
-        if not self.knows(peer, other) or peer == other:
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        if not self.knows(peer, other):
             raise ScenarioError(
-                f"peer {self._peer} has no secret of peers {peer} and {other}: it has one with each neighbour that it "
-                "has heard",
+                f"the process of peers {sorted(self._peers)} has no secret of peers {peer} and {other}: it has one "
+                "with each peer that it has heard",
                 code="noise.pair-secret",
             )
-        (partner,) = {peer, other} - {self._peer}
-        return self._theirs[partner][1]
+        elsewhere, own = {peer, other} - self._peers, self._key.public_key()
+        common = self._theirs[min(elsewhere)][1] if elsewhere else self._key.exchange(own)
+        publics = {one: self._theirs[one][0] if one in elsewhere else self.public for one in sorted((peer, other))}
+        names = repr([(one, self._identities[one], public) for one, public in publics.items()]).encode()
+        return HKDF(SHA256(), KEY, salt=self._run, info=b"flower_privdec pair noise" + names).derive(common)

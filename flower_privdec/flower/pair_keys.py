@@ -1,0 +1,178 @@
+"""Secrets of pairs of peers of a scenario, which nodes agree on through a server or a network that they do not trust.
+
+A node draws an X25519 key for every *session*: one message in sharded mode, and in relay mode the messages from a start
+of the run to its end, failure or restart. It announces the public half to every node with which its peers have pairs:
+
+    announcement = key | HMAC(X25519(both identities), key | own identity)
+    secret       = HKDF(X25519(both keys) | X25519(both identities), run, both peers and keys)
+
+Who is not one of the two nodes has no secret of theirs, whatever messages it reads, changes or replays:
+
+- A key that it puts in place of another has no HMAC that holds: the node stops before it releases anything.
+- An announcement of an earlier session is taken, as it is the other node's, and the noise does not cancel: accuracy is
+  lost, and no ε, for the other node has forgotten that key, and this one's is new.
+- Another scenario has another run, and so other secrets.
+
+A draw belongs to a step of two sessions, and a session takes a step once. In relay mode a session's key is in the
+node's context, in the memory of its SuperNode, and a file in the node's folder counts the session's messages, before
+each of them releases anything. A message that comes with an old context, or to an old folder, stops.
+
+In a simulation one person has all nodes, and no identity vouches for a key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flwr.app import ConfigRecord, RecordDict
+
+from flower_privdec.common.errors import RunError
+from flower_privdec.common.files import write_atomically
+from flower_privdec.engine.shards.process_group import ProcessGroup
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.view import partners, secret_pairs
+from flower_privdec.flower.mods.peer_state import Identity, KnownPeers
+from flower_privdec.flower.node_settings import HostSettings
+from flower_privdec.privacy.noise.agreed import KEY, AgreedSecrets
+from flower_privdec.scenario import numbers_hash
+
+if TYPE_CHECKING:
+    from flower_privdec.flower.apps.client_app import Node
+
+PAIRS = "pairs"  # the record of announcements, and of a session in a context
+ANNOUNCEMENT = KEY + 32  # bytes
+COUNT = "pair-session"  # the file that counts the messages of a session
+PRIVATE, MESSAGES = "private", "messages"  # of a session: its key, and how many of its messages are done
+
+
+class PairKeys:
+    """A node's key of one session, and what it makes of the others'.
+
+    Args:
+        settings: the node's.
+        experiment: of its peers.
+        private: the session's private key, 32 bytes; by default a new one.
+
+    Attributes:
+        secrets: of pairs, of those that were learned.
+        partners: see `view.partners`.
+
+    Raises:
+        RunError: the node's identity, or its file of known peers, cannot be read.
+    """
+
+    def __init__(self, settings: HostSettings, experiment: Experiment, private: bytes | None = None) -> None:
+        scenario, peers = experiment.scenario, experiment.own.peers
+        self._run = numbers_hash(scenario).encode()
+        names = [str(peer) for peer in range(scenario.n_peers)]
+        self.secrets = AgreedSecrets(peers.tolist(), self._run, names, private)
+        self.partners = partners(scenario, peers)
+        self._identity, self._known = None, None
+        if not settings.simulated:
+            self._identity, self._known = Identity(settings.folder), KnownPeers(settings.folder, settings.known_peers)
+
+    def announcement(self, other: int) -> bytes:
+        """Return what tells the node of another peer this node's key."""
+        public = self.secrets.public
+        return public + self._mac(other, public, b"" if self._identity is None else self._identity.public)
+
+    def learn(self, announcements: Mapping[int, bytes]) -> None:
+        """Take the keys of all partners.
+
+        Raises:
+            RunError: one is missing, or was not announced by the node whose identity is known.
+        """
+        for other in self.partners:
+            content = announcements.get(other, b"")
+            public, known = content[:KEY], b"" if self._known is None else self._known.key(other)
+            if not hmac.compare_digest(content[KEY:], self._mac(other, public, known)):
+                raise RunError(
+                    f"the key that was announced for peer {other} was not sealed by the node whose identity this node "
+                    "knows, for this run: another scenario there, an identity.pub that is not in known-peers as it is, "
+                    "or someone in between who would have the secret; compare them, and start again with --resume",
+                    code="noise.pair-announced",
+                )
+            try:
+                self.secrets.learn(other, public, self._vouched(other, b"noise"))
+            except ValueError as error:
+                raise RunError(
+                    f"no secret can be made of the key that was announced for peer {other} ({error}): start again with "
+                    "--resume",
+                    code="noise.pair-announced",
+                ) from error
+
+    def _vouched(self, other: int, purpose: bytes) -> bytes:
+        """Return what the identities of this node and another peer's alone know; empty in a simulation."""
+        if self._identity is None or self._known is None:
+            return b""
+        return self._identity.key_for(self._known.key(other), self._run, b"pair " + purpose)
+
+    def _mac(self, other: int, public: bytes, sender: bytes) -> bytes:
+        key = self._vouched(other, b"announcement")
+        return hmac.digest(key, public + sender, "sha256") if key else bytes(ANNOUNCEMENT - KEY)
+
+
+def agrees(experiment: Experiment) -> bool:
+    """Return whether a node agrees on secrets with others: not where the noise of a simulation follows from keys."""
+    return experiment.own.from_system and len(secret_pairs(experiment.scenario)) > 0
+
+
+def shard_secrets(settings: HostSettings, experiment: Experiment, group: ProcessGroup) -> AgreedSecrets:
+    """Return the secrets of a shard's peers for one message; all shards call this at once."""
+    keys, empty = PairKeys(settings, experiment), bytes(ANNOUNCEMENT)
+    slots = [keys.announcement(i) if i in keys.partners else empty for i in range(experiment.scenario.n_peers)]
+    shards, gathered = group.shards, group.gather(b"".join(slots))
+    keys.learn(
+        {i: gathered[int(shards.of(i))][own * ANNOUNCEMENT :][:ANNOUNCEMENT] for i, own in keys.partners.items()}
+    )
+    return keys.secrets
+
+
+def open_session(settings: HostSettings, experiment: Experiment, stored: RecordDict) -> ConfigRecord:
+    """Draw the key of a new session into a node's context, and return its announcements, by peer."""
+    private = os.urandom(KEY)
+    keys = PairKeys(settings, experiment, private)
+    stored[PAIRS] = ConfigRecord({PRIVATE: private, MESSAGES: 0})
+    return ConfigRecord({str(other): keys.announcement(other) for other in keys.partners})
+
+
+def session_secrets(
+    node: Node, begin: int, content: RecordDict, stored: RecordDict
+) -> tuple[AgreedSecrets, ConfigRecord]:
+    """Return the secrets for a message's steps, and what the context is to hold of the session once they are taken.
+
+    The caller has the node's ledger open, so that no other process of the node is here.
+
+    Args:
+        node: the peers and their folder.
+        begin: see `WorkRequest`; a message that goes on from what is on disk begins a session.
+        content: of the message; the first of a session has the others' announcements.
+        stored: the context's state.
+
+    Raises:
+        RunError: the session does not go on with this message, or a key is not a partner's.
+    """
+    session, path = stored.config_records.get(PAIRS, ConfigRecord()), node.folder / COUNT
+    private, messages = session.get(PRIVATE), session.get(MESSAGES)
+    count = path.read_text() if path.exists() else ""
+    if isinstance(private, bytes) and isinstance(messages, int) and (messages == 0) == (begin >= 0):
+        keys = PairKeys(node.settings, node.experiment, private)
+        name = keys.secrets.public.hex()
+        if count == f"{name} {messages}" if messages else not count.startswith(name):
+            announced = session if messages else content.config_records.get(PAIRS, ConfigRecord())
+            values = {other: announced.get(str(other)) for other in keys.partners}
+            known = {other: value for other, value in values.items() if isinstance(value, bytes)}
+            keys.learn(known)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, f"{name} {messages + 1}".encode())
+            record = {str(other): value for other, value in known.items()}
+            return keys.secrets, ConfigRecord({PRIVATE: private, MESSAGES: messages + 1, **record})
+    raise RunError(
+        "this message does not continue the session of this node's keys, and noise of pairs would be drawn twice: the "
+        "message was repeated, the node's folder or context is an old copy, or another run began in that folder; start "
+        "again with --resume",
+        code="noise.pair-session",
+    )

@@ -1,0 +1,420 @@
+"""Noise that cancels between peers of Flower nodes: a server that carries all has no secret of theirs."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections import Counter
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import flower_runs
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from ports import own_addresses
+from raising import raises
+from tiny_scenario import Tiny
+from together_grid import TogetherGrid
+
+from flower_privdec.common.errors import RunError
+from flower_privdec.engine.run import run
+from flower_privdec.engine.shards.process_group import ProcessGroup
+from flower_privdec.experiment import Experiment
+from flower_privdec.flower.apps.client_app import client_app
+from flower_privdec.flower.apps.records import REQUEST
+from flower_privdec.flower.apps.server_app import Relay, Sharded
+from flower_privdec.flower.launch.local_grid import LocalGrid
+from flower_privdec.flower.mods.peer_state import Identity, public_key
+from flower_privdec.flower.node_settings import HostSettings
+from flower_privdec.flower.pair_keys import ANNOUNCEMENT, COUNT, PAIRS, PairKeys
+from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.noise.agreed import AgreedSecrets
+from flower_privdec.privacy.noise.deployed import SharedNoise, SystemNoise
+from flower_privdec.scenario import Scenario, numbers_hash
+
+COMPLETE = ["topology.name=complete", "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0}", "rounds=4"]
+DIRECTED = [
+    "privacy.noise={kind: cancelling, colluding: 1, secrets: ring, strength: 2.0}",
+    "topology={name: directed-exponential, mixing_steps: 2}",
+    "rounds=4",
+]
+FULL = "data.batch={sampling: full}"
+HOSTS: dict[str, tuple[type[Relay] | type[Sharded], list[list[int]]]] = {
+    "relay": (Relay, [[0], [1], [2], [3]]),
+    "sharded": (Sharded, [[0, 1], [2, 3]]),
+}
+Draw = tuple[bytes, int, int]  # the key of a shared draw, the step, and the peer that adds it
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[Draw]:
+    """Record each draw that is shared."""
+    drawn, add = list[Draw](), SharedNoise.add_
+
+    def recording(source: SharedNoise, out: Any, std: Any, step: int, peers: Any, *rest: Any) -> None:
+        assert source._key is not None
+        drawn.append((source._key, step, int(peers[0])))
+        add(source, out, std, step, peers, *rest)
+
+    monkeypatch.setattr(SharedNoise, "add_", recording)
+    return drawn
+
+
+def assert_used_once(shared: list[Draw], ends: int | None = 2) -> None:
+    """Check that no peer added a draw twice, and that so many peers added each."""
+    assert shared
+    assert max(Counter((key, peer) for key, _, peer in shared).values()) == 1
+    if ends is not None:
+        assert set(Counter(key for key, *_ in shared).values()) == {ends}
+
+
+class Relaying:
+    """A grid of deployed nodes, whose server may change what it carries."""
+
+    def __init__(self, scenario: Scenario, host: str, folder: Path, **config: Any) -> None:
+        self.strategy, self.shards = HOSTS[host]
+        places, meeting = range(len(self.shards)), own_addresses(1)[0] if host == "sharded" else None
+        identities = [public_key(folder / f"node-{place}") for place in places]
+        known = {str(peer): identities[place] for place in places for peer in self.shards[place]}
+        (folder / "known.json").write_text(json.dumps(known))
+        more: dict[str, Any] = {"known-peers": str(folder / "known.json"), "colluding": 1} | config
+        if meeting is not None:
+            more |= {"shard-address": "127.0.0.1", "shard-meeting": meeting}
+        configs = {
+            place: {"ledger": str(folder / f"node-{place}"), "epsilon": 3.0, "delta": 1e-3, **more} for place in places
+        }
+        kind = TogetherGrid if host == "sharded" else LocalGrid
+        self.scenario, self.folder = scenario, folder
+        self.grid = kind(client_app(), len(places), config=configs)  # type: ignore[arg-type]
+        for context in self.grid.contexts.values():
+            context.node_config = {key: value for key, value in context.node_config.items() if value is not None}
+        self._deliver, self.grid._deliver = self.grid._deliver, self.carried  # type: ignore[method-assign]
+        self.sent = list[tuple[int, Message]]()
+        self.announced: dict[int, list[ConfigRecord]] = {}
+
+    def carried(self, message: Message) -> Message:
+        """Carry a message to a node, and return its reply."""
+        node = message.metadata.dst_node_id - 100
+        self.sent.append((node, deepcopy(message)))
+        self.change(node, message)
+        reply = self._deliver(message)
+        if message.metadata.message_type == "query.pairs" and not reply.has_error():
+            self.announced.setdefault(node, []).append(reply.content.config_records[PAIRS])
+        return reply
+
+    def change(self, node: int, message: Message) -> None:
+        """Change a message before it is carried."""
+
+    def start(self, resume: bool = False) -> Path:
+        self.strategy(self.scenario, self.folder / "run", resume=resume).start(self.grid)
+        return self.folder / "run"
+
+    def charged(self, node: int = 0) -> list[int]:
+        """Return the steps that a node has charged, in order."""
+        path = self.folder / f"node-{node}" / "ledger" / "digits.jsonl"
+        return [entry.from_step for entry in read_chain(path)[1]] if path.exists() and path.stat().st_size else []
+
+
+def privacy(out: Path) -> list[dict[str, Any]]:
+    """Return what a summary says of each peer's privacy."""
+    rows: list[dict[str, Any]] = json.loads((out / "summary.json").read_text())["privacy"]
+    return rows
+
+
+# --- what every runtime agrees on ---
+
+
+@pytest.mark.parametrize("host", ["relay", "sharded"])
+@pytest.mark.parametrize("settings", [COMPLETE, DIRECTED], ids=["complete", "two exchanges a round"])
+def test_a_simulation_draws_what_the_engine_draws(settings: list[str], host: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Seeded pairs draw the same numbers in every runtime, and both figures of ε are the engine's."""
+    run(Experiment.build(tiny(*settings)), tmp_path / "engine")
+    out = flower_runs.run_under_flower(tiny(*settings), tmp_path / "flower", host)
+    flower_runs.assert_same_run(out, tmp_path / "engine")
+    ours, theirs = privacy(out), privacy(tmp_path / "engine")
+    assert ours == theirs
+    assert all(row["epsilon_if_all_collude"] > row["epsilon"] for row in ours)
+
+
+@pytest.mark.parametrize("host", ["relay", "sharded"])
+def test_it_is_gone_from_the_mean_of_deployed_nodes(
+    host: str, tiny: Tiny, tmp_path: Path, shared: list[Draw], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a round reaches the mean, and no peer has noise of its own, nodes compute what they would without noise."""
+    add = SystemNoise._add_
+
+    def none_of_its_own(source: SystemNoise, out: torch.Tensor, std: torch.Tensor) -> None:
+        if source._key is not None:
+            add(source, out, std)
+
+    monkeypatch.setattr(SystemNoise, "_add_", none_of_its_own)
+    relaying = Relaying(tiny(*COMPLETE, FULL), host, tmp_path)
+    out = relaying.start()
+    assert_used_once(shared)
+    run(Experiment.build(tiny(*COMPLETE, FULL, "compute.generator=system", "privacy.noise=null")), tmp_path / "plain")
+    rows, plain = flower_runs.final_rows(out)["x"], flower_runs.final_rows(tmp_path / "plain")["x"]
+    torch.testing.assert_close(rows, plain)
+    assert privacy(out) == privacy(run_of_engine(tiny, tmp_path, FULL))
+
+
+def run_of_engine(tiny: Tiny, tmp_path: Path, *settings: str) -> Path:
+    """Run the scenario by the engine, with noise of the operating system, which costs the same."""
+    run(Experiment.build(tiny(*COMPLETE, *settings, "compute.generator=system")), tmp_path / "engine")
+    return tmp_path / "engine"
+
+
+@pytest.mark.parametrize("host", ["relay", "sharded"])
+def test_a_simulation_with_noise_of_the_operating_system_agrees_on_secrets_too(
+    host: str, tiny: Tiny, tmp_path: Path, shared: list[Draw]
+) -> None:
+    flower_runs.run_under_flower(tiny(*DIRECTED, "compute.generator=system"), tmp_path / "run", host)
+    assert_used_once(shared)
+
+
+def test_a_node_plans_the_noise_that_all_others_count_on(tiny: Tiny, tmp_path: Path) -> None:
+    """So what q colluders, and q + 1, learn of the engine's noise they learn of the nodes'."""
+    whole = Experiment.build(tiny(*DIRECTED)).own
+    for peers in ([0], [1, 2], [3]):
+        part = Experiment.build(tiny(*DIRECTED), np.array(peers)).own
+        assert part.protection is not None
+        assert whole.protection is not None
+        one, other = part.protection.pairs, whole.protection.pairs
+        assert one is not None
+        assert other is not None
+        assert np.array_equal(one.edges, other.edges)
+        assert np.array_equal(one.needed, other.needed)
+        assert (one.strength, one.colluding) == (other.strength, other.colluding)
+        assert part.protection.epsilons(4) == [whole.protection.epsilons(4)[peer] for peer in peers]
+        assert {**part.elsewhere, **part.keys} == whole.keys
+
+
+# --- a server that is not to be trusted, and nodes that fail ---
+
+
+def forged(relaying: Relaying, node: int, peer: int, honest: bytes) -> dict[str, bytes]:
+    """Return what someone in between can put in the place of a peer's announcement to a node."""
+    (relaying.folder / "stranger").mkdir(exist_ok=True)
+    stranger, victim = (Identity(relaying.folder / name) for name in ("stranger", f"node-{node}"))
+    known = json.loads((relaying.folder / "known.json").read_text())[str(peer)]
+    key = stranger.key_for(victim.public, numbers_hash(relaying.scenario).encode(), b"pair announcement")
+    sealed = hmac.digest(key, stranger.public + bytes.fromhex(known), "sha256")
+    return {
+        "a key of its own": stranger.public + sealed,
+        "a key of its own under the seal of another": stranger.public + honest[32:],
+        "a key of which everyone knows the secret": bytes(32) + honest[32:],
+        "a part": honest[:-1],
+        "nothing": b"",
+    }
+
+
+FORGERIES = [
+    "a key of its own",
+    "a key of its own under the seal of another",
+    "a key of which everyone knows the secret",
+    "a part",
+    "nothing",
+    "that of another peer",
+    "the node's own",
+    "the node's own of an earlier session",
+]
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_server_that_substitutes_keys_is_found_before_anything_is_released(
+    forgery: str, tiny: Tiny, tmp_path: Path, shared: list[Draw]
+) -> None:
+    class Substituting(Relaying):
+        def change(self, node: int, message: Message) -> None:
+            if message.metadata.message_type == "query.pairs":
+                self.announced[node] = [self._deliver(deepcopy(message)).content.config_records[PAIRS]]
+            if message.metadata.message_type == "train.relay" and node == 0:
+                announced = message.content.config_records[PAIRS]
+                changed = forged(self, 0, 1, bytes(announced["1"])) | {  # type: ignore[arg-type]
+                    "that of another peer": announced["2"],
+                    "the node's own": self.announced[0][-1]["1"],
+                    "the node's own of an earlier session": self.announced[0][0]["1"],
+                }
+                announced["1"] = changed[forgery]
+
+    relaying = Substituting(tiny(*COMPLETE), "relay", tmp_path)
+    with raises(RunError, "nodes.failed", "key that was announced for peer 1"):
+        relaying.start()
+    assert relaying.charged(0) == []
+    assert not {peer for _, _, peer in shared} & {0}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES[:2])
+def test_shards_between_whom_someone_puts_keys_stop(
+    forgery: str, tiny: Tiny, tmp_path: Path, shared: list[Draw], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relaying, gather = Relaying(tiny(*COMPLETE), "sharded", tmp_path), ProcessGroup.gather
+
+    def between(group: ProcessGroup, content: bytes) -> list[bytes]:
+        told = gather(group, content)
+        if group.shard == 0 and len(content) > 32:
+            told[1] = forged(relaying, 0, 2, told[1][:ANNOUNCEMENT])[forgery] + told[1][ANNOUNCEMENT:]
+        return told
+
+    monkeypatch.setattr(ProcessGroup, "gather", between)
+    with raises(RunError, "nodes.failed", "key that was announced for peer 2"):
+        relaying.start()
+    assert relaying.charged(0) == []
+    assert not {peer for _, _, peer in shared} & {0, 1}
+
+
+def test_a_node_whose_server_gives_it_another_scenario_stops(tiny: Tiny, tmp_path: Path, shared: list[Draw]) -> None:
+    """It would count on noise that the others do not add."""
+
+    class Lying(Relaying):
+        def change(self, node: int, message: Message) -> None:
+            if node == 3 and REQUEST in message.content.config_records:
+                request = message.content.config_records[REQUEST]
+                request["scenario"] = str(request["scenario"]).replace("epsilon: 3.0", "epsilon: 1.0")
+
+    relaying = Lying(tiny(*COMPLETE), "relay", tmp_path)
+    with raises(RunError, "nodes.failed", "another scenario there"):
+        relaying.start()
+    assert not [node for node in range(4) if relaying.charged(node)]
+
+
+def test_an_announcement_of_an_earlier_session_shares_no_draw_again(tiny: Tiny, tmp_path: Path, shared) -> None:
+    """The node takes the key, which the other has forgotten: noise is left in the mean, and no draw is used twice."""
+
+    class Replaying(Relaying):
+        old: bytes | None = None
+
+        def change(self, node: int, message: Message) -> None:
+            announced = message.content.config_records.get(PAIRS)
+            if announced is not None and node == 0 and message.metadata.message_type == "train.relay":
+                announced["1"], self.old = self.old or announced["1"], announced["1"]  # type: ignore[assignment]
+
+    relaying = Replaying(tiny(*COMPLETE), "relay", tmp_path)
+    relaying.start()
+    first = len(shared)
+    relaying.strategy(relaying.scenario, tmp_path / "again").start(relaying.grid)
+    assert_used_once(shared, ends=None)
+    assert not {key for key, *_ in shared[:first]} & {key for key, *_ in shared[first:]}
+    counts = Counter(key for key, *_ in shared[first:])
+    assert sorted(counts.values()) == [1] * 2 * 4 + [2] * 5 * 4  # in each round the pair of peers 0 and 1 draws apart
+
+
+class Failing(Relaying):
+    """Nodes, of which one goes wrong at its third train message, once."""
+
+    wrong: str | None = None
+
+    def carried(self, message: Message) -> Message:
+        node, context = message.metadata.dst_node_id - 100, self.grid.contexts[message.metadata.dst_node_id]
+        mark, before = self.folder / "node-1" / COUNT, deepcopy(context.state)
+        text = mark.read_text() if mark.exists() else ""
+        reply = super().carried(message)
+        third = sum(place == 1 and one.metadata.message_type == "train.relay" for place, one in self.sent) == 3
+        if node == 1 and self.wrong is not None and third:
+            wrong, self.wrong = self.wrong, None
+            if wrong == "died after it had replied":
+                context.state = before
+            elif wrong == "restored its folder":
+                mark.write_text(text)
+            elif wrong == "lost its folder's count":
+                mark.unlink()
+            elif wrong == "restarted":
+                context.state = RecordDict()
+            elif wrong == "dropped out":
+                return Message(Error(2, "it dropped out"), reply_to=message)
+        return reply
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words", "epsilon"),
+    [
+        ("died after it had replied", "does not continue the session", 9.0),
+        ("restored its folder", "does not continue the session", 9.0),
+        ("lost its folder's count", "does not continue the session", 9.0),
+        ("restarted", "has lost its state", 9.0),
+        ("dropped out", "it dropped out", 9.0),
+        ("dropped out", "it dropped out", 3.0),
+    ],
+)
+def test_a_node_that_was_rolled_back_stops_and_a_resumed_run_draws_from_other_secrets(
+    wrong: str, words: str, epsilon: float, tiny: Tiny, tmp_path: Path, shared: list[Draw]
+) -> None:
+    """A node whose context or folder is an old copy would take a step again, with the draws that it has released."""
+    relaying = Failing(tiny(*COMPLETE, "evaluation.every=1"), "relay", tmp_path, epsilon=epsilon)
+    relaying.wrong = wrong
+    with raises(RunError, "nodes.failed", words):
+        relaying.start()
+    first = len(shared)
+    out = relaying.start(resume=True)
+    assert_used_once(shared, ends=None)
+    assert not {key for key, *_ in shared[:first]} & {key for key, *_ in shared[first:]}
+    assert_used_once(shared[first:])
+    rows = privacy(out)
+    assert relaying.charged(1) == [0, 1, 1, 2, 3][: 4 if epsilon == 3 else 5]  # its last step has no example
+    assert (rows[1]["epsilon"] > privacy(run_of_engine(tiny, tmp_path))[1]["epsilon"]) == (epsilon > 3)
+    assert rows[1]["epsilon_if_all_collude"] > rows[1]["epsilon"]
+
+
+def test_a_message_that_a_server_repeats_brings_out_no_draw_again(tiny: Tiny, tmp_path: Path, shared) -> None:
+    """From its own state a node goes on, and a message that would begin again finds the key used."""
+    relaying = Relaying(tiny(*COMPLETE), "relay", tmp_path)
+    relaying.start()
+    trains = [message for node, message in relaying.sent if node == 0 and "train" in message.metadata.message_type]
+    replies = [relaying._deliver(deepcopy(message)) for message in trains]
+    assert "does not continue the session" in replies[0].error.reason
+    assert_used_once(shared, ends=None)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "words"),
+    [
+        ({"known-peers": None}, [], "for this SuperNode's owner to allow"),
+        ({"colluding": None}, [], "for this SuperNode's owner to allow"),
+        ({"colluding": 2}, [], "privacy.noise.colluding=1 must be >= colluding=2"),
+        ({}, ["privacy.noise.secrets={name: edge-list, file: edges.txt}"], "is not a server's to name"),
+    ],
+)
+@pytest.mark.parametrize("host", ["relay", "sharded"])
+def test_a_server_does_not_decide_with_whom_a_node_shares_noise(
+    config: dict[str, Any],
+    settings: list[str],
+    words: str,
+    host: str,
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "edges.txt").write_text("0 1\n1 2\n2 3\n3 0\n")
+    monkeypatch.chdir(tmp_path)
+    relaying = Relaying(tiny(*COMPLETE, *settings), host, tmp_path, **config)
+    with raises(RunError, "nodes.failed", words):
+        relaying.start()
+
+
+def test_a_peer_whose_identity_is_not_known_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    relaying = Relaying(tiny(*COMPLETE), "relay", tmp_path)
+    known = json.loads((tmp_path / "known.json").read_text())
+    (tmp_path / "known.json").write_text(json.dumps({peer: key for peer, key in known.items() if peer != "2"}))
+    with raises(RunError, "nodes.failed", "peer 2 has no key in known.json"):
+        relaying.start()
+
+
+def test_a_secret_takes_the_identities_beside_the_keys_of_a_session(tiny: Tiny, tmp_path: Path) -> None:
+    """A copy of a node's context, which has a session's key, does not make the session's secrets."""
+    scenario, private = Relaying(tiny(*COMPLETE), "relay", tmp_path).scenario, os.urandom(32)
+    nodes = [
+        PairKeys(
+            HostSettings(False, tmp_path / f"node-{peer}", known_peers=tmp_path / "known.json"),
+            Experiment.build(scenario, np.array([peer])),
+            private if peer == 0 else None,
+        )
+        for peer in range(4)
+    ]
+    for peer, node in enumerate(nodes):
+        node.learn({other: nodes[other].announcement(peer) for other in node.partners})
+    copy = AgreedSecrets([0], numbers_hash(scenario).encode(), "0123", private)
+    copy.learn(1, nodes[1].secrets.public)
+    assert nodes[0].secrets.of(0, 1) == nodes[1].secrets.of(1, 0) != copy.of(0, 1)
