@@ -238,9 +238,13 @@ DatasetChoice = Annotated[
 ]
 
 
-Scaling = Annotated[
-    tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-]
+def _scaling(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ArgumentError("must be a center and a scale, as [40, 20]", code="table.scaling")
+    return tuple(value)
+
+
+Scaling = Annotated[tuple[float, float], BeforeValidator(_scaling)]
 
 
 class TableSection(Section):
