@@ -57,8 +57,9 @@ class LocalGrid(Grid):
     ) -> None:
         check_whole({"n_nodes": n_nodes})
         check_paths({"folder": folder})
-        if not callable(client_app):
-            problem = f"client_app is a {type(client_app).__name__} and must be a ClientApp"
+        app: object = client_app
+        if not callable(app):
+            problem = f"client_app is a {type(app).__name__} and must be a ClientApp"
             raise ScenarioError(f"{problem}; run_in_process(FOLDER, {n_nodes}) takes an app's folder", code="grid.app")
         if n_nodes is None or n_nodes < 1:
             raise ScenarioError(f"n_nodes={n_nodes} must be >= 1", code="grid.nodes")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
-from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -635,9 +634,10 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
                 code="flower.setting",
             )
         value = context.run_config[key]
-    if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+    number: Any = value.item() if isinstance(value, np.generic) else value
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
         raise RunError(f"{name}={value!r} of this run must be a number, without quotes", code="flower.setting")
-    return value.item() if isinstance(value, np.generic) else value
+    return number
 
 
 _privacy_of = lru_cache(maxsize=64, typed=True)(app_privacy)  # of a message's numbers, which are most often the same
@@ -843,7 +843,7 @@ class PeerMod:
             count = metrics.get(peer.request.weighted_by)
         if count is None:
             return 1.0
-        if isinstance(count, Real) and 0 < count < MOST_EXAMPLES:
+        if isinstance(count, int | float) and 0 < count < MOST_EXAMPLES:
             return float(count)
         words = "peer %s: %s=%r must be above 0 and below %.0f: the peer counts by 1 in this round"
         log.warning(words, peer.node.peer, peer.request.weighted_by, count, MOST_EXAMPLES)
