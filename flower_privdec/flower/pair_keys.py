@@ -11,7 +11,7 @@ Who is not one of the two nodes has no secret of theirs, whatever messages it re
 - A key that it puts in place of another has no HMAC that holds: the node stops before it releases anything.
 - An announcement of an earlier session is taken, as it is the other node's, and the noise does not cancel: accuracy is
   lost, and no ε, for the other node has forgotten that key, and this one's is new.
-- Another scenario has another run, and so other secrets.
+- Another scenario, or other numbers of examples, is another run, whose seals do not hold.
 
 A draw belongs to a step of two sessions, and a session takes a step once. In relay mode a session's key is in the
 node's context, in the memory of its SuperNode, and a file in the node's folder counts the session's messages, before
@@ -33,11 +33,10 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.view import partners, secret_pairs
+from flower_privdec.experiment.view import pair_run, partners, secret_pairs
 from flower_privdec.flower.mods.peer_state import Identity, KnownPeers
 from flower_privdec.flower.node_settings import HostSettings
 from flower_privdec.privacy.noise.agreed import KEY, AgreedSecrets
-from flower_privdec.scenario import numbers_hash
 
 if TYPE_CHECKING:
     from flower_privdec.flower.apps.client_app import Node
@@ -66,7 +65,7 @@ class PairKeys:
 
     def __init__(self, settings: HostSettings, experiment: Experiment, private: bytes | None = None) -> None:
         scenario, peers = experiment.scenario, experiment.own.peers
-        self._run = numbers_hash(scenario).encode()
+        self._run = pair_run(experiment)
         names = [str(peer) for peer in range(scenario.n_peers)]
         self.secrets = AgreedSecrets(peers.tolist(), self._run, names, private)
         self.partners = partners(scenario, peers)
@@ -91,8 +90,9 @@ class PairKeys:
             if not hmac.compare_digest(content[KEY:], self._mac(other, public, known)):
                 raise RunError(
                     f"the key that was announced for peer {other} was not sealed by the node whose identity this node "
-                    "knows, for this run: another scenario there, an identity.pub that is not in known-peers as it is, "
-                    "or someone in between who would have the secret; compare them, and start again with --resume",
+                    "knows, for this run: another scenario, version or number of examples there, an identity.pub that "
+                    "is not in known-peers as it is, or someone in between who would have the secret; compare them, "
+                    "and start again with --resume",
                     code="noise.pair-announced",
                 )
             try:
