@@ -14,8 +14,9 @@ Who is not one of the two nodes has no secret of theirs, whatever messages it re
 - Another scenario, or other numbers of examples, is another run, whose seals do not hold.
 
 A draw belongs to a step of two sessions, and a session takes a step once. In relay mode a session's key is in the
-node's context, in the memory of its SuperNode, and a file in the node's folder counts the session's messages, before
-each of them releases anything. A message that comes with an old context, or to an old folder, stops.
+node's context, in the memory of its SuperNode, and a file in the node's folder names the one session that is open there
+and counts its messages, before each of them releases anything. A message that comes with an old context, or to an old
+folder, stops.
 
 In a simulation one person has all nodes, and no identity vouches for a key.
 """
@@ -72,6 +73,10 @@ class PairKeys:
         self._identity, self._known = None, None
         if not settings.simulated:
             self._identity, self._known = Identity(settings.folder), KnownPeers(settings.folder, settings.known_peers)
+
+    def count(self, messages: int) -> bytes:
+        """Return what the node's folder holds once so many messages of the session have begun."""
+        return f"{self.secrets.public.hex()} {messages}".encode()
 
     def announcement(self, other: int) -> bytes:
         """Return what tells the node of another peer this node's key."""
@@ -131,10 +136,12 @@ def shard_secrets(settings: HostSettings, experiment: Experiment, group: Process
     return keys.secrets
 
 
-def open_session(settings: HostSettings, experiment: Experiment, stored: RecordDict) -> ConfigRecord:
-    """Draw the key of a new session into a node's context, and return its announcements, by peer."""
+def open_session(node: Node, stored: RecordDict) -> ConfigRecord:
+    """Draw the key of a new session, the one of its folder from now on, into the context; return its announcements."""
     private = os.urandom(KEY)
-    keys = PairKeys(settings, experiment, private)
+    keys = PairKeys(node.settings, node.experiment, private)
+    node.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(node.folder / COUNT, keys.count(0))
     stored[PAIRS] = ConfigRecord({PRIVATE: private, MESSAGES: 0})
     return ConfigRecord({str(other): keys.announcement(other) for other in keys.partners})
 
@@ -157,17 +164,14 @@ def session_secrets(
     """
     session, path = stored.config_records.get(PAIRS, ConfigRecord()), node.folder / COUNT
     private, messages = session.get(PRIVATE), session.get(MESSAGES)
-    count = path.read_text() if path.exists() else ""
     if isinstance(private, bytes) and isinstance(messages, int) and (messages == 0) == (begin >= 0):
         keys = PairKeys(node.settings, node.experiment, private)
-        name = keys.secrets.public.hex()
-        if count == f"{name} {messages}" if messages else not count.startswith(name):
+        if path.exists() and path.read_bytes() == keys.count(messages):
             announced = session if messages else content.config_records.get(PAIRS, ConfigRecord())
             values = {other: announced.get(str(other)) for other in keys.partners}
             known = {other: value for other, value in values.items() if isinstance(value, bytes)}
             keys.learn(known)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, f"{name} {messages + 1}".encode())
+            write_atomically(path, keys.count(messages + 1))
             record = {str(other): value for other, value in known.items()}
             return keys.secrets, ConfigRecord({PRIVATE: private, MESSAGES: messages + 1, **record})
     raise RunError(

@@ -111,8 +111,8 @@ class Relaying:
         """Change a message before it is carried."""
 
     def start(self, resume: bool = False) -> Path:
-        self.strategy(self.scenario, self.folder / "run", resume=resume).start(self.grid)
-        return self.folder / "run"
+        self.strategy(self.scenario, self.folder / f"run-{self.scenario.rounds}", resume=resume).start(self.grid)
+        return self.folder / f"run-{self.scenario.rounds}"
 
     def charged(self, node: int = 0) -> list[int]:
         """Return the steps that a node has charged, in order."""
@@ -382,6 +382,22 @@ def test_a_message_that_a_server_repeats_brings_out_no_draw_again(tiny: Tiny, tm
     replies = [relaying._deliver(deepcopy(message)) for message in trains]
     assert "does not continue the session" in replies[0].error.reason
     assert_used_once(shared, ends=None)
+
+
+def test_a_session_ends_for_good_when_another_begins_in_its_folder(tiny: Tiny, tmp_path: Path, shared) -> None:
+    """Of two messages at once the one that fails leaves the old context, and a second run would hide that."""
+
+    class Remembering(Relaying):
+        def change(self, node: int, message: Message) -> None:
+            if node == 0 and message.metadata.message_type == "train.relay" and not hasattr(self, "first"):
+                self.first, self.context = deepcopy((message, self.grid.contexts[100].state))
+
+    relaying = Remembering(tiny(*COMPLETE, "rounds=1"), "relay", tmp_path, epsilon=9.0)
+    relaying.start()
+    Relaying(tiny(*COMPLETE, "rounds=2"), "relay", tmp_path, epsilon=9.0).start()
+    relaying.grid.contexts[100].state = relaying.context
+    assert "does not continue the session" in relaying._deliver(relaying.first).error.reason
+    assert_used_once(shared)
 
 
 @pytest.mark.parametrize(
