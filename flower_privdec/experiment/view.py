@@ -334,7 +334,15 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
         weights=weights,
         same_rates=bool(np.ptp(agreement.learning_rate.base) == 0),
         trades=tuple(choices),
+        sizes=sampler.partition_sizes,
     )
+
+
+def pair_run(experiment: Experiment) -> bytes:
+    """Return what decides the plan of pairs: with another one, a peer would count on noise that others do not add."""
+    plan = None if experiment.own.protection is None else experiment.own.protection.pairs
+    sizes = [] if plan is None else plan.sizes.tolist()
+    return repr((numbers_hash(experiment.scenario), sizes, __version__)).encode()
 
 
 def partners(scenario: Scenario, peers: np.ndarray) -> dict[int, int]:

@@ -11,11 +11,12 @@ Who is not one of the two nodes has no secret of theirs, whatever messages it re
 - A key that it puts in place of another has no HMAC that holds: the node stops before it releases anything.
 - An announcement of an earlier session is taken, as it is the other node's, and the noise does not cancel: accuracy is
   lost, and no ε, for the other node has forgotten that key, and this one's is new.
-- Another scenario has another run, and so other secrets.
+- Another scenario, or other numbers of examples, is another run, whose seals do not hold.
 
 A draw belongs to a step of two sessions, and a session takes a step once. In relay mode a session's key is in the
-node's context, in the memory of its SuperNode, and a file in the node's folder counts the session's messages, before
-each of them releases anything. A message that comes with an old context, or to an old folder, stops.
+node's context, in the memory of its SuperNode, and a file in the node's folder names the one session that is open there
+and counts its messages, before each of them releases anything. A message that comes with an old context, or to an old
+folder, stops.
 
 In a simulation one person has all nodes, and no identity vouches for a key.
 """
@@ -33,11 +34,10 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.view import partners, secret_pairs
+from flower_privdec.experiment.view import pair_run, partners, secret_pairs
 from flower_privdec.flower.mods.peer_state import Identity, KnownPeers
 from flower_privdec.flower.node_settings import HostSettings
 from flower_privdec.privacy.noise.agreed import KEY, AgreedSecrets
-from flower_privdec.scenario import numbers_hash
 
 if TYPE_CHECKING:
     from flower_privdec.flower.apps.client_app import Node
@@ -66,13 +66,17 @@ class PairKeys:
 
     def __init__(self, settings: HostSettings, experiment: Experiment, private: bytes | None = None) -> None:
         scenario, peers = experiment.scenario, experiment.own.peers
-        self._run = numbers_hash(scenario).encode()
+        self._run = pair_run(experiment)
         names = [str(peer) for peer in range(scenario.n_peers)]
         self.secrets = AgreedSecrets(peers.tolist(), self._run, names, private)
         self.partners = partners(scenario, peers)
         self._identity, self._known = None, None
         if not settings.simulated:
             self._identity, self._known = Identity(settings.folder), KnownPeers(settings.folder, settings.known_peers)
+
+    def count(self, messages: int) -> bytes:
+        """Return what the node's folder holds once so many messages of the session have begun."""
+        return f"{self.secrets.public.hex()} {messages}".encode()
 
     def announcement(self, other: int) -> bytes:
         """Return what tells the node of another peer this node's key."""
@@ -91,8 +95,9 @@ class PairKeys:
             if not hmac.compare_digest(content[KEY:], self._mac(other, public, known)):
                 raise RunError(
                     f"the key that was announced for peer {other} was not sealed by the node whose identity this node "
-                    "knows, for this run: another scenario there, an identity.pub that is not in known-peers as it is, "
-                    "or someone in between who would have the secret; compare them, and start again with --resume",
+                    "knows, for this run: another scenario, version or number of examples there, an identity.pub that "
+                    "is not in known-peers as it is, or someone in between who would have the secret; compare them, "
+                    "and start again with --resume",
                     code="noise.pair-announced",
                 )
             try:
@@ -131,10 +136,12 @@ def shard_secrets(settings: HostSettings, experiment: Experiment, group: Process
     return keys.secrets
 
 
-def open_session(settings: HostSettings, experiment: Experiment, stored: RecordDict) -> ConfigRecord:
-    """Draw the key of a new session into a node's context, and return its announcements, by peer."""
+def open_session(node: Node, stored: RecordDict) -> ConfigRecord:
+    """Draw the key of a new session, the one of its folder from now on, into the context; return its announcements."""
     private = os.urandom(KEY)
-    keys = PairKeys(settings, experiment, private)
+    keys = PairKeys(node.settings, node.experiment, private)
+    node.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(node.folder / COUNT, keys.count(0))
     stored[PAIRS] = ConfigRecord({PRIVATE: private, MESSAGES: 0})
     return ConfigRecord({str(other): keys.announcement(other) for other in keys.partners})
 
@@ -157,17 +164,14 @@ def session_secrets(
     """
     session, path = stored.config_records.get(PAIRS, ConfigRecord()), node.folder / COUNT
     private, messages = session.get(PRIVATE), session.get(MESSAGES)
-    count = path.read_text() if path.exists() else ""
     if isinstance(private, bytes) and isinstance(messages, int) and (messages == 0) == (begin >= 0):
         keys = PairKeys(node.settings, node.experiment, private)
-        name = keys.secrets.public.hex()
-        if count == f"{name} {messages}" if messages else not count.startswith(name):
+        if path.exists() and path.read_bytes() == keys.count(messages):
             announced = session if messages else content.config_records.get(PAIRS, ConfigRecord())
             values = {other: announced.get(str(other)) for other in keys.partners}
             known = {other: value for other, value in values.items() if isinstance(value, bytes)}
             keys.learn(known)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, f"{name} {messages + 1}".encode())
+            write_atomically(path, keys.count(messages + 1))
             record = {str(other): value for other, value in known.items()}
             return keys.secrets, ConfigRecord({PRIVATE: private, MESSAGES: messages + 1, **record})
     raise RunError(

@@ -24,6 +24,7 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.engine.run import run
 from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.view import pair_run
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.records import REQUEST
 from flower_privdec.flower.apps.server_app import Relay, Sharded
@@ -34,7 +35,7 @@ from flower_privdec.flower.pair_keys import ANNOUNCEMENT, COUNT, PAIRS, PairKeys
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.privacy.noise.deployed import SharedNoise, SystemNoise
-from flower_privdec.scenario import Scenario, numbers_hash
+from flower_privdec.scenario import Scenario
 
 COMPLETE = ["topology.name=complete", "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0}", "rounds=4"]
 DIRECTED = [
@@ -110,8 +111,8 @@ class Relaying:
         """Change a message before it is carried."""
 
     def start(self, resume: bool = False) -> Path:
-        self.strategy(self.scenario, self.folder / "run", resume=resume).start(self.grid)
-        return self.folder / "run"
+        self.strategy(self.scenario, self.folder / f"run-{self.scenario.rounds}", resume=resume).start(self.grid)
+        return self.folder / f"run-{self.scenario.rounds}"
 
     def charged(self, node: int = 0) -> list[int]:
         """Return the steps that a node has charged, in order."""
@@ -200,7 +201,8 @@ def forged(relaying: Relaying, node: int, peer: int, honest: bytes) -> dict[str,
     (relaying.folder / "stranger").mkdir(exist_ok=True)
     stranger, victim = (Identity(relaying.folder / name) for name in ("stranger", f"node-{node}"))
     known = json.loads((relaying.folder / "known.json").read_text())[str(peer)]
-    key = stranger.key_for(victim.public, numbers_hash(relaying.scenario).encode(), b"pair announcement")
+    run_of_all = pair_run(Experiment.build(relaying.scenario))
+    key = stranger.key_for(victim.public, run_of_all, b"pair announcement")
     sealed = hmac.digest(key, stranger.public + bytes.fromhex(known), "sha256")
     return {
         "a key of its own": stranger.public + sealed,
@@ -276,9 +278,23 @@ def test_a_node_whose_server_gives_it_another_scenario_stops(tiny: Tiny, tmp_pat
                 request["scenario"] = str(request["scenario"]).replace("epsilon: 3.0", "epsilon: 1.0")
 
     relaying = Lying(tiny(*COMPLETE), "relay", tmp_path)
-    with raises(RunError, "nodes.failed", "another scenario there"):
+    with raises(RunError, "nodes.failed", "another scenario, version"):
         relaying.start()
     assert not [node for node in range(4) if relaying.charged(node)]
+
+
+def test_a_node_that_has_other_data_dealt_out_stops(tiny: Tiny, tmp_path: Path, shared: list[Draw]) -> None:
+    """Its plan has less noise for the others than they add, or more."""
+    rng = np.random.default_rng(0)
+    for name, size in (("all", 120), ("more", 124)):
+        x, y = rng.random((size, 8), dtype=np.float32), np.arange(size) % 4
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    scenario = tiny(*COMPLETE, f"data={{dataset: npz, root: {tmp_path}/all.npz, batch: {{size: 12}}}}")
+    relaying = Relaying(scenario, "relay", tmp_path, **{"data-root": str(tmp_path / "all.npz")})
+    relaying.grid.contexts[103].node_config["data-root"] = str(tmp_path / "more.npz")
+    with raises(RunError, "nodes.failed", "number of examples there"):
+        relaying.start()
+    assert not shared
 
 
 def test_an_announcement_of_an_earlier_session_shares_no_draw_again(tiny: Tiny, tmp_path: Path, shared) -> None:
@@ -368,6 +384,22 @@ def test_a_message_that_a_server_repeats_brings_out_no_draw_again(tiny: Tiny, tm
     assert_used_once(shared, ends=None)
 
 
+def test_a_session_ends_for_good_when_another_begins_in_its_folder(tiny: Tiny, tmp_path: Path, shared) -> None:
+    """Of two messages at once the one that fails leaves the old context, and a second run would hide that."""
+
+    class Remembering(Relaying):
+        def change(self, node: int, message: Message) -> None:
+            if node == 0 and message.metadata.message_type == "train.relay" and not hasattr(self, "first"):
+                self.first, self.context = deepcopy((message, self.grid.contexts[100].state))
+
+    relaying = Remembering(tiny(*COMPLETE, "rounds=1"), "relay", tmp_path, epsilon=9.0)
+    relaying.start()
+    Relaying(tiny(*COMPLETE, "rounds=2"), "relay", tmp_path, epsilon=9.0).start()
+    relaying.grid.contexts[100].state = relaying.context
+    assert "does not continue the session" in relaying._deliver(relaying.first).error.reason
+    assert_used_once(shared)
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "words"),
     [
@@ -415,6 +447,6 @@ def test_a_secret_takes_the_identities_beside_the_keys_of_a_session(tiny: Tiny, 
     ]
     for peer, node in enumerate(nodes):
         node.learn({other: nodes[other].announcement(peer) for other in node.partners})
-    copy = AgreedSecrets([0], numbers_hash(scenario).encode(), "0123", private)
+    copy = AgreedSecrets([0], pair_run(Experiment.build(scenario)), "0123", private)
     copy.learn(1, nodes[1].secrets.public)
     assert nodes[0].secrets.of(0, 1) == nodes[1].secrets.of(1, 0) != copy.of(0, 1)

@@ -281,8 +281,8 @@ def announce_pair_keys(message: Message, context: Context) -> Message:
     """Reply with this node's key for secrets of pairs, which the first train message brings to the others."""
     request = WorkRequest.of(message.content)
     settings = HostSettings.of(context, request.folder)
-    experiment = Node.of(settings, request).experiment
-    announced = open_session(settings, experiment, context.state) if agrees(experiment) else ConfigRecord()
+    node = Node.of(settings, request)
+    announced = open_session(node, context.state) if agrees(node.experiment) else ConfigRecord()
     return Message(RecordDict({PAIRS: announced}), reply_to=message)
 
 

@@ -44,7 +44,7 @@ from flower_privdec.experiment.spent import (
     ledger_folder,
     noise_ratios,
 )
-from flower_privdec.experiment.view import NOISE, secret_pairs
+from flower_privdec.experiment.view import NOISE, pair_run, secret_pairs
 from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.network.peer.connections import Connections, Session
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
@@ -592,7 +592,7 @@ class ScenarioTrainer:
         self.constants = agreement.constants
         self._ledger_folder, self.pair_secrets = ledger_folder(scenario, folder), None
         if len(secret_pairs(scenario)):
-            self.pair_secrets = AgreedSecrets([peer], numbers_hash(scenario).encode(), identities(scenario))
+            self.pair_secrets = AgreedSecrets([peer], pair_run(self.experiment), identities(scenario))
         root, self._held = scenario.data.root if data is None else data, -1
         is_own = data is not None or scenario.data.each_its_own
         is_private = scenario.private is not None and is_own and not insecure_seeds

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, islice
 
@@ -232,6 +232,7 @@ class PairPlan:
         needed: V of every step in the units of what the network conserves, float64 [steps, n_peers].
         weights: how often a row of each peer counts in what the network conserves, float64 [n_peers].
         same_rates: whether all learning rates are equal, so that an algorithm may leave them out.
+        sizes: how many examples each peer has, as far as the plan knows, int64 [n_peers].
     """
 
     edges: np.ndarray
@@ -241,6 +242,7 @@ class PairPlan:
     weights: np.ndarray
     same_rates: bool
     trades: tuple[Trade, ...] = ()
+    sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @cached_property
     def own(self) -> np.ndarray:
