@@ -200,18 +200,18 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
 def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Places) -> ScenarioError:
     """Turn pydantic's errors into one: the first, or all keys that are missing, and how many more there are.
 
-    Its code is `scenario.TYPE` by pydantic's type.
+    Its code is pydantic's type, below "scenario".
     """
     findings = error.errors()
     first = min(findings, key=lambda item: (item["type"] != "extra_forbidden", len(item["loc"]) == 0))
-    loc, told = _clean(first, data), 1
+    loc, n_named = _clean(first, data), 1
     sentence = _sentence(first, loc, root, data)
     if first["type"] == "missing":
         absent = [".".join(map(str, _clean(item, data))) for item in findings if item["type"] == "missing"]
-        told = len(absent)
-        if told > 1:
+        n_named = len(absent)
+        if n_named > 1:
             sentence = f"{', '.join(map(repr, absent))} are missing; add them"
-    more = f" (and {len(findings) - told} more)" if len(findings) > told else ""
+    more = f" (and {len(findings) - n_named} more)" if len(findings) > n_named else ""
     place = places.of(loc or key_of(sentence))  # a rule across sections begins with the key it blames
     rule = first.get("ctx", {}).get("error")
     return ScenarioError(place + sentence + more, code=getattr(rule, "code", f"scenario.{first['type']}"))

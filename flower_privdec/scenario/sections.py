@@ -1510,7 +1510,7 @@ class ComputeSection(Section):
             and its models must not be published under its ε. system: from the operating system, as deployed peers do;
             its models may be published under their ε, no other run repeats it, and a resumed run is charged again for
             the steps that it takes again. comparable: from keys that are equal in all runtimes, on all machines
-            and with all versions of libraries, to compare trajectories or to repeat somebody's run up to rounding;
+            and with all versions of libraries, to compare trajectories or to repeat a run of others up to rounding;
             else what rounds otherwise has other keys.
     """
 
