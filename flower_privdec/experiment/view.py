@@ -69,6 +69,11 @@ class OwnParts:
     elsewhere: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
+    def pairs_id(self) -> str:
+        """Return a hash of the keys from which a simulation draws noise of pairs; "" where it does not."""
+        return run_id({**self.elsewhere, **self.keys}) if self.elsewhere else ""
+
+    @property
     def source(self) -> str:
         """Return where the noise comes from, as `run_key.environment` names it."""
         return noise_source(self.from_system, self.noise_inflation is not None)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 PAIRS = "pairs"  # the record of announcements, and of a session in a context
 ANNOUNCEMENT = KEY + 32  # bytes
 COUNT = "pair-session"  # the file that counts the messages of a session
+KEYS = "keys"  # beside the announcements: a hash of what a simulation draws from in place of secrets
 PRIVATE, MESSAGES = "private", "messages"  # of a session: its key, and how many of its messages are done
 
 

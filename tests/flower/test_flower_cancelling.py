@@ -7,6 +7,8 @@ import json
 import os
 from collections import Counter
 from copy import deepcopy
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,13 @@ def assert_used_once(shared: list[Draw], ends: int | None = 2) -> None:
         assert set(Counter(key for key, *_ in shared).values()) == {ends}
 
 
+def content_of(message: Message) -> bytes:
+    """Return every byte of a message's content."""
+    records = [record.items() for record in message.content.values()]
+    values = [value for record in records for _, value in record]
+    return b"|".join(getattr(one, "data", one if isinstance(one, bytes) else repr(one).encode()) for one in values)
+
+
 class Relaying:
     """A grid of deployed nodes, whose server may change what it carries."""
 
@@ -95,6 +104,7 @@ class Relaying:
             context.node_config = {key: value for key, value in context.node_config.items() if value is not None}
         self._deliver, self.grid._deliver = self.grid._deliver, self.carried  # type: ignore[method-assign]
         self.sent = list[tuple[int, Message]]()
+        self.replies = list[bytes]()
         self.announced: dict[int, list[ConfigRecord]] = {}
 
     def carried(self, message: Message) -> Message:
@@ -103,6 +113,7 @@ class Relaying:
         self.sent.append((node, deepcopy(message)))
         self.change(node, message)
         reply = self._deliver(message)
+        self.replies.append(b"" if reply.has_error() else content_of(reply))
         if message.metadata.message_type == "query.pairs" and not reply.has_error():
             self.announced.setdefault(node, []).append(reply.content.config_records[PAIRS])
         return reply
@@ -156,6 +167,9 @@ def test_it_is_gone_from_the_mean_of_deployed_nodes(
     relaying = Relaying(tiny(*COMPLETE, FULL), host, tmp_path)
     out = relaying.start()
     assert_used_once(shared)
+    sessions = [context.state.config_records.get(PAIRS, {}) for context in relaying.grid.contexts.values()]
+    hidden = {key for key, *_ in shared} | {session["private"] for session in sessions if session}
+    assert not [reply for reply in relaying.replies if any(secret in reply for secret in hidden)]
     run(Experiment.build(tiny(*COMPLETE, FULL, "compute.generator=system", "privacy.noise=null")), tmp_path / "plain")
     rows, plain = flower_runs.final_rows(out)["x"], flower_runs.final_rows(tmp_path / "plain")["x"]
     torch.testing.assert_close(rows, plain)
@@ -174,6 +188,16 @@ def test_a_simulation_with_noise_of_the_operating_system_agrees_on_secrets_too(
 ) -> None:
     flower_runs.run_under_flower(tiny(*DIRECTED, "compute.generator=system"), tmp_path / "run", host)
     assert_used_once(shared)
+
+
+@pytest.mark.parametrize("host", ["relay", "sharded"])
+def test_machines_on_which_seeded_noise_would_not_cancel_are_refused(
+    host: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flower_privdec.experiment.view.cpu_model", partial(next, count()))
+    code = {"relay": "noise.pair-machines", "sharded": "nodes.failed"}[host]
+    with raises(RunError, code, "draw other noise of pairs|about to run something else"):
+        flower_runs.run_under_flower(tiny(*COMPLETE, "compute.generator=null"), tmp_path / "run", host)
 
 
 def test_a_node_plans_the_noise_that_all_others_count_on(tiny: Tiny, tmp_path: Path) -> None:

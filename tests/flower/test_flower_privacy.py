@@ -100,8 +100,9 @@ def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
     return watch
 
 
+PAIRS = ["algorithm.name=privsgp", "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0}"]
 HOSTED = [  # every variant where nodes say something of each step; every algorithm where one node says how it ended
-    *((variant, host) for variant in VARIANTS for host in ("relay", "sharded")),
+    *((variant, host) for variant in (*VARIANTS, PAIRS) for host in ("relay", "sharded")),
     *((variant, "cohort") for variant in VARIANTS[: len(ALGORITHMS)]),
 ]
 

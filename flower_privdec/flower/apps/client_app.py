@@ -52,7 +52,7 @@ from flower_privdec.flower.apps.records import (
 )
 from flower_privdec.flower.error_formatting import one_line_replies
 from flower_privdec.flower.node_settings import HostSettings, in_simulation
-from flower_privdec.flower.pair_keys import PAIRS, agrees, open_session, session_secrets, shard_secrets
+from flower_privdec.flower.pair_keys import KEYS, PAIRS, agrees, open_session, session_secrets, shard_secrets
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 
 log = logging.getLogger("flwr.privdec")
@@ -246,7 +246,7 @@ def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> Recor
     name = public_name(experiment, experiment.own.source)
     facts = [request.scenario, request.begin, request.until, request.shards, name.environment, experiment.device.type]
     digest = hashlib.sha256(json.dumps(facts).encode())
-    digest.update(experiment.constants.encode())
+    digest.update(f"{experiment.constants} {experiment.own.pairs_id}".encode())
     digest.update(experiment.initial.detach().cpu().contiguous().numpy().tobytes())
     group.agree(digest.digest())
     state = node.state(RecordDict(), request.begin)
@@ -283,6 +283,7 @@ def announce_pair_keys(message: Message, context: Context) -> Message:
     settings = HostSettings.of(context, request.folder)
     node = Node.of(settings, request)
     announced = open_session(node, context.state) if agrees(node.experiment) else ConfigRecord()
+    announced[KEYS] = node.experiment.own.pairs_id
     return Message(RecordDict({PAIRS: announced}), reply_to=message)
 
 

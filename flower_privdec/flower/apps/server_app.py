@@ -54,7 +54,7 @@ from flower_privdec.flower.apps.records import (
 )
 from flower_privdec.flower.error_formatting import one_line_failure, reason
 from flower_privdec.flower.launch.local_grid import simulates
-from flower_privdec.flower.pair_keys import PAIRS
+from flower_privdec.flower.pair_keys import KEYS, PAIRS
 from flower_privdec.scenario import Scenario, load_scenario, to_yaml
 from flower_privdec.scenario.loading import without_folders
 
@@ -397,6 +397,12 @@ class Relay(ScenarioStrategy):
             self._message(node, "query.pairs", peers, until=0, nodes=len(self.nodes)) for node, peers in self.nodes
         ]
         replies = self._replies(grid.send_and_receive(requests, timeout=A_MONTH), "their keys")
+        if len({str(reply.config_records[PAIRS][KEYS]) for reply in replies}) > 1:
+            raise RunError(
+                "the nodes' machines draw other noise of pairs, which would not cancel: CPU, versions or data differ; "
+                "set compute.generator=system, or run all nodes on machines that are alike",
+                code="noise.pair-machines",
+            )
         announced: dict[int, ConfigRecord] = {}
         for (_, peers), reply in zip(self.nodes, replies, strict=True):
             announced |= dict.fromkeys(peers.tolist(), reply.config_records[PAIRS])
