@@ -42,7 +42,7 @@ MODELS = {
     "mlp": ["model={name: mlp, hidden: [7], activation: tanh}"],
     "cnn": ["model={module: user_models:convolutional}"],
     "residual": ["model={module: user_models:residual}"],
-    "nosy": ["model={module: user_models:nosy}"],
+    "unproved": ["model={module: user_models:unproved}"],
     "pixels as tokens": ["model={module: user_models:tokens}"],
     "own loss": ["task={loss: {module: 'user_tasks:cross_entropy'}}"],
     **TASKS,
