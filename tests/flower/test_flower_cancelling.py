@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from copy import deepcopy
 from functools import partial
-from itertools import count
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,55 @@ def test_a_simulation_with_noise_of_the_operating_system_agrees_on_secrets_too(
 ) -> None:
     flower_runs.run_under_flower(tiny(*DIRECTED, "compute.generator=system"), tmp_path / "run", host)
     assert_used_once(shared)
+
+
+def first_rows(relaying: Relaying) -> np.ndarray:
+    """Return what each peer of a relayed run sends first, [n_peers, d], as the server has it."""
+    rows: dict[int, np.ndarray] = {}
+    carried = relaying.grid._deliver
+
+    def read_by_the_server(message: Message) -> Message:
+        reply, node = carried(message), message.metadata.dst_node_id - 100
+        if message.metadata.message_type == "train.relay" and not reply.has_error():
+            rows.setdefault(node, np.array(reply.content.array_records[f"peer-{node}"]["x"].numpy()))
+        return reply
+
+    relaying.grid._deliver = read_by_the_server  # type: ignore[method-assign]
+    relaying.start()
+    return np.stack([rows[node] for node in sorted(rows)])
+
+
+@pytest.mark.parametrize(("settings", "shares"), [(COMPLETE, 4), (DIRECTED, 2)], ids=["complete", "two exchanges"])
+def test_what_a_server_with_q_colluders_sees_has_the_noise_that_is_charged(
+    settings: list[str], shares: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draw is a coordinate of its own here, so that the rows that the server has are the noise's coefficients."""
+    coordinates: dict[object, int] = {}
+
+    def on_its_own_coordinate(source: SystemNoise, out: torch.Tensor, std: torch.Tensor) -> None:
+        name = source._key or ("own", len(coordinates))
+        out[:, coordinates.setdefault(name, len(coordinates))] += std.to(out)
+
+    scenario = tiny(*settings, FULL, "rounds=1")
+    monkeypatch.setattr(SystemNoise, "_add_", lambda source, out, std: None)
+    plain = first_rows(Relaying(scenario, "relay", tmp_path / "plain"))
+    monkeypatch.setattr(SystemNoise, "_add_", on_its_own_coordinate)
+    drawn = first_rows(Relaying(scenario, "relay", tmp_path / "drawn")) - plain
+    drawn *= shares  # of which a peer sends one
+    own = Experiment.build(scenario).own
+    assert own.protection is not None
+    assert own.protection.pairs is not None
+    needed, alone = own.protection.pairs.needed[0], own.protection.pairs.own[0]
+    left: dict[int, list[float]] = {}
+    for colluding in (1, 2, 3):
+        for honest in combinations(range(4), 4 - colluding):
+            others = [peer for peer in range(4) if peer not in honest]
+            unknown = drawn[list(honest)] * (drawn[others] == 0).all(axis=0)
+            deviations = np.diag(np.linalg.inv(unknown @ unknown.T)) ** -0.5
+            left.setdefault(colluding, []).append(float(np.min(deviations / needed[list(honest)])))
+    assert min(left[1]) == pytest.approx(1, rel=1e-6)
+    assert min(left[2]) < 0.99
+    assert min(left[3]) == pytest.approx(alone.min(), rel=1e-6)
 
 
 @pytest.mark.parametrize("host", ["relay", "sharded"])
