@@ -217,7 +217,7 @@ RAISED = {
         "def part():\n    return 1\0",
         "my_null is not valid Python (source code string cannot contain null bytes)",
     ),
-    "reads": ("self.out(x.flatten(1)) * (1 + 0 * x.sum().item())", "cannot be clipped example by example: RuntimeError"),
+    "reads": ("self.out(x.flatten(1) + 0 * x.sum().item())", "cannot be clipped example by example: RuntimeError"),
 }
 FORWARD = """\
 from torch import nn
