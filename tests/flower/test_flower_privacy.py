@@ -232,13 +232,31 @@ def test_an_error_tells_a_server_no_folder_of_a_nodes_machine(
     assert "checkpoint-1 is not there" in refused.error.reason
     assert "/" not in refused.error.reason
     assert f"{tmp_path}/node/checkpoint-1 is not there" in caplog.text
-    ledger = tmp_path / "spoilt" / "ledger" / "digits.jsonl"
-    ledger.parent.mkdir(parents=True)
-    ledger.write_text("{}\n")
-    refused = answer(deployed(tmp_path / "spoilt"), order(tiny("rounds=2")))
-    assert "digits.jsonl" in refused.error.reason
-    assert str(tmp_path) not in refused.error.reason
-    assert str(ledger) in caplog.text
+    for name in ("spoilt", "Dr No's spoilt disk"):
+        ledger = tmp_path / name / "ledger" / "digits.jsonl"
+        ledger.parent.mkdir(parents=True)
+        ledger.write_text("{}\n")
+        refused = answer(deployed(tmp_path / name), order(tiny("rounds=2")))
+        assert "digits.jsonl" in refused.error.reason
+        assert not any(part in refused.error.reason for part in (str(tmp_path), "Dr No", "disk"))
+        assert str(ledger) in caplog.text
+
+
+def test_what_is_wrong_with_a_nodes_data_stays_in_its_log(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the row of a table that is wrong, nor how many examples the node has."""
+    table = tmp_path / "wards.csv"
+    table.write_text("age,ill\n" + "40,1\n" * 30 + "elderly,0\n")
+    columns = "{target: ill, numbers: {age: [50, 10]}}"
+    wrong_row = f"data={{dataset: csv, root: {table}, test: {table}, table: {columns}, batch: {{size: 2}}}}"
+    for number, setting in enumerate((wrong_row, "data.at_least=100000")):
+        own = {"data-root": str(table), "data-test": str(table)} if setting == wrong_row else {}
+        refused = answer(deployed(tmp_path / str(number), **own), order(tiny("rounds=2", setting)))
+        assert "see its own log" in refused.error.reason
+        assert not re.search(r"wards|32|age|100000|at_least", refused.error.reason)
+    assert "wards.csv:32: column 'age'" in caplog.text
+    assert "data.at_least=100000" in caplog.text
 
 
 @pytest.fixture
