@@ -16,7 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from flower_privdec.common.catalogue import ACTIVATIONS, INITS, MODEL_OPTIONS, MODELS
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import check_room
-from flower_privdec.common.user_code import load_own, users_code
+from flower_privdec.common.user_code import is_given, load_own, users_code
 from flower_privdec.rows.keys import keyed_generator
 
 Shape = tuple[int, ...]
@@ -53,7 +53,7 @@ def build_model(
     shape = tuple(int(size) for size in input_shape)
     if not shape or min(shape) < 1 or n_classes < 1:
         raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive", code="model.shape")
-    where = f"model.{'module' if ':' in name else 'name'}={name!r}"
+    where = _place(name)
     factory = _own(name, arguments or {}) if ":" in name else _named(name, shape, n_classes, n_tokens, options)
     if ":" not in name:  # it is counted without its parameters
         try:
@@ -68,6 +68,8 @@ def build_model(
         check_model(module, where)
         fix_norms(module)
         _check_output(module, where, shape, n_classes, n_tokens)  # lazy layers draw their parameters here
+        if ":" in name:
+            _check_examples_apart(module, where, shape, n_tokens)
         for path, parameter in module.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 raise ScenarioError(f"{where} begins with NaN or infinity in {path}: mend how it is made")
@@ -342,19 +344,47 @@ def _named(
     return partial(_BUILDERS[name], shape, n_classes, *tokens, **{**valid, **options})
 
 
+def _place(name: str) -> str:
+    """Return how errors call a model: what was given in Python has no name that its author knows."""
+    return "model" if is_given(name) else f"model.{'module' if ':' in name else 'name'}={name!r}"
+
+
 def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
     function = load_own(target, "model.module", must_be="a function that returns a torch.nn.Module")
 
     def build() -> nn.Module:
-        with users_code(f"model.module={target!r} could not be built with {dict(arguments)}", code="code.fails"):
+        with users_code(f"{_place(target)} could not be built with {dict(arguments)}", code="code.fails"):
             model: nn.Module = function(**arguments)
         return model
 
     return build
 
 
+def _check_examples_apart(module: nn.Module, where: str, shape: Shape, n_tokens: int | None) -> None:
+    """Refuse a module whose output for an example depends on the others of its batch.
+
+    Privacy: training takes each example alone, so no ε depends on it; the model would be another than its author's.
+    """
+    generator = torch.Generator().manual_seed(len(shape))
+    x = torch.randn(4, *shape, generator=generator)
+    if n_tokens is not None:
+        x = torch.randint(n_tokens, (4, *shape), generator=generator)
+    with torch.no_grad(), users_code(f"{where} cannot take 4 examples and one", code="model.input"):
+        together, again = module(x), module(x)
+        alone = torch.cat([module(example[None]) for example in x])
+    if torch.equal(together, again) and not torch.allclose(together, alone, rtol=1e-3, atol=1e-5, equal_nan=True):
+        raise ScenarioError(
+            f"{where} turns an example into other outputs in a batch than alone: no layer may mix the examples of a "
+            "batch, as Softmax(0), mean(0) or cumsum(0) do; take another dimension",
+            code="model.mixes-examples",
+        )
+
+
 def _check_output(module: nn.Module, where: str, shape: Shape, n_classes: int, n_tokens: int | None) -> None:
-    with users_code(f"{where} cannot take inputs of shape {list(shape)}", code="model.input"), torch.enable_grad():
+    kinds = {str(value.dtype).removeprefix("torch.") for value in module.parameters() if value.dtype != torch.float32}
+    remedy = f" in float32; its parameters are {', '.join(sorted(kinds))}: build it in float32" if kinds else ""
+    taken = users_code(f"{where} cannot take inputs of shape {list(shape)}{remedy}", code="model.input")
+    with taken, torch.enable_grad():
         output = module(torch.zeros(2, *shape, dtype=torch.float32 if n_tokens is None else torch.int64))
     if not isinstance(output, Tensor):
         raise ScenarioError(

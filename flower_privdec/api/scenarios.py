@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from flower_privdec.experiment.run_key import object_hash
 from flower_privdec.graph.topology import Topology, networkx
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.findings import Location
-from flower_privdec.scenario.loading import DEEPEST, find_scenario, put, read_text, read_yaml, validated
+from flower_privdec.scenario.loading import DEEPEST, file_form, find_scenario, put, read_text, read_yaml, validated
 from flower_privdec.scenario.sections import PEER, TableSection, TaskSection, own_modules
 
 Pair = tuple[np.ndarray, np.ndarray]
@@ -365,7 +364,7 @@ def make_scenario(
         flower_privdec.common.errors.ScenarioError: scenario: rounds=0 must be >= 1
     """
     if isinstance(base, Scenario):
-        base = json.loads(base.model_dump_json(exclude_none=True, by_alias=True))
+        base = file_form(base)
     return _checked(dict(_mapping(base or {}, "base")), "scenario", settings, sections)
 
 

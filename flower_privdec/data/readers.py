@@ -499,6 +499,9 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     return tensor
 
 
+_8_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "La", "RGBa")  # of Pillow
+
+
 def decode_images(files: Sequence[Any], names: Sequence[str], formats: Sequence[str] | None = None) -> Tensor:
     """Decode images of one size to RGB [N, 3, height, width], scaled by PLAIN_PIXELS.
 
@@ -508,13 +511,19 @@ def decode_images(files: Sequence[Any], names: Sequence[str], formats: Sequence[
         formats: those that are read; by default all that Pillow knows.
 
     Raises:
-        ScenarioError: one is no such image or of another size, or all together need more memory than is free.
+        ScenarioError: one is no such image, of another size or of 16 bits, or several in one; or all together need
+            more memory than is free.
     """
     pillow = require("PIL.Image", "a data set of images", "pip install 'flower-privdec[images]'")
     images = np.zeros((0, 1, 1, 3), np.uint8)
     for position, (file, name) in enumerate(zip(files, names, strict=True)):
         try:
             with pillow.open(file, formats=formats) as image:
+                if getattr(image, "n_frames", 1) > 1 or image.mode not in _8_BITS:
+                    kind = f"{image.n_frames} images in one" if getattr(image, "n_frames", 1) > 1 else image.mode
+                    raise ScenarioError(
+                        f"{name} is {kind} and must be one image of 8 bits a channel: convert it", code="data.image"
+                    )
                 pixels = np.asarray(image.convert("RGB"))
         except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
             kind = " or ".join(formats or ["image"])

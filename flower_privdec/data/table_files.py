@@ -26,7 +26,7 @@ from flower_privdec.data.readers import Request, Rows, Source, Split, decode_ima
 from flower_privdec.scenario.sections import TableSection
 
 ROOM = 20  # bytes of memory for each byte of a file of text, at most
-IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp")
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,17 @@ def _names(table: TableSection) -> list[str]:
 
 def _read_csv(root: str, where: str, table: TableSection) -> Columns:
     check_room(ROOM * Path(root).stat().st_size, f"{where}: its rows", "give a smaller file")
+    begun = 1
     try:
         with open(root, encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, delimiter=table.delimiter, strict=True)
-            header = next(reader, [])
+            if not (header := next(reader, [])):
+                raise ScenarioError(f"{where} is empty; give a file with a header and rows", code="data.empty")
             places, values = _places(header, where, table), dict[str, list[Any]]()
             lists = {name: values.setdefault(name, []) for name in places}
-            rows = []
+            rows, begun = [], reader.line_num + 1
             for line in reader:
+                begun = reader.line_num + 1
                 if not line:
                     continue
                 if len(line) != len(header):
@@ -124,7 +127,13 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
                 for name, place in places.items():
                     text = line[place].strip()
                     lists[name].append(None if text in table.missing_values else text)
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
+    except csv.Error as error:
+        raise ScenarioError(
+            f"{where}:{begun}: no row of CSV begins here ({error}): close its quotes, or mend data.table.delimiter="
+            f"{table.delimiter!r}",
+            code="data.line",
+        ) from error
+    except (UnicodeDecodeError, OSError) as error:
         raise ScenarioError(
             f"{where} cannot be read as CSV ({type(error).__name__}): save it as UTF-8 with data.table.delimiter="
             f"{table.delimiter!r}",
@@ -164,9 +173,13 @@ def _places(header: Sequence[str], where: str, table: TableSection) -> dict[str,
             places[name] = header.index(name)
         elif name == table.target or table.missing == "refused":
             listed = ", ".join(header[:12]) + (", ..." if len(header) > 12 else "")
-            remedy = (
-                "mend data.table" if name == table.target else "mend it, or set data.table.missing to center or flag"
-            )
+            other = next((mark for mark in ";\t|," if len(header) == 1 and mark in header[0]), None)
+            if other is not None:
+                remedy = f"set data.table.delimiter to {other!r}"
+            elif name == table.target:
+                remedy = "mend data.table"
+            else:
+                remedy = "mend it, or set data.table.missing to center or flag"
             raise ScenarioError(f"{where}: has no column {name!r} (it has {listed}): {remedy}", code="data.column")
     return places
 
@@ -234,6 +247,10 @@ def _targets(listed: Sequence[str] | None, table: TableSection, columns: Columns
     gone = next((row for row, value in enumerate(values) if value is None), None)
     if gone is not None:
         raise _wrong(columns, gone, name, "holds no target: leave the row out", "data.missing")
+    unused = ("data.labels", listed) if targets == "numbers" else ("data.table.target_scale", table.target_scale)
+    if unused[1] is not None:
+        kind = "a number" if targets == "numbers" else "a class; for a number set task: {loss: mse}"
+        raise ScenarioError(f"{unused[0]} has no use where the target is {kind}: leave it out", code="data.targets")
     if targets == "numbers":
         center, scale = table.target_scale or (0.0, 1.0)
         numbers = np.array([_number(columns, row, name, value) for row, value in enumerate(values)])
@@ -242,7 +259,9 @@ def _targets(listed: Sequence[str] | None, table: TableSection, columns: Columns
     labels = np.empty(len(values), dtype=np.int64)
     for row, value in enumerate(values):
         text = _text(value)
-        if listed is None and text.isascii() and text.isdigit() and len(text) < 10:
+        if listed is None and isinstance(value, bool):
+            labels[row] = value
+        elif listed is None and text.isascii() and text.isdigit() and len(text) < 10:
             labels[row] = int(text)
         elif text in classes:
             labels[row] = classes[text]

@@ -39,7 +39,8 @@ from flower_privdec.scenario.sections import CancellingSection, placed, steps_pe
 
 ENGINE = "engine"  # the runtime in which one process hosts all peers
 NETWORK = "network"  # that in which each peer is a process of its own, and agrees on secrets with its neighbours
-COMPARABLE = "comparable"  # the generator whose keys are the same in every runtime
+COMPARABLE = "comparable"  # the generator whose keys are the same in every runtime and on every machine
+REPEATABLE = f"{SEEDED}, flower-privdec {__version__}"  # of the environment, what is in those keys
 
 
 @dataclass(frozen=True)
@@ -179,11 +180,12 @@ def _name_run(
     name = public_name(agreement, noise_source(from_system, hardened))
     if private is None:
         return {}, name
-    if not from_system and agreement.scenario.compute.generator != COMPARABLE:
+    comparable = not from_system and agreement.scenario.compute.generator == COMPARABLE
+    if not (from_system or comparable):
         name = replace(name, environment=f"{name.environment}, {rounding(agreement.scenario, runtime)}")
     shared = shared_secret(
         name.scenario,
-        name.environment,
+        REPEATABLE if comparable else name.environment,
         agreement.public,
         agreement.initial,
         agreement.module,

@@ -104,7 +104,17 @@ def _trace(module: nn.Module) -> fx.GraphModule:
         for part in root.modules():
             if getattr(part, "inplace", False):
                 vars(part).update(inplace=False)
-        graph = fx.GraphModule(root, _Tracer().trace(root))
+        buffers = [(name, part, dict(part.named_buffers(recurse=False))) for name, part in root.named_modules()]
+        traced = _Tracer().trace(root)
+        for path, part, before in buffers:
+            for name, buffer in before.items():
+                if vars(part)["_buffers"].get(name) is not buffer:
+                    raise Unproved(
+                        f"its forward changes the buffer {f'{path}.{name}'.strip('.')!r}", code="proof.buffer"
+                    )
+        graph = fx.GraphModule(root, traced)
+    except Unproved:
+        raise
     except RAISED_BY_USERS as error:  # the user's forward runs here, on proxies: it may raise anything
         raise Unproved(f"its forward cannot be traced ({reason(error)})", code="proof.trace") from None
     if sum(node.op == "placeholder" for node in graph.graph.nodes) != 1:

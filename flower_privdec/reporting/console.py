@@ -23,6 +23,7 @@ from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, me
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.reporting import wording
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.loading import file_form
 from flower_privdec.scenario.sections import GraphSection, ModelSection, Section, algorithm_options
 
 # `KEY: ... left out, WHAT;` of a docstring's Attributes: what a key is where a scenario leaves it out.
@@ -34,7 +35,7 @@ def complete_yaml(scenario: Scenario) -> str:
 
     A comment has the default value, or describes what it follows from; keys that do not apply have none.
     """
-    data = json.loads(scenario.model_dump_json(exclude_none=True, by_alias=True))
+    data = file_form(scenario)
     return "".join(f"{line}\n" for line in _yaml_lines(scenario, data, ""))
 
 

@@ -92,7 +92,8 @@ def _clean(error: Any, data: Any) -> Location:
     loc: Location = error["loc"]
     path: list[int | str] = []
     for i, part in enumerate(loc):
-        present = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
+        is_place = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        present = part in data if isinstance(data, dict) else is_place
         if present or (error["type"] == "missing" and i == len(loc) - 1):
             path.append(part)
         if present:
@@ -197,12 +198,20 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
 
 
 def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Places) -> ScenarioError:
-    """Turn pydantic's errors into one: the first, and how many more; its code is `scenario.TYPE` by pydantic's type."""
+    """Turn pydantic's errors into one: the first, or all keys that are missing, and how many more there are.
+
+    Its code is pydantic's type, below "scenario".
+    """
     findings = error.errors()
     first = min(findings, key=lambda item: (item["type"] != "extra_forbidden", len(item["loc"]) == 0))
-    loc = _clean(first, data)
+    loc, n_named = _clean(first, data), 1
     sentence = _sentence(first, loc, root, data)
-    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    if first["type"] == "missing":
+        absent = [".".join(map(str, _clean(item, data))) for item in findings if item["type"] == "missing"]
+        n_named = len(absent)
+        if n_named > 1:
+            sentence = f"{', '.join(map(repr, absent))} are missing; add them"
+    more = f" (and {len(findings) - n_named} more)" if len(findings) > n_named else ""
     place = places.of(loc or key_of(sentence))  # a rule across sections begins with the key it blames
     rule = first.get("ctx", {}).get("error")
     return ScenarioError(place + sentence + more, code=getattr(rule, "code", f"scenario.{first['type']}"))

@@ -23,7 +23,7 @@ from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.scenario.findings import Location, Places, explain
-from flower_privdec.scenario.sections import PEER, AppScenario, LocatedFile, Scenario, own_modules
+from flower_privdec.scenario.sections import PEER, AppScenario, LocatedFile, Scenario, Section, own_modules
 
 LONGEST, LARGEST, DEEPEST = 1 << 20, 1_000_000, 32  # characters; values once aliases stand for copies; levels
 LARGEST_WHOLE = 2**63
@@ -383,12 +383,40 @@ def load_for_network(path: Path, overrides: Iterable[str] = ()) -> Scenario | Ap
     return load(file, overrides)
 
 
+def file_form(scenario: Scenario | AppScenario) -> dict[str, Any]:
+    """Return a scenario as a file has it; None stands where it is not the default, as in `network.lead`."""
+    data: dict[str, Any] = _without_unset(scenario, json.loads(scenario.model_dump_json(by_alias=True)))
+    return data
+
+
+def _without_unset(value: Any, data: Any) -> Any:
+    if isinstance(value, Section) and isinstance(data, dict):
+        names = {field.alias or name: name for name, field in type(value).model_fields.items()}
+        shown: dict[str, Any] = {}
+        for key, part in data.items():
+            name = names.get(key) or str(key)
+            if part is not None or _is_off(type(value), name):
+                shown[key] = _without_unset(getattr(value, name), part)
+        return shown
+    if isinstance(value, list | tuple) and isinstance(data, list):
+        return [_without_unset(inner, part) for inner, part in zip(value, data, strict=True)]
+    if isinstance(value, Mapping) and isinstance(data, dict):
+        return {key: _without_unset(inner, data[str(key)]) for key, inner in value.items()}
+    return data
+
+
+def _is_off(section: type[Section], name: str) -> bool:
+    """Return whether None is a value of a key, and not its default."""
+    field = section.model_fields.get(name)
+    return field is not None and field.default is not None and not field.is_required()
+
+
 def to_yaml(scenario: Scenario | AppScenario) -> str:
     """Return the scenario with every default visible, as YAML that reads back to the same scenario.
 
     Parts that were given as Python objects are there by names that hold in this process alone, and it says so.
     """
-    data = json.loads(scenario.model_dump_json(exclude_none=True, by_alias=True))
+    data = file_form(scenario)
     has_objects = any(is_given(module) for _, module in own_modules(scenario))
     return (UNNAMEABLE if has_objects else "") + write_yaml(data)
 

@@ -238,9 +238,13 @@ DatasetChoice = Annotated[
 ]
 
 
-Scaling = Annotated[
-    tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-]
+def _scaling(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ArgumentError("must be a center and a scale, as [40, 20]", code="table.scaling")
+    return tuple(value)
+
+
+Scaling = Annotated[tuple[float, float], BeforeValidator(_scaling)]
 
 
 class TableSection(Section):
@@ -1505,8 +1509,9 @@ class ComputeSection(Section):
         generator: where a simulation draws noise and batches from. Left out: from keys, so that the run can be repeated
             and its models must not be published under its ε. system: from the operating system, as deployed peers do;
             its models may be published under their ε, no other run repeats it, and a resumed run is charged again for
-            the steps that it takes again. comparable: from keys that are equal in all runtimes, to compare their
-            trajectories; else a runtime that rounds otherwise has other keys.
+            the steps that it takes again. comparable: from keys that are equal in all runtimes, on all machines
+            and with all versions of libraries, to compare trajectories or to repeat a run of others up to rounding;
+            else what rounds otherwise has other keys.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "cpu"

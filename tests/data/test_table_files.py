@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from raising import raises
 from tiny_scenario import Tiny
 
 from flower_privdec import testing
+from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.data.table_files import from_frame
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.sections import TableSection
 
 TEST = "age,sex,bmi,ill\n60,f,25,yes\n40,m,30,no\n50,f,20,no\n"
 ROWS = "age,sex,bmi,ill\n" + "70,m,35,yes\n30,f,20,no\n" * 10
@@ -116,7 +120,10 @@ def test_parquet_is_read_as_csv_is(tabled: Tabled, tmp_path: Path) -> None:
         ("age,sex,bmi,ill\n60,f,25,\n", "data.missing", "test.csv:2.*'ill'"),
         ("age,sex,bmi,ill\n60,f,25\n", "data.line", "test.csv:2.*3 values"),
         ("age,sex,bmi,ill\n", "data.empty", "test.csv"),
-        ('age,sex,bmi,ill\n60,"f,25,yes\n', "data.unreadable", "test.csv"),
+        ('age,sex,bmi,ill\n60,f,25,yes\n60,"f,25,yes\n60,m,25,yes\n', "data.line", "test.csv:3.*quotes"),
+        ("", "data.empty", "test.csv"),
+        ("age;sex;bmi;ill\n60;f;25;yes\n", "data.column", "delimiter.*';'"),
+        ("age\tsex\tbmi\till\n60\tf\t25\tyes\n", "data.column", r"delimiter.*'\\t'"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_file_row_and_column_and_no_value(
@@ -131,12 +138,39 @@ def test_what_is_wrong_is_one_line_with_file_row_and_column_and_no_value(
 
 @pytest.mark.parametrize(
     ("more", "code"),
-    [(", target_scale: [0, 0]", "table.scale"), (", numbers: {ill: [0, 1]}", "table.columns")],
+    [
+        (", target_scale: [0, 0]", "table.scale"),
+        (", target_scale: [60]", "table.scaling"),
+        (", target_scale: 60", "table.scaling"),
+        (", target_scale: [60, 1, 2]", "table.scaling"),
+        (", numbers: {ill: [0, 1]}", "table.columns"),
+        (", numbers: {age: [60]}", "table.scaling"),
+    ],
 )
 def test_a_table_without_public_constants_is_refused(more: str, code: str, tabled: Tabled, tiny: Tiny) -> None:
     table = TABLE if "numbers" not in more else "target: ill"
     with raises(ScenarioError, code):
         tiny(f"data={{dataset: csv, test: t.csv, root: r.csv, batch: {{size: 2}}, table: {{{table}{more}}}}}")
+
+
+def test_truth_values_of_a_frame_are_the_classes_0_and_1() -> None:
+    table = TableSection(target="ill", numbers={"age": (50.0, 10.0)})
+    frame: dict[str, list[Any]] = {"age": [60, 40], "ill": [True, False]}
+    _, y = from_frame(list(frame), frame.__getitem__, "data.train", table, None, "classes")
+    assert y.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("scale", "labels", "targets", "key"),
+    [((0.0, 2.0), None, "classes", "target_scale"), (None, ["no", "yes"], "numbers", "data.labels")],
+)
+def test_a_key_that_the_targets_have_no_use_for_is_refused(
+    scale: tuple[float, float] | None, labels: list[str] | None, targets: Targets, key: str
+) -> None:
+    table = TableSection(target="ill", numbers={"age": (50.0, 10.0)}, target_scale=scale)
+    frame: dict[str, list[Any]] = {"age": [60, 40], "ill": [1, 0]}
+    with raises(ScenarioError, "data.targets", names=key):
+        from_frame(list(frame), frame.__getitem__, "data.train", table, labels, targets)
 
 
 def test_classes_that_are_numbers_with_a_point_point_to_regression(tiny: Tiny, tmp_path: Path) -> None:
@@ -165,6 +199,18 @@ def test_a_folder_of_images_has_a_folder_for_each_class(tiny: Tiny, tmp_path: Pa
     assert experiment.public.y.tolist() == [0] * 8 + [1] * 8
     assert experiment.public.x[0, 0, 0, 0] == 2.0
     assert experiment.public.x[8, 0, 0, 0] == -2.0
+    pillow.new("RGB", (6, 4), (255, 0, 128)).save(tmp_path / "test" / "dog" / "8.webp", lossless=True)
+    pillow.new("RGB", (6, 4), (255, 0, 128)).save(tmp_path / "test" / "dog" / "9.tif")
+    assert Experiment.build(scenario).public.x[8:10, 0].eq(2.0).all()  # dog is the first class
+    for wrong in ("9.png", "9.gif"):
+        if wrong == "9.png":
+            pillow.fromarray(np.full((4, 6), 1000, np.uint16)).save(tmp_path / "test" / "cat" / wrong)
+        else:
+            frames = [pillow.new("L", (6, 4), shade) for shade in (0, 255)]
+            frames[0].save(tmp_path / "test" / "cat" / wrong, save_all=True, append_images=frames[1:])
+        with raises(ScenarioError, "data.image", names=wrong.replace(".", r"\.")):
+            Experiment.build(scenario)
+        (tmp_path / "test" / "cat" / wrong).unlink()
     pillow.new("RGB", (5, 4)).save(tmp_path / "test" / "cat" / "9.png")
     with raises(ScenarioError, "data.image", names=r"9\.png"):
         Experiment.build(scenario)

@@ -33,6 +33,7 @@ SIZES = {
     "resnet18-gn": 11_172_810,
 }
 FACTORY = """
+import torch
 from torch import nn
 
 def two_layers(width=5, scale=1.0):
@@ -54,6 +55,21 @@ class Strange(nn.Module):
 
 def strange(answer):
     return Strange(answer)
+
+class Over(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.layer, self.way = nn.Linear(4, 3), way
+
+    def forward(self, x):
+        mixed = {"softmax": x.softmax(0), "mean": x - x.mean(0), "sum": x.cumsum(0), "none": x.softmax(1)}
+        return self.layer(mixed[self.way])
+
+def over(way):
+    return Over(way)
+
+def typed(kind):
+    return nn.Linear(4, 3).to(getattr(torch, kind))
 
 CONSTANT = 1
 """
@@ -158,6 +174,19 @@ def test_own_module_that_fails_or_returns_no_tensor(factory: str) -> None:
         build_model(f"{factory}:strange", (4,), 3, seed=1, arguments={"answer": "pair"})
     with raises(ScenarioError, "model.input", r"\[4\]"):
         build_model(f"{factory}:strange", (4,), 3, seed=1, arguments={"answer": "other"})
+
+
+@pytest.mark.parametrize("way", ["softmax", "mean", "sum"])
+def test_an_own_module_that_mixes_the_examples_of_a_batch_is_refused(way: str, factory: str) -> None:
+    build_model(f"{factory}:over", (4,), 3, seed=1, arguments={"way": "none"})
+    with raises(ScenarioError, "model.mixes-examples"):
+        build_model(f"{factory}:over", (4,), 3, seed=1, arguments={"way": way})
+
+
+@pytest.mark.parametrize("kind", ["float64", "float16"])
+def test_an_own_module_of_another_type_is_told_which_to_take(kind: str, factory: str) -> None:
+    with raises(ScenarioError, "model.input", f"{kind}: build it in float32"):
+        build_model(f"{factory}:typed", (4,), 3, seed=1, arguments={"kind": kind})
 
 
 @pytest.mark.parametrize(

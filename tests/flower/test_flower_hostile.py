@@ -68,6 +68,7 @@ STRATEGIES = [
     {"name": 5},
     {"folder": 5},
     {"weighted_by_key": 5},
+    {"weighted_by_key": None},
     {"train_metrics_aggr_fn": 5},
 ]
 STARTS = {
@@ -92,6 +93,8 @@ STARTS = {
 CALLS: list[Callable[[], object]] = [
     lambda: LocalGrid(client(moves), 0),
     lambda: LocalGrid(client(moves), 1.5),
+    lambda: LocalGrid(client(moves), 2, folder=5),
+    lambda: LocalGrid("app", 2),
     lambda: run_in_process(5, 2),
     lambda: run_in_process(None, 2),
     lambda: run_in_process(APP, 0),

@@ -452,10 +452,64 @@ def test_the_log_tells_what_weighting_by_private_counts_would_tell(caplog):
 
 
 @pytest.mark.parametrize("count", [0, -1, float("nan"), float("inf"), 1e300])
-def test_a_count_that_is_none_counts_as_one(count):
+def test_a_count_that_is_none_counts_as_one_and_the_log_says_so(count, caplog):
     counts = (1, 1, count, 1)
     result = PushSum("complete").start(LocalGrid(halving([PeerMod()], counts), 4), zeros(), 1)
     assert value_of(result.arrays) == 0.75
+    assert "peer 2: num-examples" in caplog.text
+    assert "peer 1: num-examples" not in caplog.text
+
+
+# --- mods ---
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    def run(number, whole, folder):
+        mod = PeerMod(
+            clip_norm=lambda context: number(1), noise_multiplier=number(2), epsilon=number(9), examples=whole(3)
+        )
+        strategy = PushSum(seed=whole(1), fraction_train=number(1), min_train_nodes=whole(2), name="numbers")
+        strategy.start(LocalGrid(halving([mod]), whole(4), folder=str(folder)), zeros(), whole(2))
+        return {peer: (report.epsilon, report.examples) for peer, report in strategy.reports.items()}
+
+    assert run(np.float32, np.int64, tmp_path / "numpy") == run(float, int, tmp_path / "python")
+
+
+def test_a_mod_that_stands_twice_is_named():
+    inner, outer = PeerMod(clip_norm=1.0, noise_multiplier=1.0), PeerMod()
+    for mods in ([inner, inner], [outer, inner], [inner, outer]):
+        with raises(RunError, "nodes.all-failed", names="PeerMod stands twice"):
+            PushSum().start(LocalGrid(halving(mods), 2), zeros(), 1)
+
+
+def test_a_function_of_the_context_that_fails_is_named_with_its_place_and_its_message_stays(caplog):
+    def rate(context: Context) -> float:
+        raise ValueError("patient 17 has it")
+
+    mod = PeerMod(clip_norm=rate, noise_multiplier=1.0)
+    with raises(
+        RunError, "flower.node-failed", names="clip_norm: the function that gives it raised ValueError"
+    ) as error:
+        PushSum().start(LocalGrid(halving([mod]), 2), zeros(), 1)
+    assert f"{Path(__file__).name}, line" in str(error.value)
+    assert "patient" not in str(error.value)
+    assert "patient 17 has it" in caplog.text
+
+
+def test_an_app_that_names_its_only_train_function_is_told_to_leave_the_name_out():
+    app = ClientApp(mods=[PeerMod()])
+
+    @app.train("special")
+    def train(message: Message, context: Context) -> Message:
+        return Message(message.content, reply_to=message)
+
+    with raises(RunError, "flower.no-train", names="without a name"):
+        PushSum().start(LocalGrid(app, 2), zeros(), 1)
+
+
+def test_evaluate_fn_may_return_a_dict():
+    result = PushSum().start(LocalGrid(halving([PeerMod()]), 2), zeros(), 1, evaluate_fn=lambda *_: {"accuracy": 0.5})
+    assert dict(result.evaluate_metrics_serverapp[1]) == {"accuracy": 0.5}
 
 
 # --- frameworks ---

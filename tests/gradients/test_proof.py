@@ -148,6 +148,16 @@ def changed_in_place(m: Own, x: Tensor) -> Tensor:
     return y
 
 
+def counted_in_a_buffer(m: Own, x: Tensor) -> Tensor:
+    m.first = m.first + 1
+    return m.flat(x.flatten(1))
+
+
+def counted_in_place(m: Own, x: Tensor) -> Tensor:
+    m.first += 1
+    return m.flat(x.flatten(1))
+
+
 def by_place(m: Own, x: Tensor) -> Tensor:
     return m.flat(x.flatten(1) * m.place[: x.shape[0]].unsqueeze(1))
 
@@ -193,6 +203,8 @@ UNPROVED: dict[str, tuple[Forward, tuple[str, ...]]] = {
     "a Python counter": (counted, ("proof.outputs-differ",)),
     "a part without gradients": (half_frozen, ("proof.outputs-differ",)),
     "a memory": (remembering, ("proof.unknown",)),
+    "a counter in a buffer": (counted_in_a_buffer, ("proof.buffer", "'first'")),
+    "a counter in a buffer's place": (counted_in_place, ("proof.buffer", "'first'")),
     "a change in place": (changed_in_place, ("proof.in-place",)),
     "random numbers": (lambda m, x: m.flat((x + torch.rand_like(x)).flatten(1)), ("proof.unknown", "rand_like")),
     "numbers of a tensor": (lambda m, x: m.flat(x.flatten(1)) * x.sum().item(), ("proof.no-axes",)),
@@ -203,6 +215,7 @@ REFUSED = {  # what vmap cannot differentiate either
     "switched by the batch",
     "turned by its sum",
     "a buffer of the batch's length",
+    "a counter in a buffer's place",
     "random numbers",
     "numbers of a tensor",
     "a method that is not torch's",

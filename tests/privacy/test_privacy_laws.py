@@ -42,7 +42,7 @@ MODELS = {
     "mlp": ["model={name: mlp, hidden: [7], activation: tanh}"],
     "cnn": ["model={module: user_models:convolutional}"],
     "residual": ["model={module: user_models:residual}"],
-    "nosy": ["model={module: user_models:nosy}"],
+    "unproved": ["model={module: user_models:unproved}"],
     "pixels as tokens": ["model={module: user_models:tokens}"],
     "own loss": ["task={loss: {module: 'user_tasks:cross_entropy'}}"],
     **TASKS,
@@ -362,6 +362,22 @@ def test_runs_that_round_differently_share_no_draw(tiny: Tiny) -> None:
     comparable = [OwnParts.of(Agreement.of(tiny()), runtime=runtime) for runtime in runtimes]
     comparable += [OwnParts.of(Agreement.of(tiny("compute.threads=2")))]
     assert len({own.keys[0] for own in comparable}) == 1
+
+
+def test_comparable_runs_draw_the_same_on_every_machine_and_others_do_not(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(generator: str) -> tuple[bytes, str]:
+        own = OwnParts.of(Agreement.of(tiny(f"compute.generator={generator}")))
+        return own.keys[0], own.run.environment
+
+    here = {generator: drawn(generator) for generator in ("comparable", "null")}
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "NEON")
+    monkeypatch.setattr("flower_privdec.experiment.run_key.installed_version", lambda package: "0.0.1")
+    there = {generator: drawn(generator) for generator in here}
+    assert there["comparable"][0] == here["comparable"][0]
+    assert there["null"][0] != here["null"][0]
+    assert all("cpu NEON" in environment for _, environment in there.values())
 
 
 def test_the_same_run_draws_the_same_whatever_it_is_called_and_however_it_is_looked_at(build: Build) -> None:

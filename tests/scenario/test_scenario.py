@@ -1,10 +1,16 @@
 """Scenario files: what is accepted, what is refused, and how it is said."""
 
+from collections.abc import Iterator
+from typing import Any, get_args
+
 import pytest
+from pydantic import BaseModel
 from raising import raises
 
+from flower_privdec import make_scenario
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.scenario import load_scenario, parse_scenario, scenario_hash, to_yaml
+from flower_privdec.reporting.console import complete_yaml
+from flower_privdec.scenario import Scenario, load_scenario, parse_scenario, scenario_hash, to_yaml
 
 TEXT = """\
 name: tiny
@@ -27,6 +33,37 @@ def test_defaults_are_visible_and_read_back():
     assert "learning_rate_decay: 0.0" in text
     assert "calibration: rigorous" in text
     assert parse_scenario(text) == scenario
+
+
+def turned_off_by_none(section: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Yield the keys of a scenario of which None is a value and not the default."""
+    for name, field in section.model_fields.items():
+        forms: list[Any] = [field.annotation]
+        while any(get_args(form) for form in forms):
+            forms = [part for form in forms for part in (get_args(form) or (form,))]
+        if type(None) in get_args(field.annotation) and field.default is not None and not field.is_required():
+            yield path + name
+        for form in forms:
+            if isinstance(form, type) and issubclass(form, BaseModel) and path.count(".") < 3:
+                yield from turned_off_by_none(form, f"{path}{name}.")
+
+
+def test_a_key_that_none_turns_off_is_read_back_as_none():
+    keys = set(turned_off_by_none(Scenario))
+    assert "network.lead" in keys
+    for key in keys:
+        scenario = parse_scenario(TEXT, overrides=[f"{key}=null"])
+        assert parse_scenario(to_yaml(scenario)) == scenario
+        assert parse_scenario(complete_yaml(scenario)) == scenario
+        assert make_scenario(scenario) == scenario
+
+
+def test_all_keys_that_are_missing_are_named():
+    text = "".join(
+        line for line in TEXT.splitlines(keepends=True) if not line.startswith(("n_peers", "rounds", "model"))
+    )
+    with raises(ScenarioError, "scenario.missing", names="'n_peers', 'rounds', 'model' are missing; add them$"):
+        parse_scenario(text)
 
 
 def test_exponent_without_a_point_is_a_number():

@@ -288,7 +288,7 @@ TEXTS: dict[str, tuple[str, str]] = {  # whole scenario files, with {} where the
     "length": ("#" * 2_000_000, "has more than 1,048,576 characters; give a shorter one"),
     "many keys": ("".join(f"k{i}: 1\n" for i in range(300)), "s.yaml:1: unknown key 'k0'"),
     "an unknown section": ("{}private: {epsilon: 1}", "s.yaml:11: unknown key 'private'; did you mean 'privacy'?"),
-    "no name": ("n_peers: 4", "'name' is missing; add it (and "),
+    "no name": ("n_peers: 4", "'name', 'rounds', 'data', 'model', 'algorithm', 'privacy' are missing; add them"),
     "another language": ('{"name": "x"', "not valid YAML"),
     "a merge": ("{}plan: {<<: {a: 1}}", "s.yaml:11: the key '<<' must be a word; quote it"),
     "a mapping as key": ("{}? {a: b}\n: 1", "s.yaml:11: a list or mapping as key must be a word; quote it"),

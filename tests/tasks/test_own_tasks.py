@@ -48,7 +48,7 @@ def last(experiment: Experiment, rounds: int = 4) -> Tensor:
             "task.loss=cross-entropy",
             ["model={module: 'user_models:convolutional'}"],
         ),
-        (OWN.format("cross_entropy", "classes"), "task.loss=cross-entropy", ["model={module: 'user_models:nosy'}"]),
+        (OWN.format("cross_entropy", "classes"), "task.loss=cross-entropy", ["model={module: 'user_models:unproved'}"]),
         (OWN.format("squares", "numbers"), "task.loss=mse", [NUMBERS]),
     ],
     ids=["stacked", "factored", "vmap", "numbers, changed in place"],
@@ -127,7 +127,7 @@ def test_what_the_page_shows_is_learned(name: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("loss", ["huge", "cross_entropy"])
 @pytest.mark.parametrize(
-    "model", ["{name: softmax}", "{module: 'user_models:convolutional'}", "{module: 'user_models:nosy'}"]
+    "model", ["{name: softmax}", "{module: 'user_models:convolutional'}", "{module: 'user_models:unproved'}"]
 )
 def test_the_laws_hold_for_own_losses(build: Build, loss: str, model: str) -> None:
     settings = ["rounds=3", "data.samples=48", "privacy.clip_norm=0.05", "algorithm.learning_rate=2.0"]

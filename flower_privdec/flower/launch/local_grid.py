@@ -43,7 +43,7 @@ class LocalGrid(Grid):
         folder: the nodes' own.
 
     Raises:
-        ScenarioError: there is no node.
+        ScenarioError: there is no node, or no ClientApp.
     """
 
     def __init__(
@@ -51,14 +51,19 @@ class LocalGrid(Grid):
         client_app: ClientApp,
         n_nodes: int,
         run_id: int = 1,
-        folder: Path | None = None,
+        folder: Path | str | None = None,
         config: Mapping[int, UserConfig] | None = None,
         run_config: UserConfig | None = None,
     ) -> None:
         check_whole({"n_nodes": n_nodes})
+        check_paths({"folder": folder})
+        app: object = client_app
+        if not callable(app):
+            problem = f"client_app is a {type(app).__name__} and must be a ClientApp"
+            raise ScenarioError(f"{problem}; run_in_process(FOLDER, {n_nodes}) takes an app's folder", code="grid.app")
         if n_nodes is None or n_nodes < 1:
             raise ScenarioError(f"n_nodes={n_nodes} must be >= 1", code="grid.nodes")
-        self.client_app = client_app
+        self.client_app, n_nodes = client_app, int(n_nodes)
         self._temporary = TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name if self._temporary is not None else folder or "").absolute()
         own, self._cache = str(self.folder), PeerCache(self.is_temporary)

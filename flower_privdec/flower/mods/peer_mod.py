@@ -617,7 +617,14 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
     Raises:
         RunError: the run-config has no such key, or the value is no number.
     """
-    value: Any = given(context) if callable(given) else given
+    value: Any = given
+    if callable(given):
+        try:
+            value = given(context)
+        except RAISED_BY_USERS as error:
+            log.exception("%s: the function that gives it failed", name)
+            what = f"{type(error).__name__}{last_line_of_users(error)}; see the node's own log"
+            raise RunError(f"{name}: the function that gives it raised {what}", code="flower.setting") from None
     if isinstance(value, str):
         key = value.removeprefix(RUN_CONFIG)
         if not is_key(value) or key not in context.run_config:
@@ -627,9 +634,10 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
                 code="flower.setting",
             )
         value = context.run_config[key]
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+    number: Any = value.item() if isinstance(value, np.generic) else value
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
         raise RunError(f"{name}={value!r} of this run must be a number, without quotes", code="flower.setting")
-    return value
+    return number
 
 
 _privacy_of = lru_cache(maxsize=64, typed=True)(app_privacy)  # of a message's numbers, which are most often the same
@@ -641,6 +649,10 @@ LEGACY_CLIENT = (
     "def train(message, context), which reads message.content['arrays'].to_numpy_ndarrays() and returns "
     "Message(RecordDict({'arrays': ArrayRecord(ndarrays), 'metrics': MetricRecord({'num-examples': n})}), "
     "reply_to=message), and `@app.evaluate()` likewise"
+)
+TWICE = (
+    "PeerMod stands twice before the app's function: keep one, in ClientApp(mods=[...]), or in @app.train(mods=[...]) "
+    "and @app.evaluate(mods=[...])"
 )
 NO_STRATEGY = (
     "the message comes from no strategy of flower_privdec (or from another version): start PushSum or Gossip in the "
@@ -829,8 +841,13 @@ class PeerMod:
         if count is None and not self.keeps_metrics:
             metrics: Mapping[str, Any] = next(iter(answer.metric_records.values()), {})
             count = metrics.get(peer.request.weighted_by)
-        usable = isinstance(count, int | float) and 0 < count < MOST_EXAMPLES
-        return float(count) if usable else 1.0
+        if count is None:
+            return 1.0
+        if isinstance(count, int | float) and 0 < count < MOST_EXAMPLES:
+            return float(count)
+        words = "peer %s: %s=%r must be above 0 and below %.0f: the peer counts by 1 in this round"
+        log.warning(words, peer.node.peer, peer.request.weighted_by, count, MOST_EXAMPLES)
+        return 1.0
 
     def _call(
         self, peer: RequestHandler, arrays: ArrayRecord, message: Message, context: Context, app: App
@@ -861,6 +878,8 @@ class PeerMod:
             raise self._failed(peer, what, "" if self.withholds else f"{words}{line}".strip()) from None
         if not isinstance(reply, Message):
             raise self._failed(peer, f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
+        if reply.has_error() and reply.error.code == PEER_MOD_FAILED:
+            raise RunError(TWICE, code="flower.peer-mod-twice")
         if reply.has_error():
             raise self._failed(peer, "answered with an error", reason(reply.error.reason))
         return reply.content

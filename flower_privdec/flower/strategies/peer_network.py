@@ -134,6 +134,9 @@ NO_MOD = (
 )
 
 
+NO_TRAIN = "No train function registered"  # Flower's words
+UNNAMED = "register the function that strategies call, @app.train() without a name"
+
 MOST = 2**20  # peers: what masked sums hold, and a graph that fits into memory
 
 
@@ -269,10 +272,9 @@ class PeerNetwork:
             if reply.has_error() and reply.error.code == PEER_MOD_FAILED:
                 raise RunError(f"SuperNode {node} failed: {reason(reply.error.reason)}", code="flower.node-failed")
             if reply.has_error():
-                raise RunError(
-                    f"SuperNode {node} failed when asked for its peer, {reason(reply.error.reason)}: {NO_MOD}",
-                    code="flower.no-peer-mod",
-                )
+                why = reason(reply.error.reason)
+                remedy, code = (NO_MOD, "flower.no-peer-mod") if NO_TRAIN not in why else (UNNAMED, "flower.no-train")
+                raise RunError(f"SuperNode {node} failed when asked for its peer, {why}: {remedy}", code=code)
             report = PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}", "flower.no-peer-mod")
             self._admit(report, node, there)
             self.reports[report.peer], self.has_new = report, True

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -97,6 +98,10 @@ def check_strategy(given: Mapping[str, Any]) -> None:
     check_paths({"folder": given["folder"]})
     texts = {name: value for name, value in given.items() if name == "name" or name.endswith("_key")}
     check_kinds(texts, (str,), "a text")
+    for name, value in texts.items():
+        if value is None and name != "name":
+            remedy = ', or "" for all to count alike' if name == "weighted_by_key" else ""
+            raise ScenarioError(f"{name}=None must be a text{remedy}; leave it out for the usual one", code=OPTION)
     check_calls({name: value for name, value in given.items() if name.endswith("_fn")})
     check_kinds({"topology_options": given["topology_options"]}, (Mapping,), "a dict, such as {'degree': 4}")
     topology, problem = given["topology"], ""
@@ -376,9 +381,13 @@ class PushSum(Strategy):
         if self._evaluate_fn is None or server_round != (self._mean_of if server_round else self._first - 1):
             return None
         metrics = self._evaluate_fn(server_round, arrays)
+        if isinstance(metrics, dict):
+            with suppress(TypeError, ValueError):  # which the error below names
+                metrics = MetricRecord(metrics)
         if metrics is not None and not isinstance(metrics, MetricRecord):
             raise RunError(
-                f"evaluate_fn returned a {type(metrics).__name__}: it must be a MetricRecord, or None",
+                f"evaluate_fn returned a {type(metrics).__name__}: it must be a MetricRecord, a dict of numbers, or "
+                "None",
                 code="flower.evaluate-fn",
             )
         return metrics
@@ -386,7 +395,7 @@ class PushSum(Strategy):
     def _begin(self, given: Mapping[str, Any], grid: Grid) -> None:
         """Find the peers, and build their graph."""
         arrays, rounds, timeout = (given[name] for name in ("initial_arrays", "num_rounds", "timeout"))
-        self._layout, self._initial, self._rounds = Layout.of(numpy_arrays(arrays)), arrays, rounds
+        self._layout, self._initial, self._rounds = Layout.of(numpy_arrays(arrays)), arrays, int(rounds)
         self._unmixed, self._exhausted = self._layout.unmixed(numpy_arrays(arrays)), dict[int, str]()
         self._given, self._evaluate_fn = given, given["evaluate_fn"]
         self._overridden = [hook for hook in HOOKS if not getattr(type(self), hook).__module__.startswith(OURS)]
@@ -396,7 +405,11 @@ class PushSum(Strategy):
         self._noted = False
         first = self.name or f"run-{grid.run.run_id}"
         folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(first)
-        common = {"folder": str(folder) if simulates(grid) else "", "arrays": self.arrayrecord_key, "rounds": rounds}
+        common = {
+            "folder": str(folder) if simulates(grid) else "",
+            "arrays": self.arrayrecord_key,
+            "rounds": self._rounds,
+        }
         common |= {"local_record": self.local_record, "weighted_by": self.weighted_by_key if self.weighted else ""}
         for again in count(1):
             run = first if again == 1 else f"{first}-{again}"
