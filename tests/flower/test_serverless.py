@@ -559,7 +559,7 @@ def test_certificates_are_made_for_a_scenario_without_a_model(scenario_file):
         (["--app", QUICKSTARTS["sklearn"] / "before", "--data", "here"], "data and batches are the app's"),
         (["--initial", "initial.safetensors"], "are for --app"),
         (["--node-config", "a=1"], "are for --app"),
-        ([], "'data' is missing"),
+        ([], "'data', 'model', 'algorithm' are missing"),
         (["--app", "nowhere"], "must be a Flower app's"),
         (["--app", QUICKSTARTS["sklearn"] / "before", "--set", "run_config={nope: 1}"], "is no key of the app's"),
         (["--app", QUICKSTARTS["sklearn"] / "before", "--initial", "nowhere"], "holds no initial arrays"),
