@@ -96,8 +96,8 @@ def test_the_comparison_in_the_readme_is_that_of_the_table() -> None:
     for place in places:
         plain = float(shown[*place, "PrivSGP, Const-D2P"])
         sharing = names - {"each alone", "DP-SGD (all data in one place)"}
-        assert max(float(shown[*place, name]) for name in sharing) <= plain + 0.5001
-        assert 0.9 <= float(shown[*place, "DP-SGD (all data in one place)"]) - plain <= 3.2
+        assert max(float(shown[*place, name]) for name in sharing) <= plain + 0.8
+        assert 0.39 <= float(shown[*place, "DP-SGD (all data in one place)"]) - plain <= 3
         assert 4 <= plain - float(shown[*place, "each alone"]) <= 40
     text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
     for place in (("8", "iid"), ("8", "Dirichlet 0.3"), ("0.5", "iid")):
