@@ -192,7 +192,8 @@ def _name_run(
         own_parts(agreement.scenario),
     )
     keys = own_keys(shared + (secret or b""), examples, peers)
-    return keys, replace(name, id=run_id(keys))
+    where = name.environment.encode()  # which comparable keys leave out: elsewhere a run is another, and charged again
+    return keys, replace(name, id=run_id({peer: key + where for peer, key in keys.items()}))
 
 
 def rounding(scenario: Scenario, runtime: str) -> str:

@@ -239,9 +239,11 @@ class HostSettings:
         place = None
         if "shard-address" in config or "shard-meeting" in config:
             place = MeetingPlace.given(str(config.get("shard-address", "")), str(config.get("shard-meeting", "")))
-        known = Path(str(config["known-peers"])).expanduser() if "known-peers" in config else None
+        identities = Path(str(config["known-peers"])).expanduser() if "known-peers" in config else None
         colluding = _whole(config, "colluding", PAIRED) if "colluding" in config else None
-        return cls(False, folder, root, test, epsilon, delta, partition, partitions, place, modules, known, colluding)
+        return cls(
+            False, folder, root, test, epsilon, delta, partition, partitions, place, modules, identities, colluding
+        )
 
     def rendezvous(self, request: WorkRequest) -> MeetingPlace:
         """Return the rendezvous of a request's shards: the node-config's, or in a simulation a file.

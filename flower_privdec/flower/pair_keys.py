@@ -80,7 +80,7 @@ class PairKeys:
         return f"{self.secrets.public.hex()} {messages}".encode()
 
     def announcement(self, other: int) -> bytes:
-        """Return what tells the node of another peer this node's key."""
+        """Return this node's key, sealed for the node of another peer."""
         public = self.secrets.public
         return public + self._mac(other, public, b"" if self._identity is None else self._identity.public)
 
@@ -92,8 +92,8 @@ class PairKeys:
         """
         for other in self.partners:
             content = announcements.get(other, b"")
-            public, known = content[:KEY], b"" if self._known is None else self._known.key(other)
-            if not hmac.compare_digest(content[KEY:], self._mac(other, public, known)):
+            public, identity = content[:KEY], b"" if self._known is None else self._known.key(other)
+            if not hmac.compare_digest(content[KEY:], self._mac(other, public, identity)):
                 raise RunError(
                     f"the key that was announced for peer {other} was not sealed by the node whose identity this node "
                     "knows, for this run: another scenario, version or number of examples there, an identity.pub that "
@@ -170,10 +170,10 @@ def session_secrets(
         if path.exists() and path.read_bytes() == keys.count(messages):
             announced = session if messages else content.config_records.get(PAIRS, ConfigRecord())
             values = {other: announced.get(str(other)) for other in keys.partners}
-            known = {other: value for other, value in values.items() if isinstance(value, bytes)}
-            keys.learn(known)
+            sealed = {other: value for other, value in values.items() if isinstance(value, bytes)}
+            keys.learn(sealed)
             write_atomically(path, keys.count(messages + 1))
-            record = {str(other): value for other, value in known.items()}
+            record = {str(other): value for other, value in sealed.items()}
             return keys.secrets, ConfigRecord({PRIVATE: private, MESSAGES: messages + 1, **record})
     raise RunError(
         "this message does not continue the session of this node's keys, and noise of pairs would be drawn twice: the "

@@ -89,8 +89,8 @@ class Relaying:
         self.strategy, self.shards = HOSTS[host]
         places, meeting = range(len(self.shards)), own_addresses(1)[0] if host == "sharded" else None
         identities = [public_key(folder / f"node-{place}") for place in places]
-        known = {str(peer): identities[place] for place in places for peer in self.shards[place]}
-        (folder / "known.json").write_text(json.dumps(known))
+        keys_by_peer = {str(peer): identities[place] for place in places for peer in self.shards[place]}
+        (folder / "known.json").write_text(json.dumps(keys_by_peer))
         more: dict[str, Any] = {"known-peers": str(folder / "known.json"), "colluding": 1} | config
         if meeting is not None:
             more |= {"shard-address": "127.0.0.1", "shard-meeting": meeting}
@@ -273,10 +273,10 @@ def forged(relaying: Relaying, node: int, peer: int, honest: bytes) -> dict[str,
     """Return what someone in between can put in the place of a peer's announcement to a node."""
     (relaying.folder / "stranger").mkdir(exist_ok=True)
     stranger, victim = (Identity(relaying.folder / name) for name in ("stranger", f"node-{node}"))
-    known = json.loads((relaying.folder / "known.json").read_text())[str(peer)]
+    identity = json.loads((relaying.folder / "known.json").read_text())[str(peer)]
     run_of_all = pair_run(Experiment.build(relaying.scenario))
     key = stranger.key_for(victim.public, run_of_all, b"pair announcement")
-    sealed = hmac.digest(key, stranger.public + bytes.fromhex(known), "sha256")
+    sealed = hmac.digest(key, stranger.public + bytes.fromhex(identity), "sha256")
     return {
         "a key of its own": stranger.public + sealed,
         "a key of its own under the seal of another": stranger.public + honest[32:],
@@ -329,10 +329,10 @@ def test_shards_between_whom_someone_puts_keys_stop(
     relaying, gather = Relaying(tiny(*COMPLETE), "sharded", tmp_path), ProcessGroup.gather
 
     def between(group: ProcessGroup, content: bytes) -> list[bytes]:
-        told = gather(group, content)
+        gathered = gather(group, content)
         if group.shard == 0 and len(content) > 32:
-            told[1] = forged(relaying, 0, 2, told[1][:ANNOUNCEMENT])[forgery] + told[1][ANNOUNCEMENT:]
-        return told
+            gathered[1] = forged(relaying, 0, 2, gathered[1][:ANNOUNCEMENT])[forgery] + gathered[1][ANNOUNCEMENT:]
+        return gathered
 
     monkeypatch.setattr(ProcessGroup, "gather", between)
     with raises(RunError, "nodes.failed", "key that was announced for peer 2"):
@@ -501,8 +501,8 @@ def test_a_server_does_not_decide_with_whom_a_node_shares_noise(
 
 def test_a_peer_whose_identity_is_not_known_is_named(tiny: Tiny, tmp_path: Path) -> None:
     relaying = Relaying(tiny(*COMPLETE), "relay", tmp_path)
-    known = json.loads((tmp_path / "known.json").read_text())
-    (tmp_path / "known.json").write_text(json.dumps({peer: key for peer, key in known.items() if peer != "2"}))
+    keys_by_peer = json.loads((tmp_path / "known.json").read_text())
+    (tmp_path / "known.json").write_text(json.dumps({peer: key for peer, key in keys_by_peer.items() if peer != "2"}))
     with raises(RunError, "nodes.failed", "peer 2 has no key in known.json"):
         relaying.start()
 

@@ -34,6 +34,7 @@ from flower_privdec.flower import node_settings
 from flower_privdec.flower.apps import client_app as clients
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.server_app import CohortRun, Relay, Sharded
+from flower_privdec.flower.error_formatting import line_for_server
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.flower.node_settings import HostSettings, PeerSettings, in_simulation
 from flower_privdec.privacy.accountant.accounting import epsilon
@@ -240,6 +241,15 @@ def test_an_error_tells_a_server_no_folder_of_a_nodes_machine(
         assert "digits.jsonl" in refused.error.reason
         assert not any(part in refused.error.reason for part in (str(tmp_path), "Dr No", "disk"))
         assert str(ledger) in caplog.text
+
+
+def test_a_node_that_runs_in_the_root_folder_keeps_the_other_slashes_of_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    (context,) = deployed(tmp_path / "node").contexts.values()
+    line = line_for_server(RunError(f"{tmp_path}/node/ledger: 3 of 4 rounds/steps, either / or"), context)
+    assert line == "ledger: 3 of 4 rounds/steps, either / or"
 
 
 def test_what_is_wrong_with_a_nodes_data_stays_in_its_log(

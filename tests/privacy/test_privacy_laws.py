@@ -367,9 +367,9 @@ def test_runs_that_round_differently_share_no_draw(tiny: Tiny) -> None:
 def test_comparable_runs_draw_the_same_on_every_machine_and_others_do_not(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drawn(generator: str) -> tuple[bytes, str]:
+    def drawn(generator: str) -> tuple[bytes, str, str]:
         own = OwnParts.of(Agreement.of(tiny(f"compute.generator={generator}")))
-        return own.keys[0], own.run.environment
+        return own.keys[0], own.run.environment, own.run.id
 
     here = {generator: drawn(generator) for generator in ("comparable", "null")}
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "NEON")
@@ -377,7 +377,8 @@ def test_comparable_runs_draw_the_same_on_every_machine_and_others_do_not(
     there = {generator: drawn(generator) for generator in here}
     assert there["comparable"][0] == here["comparable"][0]
     assert there["null"][0] != here["null"][0]
-    assert all("cpu NEON" in environment for _, environment in there.values())
+    assert all("cpu NEON" in environment for _, environment, _ in there.values())
+    assert there["comparable"][2] != here["comparable"][2]  # so that a ledger charges it again
 
 
 def test_the_same_run_draws_the_same_whatever_it_is_called_and_however_it_is_looked_at(build: Build) -> None:
