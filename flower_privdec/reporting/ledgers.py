@@ -59,21 +59,22 @@ def ledger_facts(path: Path, delta: float, budget: float | None = None, *, check
     Returns:
         ledger, source, lines, delta; runs: of each its id, the step before which all are charged, the number of its
             peers, the ε of that run alone, and the environment that drew its noise; epsilon: of all runs together, for
-            an example that was at the costliest peer in each; left: of the budget, None without one. An infinite ε is
-            the string "inf".
+            an example that was at the costliest peer in each; left: of the budget, None without one; unfinished: bytes
+            of a last line that was never written whole, which pays for nothing. An infinite ε is the string "inf".
 
     Raises:
         BudgetError: the ledger cannot be read or fails verification, which names the line.
-        ScenarioError: δ is not in (0, 1), or the budget not above 0.
+        ScenarioError: δ is not in (0, 1), or the budget not above 0 and finite.
     """
     check_delta(delta)
-    if budget is not None and not budget > 0:
-        raise ScenarioError(f"{option('epsilon', budget)} must be a budget, > 0", code="ledger.budget")
-    totals, lines, source = Totals(), 0, ""
+    if budget is not None and not 0 < budget < math.inf:
+        raise ScenarioError(f"{option('epsilon', budget)} must be a budget, > 0 and finite", code="ledger.budget")
+    totals, lines, source, size = Totals(), 0, "", 0
     for segment, entries in verified(path):
         totals.count(entries)
         lines += len(entries)
-        source = segment.source
+        source, size = segment.source, segment.size
+    rest = path.read_bytes()[size:]
     costs = runs_in(totals.entries)
     together = _spent(list(costs.values()), delta, check)
     return {
@@ -84,6 +85,7 @@ def ledger_facts(path: Path, delta: float, budget: float | None = None, *, check
         "runs": [_run_facts(run, totals, alternatives, delta, check) for run, alternatives in costs.items()],
         **together,
         "left": None if budget is None else max(0.0, budget - float(together["epsilon"])),
+        "unfinished": 0 if b"\n" in rest else len(rest),  # whole lines were added by a run meanwhile
     }
 
 
@@ -128,6 +130,10 @@ def print_ledgers(path: Path, delta: float, budget: float | None, as_json: bool,
         if check and any(run["dp_accounting"] is None for run in one["runs"]):
             note += "; –: dp-accounting has no event for uniform sampling under zero-out"
         typer.echo(f"{one['ledger']}: {one['lines']:,} lines, verified")
+        if one["unfinished"]:
+            typer.echo(
+                f"unfinished last line of {one['unfinished']:,} bytes: an interrupted write, or a file that was cut"
+            )
         typer.echo(comparison_text(heads, rows, note))
 
 

@@ -96,12 +96,26 @@ def test_a_changed_ledger_is_an_error_with_its_line(
     assert re.search(why, capsys.readouterr().err)
 
 
+def test_a_last_line_that_was_never_finished_is_not_counted_and_is_named(
+    two_runs: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = (tmp_path / "ledger").glob("*.jsonl")
+    *whole, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*whole, last[:100]]))
+    assert ledger_facts(path, 1e-3)["epsilon"] < two_runs[-1]
+    assert privdec("ledger", str(path), "--delta", "1e-3") == 0
+    assert "unfinished last line of 100 bytes" in capsys.readouterr().out
+    path.write_bytes(b"".join(whole))
+    assert ledger_facts(path, 1e-3)["unfinished"] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (("--delta", "2"), "must be in"),
         (("--delta", "1e-3", "--epsilon", "nan"), "must be a budget"),
         (("--delta", "1e-3", "--epsilon", "0"), "must be a budget"),
+        (("--delta", "1e-3", "--epsilon", "inf"), "must be a budget"),
         ((), "Missing option '--delta'"),
     ],
 )
