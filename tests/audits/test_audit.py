@@ -23,12 +23,13 @@ from variants import VARIANTS, settings_for
 
 from flower_privdec.audits.audit import Audit, AuditedPeers, audit
 from flower_privdec.audits.bounds import epsilon_from_guesses, epsilon_from_scores
-from flower_privdec.audits.canaries import run_once, with_canaries
+from flower_privdec.audits.canaries import Signs, run_once, with_canaries
 from flower_privdec.audits.one_run import audit_in_one_run
 from flower_privdec.audits.replica import replica_scores
 from flower_privdec.audits.report import draw_audit
 from flower_privdec.cli.main import main
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.core import State
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients.stacked import StackedKernel
 from flower_privdec.privacy.accountant.accounting import epsilon
@@ -132,6 +133,25 @@ def test_canaries_change_their_sign_where_gradients_are_remembered(settings: str
     for ratios in (np.exp(scores[~there]), np.exp(-scores[there])):
         assert abs(ratios.mean() - 1) < 4 * ratios.std() / math.sqrt(len(ratios))
     assert scores[there].mean() - scores[~there].mean() > 0.25
+
+
+def test_what_was_released_at_a_snapshot_is_subtracted_from_the_steps_after_it() -> None:
+    """Under the same draws, a canary is seen farther apart than by an observer who forgets what was released."""
+    settings = "algorithm={name: privsgp-vr, table: snapshot, snapshot_every: 3, learning_rate: 0.1}"
+    canaries = with_canaries(experiment_of(*SHORT, *settings_for(settings), "rounds=6", "privacy.epsilon=4"))
+
+    def apart() -> float:
+        runs = [run_once(canaries, 3, number) for number in range(40)]
+        there, scores = np.array([run[0] for run in runs]), np.array([run[1].scores for run in runs])
+        return float(scores[there].mean() - scores[~there].mean())
+
+    def forget(signs: Signs, state: State, likely: np.ndarray) -> None:
+        set_round(signs, state, likely)
+        signs.anchor = np.zeros_like(signs.anchor)
+
+    remembering, set_round = apart(), Signs.set_round
+    with patch.object(Signs, "set_round", forget):
+        assert remembering > apart() + 0.1
 
 
 def test_an_audit_repeats_by_its_seed() -> None:
