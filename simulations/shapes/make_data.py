@@ -1,7 +1,7 @@
-"""Drawn data of the shapes of rcv1 and epsilon: `python make_data.py` writes `runs/rcv1-shaped.*` and `runs/epsilon-shaped.npz`.
+"""Drawn data of the shapes of rcv1 and epsilon: `python make_data.py` writes three files to `runs`.
 
-Nothing in them is real. rcv1-shaped: texts of some 73 of 47,236 words. epsilon-shaped: 2,000 dense features. Every row has
-norm 1; the class is the side of a plane, where epsilon's, as its own best machines do, errs for one in ten.
+Nothing in them is real. rcv1-shaped: texts of some 73 of 47,236 words. epsilon-shaped: 2,000 dense features. Every row
+has norm 1; the class is the side of a plane, in epsilon-shaped with noise, by which the plane errs for one in ten.
 """
 
 from __future__ import annotations
