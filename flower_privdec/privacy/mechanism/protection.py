@@ -380,8 +380,8 @@ class _Solver:
         if past and budget is not None and (spent := epsilon(past, delta)) > MOST_SPENT * budget:
             raise ScenarioError(
                 f"rounds={self.scenario.rounds}: the first {self.scenario.first_round} rounds have spent "
-                f"ε = {spent:.4g} of privacy.epsilon={budget:g}, which leaves nothing for others: raise it, as by --set "
-                f"privacy.epsilon={2 * budget:g}, or end here",
+                f"ε = {spent:.4g} of privacy.epsilon={budget:g}, which leaves nothing for others: raise it, as by "
+                f"--set privacy.epsilon={2 * budget:g}, or end here",
                 code="run.budget-spent",
             )
         if budget is not None and None in mechanism.kinds:
