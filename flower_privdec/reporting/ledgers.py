@@ -128,7 +128,7 @@ def print_ledgers(path: Path, delta: float, budget: float | None, as_json: bool,
         other = f" ({OTHER}: {theirs[0]})" if check else ""
         note = f"all together: ε = {ours}{other} at δ = {setting(delta)}{left}"
         if check and any(run["dp_accounting"] is None for run in one["runs"]):
-            note += "; –: dp-accounting has no event for uniform sampling under zero-out"
+            note += "; –: dp-accounting has no event for uniform or block sampling under zero-out"
         typer.echo(f"{one['ledger']}: {one['lines']:,} lines, verified")
         if one["unfinished"]:
             typer.echo(
