@@ -43,8 +43,8 @@ class Algorithm:
     Only an exchange crosses rows. The row law holds for every step: step(state)[i] == step(state[i:i+1]).
 
     What private steps publish is declared by `released`, beside the steps. A subclass that defines or overrides a
-    method or an attribute, itself or by a class mixed in, has to declare again: it inherits no declaration of steps that
-    it may have changed.
+    method or an attribute, itself or by a class mixed in, has to declare again: it inherits no declaration of steps
+    that it may have changed.
 
     Attributes:
         Section: for an algorithm of a user's own, the form of its section in a scenario.

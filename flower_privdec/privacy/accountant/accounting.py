@@ -171,8 +171,8 @@ def dp_accounting_epsilon(runs: Sequence[Alternatives], delta: float) -> float |
         runs, delta: see `epsilon_of_runs`.
 
     Returns:
-        ε; None where it has no event for one of the mechanisms (uniform and block sampling under zero-out), or where the
-        choices are too many to be tried.
+        ε; None where it has no event for one of the mechanisms (uniform and block sampling under zero-out), or where
+        the choices are too many to be tried.
 
     Raises:
         ScenarioError: dp-accounting is not installed, or δ is not in (0, 1).

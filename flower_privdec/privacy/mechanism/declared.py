@@ -145,7 +145,7 @@ class Declares(Protocol):
 
 
 def changed_since_declared(cls: type, *, harmless: Sequence[str] = ()) -> bool:
-    """Return whether a class, or one mixed in, has anything of its own that what it inherits as `released` may not know.
+    """Return whether a class, or one mixed in, has anything that the `released` which it inherits may not know.
 
     Args:
         cls: whose `released` may be defined in any class of its method resolution order.
