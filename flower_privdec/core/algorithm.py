@@ -17,7 +17,7 @@ from flower_privdec.core.exchange import Exchange, Mix, State
 from flower_privdec.core.optimizers import LocalOptimizer
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
-from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise
+from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise, changed_since_declared
 from flower_privdec.scenario.sections import (
     AlgorithmSection,
     AverageSection,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 AVERAGE = "average."  # before the names of averaged rows
+HARMLESS = ("name", "paper_noise", "steadied_by")  # attributes on which no release depends
 Step = Callable[["Cohort", State], None]
 
 
@@ -41,8 +42,9 @@ class Algorithm:
 
     Only an exchange crosses rows. The row law holds for every step: step(state)[i] == step(state[i:i+1]).
 
-    What private steps publish is declared by `released`, beside the steps. A subclass that defines or overrides
-    anything an instance does has to declare again: it inherits no declaration of steps that it changed.
+    What private steps publish is declared by `released`, beside the steps. A subclass that defines or overrides a
+    method or an attribute, itself or by a class mixed in, has to declare again: it inherits no declaration of steps
+    that it may have changed.
 
     Attributes:
         Section: for an algorithm of a user's own, the form of its section in a scenario.
@@ -128,10 +130,9 @@ class Algorithm:
         self.program, self.mixing_steps = (*self.program[:at], *mixes, *self.program[at + 1 :]), steps
 
     def __init_subclass__(cls) -> None:
-        """Drop an inherited declaration where a subclass changes what it was about."""
+        """Drop an inherited declaration where a subclass, or a class mixed in, changes what it may be about."""
         super().__init_subclass__()
-        changed = [name for name, value in vars(cls).items() if callable(value) or name == "program"]
-        if changed and "released" not in vars(cls):
+        if changed_since_declared(cls, harmless=HARMLESS):
             cls.released = Algorithm.released  # type: ignore[method-assign]
 
     def released(self, step: int, drawing: Drawing) -> Declaration:

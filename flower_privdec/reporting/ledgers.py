@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 
 from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.formatting import epsilon_text, setting
+from flower_privdec.experiment.recorder import NAME as METRICS
 from flower_privdec.experiment.spent import json_number
 from flower_privdec.privacy.accountant.accounting import (
     Alternatives,
@@ -22,6 +24,8 @@ from flower_privdec.privacy.accountant.accounting import (
 from flower_privdec.privacy.ledger.ledger import FORMAT, Totals, runs_in, verified
 from flower_privdec.reporting.console import comparison_text
 
+logger = logging.getLogger(__name__)
+
 OTHER = "dp-accounting's ε"
 PREFIX = FORMAT.rpartition("-")[0].encode()
 
@@ -29,16 +33,25 @@ PREFIX = FORMAT.rpartition("-")[0].encode()
 def ledgers_below(path: Path) -> list[Path]:
     """Return the ledgers at a path: itself where it is a file, else all below the folder.
 
+    A ledger of which the last file is missing counts by those that are sealed; a file that is named as ledgers are and
+    does not begin as one is logged.
+
     Raises:
         ScenarioError: there is none.
     """
-    paths = [path] if path.is_file() else sorted(file for file in path.rglob("*.jsonl") if _is_ledger(file))
-    if not paths:
+    if path.is_file():
+        return [path]
+    named = {file for file in path.rglob("*.jsonl") if file.is_file() and file.name != METRICS}
+    sealed = {file.with_name(f"{file.name.rsplit('.', 2)[0]}.jsonl") for file in path.rglob("*.sealed")}
+    ledgers = sealed | {file for file in named if _is_ledger(file)}
+    for other in sorted(named - ledgers):
+        logger.warning("%s does not begin as a ledger does, and is not counted", other)
+    if not ledgers:
         raise ScenarioError(
             f"{path}: has no ledger; give one, SOURCE.jsonl, or a folder with some, such as runs/NAME or a peer's",
             code="ledger.none",
         )
-    return paths
+    return sorted(ledgers)
 
 
 def _is_ledger(path: Path) -> bool:
@@ -128,7 +141,7 @@ def print_ledgers(path: Path, delta: float, budget: float | None, as_json: bool,
         other = f" ({OTHER}: {theirs[0]})" if check else ""
         note = f"all together: ε = {ours}{other} at δ = {setting(delta)}{left}"
         if check and any(run["dp_accounting"] is None for run in one["runs"]):
-            note += "; –: dp-accounting has no event for uniform sampling under zero-out"
+            note += "; –: dp-accounting has no event for uniform or block sampling under zero-out"
         typer.echo(f"{one['ledger']}: {one['lines']:,} lines, verified")
         if one["unfinished"]:
             typer.echo(

@@ -110,6 +110,7 @@ def test_noise_that_declares_nothing_costs_infinity(build: Build, tmp_path: Path
 def test_a_changed_mechanism_inherits_no_declaration(build: Build) -> None:
     assert max(build(own("Declared", "epsilon: 3.0")).own.protection.epsilons(6)) == pytest.approx(3, rel=1e-2)
     assert own_noises.Changed().released(()) is None
+    assert own_noises.Mixed().released(()) is None
     assert math.isinf(build(own("Changed")).own.protection.epsilons(6)[0])
 
 

@@ -18,7 +18,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from worker_runs import smallest_blocks
 
+import flower_privdec as fp
 from flower_privdec.common.errors import PrivdecError
 from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, LocalBatch, PeerData
@@ -39,7 +40,7 @@ from flower_privdec.experiment import view
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.transport.transport import MemoryConnection
 from flower_privdec.pushsum.frames import FrameCodec, RowMessage
-from flower_privdec.reporting import plots
+from flower_privdec.reporting import plots, progress
 from flower_privdec.scenario import load_scenario
 from flower_privdec.training_loop import private
 from flower_privdec.training_loop.private_loop import NoisedSteps
@@ -56,6 +57,20 @@ evaluation: {{every: 1}}
 compute: {{dtype: float64, generator: comparable, workers: {workers}}}
 network: {{mode: synchronous, retry: 0.1, start: {long}, deadline: {long}, final_mixing: 0}}
 """
+STUDY = """\
+name: planted
+title: Planted
+paper: none
+base: ../scenario.yaml
+sizes: {small: {seeds: [1, 2]}}
+parts:
+  - name: main
+    title: Budgets
+    claim: More is better.
+    axes: {epsilon: {title: ε, key: privacy.epsilon, values: [1, 3]}}
+    figures: [{kind: curves, by: epsilon, title: Curves}]
+    checks: [{kind: ordered, axis: epsilon}]
+"""
 PLANTED = 4711.0815
 ALGORITHMS = {  # rows that other peers may see, a table, a personal model
     "privsgp": "{name: privsgp, learning_rate: 0.5}",
@@ -69,8 +84,9 @@ CLOCK = re.compile(
     rb'|[0-9]+ lines|"head": \[[^]]*\]'  # a ledger's lines pay for as many steps as were taken in a while
 )
 
-COMMANDS = ("engine", "workers")
-ONE = ("engine", "private()", "PeerMod")  # with one algorithm, since the engine's plots take seconds, or none
+COMMANDS = ("engine", "workers", "interrupted", "study")
+# With one algorithm, since the engine's plots take seconds, or with none.
+ONE = ("engine", "interrupted", "Python", "study", "private()", "PeerMod")
 SEARCHED = re.compile(r"every byte|\.jsonl$")  # and not compared: counters of calls, keys, how many steps a line pays
 
 Outputs = dict[str, bytes]
@@ -145,6 +161,45 @@ def workers(scenario: Path, folder: Path) -> Outputs:
     """Two processes; without plots, which are drawn from what is compared here."""
     with smallest_blocks(), patch.object(plots, "save_run_plots"):
         assert privdec("run", scenario, "--out", folder / "run") == 0
+    return files(folder)
+
+
+def interrupted(scenario: Path, folder: Path) -> Outputs:
+    """Ctrl-C after the second evaluation, and what is said of what is there."""
+
+    def stop(metrics: dict[str, Any]) -> None:
+        if metrics["round"] == 2:
+            raise KeyboardInterrupt
+
+    with patch.object(progress, "_plain_lines", lambda *_: stop), patch.object(plots, "save_run_plots"):
+        assert privdec("run", scenario, "--out", folder / "run") == 130
+    assert privdec("report", folder / "run", "--out", folder / "report.tex") == 0
+    return files(folder)
+
+
+def from_python(scenario: Path, folder: Path) -> Outputs:
+    """The functions for Python: the result, and what a callback hands to TensorBoard, Weights & Biases or MLflow."""
+    lines = []
+    with progress.progress(load_scenario(scenario), folder, tensorboard=True) as tensorboard:
+
+        def note(record: dict[str, Any]) -> None:
+            tensorboard(record)
+            lines.append(f"{record} {fp.scalars(record)}")
+
+        result = fp.run(scenario, out=folder / "run", on_evaluation=note)
+    outputs = files(folder)
+    events = [name for name in outputs if "tfevents" in name]
+    written = b"".join(outputs.pop(name) for name in events)
+    assert b"accuracy" in written
+    lines += [str(result), result._repr_html_(), str(result.privacy), result.frame().drop(columns="seconds").to_csv()]
+    return outputs | {"lines": "\n".join(lines).encode(), "every byte for TensorBoard": written}
+
+
+def study(scenario: Path, folder: Path) -> Outputs:
+    """A study of two seeds: its cells, tables, figures and page."""
+    (folder / "study.yaml").write_text(STUDY)
+    with chdir(folder):
+        assert privdec("study", "study.yaml", "--jobs", 1, "--out", "published") == 0
     return files(folder)
 
 
@@ -291,6 +346,9 @@ def fail_on(x: np.ndarray) -> None:
 RUNTIMES: dict[str, Callable[[Path, Path], Outputs]] = {
     "engine": engine,
     "workers": workers,
+    "interrupted": interrupted,
+    "Python": from_python,
+    "study": study,
     "network": network,
     "relay": flower("relay"),
     "sharded": flower("sharded"),

@@ -289,10 +289,44 @@ class Renamed(SGP):
     name = "renamed"
 
 
+class Unclipped:
+    """What a class can be mixed with."""
+
+    def initial(self, cohort: Cohort) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+
+class Mixed(Unclipped, SGP):
+    """Push-sum that changes a step by a class mixed in."""
+
+
+class Opened(FedDeper):
+    """FedDeper that sends its personal models, which no noise covers."""
+
+    open_rows = ("x", "w", "personal")
+
+
+class Longer(FedDeper):
+    """FedDeper that takes other numbers of steps than it declares."""
+
+    steps_per_round = property(lambda self: 9, lambda self, steps: None)
+
+
+class Built(SGP):
+    """Push-sum whose method belongs to the class."""
+
+    @classmethod
+    def initial(cls, cohort: Cohort) -> dict[str, Tensor]:  # type: ignore[override]
+        """Return nothing."""
+        return {}
+
+
 def test_a_subclass_that_changes_anything_inherits_no_promise() -> None:
     drawing = Drawing("poisson", 0.1, 60, 6)
     assert Renamed.released is SGP.released
-    assert Quiet.released is Algorithm.released
+    for changed in (Quiet, Mixed, Opened, Longer, Built):
+        assert changed.released is Algorithm.released
     assert Algorithm.released(None, 0, drawing) is None  # type: ignore[arg-type]
     for name, algorithm in ALGORITHMS.items():
         assert algorithm.released is not Algorithm.released, name

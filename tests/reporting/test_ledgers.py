@@ -110,6 +110,52 @@ def test_a_last_line_that_was_never_finished_is_not_counted_and_is_named(
 
 
 @pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "missing or empty: nothing was spent"),
+        (b"hello", "its 5 bytes were cut from a ledger, or are of another file"),
+        (bytes(3000), "its 3,000 bytes were cut"),
+        (b'{"format":"flower-privdec-ledger-4"', "its 35 bytes were cut"),
+        (b'{"format":"flower-privdec-ledger-4"}\n', "line 1"),
+        (b"{}\n", "line 1: not a record"),
+        (b"[" * 100_000 + b"\n", "line 1: not a record"),
+        (b'{"a":' + b"9" * 5000 + b"}\n", "line 1: not a record"),
+        (b"\xff\xfe\n", "line 1: not a record"),
+        (bytes(range(256)) * 9, "line 1: not a record"),
+    ],
+    ids=["empty", "a word", "zeros", "half a line", "a header alone", "no record", "deep", "long", "no text", "bytes"],
+)
+def test_a_file_that_is_no_ledger_or_half_of_one_is_an_error_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, why: str
+) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_bytes(content)
+    assert privdec("ledger", path, "--delta", "1e-3") == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {path}")
+    assert why in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_folder_passes_over_no_ledger_in_silence(
+    two_runs: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither one whose first line was lost, nor one that has nothing but what was sealed."""
+    (path,) = (tmp_path / "ledger").glob("*.jsonl")
+    other = path.with_name("other.jsonl")
+    other.write_bytes(b"lost\n" + path.read_bytes().partition(b"\n")[2])
+    assert privdec("ledger", tmp_path, "--delta", "1e-3") == 0
+    assert "lines, verified" in capsys.readouterr().out
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{other} does not begin as a ledger does, and is not counted"
+    ]
+    path.rename(path.with_name("a.b.000000.sealed"))
+    assert privdec("ledger", tmp_path, "--delta", "1e-3") == 2
+    assert f"error: {path.with_name('a.b.jsonl')} is an old copy, cut short or empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "why"),
     [
         (("--delta", "2"), "must be in"),

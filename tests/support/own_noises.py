@@ -50,6 +50,17 @@ class Changed(Declared):
         super().add_(out, std / 2, noised)
 
 
+class Halved:
+    """What a class can be mixed with."""
+
+    def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
+        NoiseMechanism.add_(self, out, std / 2, noised)  # type: ignore[arg-type]
+
+
+class Mixed(Halved, Declared):
+    """A change of noise that was declared, by a class mixed in."""
+
+
 class Broken(NoiseMechanism):
     """One that cannot be built."""
 

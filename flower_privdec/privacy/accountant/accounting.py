@@ -171,8 +171,8 @@ def dp_accounting_epsilon(runs: Sequence[Alternatives], delta: float) -> float |
         runs, delta: see `epsilon_of_runs`.
 
     Returns:
-        ε; None where it has no event for one of the mechanisms (uniform sampling under zero-out), or where the choices
-        are too many to be tried.
+        ε; None where it has no event for one of the mechanisms (uniform and block sampling under zero-out), or where
+        the choices are too many to be tried.
 
     Raises:
         ScenarioError: dp-accounting is not installed, or δ is not in (0, 1).
@@ -186,11 +186,10 @@ def dp_accounting_epsilon(runs: Sequence[Alternatives], delta: float) -> float |
         ours = epsilon(choice, delta)
         if math.isinf(ours):
             return ours  # a release without noise, which has no distribution on a grid
-        accountant = pld.PLDAccountant(zero_out, FINE * min(max(ours, 0.01), 10.0))
-        composed = event(choice)
-        if not accountant.supports(composed):
+        if any(release.sampling in ("uniform", "blocks") and release.sampling_rate < 1 for release in choice):
             return None
-        costs.append(float(accountant.compose(composed).get_epsilon(delta)))
+        accountant = pld.PLDAccountant(zero_out, FINE * min(max(ours, 0.01), 10.0))
+        costs.append(float(accountant.compose(event(choice)).get_epsilon(delta)))
     return max(costs)
 
 

@@ -827,6 +827,9 @@ def verified(path: Path) -> Iterator[tuple[Segment, list[Entry]]]:
     """
     last = _read_last(path)
     if not last[0].size:
+        if path.exists() and (size := path.stat().st_size):
+            message = f"{path} has no whole line: its {size:,} bytes were cut from a ledger, or are of another file"
+            raise BudgetError(f"{message}; {RESTORE}", code="ledger.unfinished")
         message = f"{path} is missing or empty: nothing was spent; give a ledger that was written to"
         raise BudgetError(message, code="ledger.empty" if path.exists() else "ledger.unreadable")
     end, totals = Segment().start, Totals()

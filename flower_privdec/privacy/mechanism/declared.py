@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal, Protocol
 
 from flower_privdec.common.errors import ScenarioError
@@ -141,6 +142,18 @@ class Declares(Protocol):
             step: its number in the run, from 0.
             drawing: how the peer draws its examples.
         """
+
+
+def changed_since_declared(cls: type, *, harmless: Sequence[str] = ()) -> bool:
+    """Return whether a class, or one mixed in, has anything that the `released` which it inherits may not know.
+
+    Args:
+        cls: whose `released` may be defined in any class of its method resolution order.
+        harmless: attributes on which no release depends.
+    """
+    nearer = takewhile(lambda one: "released" not in vars(one), cls.__mro__)
+    own = [(name, value) for one in nearer for name, value in vars(one).items() if name not in harmless]
+    return any(callable(value) or not name.startswith("__") for name, value in own)
 
 
 def one_sum(algorithm: object, step: int, drawing: Drawing) -> Declaration:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import Participation
-from flower_privdec.privacy.mechanism.declared import Declaration
+from flower_privdec.privacy.mechanism.declared import Declaration, changed_since_declared
 from flower_privdec.rows.keys import digest
 
 STEPS = 2**32  # steps of a run, and ids of receivers, are counted in 32 bits
@@ -131,8 +131,8 @@ class NoisedSum:
 class NoiseMechanism:
     """The noise of a private step, made from normals: independent for each sum unless a subclass differs.
 
-    A subclass that overrides `add_` has to declare the cost of its releases: it inherits no declaration about noise
-    that it changed.
+    A subclass that defines or overrides anything, itself or by a class mixed in, has to declare the cost of its
+    releases: it inherits no declaration about noise that it may have changed.
 
     Attributes:
         state: names of rows [m, d] that it keeps from step to step.
@@ -141,9 +141,9 @@ class NoiseMechanism:
     state: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Drop an inherited declaration where a subclass changes the noise that it was about."""
+        """Drop an inherited declaration where a subclass, or a class mixed in, changes the noise that it was about."""
         super().__init_subclass__()
-        if "add_" in vars(cls) and "released" not in vars(cls):
+        if changed_since_declared(cls):
             cls.released = lambda self, sums: None  # type: ignore[method-assign]
 
     def released(self, sums: Declaration) -> Declaration:
