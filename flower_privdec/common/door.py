@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
@@ -19,15 +19,14 @@ class Door(Generic[Observer]):
 
     Args:
         name: of the steps.
+
+    Attributes:
+        observer: returns the observer of this thread, or None.
     """
 
     def __init__(self, name: str) -> None:
         self._observer: ContextVar[Observer | None] = ContextVar(f"observer of {name}", default=None)
-
-    @property
-    def observer(self) -> Observer | None:
-        """Return the observer of this thread, or None."""
-        return self._observer.get()
+        self.observer: Callable[[], Observer | None] = self._observer.get
 
     @contextmanager
     def open_to(self, observer: Observer) -> Iterator[None]:

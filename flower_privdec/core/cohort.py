@@ -368,7 +368,7 @@ class Cohort:
 
     def release_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
         """Let the observer at the door take a step, or take it: the one way from examples to messages; see `take_`."""
-        if (observer := STEPS.observer) is None:
+        if (observer := STEPS.observer()) is None:
             self.take_(step, estimate, std)
         else:
             observer.release_(self, step, estimate, std)

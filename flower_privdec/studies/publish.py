@@ -330,7 +330,7 @@ def publish(
     old_head, sections = _published_before(study, size, out) or ("", {})
     earlier = _earlier(study, results, old_head, sections) if old_head else {}
     if earlier and (not scope or scope not in old_head):
-        scope = EACH_ALONE if scope or EACH_ALONE in old_head else ""
+        scope = EACH_ALONE if scope or EACH_ALONE.partition(":")[0] in old_head else ""
     judged = any(result.part.checks for result in results) or bool(earlier and HOW_JUDGED in old_head)
     head = [
         _title(study, size),

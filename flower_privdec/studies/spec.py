@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -591,7 +591,8 @@ ALWAYS = {
         for path in (f"personalized.{models}.{which}" for which in ("mean", "min", "max"))
     },
 }
-_BY_EXTRA_LABELS = re.compile(r"personalized\.generalization\.(global_model|personal_models)\.\d+")
+_BY_EXTRA_LABELS = re.compile(r"personalized\.generalization\.(global_model|personal_models)\.(\d+)")
+_MODELS = {"global_model": "mean model", "personal_models": "personalized models"}
 
 
 def kinds_of(scenarios: Iterable[Scenario]) -> dict[str, MetricKind]:
@@ -608,8 +609,9 @@ def metric(name: str, kinds: Mapping[str, MetricKind]) -> Reading:
     readings = ALWAYS | {
         key: reading for kind_name, kind in kinds.items() for key, reading in readings_of(kind_name, kind).items()
     }
-    if _BY_EXTRA_LABELS.fullmatch(name):
-        return _key(name, share=True)
+    if match := _BY_EXTRA_LABELS.fullmatch(name):
+        title = f"{_MODELS[match[1]]}' accuracy with {match[2]} other labels"
+        return replace(_key(name, share=True), title=title)
     if name not in readings:
         first = next(iter(kinds), "accuracy")
         raise ScenarioError(

@@ -845,7 +845,7 @@ class PrivacyBudget:
             budget = budget.with_noise_solved()
         elif epsilon is not None and steps is None:
             budget = replace(budget, limit=max_steps(budget.release, epsilon, delta))
-        if (observer := LOOPS.observer) is not None:
+        if (observer := LOOPS.observer()) is not None:
             budget = replace(budget, watch=observer.admit(budget))
         caveat = "; batches and noise from a seed, INSECURE" * insecure
         note_budget(budget.path.absolute(), delta, caveat + "; the loop was shown private losses" * loss_shown)

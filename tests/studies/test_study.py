@@ -959,6 +959,10 @@ def test_a_part_that_an_earlier_command_published_stays_with_that_command(
     assert budgets.split("\n\n")[2:] == first[1].split("\n\n")[1:]
     publish(study, "laptop", "privdec study first", [main_part, other], [], out)
     assert (out / "README.md").read_text() == both
+    (out / "README.md").write_text(both.replace("of the same data: releasing", "of the data: releasing"))
+    bare = [cell for cell in main_part.cells if cell.scenario.private is None]
+    publish(study, "laptop", "privdec study fourth", [replace(other, cells=bare)], [], out)
+    assert "Each run's ε stands alone" in (out / "README.md").read_text()  # for the part that stays, as worded now
 
 
 def test_a_folder_with_another_readme_is_refused_before_anything_runs(

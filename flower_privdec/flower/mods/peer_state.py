@@ -941,7 +941,7 @@ def take_step(
     """
     if state.w < LEAST_WEIGHT:
         return NoStep(f"it holds {state.w:.2g} of the mass, and waits for a share before it trains", for_good=False)
-    observer = UPDATES.observer
+    observer = UPDATES.observer()
     if ledger is not None and observer is not None:
         observer.admit(ledger, ledger.delta)
     if ledger is not None and not ledger.charge(round_index, noise):

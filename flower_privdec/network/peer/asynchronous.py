@@ -565,7 +565,7 @@ class AsynchronousPeer(RunningPeer):
         if checkpoints:
             self._restore(checkpoints[-1])
         self._span = self.mixing.topology.period or SPAN
-        usual = self._lowest() if "w" in mass and self._first_weight == 1 else self._weight()
+        usual = self._lowest_weight() if "w" in mass and self._first_weight == 1 else self._weight()
         self.floor = WeightFloor(usual if "w" in mass else 0.0, deadline, time.monotonic())
         self._pace, self._is_alone = Pace(self.network.lead), False  # whether it waits for a quorum
         self._last_added: dict[int, int] = {}  # the round of the last share of each neighbour that was added
@@ -749,8 +749,8 @@ class AsynchronousPeer(RunningPeer):
             if self._joining and any(True for _ in offers):
                 return True
             if self.mixing.sends_shares:
-                is_wanted = self._poor() or self._is_stuck() or self.session.has_report() or self._can_begin()
-                return bool(self._waiting() or is_wanted)
+                is_wanted = self._lacking_weight() or self._is_stuck() or self.session.has_report() or self._can_begin()
+                return bool(self._addable_shares() or is_wanted)
             return bool(self._behind((j for at in mixes for j in self.session.senders(at)), round_index))
 
         while not ready():
@@ -765,7 +765,7 @@ class AsynchronousPeer(RunningPeer):
             self._wait(lambda: has_news() or ready(), POLL)
         self._relay(round_index, saved)  # before others wait for an acknowledgement while this peer works
 
-    def _waiting(self) -> dict[int, int]:
+    def _addable_shares(self) -> dict[int, int]:
         """Return the round of each neighbour's share that may be added now: in final mixing none that is ahead."""
         waiting, k = self.protocol.waiting_rounds(), self.state.round_index
         return waiting if k < self.rounds else {j: sent for j, sent in waiting.items() if sent <= k}
@@ -824,7 +824,7 @@ class AsynchronousPeer(RunningPeer):
         """Return this peer's push-sum weight; 1 where there is none."""
         return float(self.protocol.mass["w"]) if "w" in self.protocol.mass else 1.0
 
-    def _lowest(self) -> float:
+    def _lowest_weight(self) -> float:
         """Return the lowest weight that this peer would have if all were as fast, from 1 at the beginning."""
         n, lowest = self.mixing.n_peers, 1.0
         weights = torch.ones(n, 1, dtype=torch.float64)
@@ -985,7 +985,7 @@ class AsynchronousPeer(RunningPeer):
     # --- the end ---
 
     @staticmethod
-    def _further(final: int) -> int:
+    def _more_final_rounds(final: int) -> int:
         """See RunningPeer: as where some peers are gone, over the others alone the graph takes longer to agree."""
         return 2 * final + 8
 
@@ -1108,10 +1108,10 @@ class AsynchronousPeer(RunningPeer):
 
     def _relay_shares(self, round_index: int, saved: int) -> bool:
         """Add shares that came, give some to those that are behind or wait for weight, and report what is lacking."""
-        waiting, poor = self._waiting(), self._poor()
-        if waiting or poor or self.protocol.uncommitted():
+        waiting, lacking = self._addable_shares(), self._lacking_weight()
+        if waiting or lacking or self.protocol.uncommitted():
             self._absorb()
-            receivers = dict.fromkeys(poor, (1 - KEPT) / max(1, len(poor)))
+            receivers = dict.fromkeys(lacking, (1 - KEPT) / max(1, len(lacking)))
             if behind := self._behind(waiting, round_index):
                 (at,) = self.timetable.exchanges
                 column = self._turn(min(waiting[j] for j in behind), at).weights
@@ -1129,7 +1129,7 @@ class AsynchronousPeer(RunningPeer):
                 self.floor.sink()
                 self.session.report(Want.UNKNOWN, self.floor.level)
             self.connections.notify()
-        return bool(waiting or poor)
+        return bool(waiting or lacking)
 
     def _is_under_way(self) -> bool:
         """Return whether something is on its way to a neighbour that is up, or came and is not acknowledged."""
@@ -1147,7 +1147,7 @@ class AsynchronousPeer(RunningPeer):
             unmet = any(is_ready(j) and met.get(j, -1) < steps for j in receivers)
             return unmet and not self._is_under_way()
 
-    def _poor(self) -> list[int]:
+    def _lacking_weight(self) -> list[int]:
         """Return the neighbours that wait for weight and can be sent some, where this peer has some to spare."""
         waiting = [j for j, want in self.session.wants.items() if want == Want.WAITS and self.protocol.is_ready(j)]
         if not waiting or self.floor.want(self._weight(), under_way=False):

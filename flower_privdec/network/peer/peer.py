@@ -123,7 +123,7 @@ class RunningPeer(ABC):
         self.trainer, self.device, scenario = trainer, device, trainer.scenario
         self.rounds, self.network, self.mixing = scenario.rounds, scenario.network, trainer.mixing
         self.final, self._left = final_rounds(trainer.mixing, scenario.rounds, self.network.final_mixing)
-        further = self._further(self.final) if self.network.final_mixing == "auto" else 0
+        further = self._more_final_rounds(self.final) if self.network.final_mixing == "auto" else 0
         self.timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds, self.final + further)
         self.end, self.distances = self.timetable.end, dict[int, float]()
         self.arithmetic = TensorArithmetic(wire_codec(self.network.codec))
@@ -280,7 +280,7 @@ class RunningPeer(ABC):
         self.state.at, self.state.round_index = 0, self.state.round_index + 1
 
     @staticmethod
-    def _further(final: int) -> int:
+    def _more_final_rounds(final: int) -> int:
         """Return how many rounds of final mixing may follow where the models do not agree yet."""
         return 0
 

@@ -304,90 +304,14 @@ def build_protection(
     by_drawing = {drawing: build_mechanism(algorithm, drawing, schedule, noised) for drawing in dict.fromkeys(drawings)}
     mechanisms = [by_drawing[drawing] for drawing in drawings]
     share = float(participation.chances.mean())  # ι
-
-    def by_paper(drawing: Drawing, active: np.ndarray, budget: float, delta: float) -> tuple[float, Claim]:
-        """Return the scale by eq. 11 (PrivSGP-VR), 8, 9, or Prop. 4 (Dyn-D2P), eq. 27 (PDSL), or Th. 1 (DP-DDA)."""
-        formula, q, b = algorithm.paper_noise, drawing.size, drawing.batch
-        scheduled = not schedule.constant and formula == "moments"  # Dyn-D2P's Algorithm 2 on PrivSGP's steps
-        if formula is None or (formula in UNSCHEDULED and not schedule.constant):
-            changed = " with a schedule" if formula else ""
-            raise ScenarioError(
-                f"privacy.calibration='paper' has no formula for {algorithm.name}{changed}: no paper claims an ε "
-                "for it; use calibration rigorous",
-                code="privacy.no-formula",
-            )
-        if formula == "subsampling":
-            rounds, quarters = len(active), tuple(paper.epsilon_after(budget, t) for t in QUARTERS)
-            sigma = paper.subsampled_sigma(budget, delta, rounds=rounds, dataset_size=q, share=share)
-            breach = paper.subsampling_breach(budget, rounds=rounds, dataset_size=q, batch=b, share=share)
-            return sigma * b, Claim(budget, quarters=quarters, breach=breach)
-        if formula == "cross-gradients":
-            sigma = paper.cross_gradient_sigma(budget, delta, section.phi_min or 1.0, weight_factor)
-            return sigma * b, Claim(budget, each_round=True)
-        if formula != "gdp" and not scheduled:
-            sigma = paper.moments_sigma(budget, delta, int(active.sum()), q, section.c_2, factor=FACTORS[formula])
-            return sigma * b, Claim(budget)
-        total, shape = paper.gdp_mu(budget, delta), schedule.noise_shape[active]
-        if schedule.exponential is None:
-            return paper.proposition_4(total, drawing.rate, shape), Claim(budget, total)
-        mu_0 = paper.gdp_mu_0(total, drawing.rate, shape**-2.0)
-        return 1 / mu_0, Claim(budget, total, mu_0)
-
-    def solve(
-        mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float, paid: tuple[Spend, ...]
-    ) -> Solution:
-        """Return the scale of one peer's noise, the claim where a paper's formula gave it, and the peer's account.
-
-        Args:
-            paid: what it spent in the steps before the plan.
-        """
-        claim, past = None, [spend.release for spend in paid]
-        if past and budget is not None and (spent := epsilon(past, delta)) > MOST_SPENT * budget:
-            raise ScenarioError(
-                f"rounds={scenario.rounds}: the first {scenario.first_round} rounds have spent ε = {spent:.4g} of "
-                f"privacy.epsilon={budget:g}, which leaves nothing for others: raise it, as by --set "
-                f"privacy.epsilon={2 * budget:g}, or end here",
-                code="run.budget-spent",
-            )
-        if budget is not None and None in mechanism.kinds:
-            own = section.noise
-            under = f" under privacy.noise.module={own.module!r}" if isinstance(own, OwnSection) else ""
-            raise ScenarioError(
-                f"algorithm.name={algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
-                f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none",
-                code="privacy.undeclared",
-            )
-        if section.noise_multiplier is not None:
-            scale = section.noise_multiplier
-        elif budget is None or not mechanism.releases(active, 1.0):
-            scale = 1.0
-        elif section.calibration == "paper":
-            scale, claim = by_paper(mechanism.drawing, active, budget, delta)
-        else:
-            scale = scale_for_budget(lambda scale: [*past, *mechanism.releases(active, scale)], budget, delta)
-        budget = None if claim else budget
-        account = Account(0, paid + _cut(mechanism.spends(active, scale), first, len(active)), budget, delta)
-        if budget is not None and cost(account, len(active)) > budget:  # the noise was not solved for
-            last = last_that_fits(lambda stop: cost(account, stop) <= budget, first, len(active))
-            parts = (spend.between(0, last) for spend in account.spends)
-            present = tuple(part for part in parts if part is not None)
-            if present == paid:
-                next_step = account.spends[len(paid)].from_step
-                raise ScenarioError(
-                    f"privacy.epsilon={budget:g} is below what a peer's first step costs, "
-                    f"{cost(account, next_step + 1):.3g}; raise it or privacy.noise_multiplier",
-                    code="privacy.budget",
-                )
-            account = replace(account, spends=present)
-        return scale, claim, account
-
+    solver = _Solver(scenario, section, algorithm, schedule, first, share, weight_factor)
     solved: dict[tuple[Any, ...], Solution] = {}  # equal peers share one tuple of spends
     noise, scales, accounts, claims = np.empty(active.shape), np.empty(len(peers)), [], []
     for row, (mechanism, budget, delta) in enumerate(zip(mechanisms, budgets, deltas, strict=True)):
         paid = () if before is None else before.accounts[row].spends
         key = (mechanism.drawing, active[:, row].tobytes(), budget, delta, id(paid))
         if key not in solved:
-            solved[key] = solve(mechanism, active[:, row], budget, delta, _cut(paid, 0, first))
+            solved[key] = solver.solve(mechanism, active[:, row], budget, delta, _cut(paid, 0, first))
         scales[row], claim, account = solved[key]
         noise[:, row] = scales[row] * schedule.noise_shape
         accounts.append(replace(account, peer=int(peers[row])))
@@ -424,6 +348,101 @@ def build_protection(
         pairs=plan,
         own_alone=() if plan is None else _other_accounts(accounts, alone, active, scales),
     )
+
+
+@dataclass(frozen=True)
+class _Solver:
+    """Solves the noise of single peers.
+
+    Attributes:
+        first: the step with which the plan begins; those before it are paid.
+        share: of the peers that are active in a round, on average (ι).
+        weight_factor: see `build_protection`.
+    """
+
+    scenario: Scenario
+    section: PrivacySection
+    algorithm: Declares
+    schedule: Schedule
+    first: int
+    share: float
+    weight_factor: float
+
+    def solve(
+        self, mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float, paid: tuple[Spend, ...]
+    ) -> Solution:
+        """Return the scale of one peer's noise, the claim where a paper's formula gave it, and the peer's account.
+
+        Args:
+            paid: what it spent in the steps before the plan.
+        """
+        claim, past = None, [spend.release for spend in paid]
+        if past and budget is not None and (spent := epsilon(past, delta)) > MOST_SPENT * budget:
+            raise ScenarioError(
+                f"rounds={self.scenario.rounds}: the first {self.scenario.first_round} rounds have spent "
+                f"ε = {spent:.4g} of privacy.epsilon={budget:g}, which leaves nothing for others: raise it, as by "
+                f"--set privacy.epsilon={2 * budget:g}, or end here",
+                code="run.budget-spent",
+            )
+        if budget is not None and None in mechanism.kinds:
+            own = self.section.noise
+            under = f" under privacy.noise.module={own.module!r}" if isinstance(own, OwnSection) else ""
+            raise ScenarioError(
+                f"algorithm.name={self.algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
+                f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none",
+                code="privacy.undeclared",
+            )
+        if self.section.noise_multiplier is not None:
+            scale = self.section.noise_multiplier
+        elif budget is None or not mechanism.releases(active, 1.0):
+            scale = 1.0
+        elif self.section.calibration == "paper":
+            scale, claim = self._by_paper(mechanism.drawing, active, budget, delta)
+        else:
+            scale = scale_for_budget(lambda scale: [*past, *mechanism.releases(active, scale)], budget, delta)
+        budget = None if claim else budget
+        account = Account(0, paid + _cut(mechanism.spends(active, scale), self.first, len(active)), budget, delta)
+        if budget is not None and cost(account, len(active)) > budget:  # the noise was not solved for
+            last = last_that_fits(lambda stop: cost(account, stop) <= budget, self.first, len(active))
+            parts = (spend.between(0, last) for spend in account.spends)
+            present = tuple(part for part in parts if part is not None)
+            if present == paid:
+                next_step = account.spends[len(paid)].from_step
+                raise ScenarioError(
+                    f"privacy.epsilon={budget:g} is below what a peer's first step costs, "
+                    f"{cost(account, next_step + 1):.3g}; raise it or privacy.noise_multiplier",
+                    code="privacy.budget",
+                )
+            account = replace(account, spends=present)
+        return scale, claim, account
+
+    def _by_paper(self, drawing: Drawing, active: np.ndarray, budget: float, delta: float) -> tuple[float, Claim]:
+        """Return the scale by eq. 11 (PrivSGP-VR), 8, 9, or Prop. 4 (Dyn-D2P), eq. 27 (PDSL), or Th. 1 (DP-DDA)."""
+        formula, q, b = self.algorithm.paper_noise, drawing.size, drawing.batch
+        scheduled = not self.schedule.constant and formula == "moments"  # Dyn-D2P's Algorithm 2 on PrivSGP's steps
+        if formula is None or (formula in UNSCHEDULED and not self.schedule.constant):
+            changed = " with a schedule" if formula else ""
+            raise ScenarioError(
+                f"privacy.calibration='paper' has no formula for {self.algorithm.name}{changed}: no paper claims an ε "
+                "for it; use calibration rigorous",
+                code="privacy.no-formula",
+            )
+        if formula == "subsampling":
+            rounds, quarters = len(active), tuple(paper.epsilon_after(budget, t) for t in QUARTERS)
+            sigma = paper.subsampled_sigma(budget, delta, rounds=rounds, dataset_size=q, share=self.share)
+            breach = paper.subsampling_breach(budget, rounds=rounds, dataset_size=q, batch=b, share=self.share)
+            return sigma * b, Claim(budget, quarters=quarters, breach=breach)
+        if formula == "cross-gradients":
+            sigma = paper.cross_gradient_sigma(budget, delta, self.section.phi_min or 1.0, self.weight_factor)
+            return sigma * b, Claim(budget, each_round=True)
+        if formula != "gdp" and not scheduled:
+            sigma = paper.moments_sigma(budget, delta, int(active.sum()), q, self.section.c_2, factor=FACTORS[formula])
+            return sigma * b, Claim(budget)
+        total, shape = paper.gdp_mu(budget, delta), self.schedule.noise_shape[active]
+        if self.schedule.exponential is None:
+            return paper.proposition_4(total, drawing.rate, shape), Claim(budget, total)
+        mu_0 = paper.gdp_mu_0(total, drawing.rate, shape**-2.0)
+        return 1 / mu_0, Claim(budget, total, mu_0)
 
 
 def _check_more_rounds(section: PrivacySection) -> None:
