@@ -346,6 +346,7 @@ def audit(
         "--run-config": run_config,
         "--json": as_json,
     }
+    takes: tuple[str, ...]
     if is_app := (scenario / "pyproject.toml").is_file():
         what, takes = "a Flower app", ("--one-run" if one_run is not None else "--trials", *APP_OPTIONS)
     elif process is not None:
