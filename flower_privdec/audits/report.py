@@ -51,11 +51,9 @@ def print_audit(
         ScenarioError: the picture is of another kind, or cannot be written.
         RunError: the printed ε is refuted, or something is not as planned.
     """
-    if plot is not None and (one_run is not None or plot.suffix.lower() not in PICTURES):
-        rule = (
-            f"be {', '.join(PICTURES[:-1])} or {PICTURES[-1]}, and without --one-run, which has no thresholds to show"
-        )
-        raise ScenarioError(f"--plot {plot} must {rule}", code="audit.plot")
+    if plot is not None and plot.suffix.lower() not in PICTURES:
+        kinds = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
+        raise ScenarioError(f"--plot {plot} must be {kinds}", code="audit.plot")
     if one_run is not None:
         print_one_run(audit_in_one_run(experiment, canaries=one_run, seed=seed), as_json)
         return

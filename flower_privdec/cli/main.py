@@ -6,6 +6,7 @@ import atexit
 import errno
 import gc
 import io
+import math
 import os
 import sys
 from functools import partial
@@ -31,6 +32,8 @@ from flower_privdec.common.errors import PrivdecError, ScenarioError, StoppedErr
 from flower_privdec.common.files import disk_error
 from flower_privdec.common.formatting import printable
 from flower_privdec.common.user_code import require
+
+APP_OPTIONS = ("--supernodes", "--run-config", "--json")  # of an audit of a Flower app, beside those of its kind
 
 
 def flower_run(
@@ -290,7 +293,10 @@ def audit(
             show_default="2000, an app: 64",
         ),
     ] = None,
-    replica: Annotated[int, typer.Option(min=8, help="Trials of the declared releases without a model.")] = 100_000,
+    replica: Annotated[
+        int | None,
+        typer.Option(min=8, help="Trials of the declared releases without a model.", show_default="100,000"),
+    ] = None,
     one_run: Annotated[
         int | None,
         typer.Option("--one-run", metavar="N", help="Guess N examples of each peer in one run of real training."),
@@ -310,7 +316,9 @@ def audit(
     plot: Annotated[
         Path | None, typer.Option(help="A picture to write: .svg, which follows the reader's theme, .png or .pdf.")
     ] = None,
-    supernodes: Annotated[int, typer.Option(min=1, help="How many peers a run of an app has.")] = 8,
+    supernodes: Annotated[
+        int | None, typer.Option(min=1, help="How many peers a run of an app has.", show_default="8")
+    ] = None,
     run_config: Annotated[
         list[str] | None, typer.Option("--run-config", "-c", metavar="KEY=VALUE", help="Lay over an app's run-config.")
     ] = None,
@@ -326,34 +334,55 @@ def audit(
         from flower_privdec.experiment import Experiment
         from flower_privdec.scenario import load_scenario
 
-    if (scenario / "pyproject.toml").is_file():
-        if settings or process is not None or plot is not None:
-            raise ScenarioError(
-                f"{scenario} is a Flower app: leave out --set, --process and --plot, which are of scenarios; "
-                "--run-config lays over its run-config",
-                code="audit.app-option",
-            )
+    given = {
+        "--set": settings,
+        "--trials": trials,
+        "--replica": replica,
+        "--one-run": one_run,
+        "--process": process,
+        "--out": out,
+        "--plot": plot,
+        "--supernodes": supernodes,
+        "--run-config": run_config,
+        "--json": as_json,
+    }
+    takes: tuple[str, ...]
+    if is_app := (scenario / "pyproject.toml").is_file():
+        what, takes = "a Flower app", ("--one-run" if one_run is not None else "--trials", *APP_OPTIONS)
+    elif process is not None:
+        what, takes = "an audit of processes", ("--set", "--process", "--out")
+    elif one_run is not None:
+        what, takes = "an audit in one run", ("--set", "--one-run", "--json")
+    else:
+        what, takes = "an audit of a scenario", ("--set", "--trials", "--replica", "--plot", "--json")
+    if unused := [
+        option for option, value in given.items() if value is not None and value is not False and option not in takes
+    ]:
+        raise ScenarioError(
+            f"{scenario}: {', '.join(unused)} must be left out of {what}, which takes {', '.join((*takes, '--seed'))}",
+            code="audit.unused-option",
+        )
+    if is_app:
         install = "pip install flower-privdec"
         flower = require("flower_privdec.flower.launch.local_grid", "privdec audit APP", install)
         config = flower.read_config(scenario, run_config or ())
-        app = partial(flower.run_in_process, scenario.absolute(), supernodes, config=config)
+        n_nodes = supernodes or 8
+        app = partial(flower.run_in_process, scenario.absolute(), n_nodes, config=config)
         audits.print_app_audit(
-            scenario.absolute().name, app, supernodes, as_json, trials=trials or 64, one_run=one_run, seed=seed
+            scenario.absolute().name, app, n_nodes, as_json, trials=trials or 64, one_run=one_run, seed=seed
         )
         return
-    if run_config:
-        raise ScenarioError(
-            f"--run-config is of a Flower app, and {scenario} is none: use --set", code="audit.app-option"
-        )
     with starting():
         loaded = load_scenario(scenario, settings or ())
     if process is not None:
+        if not 0 < process < math.inf:
+            raise ScenarioError(f"--process {process:g} must be > 0 and finite minutes", code="audit.minutes")
         folder = out or Path("runs") / f"{loaded.name}-audit"
         run_soak("audit --process", loaded, folder, minutes=process, seed=seed, kinds=ON_PROCESSES)
         return
     experiment = Experiment.build(loaded)
     audits.print_audit(
-        experiment, as_json, trials=trials or 2000, replica=replica, seed=seed, one_run=one_run, plot=plot
+        experiment, as_json, trials=trials or 2000, replica=replica or 100_000, seed=seed, one_run=one_run, plot=plot
     )
 
 

@@ -240,10 +240,26 @@ def test_the_command_audits_an_app_and_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["far", "--set", "rounds=2"], "is a Flower app"),
-        (["far", "--plot", "a.svg"], "is a Flower app"),
+        (["far", "--set", "rounds=2"], "--set must be left out of a Flower app"),
+        (["far", "--plot", "a.svg"], "--plot must be left out of a Flower app"),
+        (["far", "--process", "1", "--replica", "8"], "--replica, --process must be left out of a Flower app"),
+        (["far", "--one-run", "4", "--trials", "8"], "--trials must be left out of a Flower app"),
+        (
+            ["digits", "--process", "1", "--plot", "a.svg", "--json"],
+            "--plot, --json must be left out of an audit of proc",
+        ),
+        (["digits", "--process", "1", "--one-run", "0"], "--one-run must be left out of an audit of processes"),
+        (["digits", "--one-run", "4", "--trials", "8"], "--trials must be left out of an audit in one run"),
+        (["digits", "--one-run", "4", "--plot", "a.svg"], "--plot must be left out of an audit in one run"),
+        (["digits", "--out", "a"], "--out must be left out of an audit of a scenario"),
+        (["digits", "--supernodes", "2"], "--supernodes must be left out of an audit of a scenario"),
+        (["digits", "--process", "0"], "--process 0 must be > 0"),
+        (["digits", "--process", "nan"], "--process nan must be > 0"),
         (["far", "--run-config", "noises=2"], "must be KEY=VALUE with a key of the app's: noise, rounds"),
-        (["digits", "--run-config", "noise=2"], "is none: use --set"),
+        (
+            ["digits", "--run-config", "noise=2"],
+            "--run-config must be left out of an audit of a scenario, which takes --set",
+        ),
     ],
 )
 def test_options_of_the_other_kind_are_refused(
