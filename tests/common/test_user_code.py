@@ -330,7 +330,7 @@ def test_the_code_of_an_own_part_is_part_of_the_run(
     place: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = {
-        "algorithm": "from user_parts import HeavyBall\nclass part(HeavyBall):\n    factor = 1\n",
+        "algorithm": "from user_parts import HeavyBall\nclass part(HeavyBall):\n    pass  # 1\n",
         "topology": "def part(n_peers):\n    return [[(peer + 1) % n_peers] for peer in range(n_peers)]  # 1\n",
         "data.dataset": "from user_parts import blobs\ndef part(half):\n    return blobs(half)  # 1\n",
     }[place]
