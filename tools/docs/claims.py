@@ -24,13 +24,14 @@ from flower_privdec.studies.spec import Check, Part, Slope, Speedup, Study, kind
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "claims.md"
-PUBLISHED = [  # study, size
+PUBLISHED = [  # study or its file, size
     ("feddeper", "laptop"),
     ("feddeper", "paper"),
     ("dyn-d2p", "laptop"),
     ("privsgp-vr", "laptop"),
     ("privsgp-vr", "paper"),
     ("dp-dda", "laptop"),
+    ("simulations/shapes/study.yaml", "laptop"),
     ("pdsl", "laptop"),
 ]
 MOST = 2  # cells of a check whose numbers stand on the page
@@ -129,8 +130,8 @@ def published(folders: Sequence[Path], part: Part, size: str, kinds: Mapping[str
 def results() -> Iterator[tuple[Study, str, Path, list[PartResult]]]:
     """Yield each published study with its size, its folder, and its parts that claim something."""
     for name, size in PUBLISHED:
-        study, base = load_study(name)
-        folder, kinds = ROOT / "results" / f"{name}-{size}", kinds_of([load_scenario(base)])
+        study, base = load_study(str(ROOT / name) if "/" in name else name)
+        folder, kinds = ROOT / "results" / f"{study.name}-{size}", kinds_of([load_scenario(base)])
         parts = [part for part in study.parts if (folder / f"table-{part.name}.csv").is_file()]
         yield study, size, folder, [published([folder], part, size, kinds) for part in parts]
 
@@ -140,6 +141,7 @@ PAPERS = {
     "dyn-d2p": "Dyn-D²P",
     "privsgp-vr": "PrivSGP-VR",
     "dp-dda": "DP-DDA",
+    "dp-dda-shapes": "DP-DDA on drawn data",
     "pdsl": "PDSL",
 }
 HEAD = """# Claimed and measured
