@@ -61,9 +61,7 @@ def line_for_server(error: BaseException, context: Context) -> str:
     own = [Path(value).expanduser() for value in map(str, context.node_config.values()) if "/" in value]
     paths = [Path.cwd(), Path.home(), *own]
     folders = {str(folder) for path in paths for folder in (path, path.absolute(), *path.absolute().parents)}
-    for folder in sorted(
-        folders - {"/", "."}, key=len, reverse=True
-    ):  # which may hold blanks, unlike those that FOLDERS matches
+    for folder in sorted(folders - {"/", "."}, key=len, reverse=True):  # may hold blanks, unlike what FOLDERS matches
         line = line.replace(f"{folder}/", "").replace(folder, Path(folder).name)
     return FOLDERS.sub("", line)
 

@@ -592,7 +592,7 @@ ALWAYS = {
     },
 }
 _BY_EXTRA_LABELS = re.compile(r"personalized\.generalization\.(global_model|personal_models)\.(\d+)")
-_MODELS = {"global_model": "mean model", "personal_models": "personalized models"}
+_WHOSE = {"global_model": "the mean model's", "personal_models": "personalized models'"}
 
 
 def kinds_of(scenarios: Iterable[Scenario]) -> dict[str, MetricKind]:
@@ -610,7 +610,7 @@ def metric(name: str, kinds: Mapping[str, MetricKind]) -> Reading:
         key: reading for kind_name, kind in kinds.items() for key, reading in readings_of(kind_name, kind).items()
     }
     if match := _BY_EXTRA_LABELS.fullmatch(name):
-        title = f"{_MODELS[match[1]]}' accuracy with {match[2]} other labels"
+        title = f"{_WHOSE[match[1]]} accuracy on own labels and {match[2]} more"
         return replace(_key(name, share=True), title=title)
     if name not in readings:
         first = next(iter(kinds), "accuracy")
