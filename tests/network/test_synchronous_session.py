@@ -34,16 +34,20 @@ class OneExchange:
 
 
 class TwoSessions:
-    """Two peers that send to each other at every place, and the calls between them, carried by hand."""
+    """Two peers that send to each other at every place but a silent one; their calls are carried by hand."""
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, silent_place: int = -1) -> None:
         """Begin with both at the first place."""
-        self.places, self.carried = places, 0
+        self.places, self.silent_place, self.carried = places, silent_place, 0
         self.sessions = []
         mixing = Mixing(build_topology("complete", 2), "column-stochastic")
         timetable = Timetable(OneExchange(), mixing, places)  # type: ignore[arg-type]  # the machine has its own graph
         for peer in (0, 1):
-            machine = Machine(peer, lambda place, other=1 - peer: {other}, places)  # type: ignore[misc]
+            machine = Machine(
+                peer,
+                lambda place, other=1 - peer: set() if place == silent_place else {other},
+                places,  # type: ignore[misc]
+            )
             frames = FrameCodec(b"run", exchanges={0: formats_of(ROWS)})
             self.sessions.append(
                 SynchronousSession(machine, witness_of(peer, [1 - peer]), frames, timetable, retry=1e6)
@@ -52,14 +56,14 @@ class TwoSessions:
 
     def arrive(self, peer: int, place: int) -> None:
         outgoing, awaited = ({1 - peer: RowMessage(peer, 1 - peer, place, 0, ROWS)}, {1 - peer})
-        if place == self.places:
+        if place in (self.places, self.silent_place):
             outgoing, awaited = {}, set()
         self.sessions[peer].machine.arrive(place, outgoing, awaited)
 
-    def say(self, peer: int, lose_answer: bool = False) -> bool:
-        """Let one make its calls; return whether there was one."""
+    def say(self, peer: int, lose_answer: bool = False, seconds: float = 0.0) -> bool:
+        """Let one make its calls of some seconds later; return whether there was one."""
         mine, other = self.sessions[peer], self.sessions[1 - peer]
-        if not mine.has_news(1 - peer, time.monotonic()):
+        if not mine.has_news(1 - peer, time.monotonic() + seconds):
             return False
         for messages in mine.calls(1 - peer, time.monotonic()):
             self.carried += len(messages) - 1
@@ -106,6 +110,27 @@ def test_who_did_not_hear_an_answer_at_the_end_is_waited_for() -> None:
     assert not first.is_over() or first._informed[1] == 2
     assert both.say(0)
     assert first.is_over()
+
+
+def test_who_informed_a_neighbour_asks_it_again_until_it_is_at_the_end_too() -> None:
+    """The neighbour's own calls could all be lost: it would leave, and this one would wait for a whole deadline."""
+    both = TwoSessions(places=2, silent_place=1)
+    first = both.sessions[0]
+    while any([both.say(0), both.say(1)]):
+        pass
+    both.arrive(0, 1)
+    both.arrive(1, 1)
+    while any([both.say(0), both.say(1)]):
+        pass
+    both.arrive(0, 2)
+    assert both.say(0)
+    assert first._informed[1] == 2
+    both.arrive(1, 2)
+    assert not first.is_over()
+    assert not both.say(0), "it asked a moment ago"
+    assert both.say(0, seconds=2e6), "more than the seconds until a retry later"
+    assert first.is_over()
+    assert not both.say(0, seconds=4e6), "both are at the end, and it knows that"
 
 
 def test_who_is_at_the_end_and_has_left_is_not_waited_for() -> None:

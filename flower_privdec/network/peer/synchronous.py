@@ -21,7 +21,7 @@ from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep, Timetable
 from flower_privdec.pushsum.witness import LedgerWitness
 
 Machine = Lockstep[RowMessage, Mapping[str, Tensor]]
-GONE = 3  # calls in a row that failed, after which a neighbour that is at the end has left
+GONE = 6  # calls in a row that failed, after which a neighbour that is at the end has left
 
 
 class SynchronousSession(Session):
@@ -43,6 +43,7 @@ class SynchronousSession(Session):
         self.machine, self._timetable, self._neighbors, self._retry = machine, timetable, witness.neighbors, retry
         self._informed: dict[int, int] = {}  # the place at which each neighbour knows this peer to be
         self._again: dict[tuple[int, int], float] = {}  # when to send what a neighbour has not used again, by place
+        self._ask_again: dict[int, float] = {}  # when to ask each neighbour again whether it is at the end
         self._failures: Counter[int] = Counter()  # since the last call that was answered
         self._answering: Counter[int] = Counter()  # calls of each neighbour whose answers are held back
 
@@ -93,12 +94,16 @@ class SynchronousSession(Session):
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Session: rows not sent or not used for a while, progress that the neighbour waits for, the first call.
 
-        Progress waits where an answer to the neighbour, which carries it, is about to leave.
+        Progress waits where an answer to the neighbour, which carries it, is about to leave. At the end a peer asks
+        its neighbours where they are until all are there: a neighbour whose last calls were lost may have left.
         """
         machine, informed = self.machine, self._informed.get(neighbor)
         awaits = machine.place >= 0 if informed is None else informed < machine.wanted(neighbor)
         if not self.witness.has_heard(neighbor):
             return True
+        if machine.is_at_end:
+            is_behind = bool(machine.before(machine.place, [neighbor]))
+            awaits = awaits or (is_behind and now >= self._ask_again.get(neighbor, 0.0))
         return (awaits and (machine.is_at_end or not self._answering[neighbor])) or bool(self._due(neighbor, now))
 
     def _due(self, neighbor: int, now: float) -> list[RowMessage]:
@@ -111,6 +116,7 @@ class SynchronousSession(Session):
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
         self._failures[neighbor] = 0
+        self._ask_again[neighbor] = time.monotonic() + self._retry
         for message in sent:
             if isinstance(message, Progress):
                 place = message.exchanges - 1
