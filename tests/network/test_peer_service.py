@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,6 +94,30 @@ def test_it_says_from_the_first_second_what_it_waits_for_and_why(
     assert lines[0].startswith("peer 0 waits for its neighbours")
     assert "peer-1.tiny at 127.0.0.1:" in lines[-1]
     assert len(lines) <= 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_start_of_a_finished_peer_says_for_whom_it_stays_and_leaves_its_summary(
+    mode: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreground, "LINE_SECONDS", 0.02)
+    monkeypatch.setattr(foreground, "WAITING_SECONDS", 0.1)
+    monkeypatch.setattr(foreground.signal, "signal", lambda *_: None)
+    scenario = tiny("n_peers=2", f"network={{mode: {mode}, retry: 0.1}}", "rounds=2")
+    theirs = devices(scenario, tmp_path)
+    with running([running_peer(scenario, theirs[1])]) as (other,):
+        run_in_foreground(running_peer(scenario, theirs[0]), 1, with_parent=False)
+        other.result(LONG)
+    summary = theirs[0].folder / "summary.json"
+    before = summary.read_bytes()
+    assert json.loads(before)["bytes_sent"] > 0
+    assert json.loads(before)["waits_for"] == ""
+    again = running_peer(scenario, theirs[0])
+    again.network = again.network.model_copy(update={"deadline": 1.0})
+    capsys.readouterr()
+    run_in_foreground(again, 1, with_parent=False)
+    assert "waits for its neighbours to end (peer-1.tiny at 127.0.0.1:" in capsys.readouterr().err
+    assert summary.read_bytes() == before
 
 
 # --- its own data

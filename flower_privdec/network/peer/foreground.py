@@ -101,11 +101,14 @@ def device_of(
 def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charge_witnessed: bool = False) -> None:
     """Run a peer until its rounds are done, SIGTERM or Ctrl-C, and write its last status to summary.json.
 
+    One that was done before serves its neighbours alone, and leaves the summary of its run as it is.
+
     Args:
         every: how many rounds lie between two status lines where there is no terminal.
         with_parent, charge_witnessed: see `run_peer`.
     """
-    folder = running.device.folder
+    folder, was_done = running.device.folder, running.state.round_index >= running.end
+    summary = folder / "summary.json"
     signal.signal(signal.SIGTERM, lambda *_: running.stop())
     if with_parent:
         if sys.platform == "linux":  # else a peer that is paused would not see it
@@ -120,7 +123,8 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
             print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again")
             return
         running.run(line)
-        write_atomically(folder / "summary.json", (json.dumps(running.status(), indent=2) + "\n").encode())
+        if not (was_done and summary.exists()):
+            write_atomically(summary, (json.dumps(running.status(), indent=2) + "\n").encode())
         if (why := running.shortcoming()) is not None:
             raise NotAgreedError(f"peer {running.device.peer}: {why}", code="network.not-agreed")
         line.show(f"{status_line(running.status())}  model {folder / MODEL}")

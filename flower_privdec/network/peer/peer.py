@@ -261,7 +261,9 @@ class RunningPeer(ABC):
         while self.state.round_index < self.end:
             self._mix_finally()
         self.trainer.finish(self._trained)
+        self.waits_for = "its neighbours to end"
         self._leave()
+        self.waits_for = ""
 
     def _has_steps(self) -> bool:
         """Return whether steps are left to take."""
