@@ -103,7 +103,7 @@ def test_a_second_start_of_a_finished_peer_says_for_whom_it_stays_and_leaves_its
     monkeypatch.setattr(foreground, "LINE_SECONDS", 0.02)
     monkeypatch.setattr(foreground, "WAITING_SECONDS", 0.1)
     monkeypatch.setattr(foreground.signal, "signal", lambda *_: None)
-    scenario = tiny("n_peers=2", f"network={{mode: {mode}, retry: 0.1}}", "rounds=2")
+    scenario = tiny("n_peers=2", f"network={{mode: {mode}, retry: 0.1, deadline: {LONG}}}", "rounds=2")
     theirs = devices(scenario, tmp_path)
     with running([running_peer(scenario, theirs[1])]) as (other,):
         run_in_foreground(running_peer(scenario, theirs[0]), 1, with_parent=False)
@@ -112,11 +112,21 @@ def test_a_second_start_of_a_finished_peer_says_for_whom_it_stays_and_leaves_its
     before = summary.read_bytes()
     assert json.loads(before)["bytes_sent"] > 0
     assert json.loads(before)["waits_for"] == ""
-    again = running_peer(scenario, theirs[0])
-    again.network = again.network.model_copy(update={"deadline": 1.0})
     capsys.readouterr()
-    run_in_foreground(again, 1, with_parent=False)
-    assert "waits for its neighbours to end (peer-1.tiny at 127.0.0.1:" in capsys.readouterr().err
+    again, shown = running_peer(scenario, theirs[0]), list[str]()
+
+    def stop() -> None:
+        since = time.monotonic()
+        while "waits for its neighbours to end (peer-1.tiny at 127.0.0.1:" not in "".join(shown):
+            assert time.monotonic() - since < LONG
+            shown.append(capsys.readouterr().err)
+            time.sleep(0.05)
+        again.stop()
+
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop)
+        run_in_foreground(again, 1, with_parent=False)
+        stopping.result(LONG)
     assert summary.read_bytes() == before
 
 
