@@ -97,7 +97,7 @@ def test_it_says_from_the_first_second_what_it_waits_for_and_why(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_second_start_of_a_finished_peer_says_for_whom_it_stays_and_leaves_its_summary(
+def test_a_peer_that_is_done_and_started_again_shows_its_wait_and_keeps_its_summary(
     mode: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(foreground, "LINE_SECONDS", 0.02)

@@ -101,7 +101,7 @@ def device_of(
 def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charge_witnessed: bool = False) -> None:
     """Run a peer until its rounds are done, SIGTERM or Ctrl-C, and write its last status to summary.json.
 
-    One that was done before serves its neighbours alone, and leaves the summary of its run as it is.
+    A peer that was done before takes no round; it waits for its neighbours to end, and keeps the summary of its run.
 
     Args:
         every: how many rounds lie between two status lines where there is no terminal.

@@ -107,7 +107,7 @@ class RunningPeer(ABC):
         final: rounds of final mixing, if they suffice.
         end: the round after the last that final mixing can take; a peer that is there is done.
         distances: in final mixing, from each neighbour's model to this peer's when it last came, over the larger norm.
-        waits_for: what a peer waits for before its next step; empty where it waits for nothing.
+        waits_for: what a peer waits for before its next step, or its end; empty where it waits for nothing.
 
     Raises:
         ScenarioError: the folder holds another run, or the network cannot carry the algorithm.
