@@ -28,7 +28,7 @@ from flower_privdec.graph.mixing import Mixing, rounds_to_agree
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.network.peer import asynchronous
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
-from flower_privdec.network.peer.pace import LEAST
+from flower_privdec.network.peer.pace import LEAST, WeightFloor
 from flower_privdec.network.peer.peer import APART, PeerDevice, RunningPeer, rows_path
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.transport import MemoryNetwork
@@ -275,11 +275,11 @@ class NobodyOnTime(asynchronous.StragglerPolicy):
 def test_a_peer_is_so_many_rounds_ahead_of_its_slowest_neighbour_at_most(
     name: str, lead: int, tiny: Tiny, tmp_path: Path
 ) -> None:
-    network = f"network={{retry: 0.05, start: {LONG}, deadline: {LONG}, lead: {lead}}}"
+    network = f"network={{retry: 0.05, start: {LONG}, deadline: {LONG}, lead: {lead}, alone: go-on}}"
     scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", *ENDLESS, network)
-    peers = in_memory(scenario, tmp_path)
-    for peer in peers:
-        peer.policy = NobodyOnTime(LONG)  # type: ignore[attr-defined]
+    peers: list[Any] = list(in_memory(scenario, tmp_path))
+    for peer in peers:  # which wait for the pace alone: the slowest holds weight that the others would wait for
+        peer.policy, peer.floor = NobodyOnTime(LONG), WeightFloor(0.0, LONG, 0.0)
     advance, go = peers[0].trainer.advance, Event()
 
     def slow(state: Any) -> Any:
@@ -287,7 +287,7 @@ def test_a_peer_is_so_many_rounds_ahead_of_its_slowest_neighbour_at_most(
             go.wait(LONG)
         return advance(state)
 
-    peers[0].trainer.advance = slow  # type: ignore[method-assign]
+    peers[0].trainer.advance = slow
     with running(peers) as futures:
         wait_until(lambda: all(p.state.round_index >= 1 + lead and p.waits_for.startswith("peer 0") for p in peers[1:]))
         assert max(peer.state.round_index for peer in peers) <= 2 + lead
