@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "si
 VAGUE_NAMES = {"found", "said", "kept", "each", "told", "asked", "somebody", "nobody", "whoever", "whom"}
 # One thing has one name, the one that the field uses.
 PRIVATE_WORDS = re.compile(
-    r"\b(anew|whoever|whomever|whom|somebody|nobody|purse|courier|mailroom|census|crew|parcels?|crossings?|mishaps?"
+    r"\b(anew|whoever|whomever|whom|somebody|nobody|purse|courier|mailroom|census|crew|dealt|dealing|parcels?|crossings?|mishaps?"
     r"|punctuality|headroom|reckon(?:s|ed)?|lone peers?|own part|mail|mailbox|stranded|spoiled"
     r"|begin anew|begins anew|began anew|lets? go of|letting go of)\b",
     re.IGNORECASE,

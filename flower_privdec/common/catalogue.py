@@ -176,7 +176,7 @@ PARTITIONS = Choice(
     {
         "iid": "equal random shares; sizes differ by one example at most",
         "dirichlet": "every class is divided by a Dirichlet draw: alpha (small is skewed)",
-        "shards": "sorted by label and cut into shards, dealt out at random: shards_per_peer",
+        "shards": "sorted by label and cut into shards, assigned at random: shards_per_peer",
         "pathological": "each peer holds exactly so many classes: classes_per_peer",
         "sizes": "random shares of given sizes: sizes (one count or one share of the whole for each peer)",
     }
@@ -348,6 +348,6 @@ FLOWER_MODES = Choice(
     {
         "cohort": "one SuperNode hosts all peers",
         "sharded": "each SuperNode hosts a share of the peers, and they send each other rows directly",
-        "relay": "peers are dealt out to SuperNodes, one each or several, and the ServerApp routes what they send",
+        "relay": "peers are assigned to SuperNodes, one each or several, and the ServerApp routes what they send",
     }
 )

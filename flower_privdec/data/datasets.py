@@ -57,7 +57,7 @@ def partition(labels: np.ndarray, n_peers: int, section: PartitionSection, seed:
     labels, kind = np.asarray(labels), section.kind
     if kind not in ("iid", "sizes") and (labels.ndim != 1 or labels.dtype.kind not in "ui"):
         raise ScenarioError(
-            f"data.partition.kind={kind} deals out classes, and the task's targets are none: use iid or sizes",
+            f"data.partition.kind={kind} partitions classes, and the task's targets are none: use iid or sizes",
             code="data.no-classes",
         )
     _check_most("n_peers", n_peers, len(labels), "the number of training examples: lower it")
@@ -370,7 +370,7 @@ def read_examples(
 def sizes_of_parts(
     section: DataSection, seed: int, n_peers: int, root: str | None = None, targets: Targets = "classes"
 ) -> np.ndarray:
-    """Return how many examples of one dataset each peer is dealt, int64 [n_peers]; see `read_examples`.
+    """Return how many examples of one dataset each peer gets, int64 [n_peers]; see `read_examples`.
 
     Of the training examples it reads the labels alone.
     """
@@ -380,7 +380,7 @@ def sizes_of_parts(
 def _dealt(
     section: DataSection, seed: int, n_peers: int, root: str | None, targets: Targets
 ) -> tuple[Split, Rows, list[np.ndarray]]:
-    """Return the training examples of one dataset, their rows that are dealt out, and each peer's part of these."""
+    """Return the training examples of one dataset, their rows that are partitioned, and each peer's part of these."""
     split = open_dataset(section, section.root if root is None else root, targets).train()
     chosen = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
     return split, chosen, partition(split.labels[chosen], n_peers, section.partition, seed)

@@ -267,7 +267,7 @@ def sampler_of_all(agreement: Agreement, root: str | None, whole: bool) -> Sampl
     if least is None and (scenario.data.each_its_own or whole):
         raise ScenarioError(
             f"{where} needs the number of every peer's examples, which is private where each has data of its own: give "
-            "data.at_least, a number that each of them has, or deal out one dataset (data.partition)",
+            "data.at_least, a number that each of them has, or partition one dataset (data.partition)",
             code="noise.cancelling-sizes",
         )
     everyone = np.arange(scenario.n_peers)

@@ -26,7 +26,7 @@ from flower_privdec.scenario import Scenario, parse_scenario
 from flower_privdec.scenario.sections import PEER, CancellingSection, TopologySection
 
 if TYPE_CHECKING:  # over torch, which a node that is one peer of an app does not need
-    from flower_privdec.engine.shards.rendezvous import MeetingPlace
+    from flower_privdec.engine.shards.rendezvous import Rendezvous
     from flower_privdec.experiment import Agreement, Experiment, OwnParts
     from flower_privdec.flower.apps.records import WorkRequest
 
@@ -205,7 +205,7 @@ class HostSettings:
     delta: float | None = None
     partition: int | None = None
     partitions: int | None = None
-    place: MeetingPlace | None = None
+    place: Rendezvous | None = None
     modules: frozenset[str] = frozenset()
     known_peers: Path | None = None
     colluding: int | None = None
@@ -220,7 +220,7 @@ class HostSettings:
         Raises:
             RunError: when a deployed node's configuration lacks a key.
         """
-        from flower_privdec.engine.shards.rendezvous import MeetingPlace
+        from flower_privdec.engine.shards.rendezvous import Rendezvous
 
         config = context.node_config
         if in_simulation(config):
@@ -237,28 +237,28 @@ class HostSettings:
         partitions = _whole(config, "num-partitions", GIVE) if "num-partitions" in config else None
         modules = frozenset(str(config.get("modules", "")).replace(",", " ").split())
         place = None
-        if "shard-address" in config or "shard-meeting" in config:
-            place = MeetingPlace.given(str(config.get("shard-address", "")), str(config.get("shard-meeting", "")))
+        if "shard-address" in config or "shard-rendezvous" in config:
+            place = Rendezvous.given(str(config.get("shard-address", "")), str(config.get("shard-rendezvous", "")))
         identities = Path(str(config["known-peers"])).expanduser() if "known-peers" in config else None
         colluding = _whole(config, "colluding", PAIRED) if "colluding" in config else None
         return cls(
             False, folder, root, test, epsilon, delta, partition, partitions, place, modules, identities, colluding
         )
 
-    def rendezvous(self, request: WorkRequest) -> MeetingPlace:
+    def rendezvous(self, request: WorkRequest) -> Rendezvous:
         """Return the rendezvous of a request's shards: the node-config's, or in a simulation a file.
 
         Raises:
             RunError: a deployed node's configuration has none.
         """
         from flower_privdec.engine.shards.rendezvous import GIVE as SHARD
-        from flower_privdec.engine.shards.rendezvous import MeetingPlace
+        from flower_privdec.engine.shards.rendezvous import Rendezvous
 
         if self.simulated:
-            return MeetingPlace(path=self.folder / f"rendezvous-{request.token}")
+            return Rendezvous(path=self.folder / f"rendezvous-{request.token}")
         if self.place is None:
             raise RunError(
-                "this SuperNode's node-config lacks shard-address and shard-meeting: shards send rows to each other "
+                "this SuperNode's node-config lacks shard-address and shard-rendezvous: shards send rows to each other "
                 f"without encryption, on a private network of machines that trust each other; start it with {SHARD}",
                 code="node.missing",
             )
@@ -285,7 +285,7 @@ class HostSettings:
         if request.shards:
             from flower_privdec.engine.shards.communication_plan import Shards
 
-            shards, shard = Shards.deal(scenario.n_peers, self.partitions or 1), self.partition or 0
+            shards, shard = Shards.split(scenario.n_peers, self.partitions or 1), self.partition or 0
             own_peers, role = [], f"shard {self.partition} of {self.partitions}"
             if len(shards) == request.shards and 0 <= shard < len(shards):
                 own_peers = shards.peers(shard).tolist()

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.common.formatting import duration, epsilon_text, number, peer_ranges, setting
 from flower_privdec.data import partition
-from flower_privdec.engine.workers import deal, start_engine
+from flower_privdec.engine.workers import partition_cohort, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.spent import budget_note, json_number, shortfall
@@ -615,8 +615,8 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
             processes here); infinite ε is the string "inf".
     """
     scenario = experiment.scenario
-    dealing, missing = deal(experiment), shortage(experiment)
-    section, need = scenario.algorithm, memory_need(experiment, dealing.workers)
+    partitioning, missing = partition_cohort(experiment), shortage(experiment)
+    section, need = scenario.algorithm, memory_need(experiment, partitioning.workers)
     seconds, evaluation_share = (None, 0.0) if missing else estimate_seconds(experiment)
     topology = None if experiment.mixing is None else connectivity(experiment.mixing)
     if topology is not None:
@@ -636,7 +636,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "memory": asdict(need),
         "tables": table_bytes(experiment) if table else None,
         "table": table,
-        "workers": dealing.workers,
+        "workers": partitioning.workers,
         "seconds": seconds,
         "topology": topology,
         "warnings": [

@@ -159,7 +159,7 @@ PEER = "{peer}"  # in data.root, for a peer's number
 
 
 class PartitionSection(Section):
-    """How the training examples are dealt out to the peers.
+    """How the training examples are partitioned among the peers.
 
     Attributes:
         kind: how:
@@ -294,7 +294,7 @@ class TableSection(Section):
 
 
 class DataSection(Section):
-    """Which data, how much of it, and how it is dealt and drawn.
+    """Which data, how much of it, and how it is partitioned and sampled.
 
     Attributes:
         dataset: `digits` and `breast-cancer` are embedded; `npz` is a file of your own with the arrays x_train,
@@ -303,7 +303,7 @@ class DataSection(Section):
         root: the folder in which the data lie, or the .npz file; nothing is downloaded. A relative path begins in the
             scenario's folder, as those of test, `model.from`, `privacy.ledger` and a graph's `file` do; on the command
             line and in Python, where the command runs. A function gets `{peer}` alone as the peer's number.
-            With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out; so
+            With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is partitioned; so
             has a device that names its own by `privdec peer --data`.
         test: where the public test set lies, in place of root; needed where root has `{peer}`, and for svmlight.
         source: of data that are given in Python, the name under which a ledger counts them.
@@ -322,7 +322,7 @@ class DataSection(Section):
         validation: how many more of the public test set to keep out of every test figure, for an algorithm that weighs
             what it hears by them, as pdsl does and must; with others they are only kept out, so that all are tried on
             the same examples. Left out, none.
-        partition: how the training examples are dealt out.
+        partition: how the training examples are partitioned.
         batch: how a peer draws its examples.
     """
 
@@ -344,7 +344,7 @@ class DataSection(Section):
 
     @property
     def each_its_own(self) -> bool:
-        """Whether each peer has a file of its own, so that nothing is dealt out."""
+        """Whether each peer has a file of its own, so that nothing is partitioned."""
         return self.root is not None and PEER in self.root
 
     def _check(self) -> None:
@@ -386,7 +386,7 @@ class DataSection(Section):
         for key in ("samples", "partition"):
             if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
                 raise ArgumentError(
-                    f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them",
+                    f"{key} is for one dataset that is partitioned, and root has {PEER}: remove one of them",
                     code="data.own-files",
                 )
 
@@ -1561,7 +1561,7 @@ class SeedsSection(Section):
     """A seed for each kind of draws; one that is left out is the scenario's `seed`.
 
     Attributes:
-        data: which examples are taken and how they are dealt out to the peers.
+        data: which examples are taken and how they are partitioned among the peers.
         model: the initial parameters.
         run: all that happens then: graphs that are drawn, who is active, batches and noise. With privacy, batches and
             noise follow from everything that decides the run's numbers, the other two seeds too.
@@ -1618,7 +1618,7 @@ class Scenario(LocatedFile):
         seeds: one for each kind of draws, so that one of them can vary and the others stay.
         n_peers: how many peers train; 1 only for local and dp-sgd.
         rounds: K.
-        data: which data, and how they are dealt out and drawn.
+        data: which data, and how they are partitioned and sampled.
         features: a fixed feature extractor in front of the model; left out, there is none.
         task: what is learned: the loss, and the metrics; left out, classes by cross-entropy.
         model: what every peer trains.

@@ -173,7 +173,7 @@ def test_pathological_leaves_out_a_class_that_nobody_drew() -> None:
 def test_with_a_least_size_nobody_holds_less_and_as_few_as_can_be_are_moved(
     least: int, seed: int, alpha: float
 ) -> None:
-    """Nobody who drew enough gains, nobody gives away what takes it below another, and everything is dealt out."""
+    """Nobody who drew enough gains, nobody gives away what takes it below another, and everything is assigned."""
     parts = divide(LABELS, 30, "dirichlet", seed, alpha=alpha, min_size=least)
     check_lawful(parts, 30, len(LABELS))
     assert sum(map(len, parts)) == len(LABELS)

@@ -29,7 +29,7 @@ from flower_privdec.core import Edges, Exchange, Gather, State
 from flower_privdec.engine.shards import process_group as wires_module
 from flower_privdec.engine.shards.communication_plan import Shards, Traffic, mix_plan
 from flower_privdec.engine.shards.process_group import LostShardError, ProcessGroup
-from flower_privdec.engine.shards.rendezvous import THIS_MACHINE, MeetingPlace
+from flower_privdec.engine.shards.rendezvous import THIS_MACHINE, Rendezvous
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.experiment import Experiment
 from flower_privdec.graph.mixing import Mixing
@@ -55,15 +55,15 @@ GRAPHS = [
 
 def run_in_shards(scenario: Scenario, folder: Path, count: int) -> tuple[list[State], dict[str, Tensor]]:
     """Return the last state of each shard, and what the first one collects in the end."""
-    shards = Shards.deal(scenario.n_peers, count)
+    shards = Shards.split(scenario.n_peers, count)
     make = engines_of(scenario, shards)
 
-    def work(wires: ProcessGroup) -> tuple[State, dict[str, Tensor] | None]:
-        engine = make(wires)
+    def work(process_group: ProcessGroup) -> tuple[State, dict[str, Tensor] | None]:
+        engine = make(process_group)
         for _ in range(scenario.rounds):
             engine.round()
         collected = engine.collect()
-        wires.part()
+        process_group.part()
         return engine.state, collected
 
     found = in_shards(folder, shards, work)
@@ -133,7 +133,7 @@ def test_one_shard_is_the_engine_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None
 def test_mixing_has_the_bits_of_the_whole_matrix(graph: str, dtype: torch.dtype) -> None:
     options = {"probability": 0.5} if graph == "erdos-renyi" else {}
     mixing = Mixing(build_topology(graph, 9, seed=1, **options), "column-stochastic")
-    x, shards = torch.randn(9, 300, dtype=dtype, generator=torch.Generator().manual_seed(1)), Shards.deal(9, 4)
+    x, shards = torch.randn(9, 300, dtype=dtype, generator=torch.Generator().manual_seed(1)), Shards.split(9, 4)
     for k in range(4):
         matrix, found = mixing.matrix(k), torch.full_like(x, torch.nan)
         for shard in range(4):
@@ -151,7 +151,7 @@ def test_mixing_has_the_bits_of_the_whole_matrix(graph: str, dtype: torch.dtype)
 
 @given(n_peers=st.integers(1, 200), count=st.integers(1, 70))
 def test_peers_are_dealt_out_evenly(n_peers: int, count: int) -> None:
-    shards = Shards.deal(n_peers, count)
+    shards = Shards.split(n_peers, count)
     expected = np.array_split(np.arange(n_peers), min(count, n_peers))
     assert len(shards) == len(expected)
     for shard, peers in enumerate(expected):
@@ -165,20 +165,20 @@ def test_a_row_crosses_once_and_nothing_else_does(tiny: Tiny, tmp_path: Path, mo
     engines: dict[int, ShardEngine] = {}
     begin = ProcessGroup.begin
 
-    def watched(wires: ProcessGroup, rows: list[Tensor], traffic: Traffic, *rest: object) -> object:
-        state = engines[wires.shard].state
+    def watched(process_group: ProcessGroup, rows: list[Tensor], traffic: Traffic, *rest: object) -> object:
+        state = engines[process_group.shard].state
         assert all(torch.equal(each, state.rows[name]) for each, name in zip(rows, ("x", "w"), strict=True))
-        sent[wires.shard] += [(shard, which.tolist()) for shard, which in traffic.sends.items()]
-        return begin(wires, rows, traffic, *rest)  # type: ignore[arg-type]
+        sent[process_group.shard] += [(shard, which.tolist()) for shard, which in traffic.sends.items()]
+        return begin(process_group, rows, traffic, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ProcessGroup, "begin", watched)
-    shards = Shards.deal(8, 2)
+    shards = Shards.split(8, 2)
     make = engines_of(scenario, shards)
 
-    def work(wires: ProcessGroup) -> None:
-        engines[wires.shard] = make(wires)
-        engines[wires.shard].round()
-        wires.part()
+    def work(process_group: ProcessGroup) -> None:
+        engines[process_group.shard] = make(process_group)
+        engines[process_group.shard].round()
+        process_group.part()
 
     in_shards(tmp_path, shards, work)
     assert sent == {0: [(1, [0, 1, 2, 3])], 1: [(0, [0, 1, 2, 3])]}  # though each hears from 1, 2 and 4 before it
@@ -187,20 +187,20 @@ def test_a_row_crosses_once_and_nothing_else_does(tiny: Tiny, tmp_path: Path, mo
 def test_a_mean_sends_sums_and_no_row(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = tiny("n_peers=8", "topology.name=server", "rounds=1", "algorithm.name=fedavg")
     monkeypatch.setattr(ProcessGroup, "begin", None)
-    shards = Shards.deal(8, 2)
+    shards = Shards.split(8, 2)
     make = engines_of(scenario, shards)
-    in_shards(tmp_path, shards, lambda wires: make(wires).round())
+    in_shards(tmp_path, shards, lambda process_group: make(process_group).round())
 
 
 @pytest.mark.parametrize("topology", ["directed-exponential", "server"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_rows_that_are_not_finite_are_refused(tiny: Tiny, tmp_path: Path, bad: float, topology: str) -> None:
-    shards = Shards.deal(4, 2)
+    shards = Shards.split(4, 2)
     make = engines_of(tiny(f"topology.name={topology}"), shards)
 
-    def work(wires: ProcessGroup) -> None:
-        engine = make(wires)
-        if wires.shard == 1:
+    def work(process_group: ProcessGroup) -> None:
+        engine = make(process_group)
+        if process_group.shard == 1:
             engine.state.rows["x"][-1, 7] = bad
         engine.round()
         engine.round()
@@ -214,11 +214,11 @@ def test_rows_that_are_not_finite_are_refused(tiny: Tiny, tmp_path: Path, bad: f
 
 def test_rows_as_large_as_they_can_be_pass(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("rounds=1", "privacy=none", "compute.dtype=float32", "algorithm.learning_rate=1e-30")
-    shards = Shards.deal(4, 2)
+    shards = Shards.split(4, 2)
     make = engines_of(scenario, shards)
 
-    def work(wires: ProcessGroup) -> Tensor:
-        engine = make(wires)
+    def work(process_group: ProcessGroup) -> Tensor:
+        engine = make(process_group)
         engine.state.rows["x"].fill_(3e38)
         engine.perform(engine.algorithm.program[1])  # type: ignore[arg-type]
         return engine.state.rows["x"]
@@ -228,19 +228,19 @@ def test_rows_as_large_as_they_can_be_pass(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_message_of_another_place_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    shards = Shards.deal(4, 2)
+    shards = Shards.split(4, 2)
     make = engines_of(tiny(), shards)
 
-    def work(wires: ProcessGroup) -> None:
-        engine = make(wires)
-        if wires.shard == 1:
-            send = wires.group.send
+    def work(process_group: ProcessGroup) -> None:
+        engine = make(process_group)
+        if process_group.shard == 1:
+            send = process_group.group.send
 
             def stale(tensors: list[Tensor], shard: int, tag: int) -> object:
                 tensors[0][-8:] = 77
                 return send(tensors, shard, tag)
 
-            wires._group = type("Stale", (), {"send": staticmethod(stale), "recv": wires.group.recv})()
+            process_group._group = type("Stale", (), {"send": staticmethod(stale), "recv": process_group.group.recv})()
         engine.round()
 
     ends = [future.exception() for future in in_futures(tmp_path, shards, work)]
@@ -248,12 +248,12 @@ def test_a_message_of_another_place_is_refused(tiny: Tiny, tmp_path: Path) -> No
 
 
 def test_a_shard_that_leaves_is_named_by_all_that_wait_for_it(tiny: Tiny, tmp_path: Path) -> None:
-    shards = Shards.deal(6, 3)
+    shards = Shards.split(6, 3)
     make = engines_of(tiny("n_peers=6", "topology.name=directed-exponential-full", "rounds=50"), shards)
 
-    def work(wires: ProcessGroup) -> None:
-        engine = make(wires)
-        for _ in range(3 if wires.shard == 2 else 50):
+    def work(process_group: ProcessGroup) -> None:
+        engine = make(process_group)
+        for _ in range(3 if process_group.shard == 2 else 50):
             engine.round()
 
     ends = [future.exception() for future in in_futures(tmp_path, shards, work)]
@@ -268,17 +268,17 @@ def test_a_shard_that_leaves_is_named_by_all_that_wait_for_it(tiny: Tiny, tmp_pa
 @pytest.mark.slow
 def test_a_shard_that_is_killed_ends_the_others_at_once(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("rounds=50")
-    meeting, shards = tmp_path / "meeting", Shards.deal(4, 2)
+    path, shards = tmp_path / "rendezvous", Shards.split(4, 2)
     make = engines_of(scenario, shards)
 
     def dying() -> None:
-        make(ProcessGroup.meet(FileStore(str(meeting), 2), 1, shards, THIS_MACHINE)).round()
+        make(ProcessGroup.join(FileStore(str(path), 2), 1, shards, THIS_MACHINE)).round()
         os.kill(os.getpid(), signal.SIGKILL)
 
     child = forked(dying)
     try:
-        wires = ProcessGroup.meet(FileStore(str(meeting), 2), 0, shards, THIS_MACHINE, 300)
-        engine = make(wires)
+        process_group = ProcessGroup.join(FileStore(str(path), 2), 0, shards, THIS_MACHINE, 300)
+        engine = make(process_group)
         with raises(LostShardError, "shards.lost", "peers 2-3 in round [12]"):
             [engine.round() for _ in range(50)]
     finally:
@@ -287,16 +287,16 @@ def test_a_shard_that_is_killed_ends_the_others_at_once(tiny: Tiny, tmp_path: Pa
 
 
 def test_a_silent_shard_is_waited_for_only_so_long(tiny: Tiny, tmp_path: Path) -> None:
-    shards = Shards.deal(4, 2)
+    shards = Shards.split(4, 2)
     make = engines_of(tiny(), shards)
     silent: list[ProcessGroup] = []
 
-    def work(wires: ProcessGroup) -> None:
-        if wires.shard == 1:
-            silent.append(wires)
-            wires.close = lambda: None  # type: ignore[method-assign]
+    def work(process_group: ProcessGroup) -> None:
+        if process_group.shard == 1:
+            silent.append(process_group)
+            process_group.close = lambda: None  # type: ignore[method-assign]
             return
-        make(wires).round()
+        make(process_group).round()
 
     end = in_futures(tmp_path, shards, work, patience=0.5)[0].exception()
     assert isinstance(end, LostShardError)
@@ -304,8 +304,8 @@ def test_a_silent_shard_is_waited_for_only_so_long(tiny: Tiny, tmp_path: Path) -
 
 
 def test_shards_that_would_run_something_else_refuse(tmp_path: Path) -> None:
-    shards = Shards.deal(4, 2)
-    work = lambda wires: wires.agree(bytes([wires.shard] * 32))  # noqa: E731
+    shards = Shards.split(4, 2)
+    work = lambda process_group: process_group.agree(bytes([process_group.shard] * 32))  # noqa: E731
     for end in in_futures(tmp_path, shards, work):
         assert "is about to run something else" in str(end.exception())
 
@@ -313,14 +313,14 @@ def test_shards_that_would_run_something_else_refuse(tmp_path: Path) -> None:
 def test_an_exchange_of_another_kind_passes_its_messages(tiny: Tiny, tmp_path: Path) -> None:
     methods = {name: getattr(Gather, name) for name in ("outgoing", "incoming", "together")}
     exchange = type("Own", (Exchange,), methods)(("x",))
-    shards = Shards.deal(4, 2)
+    shards = Shards.split(4, 2)
     make = engines_of(tiny("topology.name=complete"), shards)
 
-    def work(wires: ProcessGroup) -> Edges:
-        engine = make(wires)
+    def work(process_group: ProcessGroup) -> Edges:
+        engine = make(process_group)
         engine.state.rows["x"].add_(torch.from_numpy(engine.state.peers)[:, None])
         engine.perform(exchange)
-        wires.part()
+        process_group.part()
         return engine.state.edges["x"]
 
     for edges in in_shards(tmp_path, shards, work):
@@ -329,11 +329,11 @@ def test_an_exchange_of_another_kind_passes_its_messages(tiny: Tiny, tmp_path: P
         assert len(edges.own) == 6
 
 
-# --- the meeting ---
+# --- the endpoint ---
 
 
 def test_shards_that_do_not_come_are_named(tmp_path: Path) -> None:
-    place, shards = MeetingPlace(path=tmp_path / "meeting"), Shards.deal(6, 3)
+    place, shards = Rendezvous(path=tmp_path / "rendezvous"), Shards.split(6, 3)
     with (
         raises(LostShardError, "shards.missing", "peers 2-3, the shard of peers 4-5"),
         place.store(0, shards, "token", patience=0.1),
@@ -342,20 +342,20 @@ def test_shards_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 
 def test_shards_meet_at_the_address_that_is_named_and_at_no_other(tmp_path: Path) -> None:
-    (address,), shards = own_addresses(1), Shards.deal(2, 2)
-    place, port, seen = MeetingPlace.given(THIS_MACHINE, address), int(address.partition(":")[2]), []
+    (address,), shards = own_addresses(1), Shards.split(2, 2)
+    place, port, seen = Rendezvous.given(THIS_MACHINE, address), int(address.partition(":")[2]), []
 
     def meet(shard: int) -> None:
         with place.store(shard, shards, "token") as store:
-            wires = ProcessGroup.meet(store, shard, shards, place.address, 60)
-            wires.agree(b"a" * 32)
+            process_group = ProcessGroup.join(store, shard, shards, place.address, 60)
+            process_group.agree(b"a" * 32)
             if shard == 0:
                 with socket.create_connection((THIS_MACHINE, port), timeout=60):
                     seen.append("here")
                 with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port), timeout=60):
                     pass
-            wires.part()
-            wires.close()
+            process_group.part()
+            process_group.close()
 
     threads = [Thread(target=meet, args=(shard,)) for shard in (0, 1)]
     for thread in threads:
@@ -366,13 +366,13 @@ def test_shards_meet_at_the_address_that_is_named_and_at_no_other(tmp_path: Path
 
 
 def test_the_first_shard_listens_where_it_is_and_nowhere_else() -> None:
-    place = MeetingPlace.given("127.0.0.2", own_addresses(1)[0])
-    with raises(RunError, "shards.elsewhere", r"127\.0\.0\.2"), place.store(0, Shards.deal(2, 2), "token"):
+    place = Rendezvous.given("127.0.0.2", own_addresses(1)[0])
+    with raises(RunError, "shards.elsewhere", r"127\.0\.0\.2"), place.store(0, Shards.split(2, 2), "token"):
         pass
 
 
 @pytest.mark.parametrize(
-    ("address", "meeting"),
+    ("address", "endpoint"),
     [
         ("0.0.0.0", "10.0.0.1:29500"),
         ("::", "10.0.0.1:29500"),
@@ -386,12 +386,12 @@ def test_the_first_shard_listens_where_it_is_and_nowhere_else() -> None:
         ("example.org", "10.0.0.1:29500"),
     ],
 )
-def test_a_place_that_is_no_machines_address_is_refused(address: str, meeting: str) -> None:
+def test_a_place_that_is_no_machines_address_is_refused(address: str, endpoint: str) -> None:
     with raises(RunError, "shards.address"):
-        MeetingPlace.given(address, meeting)
+        Rendezvous.given(address, endpoint)
 
 
 def test_a_place_says_whether_others_reach_it() -> None:
-    assert not MeetingPlace.given("127.0.0.1", "127.0.0.1:29500").is_open
-    assert MeetingPlace.given("10.0.0.2", "10.0.0.1:29500").is_open
-    assert MeetingPlace.given("fd00::2", "[fd00::1]:29500").meeting == ("fd00::1", 29500)
+    assert not Rendezvous.given("127.0.0.1", "127.0.0.1:29500").is_open
+    assert Rendezvous.given("10.0.0.2", "10.0.0.1:29500").is_open
+    assert Rendezvous.given("fd00::2", "[fd00::1]:29500").endpoint == ("fd00::1", 29500)

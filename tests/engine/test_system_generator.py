@@ -116,14 +116,14 @@ def test_blocks_and_workers_draw_noise_of_their_own(tiny: Tiny, tmp_path: Path, 
 
 
 def test_shards_draw_noise_of_their_own(tiny: Tiny, tmp_path: Path) -> None:
-    scenario, shards = tiny(*system("algorithm.name=privsgp")), Shards.deal(4, 2)
+    scenario, shards = tiny(*system("algorithm.name=privsgp")), Shards.split(4, 2)
     make = engines_of(scenario, shards)
 
-    def work(wires: ProcessGroup) -> torch.Tensor:
-        engine = make(wires)
+    def work(process_group: ProcessGroup) -> torch.Tensor:
+        engine = make(process_group)
         assert type(engine.cohort.noise) is SystemNoise
         engine.round()
-        wires.part()
+        process_group.part()
         return engine.state.rows["x"]
 
     one, other = (torch.cat(in_shards(tmp_path, shards, work)) for _ in range(2))

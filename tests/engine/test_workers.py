@@ -247,7 +247,7 @@ def test_nothing_lingers_when_the_run_is_ended(tmp_path, how):
 
 def test_a_small_model_stays_in_one_process(build, tmp_path):
     experiment = build()
-    assert partitioning.deal(experiment) == partitioning.Partitioning((0, 4), 1)
+    assert partitioning.partition_cohort(experiment) == partitioning.Partitioning((0, 4), 1)
     under_way = Run(experiment, tmp_path / "run")
     assert isinstance(under_way.engine, Engine)
     under_way.close()
@@ -258,7 +258,7 @@ def test_auto_takes_the_cores_that_there_are_and_no_more_than_pay(build, monkeyp
     with smallest_blocks():
         for cores, workers in ((1, 1), (2, 2), (3, 3), (64, 4)):
             monkeypatch.setattr(partitioning, "available_cores", lambda cores=cores: cores)
-            assert partitioning.deal(experiment) == partitioning.Partitioning((0, 1, 2, 3, 4), workers)
+            assert partitioning.partition_cohort(experiment) == partitioning.Partitioning((0, 1, 2, 3, 4), workers)
 
 
 def test_the_blocks_depend_on_the_scenario_alone(build, monkeypatch):
@@ -266,7 +266,7 @@ def test_the_blocks_depend_on_the_scenario_alone(build, monkeypatch):
     cuts = set()
     for cores in (1, 5):
         monkeypatch.setattr(partitioning, "available_cores", lambda cores=cores: cores)
-        cuts |= {partitioning.deal(experiment, workers).cuts for workers in (None, 1, 2)}
+        cuts |= {partitioning.partition_cohort(experiment, workers).cuts for workers in (None, 1, 2)}
     assert len(cuts) == 1
     assert len(cuts.pop()) > 2
 
@@ -274,8 +274,8 @@ def test_the_blocks_depend_on_the_scenario_alone(build, monkeypatch):
 def test_every_block_has_one_worker():
     for blocks in range(1, 17):
         for workers in range(1, blocks + 1):
-            dealt = partitioning.Partitioning(tuple(range(blocks + 1)), workers)
-            hosted = [dealt.of(worker) for worker in range(workers)]
+            partitioned = partitioning.Partitioning(tuple(range(blocks + 1)), workers)
+            hosted = [partitioned.of(worker) for worker in range(workers)]
             assert [block for blocks_of_one in hosted for block in blocks_of_one] == list(range(blocks))
             assert max(map(len, hosted)) - min(map(len, hosted)) <= 1
             assert all(hosted)
@@ -296,11 +296,11 @@ def test_what_cannot_be_is_refused(tiny, setting, refusal):
 
 def test_more_workers_than_pay_or_than_cores_are_said(build, caplog, monkeypatch):
     experiment = build("compute.workers=3")
-    assert partitioning.deal(experiment).workers == 1
+    assert partitioning.partition_cohort(experiment).workers == 1
     assert "a round of this run is worth 1" in caplog.text
     monkeypatch.setattr(partitioning, "available_cores", lambda: 2)
     with smallest_blocks():
-        assert partitioning.deal(experiment).workers == 3
+        assert partitioning.partition_cohort(experiment).workers == 3
     assert "compute.workers=3 take turns on 2 cores" in caplog.text
 
 
@@ -309,20 +309,20 @@ def test_where_nothing_can_be_forked_one_process_takes_all_blocks(build, monkeyp
     monkeypatch.setattr(partitioning, "available_cores", lambda: 8)
     experiment = build()
     with smallest_blocks():
-        assert partitioning.deal(experiment) == partitioning.Partitioning((0, 1, 2, 3, 4), 1)
+        assert partitioning.partition_cohort(experiment) == partitioning.Partitioning((0, 1, 2, 3, 4), 1)
         with raises(ScenarioError, "workers.no-fork", r"compute.workers=2"):
-            partitioning.deal(experiment, 2)
+            partitioning.partition_cohort(experiment, 2)
 
 
 def test_auto_is_one_beside_other_processes_of_ours_and_with_threads(build, monkeypatch):
     monkeypatch.setattr(partitioning, "available_cores", lambda: 8)
     with smallest_blocks():
         threaded = build("compute.threads=2")
-        assert partitioning.deal(threaded).workers == 1
+        assert partitioning.partition_cohort(threaded).workers == 1
         experiment = build()
-        assert partitioning.deal(experiment).workers == 4
+        assert partitioning.partition_cohort(experiment).workers == 4
         monkeypatch.setattr(partitioning.multiprocessing, "parent_process", lambda: object())
-        assert partitioning.deal(experiment).workers == 1
+        assert partitioning.partition_cohort(experiment).workers == 1
 
 
 def test_the_number_of_workers_decides_no_number(tiny):

@@ -28,7 +28,7 @@ SMALL = ["data.samples=120", "data.batch.size=4"]
 
 @pytest.fixture
 def files(tiny: Tiny, tmp_path: Path) -> Path:
-    """A folder with peer-I.npz of every peer, as the tiny scenario deals digits out, and test.npz."""
+    """A folder with peer-I.npz of every peer, as the tiny scenario partitions digits, and test.npz."""
     return write_files(Experiment.build(tiny(*SMALL, SHARES)), tmp_path / "data")
 
 
@@ -80,10 +80,10 @@ def test_files_of_their_own_that_are_what_would_be_dealt_out_give_the_same_run_b
     folder = write_files(digits, tmp_path / "data")
     x, y = digits.own.examples.x.numpy(), digits.own.examples.y.numpy()
     np.savez(folder / "whole.npz", x_train=x, y_train=y)
-    dealt = tiny(*NPZ, f"data.root={folder}/whole.npz", f"data.test={folder}/test.npz")
-    for out, scenario in (("dealt", dealt), ("own", own_files(tiny, folder))):
+    partitioned = tiny(*NPZ, f"data.root={folder}/whole.npz", f"data.test={folder}/test.npz")
+    for out, scenario in (("partitioned", partitioned), ("own", own_files(tiny, folder))):
         run(Experiment.build(scenario), tmp_path / out)
-    ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("own", "dealt"))
+    ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("own", "partitioned"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -125,8 +125,8 @@ def test_a_deployed_node_that_does_not_say_where_its_own_file_is_is_told(
     ("setting", "said"),
     [
         ("data.test=null", "data: test is missing: where root has {peer}, name the test set that all peers share"),
-        ("data.samples=40", "data: samples is for one dataset that is dealt out, and root has {peer}"),
-        ("data.partition={kind: dirichlet, alpha: 1.0}", "data: partition is for one dataset that is dealt out"),
+        ("data.samples=40", "data: samples is for one dataset that is partitioned, and root has {peer}"),
+        ("data.partition={kind: dirichlet, alpha: 1.0}", "data: partition is for one dataset that is partitioned"),
     ],
 )
 def test_what_only_one_shared_dataset_can_have_is_refused(tiny: Tiny, files: Path, setting: str, said: str) -> None:

@@ -87,13 +87,13 @@ class Relaying:
 
     def __init__(self, scenario: Scenario, host: str, folder: Path, **config: Any) -> None:
         self.strategy, self.shards = HOSTS[host]
-        places, meeting = range(len(self.shards)), own_addresses(1)[0] if host == "sharded" else None
+        places, rendezvous = range(len(self.shards)), own_addresses(1)[0] if host == "sharded" else None
         identities = [public_key(folder / f"node-{place}") for place in places]
         keys_by_peer = {str(peer): identities[place] for place in places for peer in self.shards[place]}
         (folder / "known.json").write_text(json.dumps(keys_by_peer))
         more: dict[str, Any] = {"known-peers": str(folder / "known.json"), "colluding": 1} | config
-        if meeting is not None:
-            more |= {"shard-address": "127.0.0.1", "shard-meeting": meeting}
+        if rendezvous is not None:
+            more |= {"shard-address": "127.0.0.1", "shard-rendezvous": rendezvous}
         configs = {
             place: {"ledger": str(folder / f"node-{place}"), "epsilon": 3.0, "delta": 1e-3, **more} for place in places
         }

@@ -147,11 +147,11 @@ def test_the_shard_that_knows_why_is_blamed(
 
 def deployed(tmp_path: Path, n_nodes: int = 2, **more: object) -> TogetherGrid:
     """Return nodes that are no simulation's, each with a folder, a budget and an address of its own."""
-    meeting = own_addresses(1)[0]
+    rendezvous = own_addresses(1)[0]
     configs = {
         place: {
             **{"ledger": str(tmp_path / f"node-{place}"), "epsilon": 3.0, "delta": 1e-3},
-            **{"shard-address": "127.0.0.1", "shard-meeting": meeting},
+            **{"shard-address": "127.0.0.1", "shard-rendezvous": rendezvous},
             **more,
         }
         for place in range(n_nodes)
@@ -185,9 +185,9 @@ def order(scenario: Scenario, **fields: object) -> Message:
 @pytest.mark.parametrize(
     ("config", "fields", "settings", "rule"),
     [
-        ({"shard-address": None, "shard-meeting": None}, {}, [], "lacks shard-address and shard-meeting"),
-        ({"shard-meeting": None}, {}, [], "shard-meeting='' must be an IP address"),
-        ({"shard-address": "0.0.0.0"}, {}, [], "shard-address='0.0.0.0' and shard-meeting"),
+        ({"shard-address": None, "shard-rendezvous": None}, {}, [], "lacks shard-address and shard-rendezvous"),
+        ({"shard-rendezvous": None}, {}, [], "shard-rendezvous='' must be an IP address"),
+        ({"shard-address": "0.0.0.0"}, {}, [], "shard-address='0.0.0.0' and shard-rendezvous"),
         (
             {},
             {"peers": [2, 3]},
@@ -227,7 +227,7 @@ def test_a_deployed_node_goes_on_from_no_round_but_one_it_has(tiny: Tiny, tmp_pa
 def test_an_address_that_others_reach_is_said(
     tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flower_privdec.engine.shards.rendezvous.MeetingPlace.is_open", True)
+    monkeypatch.setattr("flower_privdec.engine.shards.rendezvous.Rendezvous.is_open", True)
     Sharded(tiny("rounds=1"), tmp_path / "run").start(deployed(tmp_path))
     assert "Rows pass 127.0.0.1 unencrypted: keep its ports to machines that you trust" in caplog.text
 

@@ -1,4 +1,4 @@
-"""Laws and refusals of mixing: stochasticity, conservation, and equal bits however rows are dealt out."""
+"""Laws and refusals of mixing: stochasticity, conservation, and equal bits however rows are partitioned."""
 
 import gc
 import weakref

@@ -43,7 +43,7 @@ def spent_in(folder: Path, source: str = "digits") -> float:
 OTHER_CUTS = {
     "fewer examples": ["data.samples=200"],
     "all examples": ["data.samples=null"],
-    "another deal": ["seed=9"],
+    "another partition": ["seed=9"],
     "fewer peers": ["n_peers=2"],
     "unequal peers": ["data.partition={kind: sizes, sizes: [100, 60, 50, 30]}"],
     "another algorithm": ["algorithm.name=dp2-sgd", "topology.name=ring"],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import ProcessGroup
-from flower_privdec.engine.shards.rendezvous import MeetingPlace
+from flower_privdec.engine.shards.rendezvous import Rendezvous
 
 MINUTE = 60.0
 
@@ -139,7 +139,7 @@ def in_turn() -> Iterator[Turns]:
         close(wires)
 
     with (
-        patch.object(MeetingPlace, "store", nowhere),
+        patch.object(Rendezvous, "store", nowhere),
         patch.object(ProcessGroup, "meet", meet),
         patch.object(ProcessGroup, "close", leave),
     ):

@@ -33,15 +33,15 @@ def in_futures(
     """Do the same, and return each shard's end, whatever it is."""
 
     def one(shard: int) -> Found:
-        wires = ProcessGroup.meet(
-            FileStore(str(folder / "meeting"), len(shards)), shard, shards, THIS_MACHINE, patience
+        wires = ProcessGroup.join(
+            FileStore(str(folder / "rendezvous"), len(shards)), shard, shards, THIS_MACHINE, patience
         )
         try:
             return work(wires)
         finally:
             wires.close()
 
-    (folder / "meeting").unlink(missing_ok=True)
+    (folder / "rendezvous").unlink(missing_ok=True)
     with ThreadPoolExecutor(len(shards)) as threads:
         return [threads.submit(one, shard) for shard in range(len(shards))]
 

@@ -25,7 +25,7 @@ PEER = 3  # whose process has something happen to it
 
 @contextmanager
 def smallest_blocks() -> Iterator[None]:
-    """Deal out runs inside however small they are."""
+    """Divide runs inside among workers however small they are."""
     with patch.multiple(partitioning, HALVES=0.0, LEAST=1e-12):
         yield
 

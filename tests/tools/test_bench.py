@@ -83,7 +83,7 @@ def test_shards_are_timed_beside_one_process_and_beside_gloo():
 
 
 def test_the_forecast_counts_the_rows_that_cross():
-    graph, shards = build_topology("directed-exponential", 40), Shards.deal(40, 4)
+    graph, shards = build_topology("directed-exponential", 40), Shards.split(40, 4)
     crossing = []
     for phase in range(graph.period):
         senders, receivers = graph.edges(phase).T

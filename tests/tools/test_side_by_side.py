@@ -224,9 +224,9 @@ def test_images_are_read_and_dealt_out(tmp_path: Path) -> None:
     assert x.shape == (3, 784)
     assert y.tolist() == [7, 0, 9]
     assert x[0, 255].item() == pytest.approx((1 - shared.MEAN) / shared.STD, rel=1e-6)
-    dealt = shared.shares(100, 16)
-    assert sorted(np.concatenate(dealt)) == list(range(100))
-    assert {len(part) for part in dealt} == {6, 7}
+    partitioned = shared.shares(100, 16)
+    assert sorted(np.concatenate(partitioned)) == list(range(100))
+    assert {len(part) for part in partitioned} == {6, 7}
 
 
 def test_all_begin_with_one_model_and_hand_back_alike(tmp_path: Path) -> None:

@@ -117,8 +117,8 @@ def join(folder: Path, rank: int, peers: int) -> None:
     """Become one of some processes that meet in a folder; the process ends itself when its time is up."""
     signal.alarm(TIMEOUT)
     torch.set_num_threads(1)
-    timeout, meeting = timedelta(seconds=TIMEOUT), (folder / "meeting").as_uri()
-    distributed.init_process_group("gloo", init_method=meeting, timeout=timeout, rank=rank, world_size=peers)
+    timeout, rendezvous = timedelta(seconds=TIMEOUT), (folder / "rendezvous").as_uri()
+    distributed.init_process_group("gloo", init_method=rendezvous, timeout=timeout, rank=rank, world_size=peers)
 
 
 def _one_process(folder: Path, rounds: int, workloads: list[str], rank: int) -> None:

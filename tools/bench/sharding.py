@@ -192,42 +192,42 @@ def run_shard(folder: str, shard: int, request: Mapping[str, Any]) -> dict[str, 
             row, and `many`, peers by workload, of the first shard alone.
     """
     torch.set_num_threads(1)
-    store = FileStore(str(Path(folder) / "meeting"), SHARDS)
-    wires = ProcessGroup.meet(store, shard, Shards.deal(SHARDS, SHARDS), THIS_MACHINE)
+    store = FileStore(str(Path(folder) / "rendezvous"), SHARDS)
+    process_group = ProcessGroup.join(store, shard, Shards.split(SHARDS, SHARDS), THIS_MACHINE)
     repeats, times = request["repeats"], dict[str, Any]()
     for name, rounds in request["rounds"].items():
-        times[name] = _time_rounds(_again(wires, WORKLOADS[name].n_peers), WORKLOADS[name], rounds, repeats)
+        times[name] = _time_rounds(_again(process_group, WORKLOADS[name].n_peers), WORKLOADS[name], rounds, repeats)
     for d, (peers, periods) in request["exchanges"].items():
-        times[f"exchange-{d}"] = _time_exchanges(_again(wires, peers), d, periods, repeats)
+        times[f"exchange-{d}"] = _time_exchanges(_again(process_group, peers), d, periods, repeats)
     for name, peers in request["many"].items():
         times[f"many-{name}"] = _alone(replace(WORKLOADS[name], examples=FEW).resized(peers))
-    wires.part()
-    wires.close()
+    process_group.part()
+    process_group.close()
     return times
 
 
-def _again(wires: ProcessGroup, n_peers: int) -> ProcessGroup:
+def _again(process_group: ProcessGroup, n_peers: int) -> ProcessGroup:
     """Return the same connections for other peers."""
-    return ProcessGroup(wires.group, wires.shard, Shards.deal(n_peers, SHARDS))
+    return ProcessGroup(process_group.group, process_group.shard, Shards.split(n_peers, SHARDS))
 
 
-def _time_rounds(wires: ProcessGroup, workload: Workload, rounds: int, repeats: int) -> Times:
+def _time_rounds(process_group: ProcessGroup, workload: Workload, rounds: int, repeats: int) -> Times:
     """Time a round of one process, while the other waits, and of both."""
-    setup, shard = Setup.build(workload), wires.shard
+    setup, shard = Setup.build(workload), process_group.shard
     whole = setup.engine()
-    part = ShardEngine(*some_rows(setup, wires.shards.peers(shard)), wires)
+    part = ShardEngine(*some_rows(setup, process_group.shards.peers(shard)), process_group)
     works: dict[str, Work] = {"one": _nothing if shard else whole.round, "two": part.round}
-    return _side_by_side(wires, works, rounds, repeats)
+    return _side_by_side(process_group, works, rounds, repeats)
 
 
-def _time_exchanges(wires: ProcessGroup, d: int, periods: int, repeats: int) -> Times:
+def _time_exchanges(process_group: ProcessGroup, d: int, periods: int, repeats: int) -> Times:
     """Time an exchange of rows, and what it is made of: as many bytes over gloo alone, and mixing as many in memory."""
-    n_peers, peers = int(wires.shards.ends[-1]), wires.shards.peers(wires.shard)
+    n_peers, peers = int(process_group.shards.ends[-1]), process_group.shards.peers(process_group.shard)
     mixing = Mixing(build_topology("directed-exponential", n_peers), "column-stochastic")
     phases = mixing.topology.period or 1
     rows = {"x": torch.randn(len(peers), d), "w": torch.ones(len(peers))}
     cohort = cast(Any, SimpleNamespace(mixing=mixing))
-    engine = ShardEngine(cast(Any, None), cohort, State(peers, rows=rows), wires)
+    engine = ShardEngine(cast(Any, None), cohort, State(peers, rows=rows), process_group)
     own, other, out = (torch.randn(len(peers), d) for _ in range(3))
 
     def exchange() -> None:
@@ -238,14 +238,21 @@ def _time_exchanges(wires: ProcessGroup, d: int, periods: int, repeats: int) -> 
         torch.lerp(own, other, 0.5, out=out)
 
     exchanged = [min(2**phase, len(peers)) for phase in range(phases)]
-    works = {"shards": _times(exchange, phases), "gloo": _bare(wires, d, exchanged), "mixing": _times(mix, phases)}
-    return {name: [ms / phases for ms in took] for name, took in _side_by_side(wires, works, periods, repeats).items()}
+    works = {
+        "shards": _times(exchange, phases),
+        "gloo": _bare(process_group, d, exchanged),
+        "mixing": _times(mix, phases),
+    }
+    return {
+        name: [ms / phases for ms in took]
+        for name, took in _side_by_side(process_group, works, periods, repeats).items()
+    }
 
 
-def _bare(wires: ProcessGroup, d: int, rows: list[int]) -> Work:
+def _bare(process_group: ProcessGroup, d: int, rows: list[int]) -> Work:
     """Return what sends and receives so many rows one after the other, from and to the same memory."""
     ours, theirs = torch.randn(max(rows), d), torch.empty(max(rows), d)
-    other, group = 1 - wires.shard, wires.group
+    other, group = 1 - process_group.shard, process_group.group
 
     def swap() -> None:
         for count in rows:
@@ -257,16 +264,16 @@ def _bare(wires: ProcessGroup, d: int, rows: list[int]) -> Work:
     return swap
 
 
-def _side_by_side(wires: ProcessGroup, works: Mapping[str, Work], rounds: int, repeats: int) -> Times:
+def _side_by_side(process_group: ProcessGroup, works: Mapping[str, Work], rounds: int, repeats: int) -> Times:
     """Return milliseconds of each work, and of CPU, in turns; no shard begins before the other has come to the end."""
     times: Times = {f"{name}{kind}": [] for name in works for kind in ("", CPU)}
     for repeat in range(repeats + 1):
         for name, work in list(works.items())[:: 1 if repeat % 2 else -1]:
-            wires.part()
+            process_group.part()
             began, busy = time.perf_counter(), time.process_time()
             for _ in range(rounds):
                 work()
-            wires.part()
+            process_group.part()
             busy, took = time.process_time() - busy, time.perf_counter() - began
             if repeat:
                 times[name].append(took / rounds * 1e3)

@@ -50,30 +50,30 @@ def compare_workers(workload: Workload, rounds: int) -> dict[str, Any]:
     if blocks == 1:
         return {"blocks": 1}
     cuts = tuple(number * workload.n_peers // blocks for number in range(blocks + 1))
-    crews = [_crew(setup, Partitioning(cuts, workers)) for workers in (1, WORKERS)]
+    pools = [_pool(setup, Partitioning(cuts, workers)) for workers in (1, WORKERS)]
     try:
         with _one_thread():
-            result = {"blocks": blocks, "alone": _turns(crews, rounds)}
+            result = {"blocks": blocks, "alone": _turns(pools, rounds)}
             with busy_loops(BUSY):
-                return result | {"busy": _turns(crews, rounds)}
+                return result | {"busy": _turns(pools, rounds)}
     finally:
-        for crew in crews:
-            crew.close()
+        for pool in pools:
+            pool.close()
 
 
-def _crew(setup: Setup, dealing: Partitioning) -> WorkerPool:
+def _pool(setup: Setup, partitioning: Partitioning) -> WorkerPool:
     engine = setup.engine()
-    return WorkerPool(engine.algorithm, engine.cohort, engine.state, dealing)
+    return WorkerPool(engine.algorithm, engine.cohort, engine.state, partitioning)
 
 
-def _turns(crews: list[WorkerPool], rounds: int) -> dict[str, float]:
-    least = min(_seconds(crew, 1) for crew in crews for _ in range(WARM_UP))
+def _turns(pools: list[WorkerPool], rounds: int) -> dict[str, float]:
+    least = min(_seconds(pool, 1) for pool in pools for _ in range(WARM_UP))
     repeat = min(LONGEST, max(1, round(STRETCH / least)))
-    taken = np.empty((rounds, len(crews)))
+    taken = np.empty((rounds, len(pools)))
     for turn in range(rounds):
-        order = range(len(crews)) if turn % 2 == 0 else reversed(range(len(crews)))
+        order = range(len(pools)) if turn % 2 == 0 else reversed(range(len(pools)))
         for number in order:
-            taken[turn, number] = _seconds(crews[number], repeat)
+            taken[turn, number] = _seconds(pools[number], repeat)
     one, two = taken.T
     return {
         "one_ms": float(np.median(one)) * 1e3,
@@ -82,10 +82,10 @@ def _turns(crews: list[WorkerPool], rounds: int) -> dict[str, float]:
     }
 
 
-def _seconds(crew: WorkerPool, count: int) -> float:
+def _seconds(pool: WorkerPool, count: int) -> float:
     began = time.perf_counter()
-    crew.rounds(count)
-    crew.collected()  # which waits for everybody
+    pool.rounds(count)
+    pool.collected()  # which waits for everybody
     return (time.perf_counter() - began) / count
 
 

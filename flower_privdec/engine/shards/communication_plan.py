@@ -21,7 +21,7 @@ from flower_privdec.graph.mixing import Link, MixingMatrix, SparseMatrix
 
 @dataclass(frozen=True)
 class Shards:
-    """Peers dealt out in runs of consecutive ids, whose lengths differ by one at most.
+    """Peers split into runs of consecutive ids, whose lengths differ by one at most.
 
     Attributes:
         ends: int64 [shards + 1], 0 and the first id behind each shard's peers.
@@ -30,8 +30,8 @@ class Shards:
     ends: np.ndarray
 
     @classmethod
-    def deal(cls, n_peers: int, count: int) -> Shards:
-        """Deal peers out to `count` shards, of which there are no more than peers."""
+    def split(cls, n_peers: int, count: int) -> Shards:
+        """Split peers into `count` shards, of which there are no more than peers."""
         size, more = divmod(n_peers, count := min(count, n_peers))
         return cls(size * np.arange(count + 1) + np.minimum(np.arange(count + 1), more))
 

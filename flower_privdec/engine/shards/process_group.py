@@ -171,11 +171,11 @@ class ProcessGroup:
         self._messages: dict[tuple[str, int, Layout], MessageBuffer] = {}
 
     @classmethod
-    def meet(cls, store: Store, shard: int, shards: Shards, address: str, patience: float = PATIENCE) -> ProcessGroup:
+    def join(cls, store: Store, shard: int, shards: Shards, address: str, patience: float = PATIENCE) -> ProcessGroup:
         """Connect with all other shards, which have to do so too.
 
         Args:
-            store: where they meet.
+            store: the rendezvous.
             address: of this machine, at which the others reach it; nothing listens anywhere else.
             patience: seconds that any wait may last.
 
@@ -185,7 +185,7 @@ class ProcessGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=patience)
-        with touching("the other shards", "their meeting"):
+        with touching("the other shards", "their rendezvous"):
             return cls(ProcessGroupGloo(store, shard, len(shards), options), shard, shards)
 
     @property
@@ -210,7 +210,7 @@ class ProcessGroup:
         """Return what every shard has to say, as many bytes each, in the order of the shards."""
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         answers = [torch.empty_like(mine) for _ in range(len(self.shards))]
-        with touching("another shard", "their meeting"):
+        with touching("another shard", "their rendezvous"):
             self.group.allgather([answers], [mine]).wait()
         return [answer.numpy().tobytes() for answer in answers]
 

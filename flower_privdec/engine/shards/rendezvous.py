@@ -25,37 +25,37 @@ from flower_privdec.engine.shards.process_group import LostShardError
 
 THIS_MACHINE = "127.0.0.1"
 PUNCTUAL = 300.0  # seconds to wait for the other shards
-GIVE = '--node-config \'... shard-address="10.0.0.2" shard-meeting="10.0.0.1:29500"\''
+GIVE = '--node-config \'... shard-address="10.0.0.2" shard-rendezvous="10.0.0.1:29500"\''
 BESIDE = "an IP address of this machine, and the first shard's with a port, which is the same for all"
 
 
 @dataclass(frozen=True)
-class MeetingPlace:
+class Rendezvous:
     """The address at which a shard listens, and that of the rendezvous.
 
     Attributes:
         address: of this machine; the shard listens on no other.
-        meeting: HOST:PORT of the first shard; None for a file.
+        endpoint: HOST:PORT of the first shard; None for a file.
         path: the file, on one machine.
     """
 
     address: str = THIS_MACHINE
-    meeting: tuple[str, int] | None = None
+    endpoint: tuple[str, int] | None = None
     path: Path | None = None
 
     @classmethod
-    def given(cls, address: str, meeting: str) -> MeetingPlace:
+    def given(cls, address: str, endpoint: str) -> Rendezvous:
         """Parse an owner's setting.
 
         Raises:
             RunError: it is no address of one machine.
         """
-        host, colon, port = meeting.rpartition(":")
+        host, colon, port = endpoint.rpartition(":")
         hosts = [_address(text) for text in (address, host.strip("[]"))]
         if not colon or not port.isdecimal() or not 0 < int(port) < 2**16 or None in hosts:
             raise RunError(
-                f"shard-address={address!r} and shard-meeting={meeting!r} must be {BESIDE}: start the SuperNode with "
-                f"{GIVE}",
+                f"shard-address={address!r} and shard-rendezvous={endpoint!r} must be {BESIDE}: start the SuperNode "
+                f"with {GIVE}",
                 code="shards.address",
             )
         return cls(address, (host.strip("[]"), int(port)))
@@ -85,7 +85,7 @@ class MeetingPlace:
             raise
         except (RuntimeError, OSError) as error:
             raise LostShardError(
-                f"the shards cannot meet at {self._where} ({one_line(error)[:200]})", code="shards.no-meeting"
+                f"the shards cannot meet at {self._where} ({one_line(error)[:200]})", code="shards.no-rendezvous"
             ) from error
         try:
             yield store
@@ -95,20 +95,20 @@ class MeetingPlace:
 
     @property
     def _where(self) -> str:
-        return str(self.path) if self.meeting is None else f"{self.meeting[0]}:{self.meeting[1]}"
+        return str(self.path) if self.endpoint is None else f"{self.endpoint[0]}:{self.endpoint[1]}"
 
     def _open(self, shard: int, count: int, deadline: float) -> Store:
-        if self.meeting is None:
+        if self.endpoint is None:
             assert self.path is not None
             self.path.parent.mkdir(parents=True, exist_ok=True)
             return FileStore(str(self.path), count)
-        host, port = self.meeting
+        host, port = self.endpoint
         wait = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         if shard:
             return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
         if host != self.address:
             raise RunError(
-                f"the first shard listens at {self.address}, and shard-meeting={self._where} is elsewhere",
+                f"the first shard listens at {self.address}, and shard-rendezvous={self._where} is elsewhere",
                 code="shards.elsewhere",
             )
         listening = _listen(host, port, deadline)

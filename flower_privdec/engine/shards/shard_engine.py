@@ -28,9 +28,9 @@ class ShardEngine(Engine):
     declares open where they are collected.
     """
 
-    def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State, wires: ProcessGroup) -> None:
+    def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State, process_group: ProcessGroup) -> None:
         super().__init__(algorithm, cohort, state)
-        self.wires = wires
+        self.process_group = process_group
         self._plans: OrderedDict[int, tuple[SparseMatrix, MixPlan]] = OrderedDict()
         self._tables = Tables()
 
@@ -55,13 +55,13 @@ class ShardEngine(Engine):
         """
         names, peers = self.algorithm.open_rows, len(self.state.peers)
         rows = [self.state.rows[name] for name in names]
-        traffic = collecting(self.wires.shards, self.wires.shard)
+        traffic = collecting(self.process_group.shards, self.process_group.shard)
         whole = [clean_rows(block, peers + traffic.foreign) for block in rows]
         for block, mine in zip(whole, rows, strict=True):
             block[:peers] = mine
         here, foreign = [block[:peers] for block in whole], [block[peers:] for block in whole]
-        self.wires.begin(here, traffic, foreign, self._here).wait()
-        return None if self.wires.shard else dict(zip(names, whole, strict=True))
+        self.process_group.begin(here, traffic, foreign, self._here).wait()
+        return None if self.process_group.shard else dict(zip(names, whole, strict=True))
 
     @property
     def _here(self) -> str:
@@ -76,12 +76,12 @@ class ShardEngine(Engine):
                 f"{type(matrix).__name__} is no mixing matrix that shards know: run it in the engine",
                 code="shards.matrix",
             )
-        wires, rows = self.wires, [self.state.rows[name] for name in exchange.names]
+        process_group, rows = self.process_group, [self.state.rows[name] for name in exchange.names]
         plan = self._plan(matrix)
         tables = [self._tables.of(name, self.state.rows[name], plan.traffic.foreign) for name in exchange.names]
         here = [table[: len(block)] for (table, _), block in zip(tables, rows, strict=True)]
         foreign = [table[len(block) :] for (table, _), block in zip(tables, rows, strict=True)]
-        pending = wires.begin(here, plan.traffic, foreign, self._here)
+        pending = process_group.begin(here, plan.traffic, foreign, self._here)
         for part in plan.inner:
             _apply(part, tables)
         pending.wait()
@@ -99,7 +99,7 @@ class ShardEngine(Engine):
             raise RunError(
                 f"{self._here}: rows of peers hosted here are not finite; a peer diverged", code="shards.not-finite"
             )
-        mean = (self.wires.total(total, self._here) / len(matrix.members)).view(rows.shape[1:])
+        mean = (self.process_group.total(total, self._here) / len(matrix.members)).view(rows.shape[1:])
         spare, self._spares[name] = self._spares.get(name), rows
         out = empty_rows(rows, *rows.shape) if spare is None else spare
         if mine.averaged.all():
@@ -112,14 +112,17 @@ class ShardEngine(Engine):
         """Return the plan of a matrix, worked out once as long as the matrix comes again soon."""
         key = id(matrix)
         if key not in self._plans:
-            self._plans[key] = matrix, mix_plan(matrix, self.wires.shards, self.wires.shard)  # no id is used again
+            self._plans[key] = (
+                matrix,
+                mix_plan(matrix, self.process_group.shards, self.process_group.shard),
+            )  # no id is used again
             if len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
         return self._plans[key][1]
 
     def _deliver(self, exchange: Exchange, mixing: Mixing) -> Changed:
         """Return what an exchange makes of the state, by its messages, of which those of other shards' peers cross."""
-        state, shards, here = self.state, self.wires.shards, set(self.state.peers.tolist())
+        state, shards, here = self.state, self.process_group.shards, set(self.state.peers.tolist())
         messages = exchange.outgoing(state, mixing)
         outside = (link for link in messages if link[1] not in here)
         going = sorted(outside, key=lambda link: (int(shards.of(link[1])), link))
@@ -129,7 +132,7 @@ class ShardEngine(Engine):
         for place, link in enumerate(going):
             for table, name in zip(rows, exchange.names, strict=True):
                 table[place] = messages[link][name]
-        self.wires.begin(rows, between(going, coming, shards), foreign, self._here).wait()
+        self.process_group.begin(rows, between(going, coming, shards), foreign, self._here).wait()
         for place, link in enumerate(coming):
             messages[link] = {name: table[place] for name, table in zip(exchange.names, foreign, strict=True)}
         return exchange.incoming(state, mixing, messages)

@@ -52,7 +52,7 @@ class Partitioning:
         return list(range(worker * count // self.workers, (worker + 1) * count // self.workers))
 
 
-def deal(experiment: Experiment, workers: int | None = None) -> Partitioning:
+def partition_cohort(experiment: Experiment, workers: int | None = None) -> Partitioning:
     """Partition the peers of an experiment, which are all of its network's, into blocks and workers.
 
     Args:

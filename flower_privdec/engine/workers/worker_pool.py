@@ -23,7 +23,7 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Changed, InReach
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.workers.forked import SPIN, Barrier, EdgeBox, Forked, shared_copy
-from flower_privdec.engine.workers.partitioning import Partitioning, deal
+from flower_privdec.engine.workers.partitioning import Partitioning, partition_cohort
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import try_models
 from flower_privdec.graph.mixing import Mixing, MixingMatrix
@@ -386,7 +386,7 @@ def start_engine(
     Raises:
         ScenarioError: so many cannot be had here.
     """
-    partitioning = deal(experiment, workers)
+    partitioning = partition_cohort(experiment, workers)
     crossing = {name for item in experiment.algorithm.program if isinstance(item, Mix | Gather) for name in item.names}
     if len(partitioning.blocks) == 1 or not crossing <= state.rows.keys():
         return Engine(experiment.algorithm, cohort, state)

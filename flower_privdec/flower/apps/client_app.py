@@ -224,10 +224,10 @@ def train_sharded(message: Message, context: Context) -> Message:
     """
     request = WorkRequest.of(message.content)
     settings = HostSettings.of(context, request.folder)
-    shards = Shards.deal(settings.scenario(request).n_peers, request.shards)
+    shards = Shards.split(settings.scenario(request).n_peers, request.shards)
     shard, place = int(shards.of(np.array(request.peers[:1]))[0]), settings.rendezvous(request)
     with place.store(shard, shards, request.token) as store:
-        group = ProcessGroup.meet(store, shard, shards, place.address)
+        group = ProcessGroup.join(store, shard, shards, place.address)
         try:
             content = _train_shard(Node.of(settings, request), request, group)
             group.part()
