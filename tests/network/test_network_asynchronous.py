@@ -111,7 +111,7 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
 
 
 def test_who_joins_late_has_a_neighbours_model_and_the_weight_of_a_peer_that_begins(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    scenario = tiny(STILL, "topology.name=complete", "rounds=30000", "evaluation.every=30000", QUICK)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
     start = peers[0].state.rows["x"][0].clone()
     peers[3].state.rows["x"] += 5.0  # what it would begin with
@@ -130,8 +130,8 @@ def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_
         *settings_for("algorithm.name=d-psgd"),
         "topology.name=complete",
         "algorithm.learning_rate=1.0e-12",
-        "rounds=100000",
-        "evaluation.every=100000",
+        "rounds=30000",
+        "evaluation.every=30000",
         QUICK,
     )
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
@@ -148,7 +148,7 @@ def taken_from(peer: RunningPeer) -> int:
 
 
 def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_twice(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny(STILL, "rounds=100000", "evaluation.every=100000", QUICK)  # until they are stopped
+    scenario = tiny(STILL, "rounds=30000", "evaluation.every=30000", QUICK)  # until they are stopped
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], POINTS["after a commit"], 4)
@@ -193,7 +193,7 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
     network = QUICK.replace("}", f", commit_every: {every}}}")
     graph = [] if name == "privsgp" else ["topology.name=ring"]
     scenario = tiny(
-        f"algorithm.name={name}", *graph, "rounds=50000", "evaluation.every=50000", network
+        f"algorithm.name={name}", *graph, "rounds=30000", "evaluation.every=30000", network
     )  # until stopped
     theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=(name, every) != ("d-psgd", 1))
     peers = [running_peer(scenario, device) for device in theirs]
@@ -330,7 +330,7 @@ def _own_address(link: GrpcConnection) -> str:
 
 
 def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    scenario = tiny(STILL, "topology.name=complete", "rounds=30000", "evaluation.every=30000", QUICK)
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
     for peer, shift in zip(peers, (0.0, 0.0, 1.0, 1.0), strict=True):

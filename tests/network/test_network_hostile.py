@@ -377,7 +377,7 @@ def test_who_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_a_run_beside_a_hostile_neighbour_ends_with_all_its_mass(tiny: Tiny, tmp_path: Path) -> None:
     """Peer 3 shakes hands and then says everything that is wrong, again and again, and takes no share."""
-    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    scenario = tiny(STILL, "topology.name=complete", "rounds=30000", "evaluation.every=30000", QUICK)
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
     begin_without(peers[:3], 3)
@@ -431,7 +431,7 @@ def fuzzed(hostile: Hostile, draw: Random) -> Message:
 def test_no_message_of_a_member_ends_a_peer(name: str, tiny: Tiny, tmp_path: Path) -> None:
     """Hostile values in every field of every message, from the first that a new process gets; the others go on."""
     settings = settings_for(f"algorithm.name={name}")
-    scenario = tiny(*settings, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    scenario = tiny(*settings, "topology.name=complete", "rounds=30000", "evaluation.every=30000", QUICK)
     theirs, draw = devices(scenario, tmp_path), Random(7)
     peers = [running_peer(scenario, device) for device in theirs]
     begin_without(peers[:3], 3)

@@ -210,7 +210,7 @@ def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: 
     That mass is lost, and no more: a share that one neighbour sent to what it begins anew as is for whoever goes on
     from its disk, also where it hears others first. With the weight of one that begins, the four have that of four.
     """
-    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", QUICK, "evaluation.every=100000")
+    scenario = tiny(STILL, "topology.name=complete", "rounds=30000", QUICK, "evaluation.every=30000")
     theirs = devices(scenario, tmp_path, memory=when.startswith("after"))
     peers = [running_peer(scenario, device) for device in theirs]
     begin_without(peers[:3], 3)
@@ -276,7 +276,7 @@ def test_a_neighbour_that_does_not_come_is_found_out_and_left_behind_whichever_w
 ) -> None:
     """It is held up until the others have found it out, and gone on; how fast they do is `test_punctuality`'s."""
     free = "network.lead=null"  # or the others would wait for it, which is up
-    scenario = tiny(STILL, f"topology.name={graph}", "rounds=100000", QUICK, "evaluation.every=100000", free)
+    scenario = tiny(STILL, f"topology.name={graph}", "rounds=30000", QUICK, "evaluation.every=30000", free)
     peers, go_on = (
         [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=graph == "ring")],
         Event(),

@@ -36,7 +36,7 @@ SETTINGS = (
     "rounds=1000000",
     "privacy=none",
     "topology.name=complete",
-    "evaluation.every=1000000",
+    "evaluation.every=300000",
     "network={peers: [" + ", ".join(f"{{address: '{SUBNET}{i + 1}:7100'}}" for i in range(PEERS)) + "]}",
 )
 

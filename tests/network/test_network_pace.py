@@ -18,7 +18,7 @@ from flower_privdec.network.peer.pace import Want
 from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.privacy.ledger.ledger import read_chain
 
-ENDLESS = ("rounds=100000", "evaluation.every=100000", "privacy={noise_multiplier: 1.0, delta: 1.0e-3}")
+ENDLESS = ("rounds=30000", "evaluation.every=30000", "privacy={noise_multiplier: 1.0, delta: 1.0e-3}")
 QUICK = f"network={{retry: 0.05, start: {LONG}, deadline: {LONG}}}"
 FURTHER = 60  # rounds
 

@@ -222,7 +222,7 @@ def test_a_stopped_run_is_summarized_with_all_that_its_ledgers_were_charged(
 
 def test_nothing_lingers_when_it_is_killed(scenario: Path, tmp_path: Path) -> None:
     out = tmp_path / "up"
-    settings = [word for setting in (*SETTINGS, "rounds=100000", "privacy=none") for word in ("--set", setting)]
+    settings = [word for setting in (*SETTINGS, "rounds=30000", "privacy=none") for word in ("--set", setting)]
     started = subprocess.Popen([*PRIVDEC, "up", scenario, "--out", out, *settings], stderr=subprocess.DEVNULL)
     wait_for(out / "peers" / "1" / "checkpoints")
     os.kill(peers_of(out)[0], signal.SIGSTOP)

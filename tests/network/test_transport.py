@@ -126,7 +126,7 @@ def test_a_codec_that_rounds_is_refused_where_no_mass_takes_the_rounding_back(ti
 
 
 def test_a_partition_heals_and_no_mass_is_lost(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    scenario = tiny(STILL, "topology.name=complete", "rounds=30000", "evaluation.every=30000", QUICK)
     peers = in_memory(scenario, tmp_path, Faults())
     transports: list[Any] = [peer.device.transport for peer in peers]
 
