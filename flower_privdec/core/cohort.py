@@ -112,6 +112,12 @@ class LearningRate:
         share *= min(1.0, (round_index + 1) / rising) if rising > 0 else 1.0
         return self.base if share == 1 else np.asarray(self.base * share)
 
+    def of_rounds(self, rounds: int) -> np.ndarray:
+        """Return γ of every peer in the first rounds, [rounds, n_peers], read-only."""
+        if not (self.growing or self.decay or self.cosine or self.warmup):
+            return np.broadcast_to(self.base, (rounds, len(self.base)))
+        return np.stack([self.at(k) for k in range(rounds)])
+
 
 @dataclass(frozen=True)
 class PrivateStep:

@@ -14,7 +14,7 @@ import numpy as np
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.graph.topology import Participation
+from flower_privdec.graph.topology import Participation, activity
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon
 from flower_privdec.privacy.ledger.ledger import Account, Spending
 from flower_privdec.privacy.mechanism.events import canonical
@@ -230,7 +230,7 @@ def shortfall(participation: Participation, ran: Sequence[int], rounds: int) -> 
     Args:
         ran: in how many of these rounds each peer, of all in order, takes its private steps.
     """
-    planned = np.sum([participation.active(round_index) for round_index in range(rounds)], axis=0)
+    planned = activity(participation, rounds).sum(axis=0)
     short = [peer for peer, (count, wanted) in enumerate(zip(ran, planned, strict=True)) if count < wanted]
     if not short:
         return None
@@ -247,7 +247,7 @@ def last_step(participation: Participation, ran: Sequence[int], rounds: int) -> 
     Args:
         ran: see `shortfall`.
     """
-    active = np.stack([participation.active(round_index) for round_index in range(rounds)])
+    active = activity(participation, rounds)
     counts = np.asarray(ran)
     if not (counts < active.sum(0)).all():
         return None

@@ -323,7 +323,7 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
         )
     edges = secret_pairs(scenario)
     steps, rounds = algorithm.steps_per_round, scenario.rounds
-    rates = np.abs(np.stack([agreement.learning_rate.at(k) for k in range(rounds)])).repeat(steps, axis=0)
+    rates = np.abs(agreement.learning_rate.of_rounds(rounds)).repeat(steps, axis=0)
     weights = algorithm.conserved_weights(sampler.partition_sizes)
     needed = needed * weights * rates / sampler.normalizer
     choices: list[Trade] = []
@@ -418,7 +418,7 @@ def check_number_range(plan: Protection, learning_rate: LearningRate, sizes: np.
         ScenarioError: naming the first quantity that is out of range.
     """
     rounds = len(plan.clip_norms) // plan.steps_per_round
-    rates = np.stack([learning_rate.at(k) for k in range(rounds)]).repeat(plan.steps_per_round, axis=0)
+    rates = learning_rate.of_rounds(rounds).repeat(plan.steps_per_round, axis=0)
     with np.errstate(over="ignore"):
         one = rates / batches * plan.clip_norms
         _check("privacy.clip_norm", plan.clip_norms)

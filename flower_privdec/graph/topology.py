@@ -677,6 +677,13 @@ class EdgeParticipation:
         return mask
 
 
+def activity(participation: Participation, rounds: int) -> npt.NDArray[np.bool_]:
+    """Return who is active in each of the first rounds, [rounds, n_peers], read-only."""
+    if (participation.chances == 1).all():
+        return np.broadcast_to(np.ones(participation.n_peers, dtype=bool), (rounds, participation.n_peers))
+    return np.stack([participation.active(k) for k in range(rounds)])
+
+
 def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float | None = None) -> Participation:
     """Build a participation from its name.
 

@@ -38,6 +38,7 @@ from flower_privdec.experiment.view import memory_need, outputs_per_example, sho
 from flower_privdec.gradients import explain_kernel
 from flower_privdec.gradients.protocol import batchable, inputs_like, reason
 from flower_privdec.graph.mixing import MOST_MEASURED
+from flower_privdec.graph.topology import activity
 from flower_privdec.models import trained
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import spending_of
@@ -159,7 +160,7 @@ def ledger_facts(experiment: Experiment) -> tuple[dict[str, Any] | None, list[st
     if note is None and plan is not None:  # noise from the scenario may use the budget up before the last round
         rounds = experiment.scenario.rounds
         ends = np.array([account.spends[-1].to_step if account.spends else 0 for account in plan.accounts])
-        active = np.stack([experiment.participation.active(k) for k in range(rounds)])
+        active = activity(experiment.participation, rounds)
         within_budget = np.arange(rounds)[:, None] * plan.steps_per_round < ends
         note = shortfall(experiment.participation, (active & within_budget).sum(axis=0).tolist(), rounds)
     return facts, [] if note is None else [note]
@@ -226,7 +227,7 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     spent = [[math.inf] * n_peers if plan is None else plan.epsilons(k) for k in quarters]
     delta = None if private is None else np.broadcast_to(private.delta, (n_peers,))
     partial = participation.kind != "all"
-    active = np.sum([participation.active(k) for k in range(rounds)], axis=0)
+    active = activity(participation, rounds).sum(axis=0)
     replies, larger = ([], []) if plan is None else (plan.reply_epsilons(rounds), plan.collusion_epsilons(rounds))
     dynamics = private is not None and (dynamic(experiment.scenario.algorithm) or private.schedule) is not None
     exponential = build_schedule(experiment.scenario).exponential if dynamics else None

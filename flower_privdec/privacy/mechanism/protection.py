@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
-from flower_privdec.graph.topology import Participation
+from flower_privdec.graph.topology import Participation, activity
 from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
 from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.ledger.ledger import Account
@@ -296,7 +296,7 @@ def build_protection(
 
     per_round = algorithm.steps_per_round
     schedule = build_schedule(scenario).repeated(per_round)
-    active = np.stack([participation.active(k)[peers] for k in range(scenario.rounds)]).repeat(per_round, axis=0)
+    active = activity(participation, scenario.rounds)[:, peers].repeat(per_round, axis=0)
     first = scenario.first_round * per_round  # the step with which the plan begins
     active[:first] = False
     deltas = of_peers(section.delta)
