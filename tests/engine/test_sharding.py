@@ -26,7 +26,7 @@ from variants import VARIANTS, settings_for
 from flower_privdec import testing
 from flower_privdec.common.errors import RunError
 from flower_privdec.core import Edges, Exchange, Gather, State
-from flower_privdec.engine.shards import process_group as wires_module
+from flower_privdec.engine.shards import process_group as process_groups
 from flower_privdec.engine.shards.communication_plan import Shards, Traffic, mix_plan
 from flower_privdec.engine.shards.process_group import LostShardError, ProcessGroup
 from flower_privdec.engine.shards.rendezvous import THIS_MACHINE, Rendezvous
@@ -95,7 +95,7 @@ def test_shards_do_what_the_engine_does(tiny: Tiny, tmp_path: Path) -> None:
 def test_shards_do_what_the_engine_does_on_any_graph(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: int
 ) -> None:
-    monkeypatch.setattr(wires_module, "LONG", long)
+    monkeypatch.setattr(process_groups, "LONG", long)
     for settings in GRAPHS:
         assert_as_engine(tiny(*SHORT, *settings), tmp_path, 3)
 
@@ -104,9 +104,9 @@ def test_shards_do_what_the_engine_does_on_any_graph(
 def test_what_lies_between_rows_that_are_sent_is_zero(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    monkeypatch.setattr(wires_module, "LONG", 0)
+    monkeypatch.setattr(process_groups, "LONG", 0)
     between: list[Tensor] = []
-    block = wires_module._block
+    block = process_groups._block
 
     def watched(rows: Tensor, start: int, stop: int) -> Tensor:
         found = block(rows, start, stop)
@@ -114,7 +114,7 @@ def test_what_lies_between_rows_that_are_sent_is_zero(
             between.append(found[:, rows.shape[1] :])
         return found
 
-    monkeypatch.setattr(wires_module, "_block", watched)
+    monkeypatch.setattr(process_groups, "_block", watched)
     for algorithm in ("privsgp-vr", "feddeper"):
         settings = [f"algorithm.name={algorithm}", f"compute={{dtype: {dtype}}}"]
         run_in_shards(tiny(*SHORT, *settings), tmp_path, 2)

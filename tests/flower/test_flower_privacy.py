@@ -95,7 +95,7 @@ def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
             grid = kind(client_app(), min(nodes, experiment.scenario.n_peers), folder=Path(folder) / "nodes")
             grid.answers = []
             strategy(experiment.scenario, Path(folder) / "run").start(grid)
-            seen = {"answers": sorted(grid.answers), "wires": turns.seen}
+            seen = {"answers": sorted(grid.answers), "sent": turns.seen}
             return seen | testing.seen_in_folder(Path(folder) / "run")
 
     return watch

@@ -77,7 +77,7 @@ class _Done:
 
 
 class InTurn:
-    """A group of shards, of one of them: see `wires.ShardGroup`."""
+    """A group of shards, of one of them: see `process_group.ProcessGroup`."""
 
     def __init__(self, turns: Turns, shard: int, count: int) -> None:
         self.turns, self.shard, self.count, self.calls = turns, shard, count, 0
@@ -128,19 +128,19 @@ def in_turn() -> Iterator[Turns]:
     def nowhere(*_: object) -> Iterator[None]:
         yield None
 
-    def meet(store: object, shard: int, shards: Shards, address: str) -> ProcessGroup:
+    def join(store: object, shard: int, shards: Shards, address: str) -> ProcessGroup:
         turns.shared.clear() if not turns.here else None
         return ProcessGroup(InTurn(turns, shard, len(shards)), shard, shards)  # type: ignore[arg-type]
 
     close = ProcessGroup.close
 
-    def leave(wires: ProcessGroup) -> None:
-        turns.leave(wires.shard)
-        close(wires)
+    def leave(process_group: ProcessGroup) -> None:
+        turns.leave(process_group.shard)
+        close(process_group)
 
     with (
         patch.object(Rendezvous, "store", nowhere),
-        patch.object(ProcessGroup, "meet", meet),
+        patch.object(ProcessGroup, "join", join),
         patch.object(ProcessGroup, "close", leave),
     ):
         yield turns

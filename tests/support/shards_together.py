@@ -23,7 +23,7 @@ MINUTE = 60.0
 def in_shards(
     folder: Path, shards: Shards, work: Callable[[ProcessGroup], Found], patience: float = MINUTE
 ) -> list[Found]:
-    """Do some work with each shard's wires at once, and return what each found; the first error is raised."""
+    """Do some work with each shard's process_group at once, and return what each found; the first error is raised."""
     return [future.result() for future in in_futures(folder, shards, work, patience)]
 
 
@@ -33,13 +33,13 @@ def in_futures(
     """Do the same, and return each shard's end, whatever it is."""
 
     def one(shard: int) -> Found:
-        wires = ProcessGroup.join(
+        process_group = ProcessGroup.join(
             FileStore(str(folder / "rendezvous"), len(shards)), shard, shards, THIS_MACHINE, patience
         )
         try:
-            return work(wires)
+            return work(process_group)
         finally:
-            wires.close()
+            process_group.close()
 
     (folder / "rendezvous").unlink(missing_ok=True)
     with ThreadPoolExecutor(len(shards)) as threads:
@@ -50,9 +50,9 @@ def engines_of(scenario: Scenario, shards: Shards) -> Callable[[ProcessGroup], S
     """Return what makes each shard's engine; what it is made of is made here, for threads draw from one generator."""
     views: Sequence[Experiment] = [Experiment.build(scenario, shards.peers(shard)) for shard in range(len(shards))]
 
-    def engine(wires: ProcessGroup) -> ShardEngine:
-        view = views[wires.shard]
+    def engine(process_group: ProcessGroup) -> ShardEngine:
+        view = views[process_group.shard]
         cohort = view.cohort()
-        return ShardEngine(view.algorithm, cohort, view.initial_state(cohort), wires)
+        return ShardEngine(view.algorithm, cohort, view.initial_state(cohort), process_group)
 
     return engine
