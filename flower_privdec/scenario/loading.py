@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 from unicodedata import category
@@ -166,6 +168,12 @@ def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, 
     Raises:
         ScenarioError: it is no YAML, too large or too deep, or holds something else than plain data; with the line.
     """
+    data, lines = _read_plain(text, where, one_value)
+    return copy.deepcopy(data), dict(lines)
+
+
+@lru_cache(maxsize=32)  # a study reads one text for each of its cells
+def _read_plain(text: str, where: str, one_value: bool) -> tuple[Any, dict[Location, int]]:
     if len(text) > LONGEST:
         raise ScenarioError(f"{where}: has more than {LONGEST:,} characters; give a shorter one", code="yaml.long")
     try:
