@@ -27,6 +27,7 @@ PAGE = ROOT / "docs" / "claims.md"
 PUBLISHED = [  # study or its file, size
     ("feddeper", "laptop"),
     ("feddeper", "paper"),
+    ("feddeper-cifar", "laptop"),
     ("dyn-d2p", "laptop"),
     ("privsgp-vr", "laptop"),
     ("privsgp-vr", "paper"),
@@ -138,7 +139,9 @@ def results() -> Iterator[tuple[Study, str, Path, list[PartResult]]]:
 
 PAPERS = {
     "feddeper": "FedDeper",
+    "feddeper-cifar": "FedDeper on CIFAR-10",
     "dyn-d2p": "Dyn-D²P",
+    "dyn-d2p-cifar": "Dyn-D²P on CIFAR-10",
     "privsgp-vr": "PrivSGP-VR",
     "dp-dda": "DP-DDA",
     "dp-dda-shapes": "DP-DDA on drawn data",
