@@ -83,6 +83,7 @@ def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
     def watch(experiment: Experiment) -> Seen:
         strategy, nodes = HOSTS[host]
         clients._build.cache_clear()
+        clients._agreement.cache_clear()
         clients._whole.cache_clear()
 
         def own_parts(agreement: Agreement, peers: np.ndarray | None = None, *_: object, **__: object) -> OwnParts:
