@@ -29,6 +29,7 @@ PUBLISHED = [  # study or its file, size
     ("feddeper", "paper"),
     ("feddeper-cifar", "laptop"),
     ("dyn-d2p", "laptop"),
+    ("dyn-d2p-cifar", "laptop"),
     ("privsgp-vr", "laptop"),
     ("privsgp-vr", "paper"),
     ("dp-dda", "laptop"),
@@ -146,6 +147,7 @@ PAPERS = {
     "dp-dda": "DP-DDA",
     "dp-dda-shapes": "DP-DDA on drawn data",
     "pdsl": "PDSL",
+    "pdsl-cifar": "PDSL on CIFAR-10",
 }
 HEAD = """# Claimed and measured
 
