@@ -35,6 +35,7 @@ PUBLISHED = [  # study or its file, size
     ("dp-dda", "laptop"),
     ("simulations/shapes/study.yaml", "laptop"),
     ("pdsl", "laptop"),
+    ("pdsl-cifar", "laptop"),
 ]
 MOST = 2  # cells of a check whose numbers stand on the page
 UNJUDGED = "not judged here, for the curves are not published"
