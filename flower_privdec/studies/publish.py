@@ -17,7 +17,7 @@ from flower_privdec.common.errors import RunError, ScenarioError, option
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, setting, shown
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure, themed
 from flower_privdec.studies.cells import Outcome
-from flower_privdec.studies.results import Group, PartResult, criterion, judge, value_text
+from flower_privdec.studies.results import Group, PartResult, criterion, csv_number, judge, value_text
 from flower_privdec.studies.spec import Check, Figure, Pivot, Slope, Speedup, Study
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def to_csv(result: PartResult) -> str:
     """Return the numbers of all cells; several in one field, of seeds or budgets, are separated by spaces."""
 
     def texts(values: Iterable[float | None]) -> list[str]:
-        return ["" if value is None else f"{value:.6g}" for value in values]
+        return ["" if value is None else csv_number(value) for value in values]
 
     part, file = result.part, StringIO()
     writer = csv.writer(file, lineterminator="\n")
@@ -117,7 +117,7 @@ def curves_to_csv(result: PartResult) -> str | None:
         present = [curve for curve in curves if curve is not None]
         if len(present) == len(curves) > 0:
             for k, at in enumerate(present[0][0]):
-                writer.writerow([*group.labels, at, *(" ".join(f"{v:.6g}" for v in row[:, k]) for _, row in present)])
+                writer.writerow([*group.labels, at, *(" ".join(map(csv_number, row[:, k])) for _, row in present)])
     return file.getvalue() if names else None
 
 
@@ -381,10 +381,14 @@ def _section(result: PartResult, out: Path) -> str:
         path = out / f"{part.name}-{i + 1}.svg"
         if save_figure(figure, result, path):
             blocks.append(f"![{title_of(figure, result)}]({path.name})")
-    if part.pivot:
-        blocks.append(
-            f"{result.metric(part.pivot.metric).title.capitalize()}:\n\n{markdown(*pivot_table(part.pivot, result))}"
-        )
-    table = markdown(columns(result), [row(result, group) for group in result.groups])
-    blocks.append(f"<details><summary>All cells</summary>\n\n{table}\n\n</details>" if part.pivot else table)
+    pivot, cells = tables(result)
+    if pivot is not None and part.pivot is not None:
+        blocks.append(f"{result.metric(part.pivot.metric).title.capitalize()}:\n\n{pivot}")
+    blocks.append(cells if pivot is None else f"<details><summary>All cells</summary>\n\n{cells}\n\n</details>")
     return "\n\n".join(blocks)
+
+
+def tables(result: PartResult) -> tuple[str | None, str]:
+    """Return a part's table of two axes, where it has one, and its table of all cells."""
+    pivot = markdown(*pivot_table(result.part.pivot, result)) if result.part.pivot else None
+    return pivot, markdown(columns(result), [row(result, group) for group in result.groups])

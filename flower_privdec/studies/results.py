@@ -354,10 +354,19 @@ def _size(reading: Reading, by: float) -> str:
 
 
 def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False) -> str:
-    """Return a metric's mean as text, with its standard deviation where `spread` is true; see `wording.measured`."""
+    """Return a metric's mean as text, with its standard deviation where `spread` is true; see `wording.measured`.
+
+    Both are first rounded as in the CSV table, so that a value that ends in 5 reads the same from there.
+    """
     if estimate is None:
         return NOTHING
-    return measured(estimate.mean, {"share": reading.share}, estimate.std if spread else None)
+    mean, std = (None if value is None else float(csv_number(value)) for value in (estimate.mean, estimate.std))
+    return measured(mean, {"share": reading.share}, std if spread else None)
+
+
+def csv_number(value: float) -> str:
+    """Return a measured value as it stands in a CSV table."""
+    return f"{value:.6g}"
 
 
 def _places(check: Ordered | Best, labels: Sequence[str], result: PartResult) -> Iterator[tuple[str, list[Group]]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from flower_privdec.studies.results import Finding, judge
+from flower_privdec.studies.results import Estimate, Finding, judge, value_text
 from flower_privdec.studies.runner import run_and_publish
+from flower_privdec.studies.spec import Reading
 from tools.docs import claims
 from tools.docs.union import union
 
@@ -131,9 +132,36 @@ def test_the_speed_up_that_the_page_has_is_that_of_the_tables() -> None:
         assert sentence.format(*("{}, {} and {}".format(*values) for values in (accuracies, losses))) in text
 
 
+def test_figures_of_the_page_are_those_of_the_results_beside_them() -> None:
+    """Each row, point and paragraph that links to results has no figure that the linked pages lack, but differences."""
+    text, of_results = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8"), 0
+    figures, known = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)(?! points)"), set[str]()
+    for block in re.split(r"\n\n|\n(?=[|-] )", text.partition("## Results in the laptop size")[2]):
+        links = re.findall(r"\]\(([^)#]+\.md)", block)
+        if not links and not block.startswith("|"):
+            continue
+        if any("results/" in link for link in links):
+            known, of_results = set(), of_results + 1
+        for link in links:
+            known |= set(figures.findall((ROOT / "docs" / link).read_text(encoding="utf-8")))
+        assert not set(figures.findall(block)) - known, block[:80]
+    assert of_results >= 12
+
+
+def test_a_value_reads_the_same_from_a_run_and_from_its_csv_table() -> None:
+    """A mean that ends in 5 is rounded once, as the table has it."""
+    share = Reading("accuracy", lambda line, _: None, share=True)
+    for ends_in_5 in (0.3095, 0.4145, 0.0125, 0.9985):
+        read, *around = (
+            value_text(share, Estimate(mean, mean, 3, 0), spread=True)
+            for mean in (ends_in_5, ends_in_5 * (1 - 1e-12), ends_in_5 * (1 + 1e-12))
+        )
+        assert around == [read, read]
+
+
 def test_what_the_rounds_are_in_proportion_to_is_the_peers() -> None:
     """Final values show a speed-up only where n times more peers have n times fewer rounds."""
-    for name in ("privsgp-vr", "privsgp-vr-resnet18"):
+    for name in ("privsgp-vr", "privsgp-vr-cifar"):
         study, _ = claims.load_study(name)
         part = next(part for part in study.parts if part.name == "speedup")
         for size in study.sizes or [None]:

@@ -1,7 +1,7 @@
 """The papers' claims and what the committed tables make of them: `python -m tools.docs.claims` writes both.
 
 Verdicts are judged from `results/*/table-*.csv` by the checks of the studies, as a study judges its runs: the page
-`docs/claims.md` is written, and the verdicts in each results' README are replaced.
+`docs/claims.md` is written, and the verdicts and tables in each results' README are replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from flower_privdec.common.catalogue import MetricKind
 from flower_privdec.common.formatting import NOTHING
 from flower_privdec.scenario import load_scenario
-from flower_privdec.studies.publish import AXIS, HOW_JUDGED, WHOSE, markdown, verdict_blocks
+from flower_privdec.studies.publish import AXIS, HOW_JUDGED, WHOSE, markdown, tables, verdict_blocks
 from flower_privdec.studies.results import Estimate, Group, PartResult, criterion, judge
 from flower_privdec.studies.spec import Check, Part, Slope, Speedup, Study, kinds_of, load_study
 
@@ -193,12 +193,17 @@ def _measured(check: Check, result: PartResult) -> str:
 
 _VERDICTS = re.compile(r"(?:Criterion: [^\n]*\n\n(?:- [^\n]*\n)+\n)+")
 _CLAIM = re.compile(rf"(?m)^(?:{'|'.join(WHOSE.values())}): .*$")
+_TABLE = re.compile(r"(?m)(?:^\|.*\n)+")
 
 
-def with_verdicts(readme: str, parts: list[PartResult]) -> str:
-    """Return a results' README with its claims and verdicts replaced."""
+def up_to_date(readme: str, parts: list[PartResult]) -> str:
+    """Return a results' README with its claims, verdicts and tables replaced.
+
+    Raises:
+        ValueError: a part's section has more tables than the part, or fewer.
+    """
     head, *sections = re.split(r"(?m)^(?=## )", readme)
-    by_heading = {f"## {result.part.heading}": result for result in parts if result.part.checks}
+    by_heading = {f"## {result.part.heading}": result for result in parts}
     texts = [head]
     for section in sections:
         result = by_heading.get(section.splitlines()[0])
@@ -206,6 +211,10 @@ def with_verdicts(readme: str, parts: list[PartResult]) -> str:
             blocks = [block for check in _judged(result) for block in verdict_blocks(check, result)]
             section = _replaced(_VERDICTS, "".join(f"{block}\n\n" for block in blocks), section) if blocks else section
             section = _replaced(_CLAIM, f"{WHOSE[result.part.asks]}: {result.part.claim}", section)
+            made = iter([f"{table}\n" for table in tables(result) if table is not None])
+            section = _TABLE.sub(lambda _, made=made: next(made), section)  # type: ignore[misc]
+            if next(made, None) is not None:
+                raise ValueError(f"{result.part.heading}: fewer tables than the part has")
         texts.append(section)
     text, values = "".join(texts), "Values are mean ± standard deviation over the seeds.\n"
     return text if HOW_JUDGED in text else text.replace(values, f"{values}\n{HOW_JUDGED}\n")
@@ -220,7 +229,7 @@ def written() -> dict[Path, str]:
     files = {PAGE: page()}
     for _, _, folder, parts in results():
         path = folder / "README.md"
-        files[path] = with_verdicts(path.read_text(encoding="utf-8"), parts)
+        files[path] = up_to_date(path.read_text(encoding="utf-8"), parts)
     return files
 
 
