@@ -18,7 +18,7 @@ from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, se
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure, themed
 from flower_privdec.studies.cells import Outcome
 from flower_privdec.studies.results import Group, PartResult, criterion, csv_number, judge, value_text
-from flower_privdec.studies.spec import Check, Figure, Pivot, Slope, Speedup, Study
+from flower_privdec.studies.spec import Check, Figure, Part, Pivot, Slope, Speedup, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -332,16 +332,11 @@ def publish(
     if earlier and (not scope or scope not in old_head):
         scope = EACH_ALONE if scope or EACH_ALONE.partition(":")[0] in old_head else ""
     judged = any(result.part.checks for result in results) or bool(earlier and HOW_JUDGED in old_head)
-    head = [
-        _title(study, size),
-        *([study.paper] if study.paper else ()),
+    made = (
         f"Made by `{command}` with flower-privdec {__version__}: {runs} runs, {duration(seconds)} of CPU time "
-        f"in all, one thread each, on a machine with {os.cpu_count()} cores ({platform.machine()}).",
-        *study.notes,
-        *([scope, TWO_EPSILONS] if scope else ()),
-        "Values are mean ± standard deviation over the seeds.",
-        *([HOW_JUDGED] if judged else []),
-    ]
+        f"in all, one thread each, on a machine with {os.cpu_count()} cores ({platform.machine()})."
+    )
+    head = head_of(study, size, [made], scope, judged)
     if failed:
         listed = "\n".join(f"- {outcome.cell.title}: {outcome.error}" for outcome in failed)
         head.append(f"**{len(failed)} runs failed:**\n\n{listed}")
@@ -352,7 +347,7 @@ def publish(
             curves = curves_to_csv(result)
             if curves is not None:
                 (out / f"curves-{result.part.name}.csv").write_text(curves, encoding="utf-8")
-        written = earlier | {result.part.name: _section(result, out) for result in results}
+        written = earlier | {result.part.name: section_of(result, _drawn(result, out)) for result in results}
         text = "\n\n".join([*head, *(written[part.name] for part in study.parts if part.name in written)]) + "\n"
         (out / README).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -368,19 +363,60 @@ def verdict_blocks(check: Check, result: PartResult) -> list[str]:
     return [f"Criterion: {criterion(check, result)}. **{verdict.sentence}**", "\n".join(cases)]
 
 
-def _section(result: PartResult, out: Path) -> str:
+def head_of(study: Study, size: str | None, made: Sequence[str], scope: str, judged: bool) -> list[str]:
+    """Return the paragraphs at the top of a study's page.
+
+    Args:
+        made: the lines on what made the results.
+        scope: what an ε is of; empty where there is none.
+        judged: whether claims are judged on the page.
+    """
+    return [
+        _title(study, size),
+        *([study.paper] if study.paper else ()),
+        *made,
+        *study.notes,
+        *([scope, TWO_EPSILONS] if scope else ()),
+        "Values are mean ± standard deviation over the seeds.",
+        *([HOW_JUDGED] if judged else []),
+    ]
+
+
+def _drawn(result: PartResult, out: Path) -> list[str]:
+    """Draw the figures of a part that have anything to show, and return the links to them."""
+    return [
+        figure_link(result, i)
+        for i, figure in enumerate(result.part.figures)
+        if save_figure(figure, result, out / figure_name(result.part, i))
+    ]
+
+
+def figure_name(part: Part, i: int) -> str:
+    """Return the file name of one of a part's figures."""
+    return f"{part.name}-{i + 1}.svg"
+
+
+def figure_link(result: PartResult, i: int) -> str:
+    """Return the link to one of a part's figures, in Markdown."""
+    return f"![{title_of(result.part.figures[i], result)}]({figure_name(result.part, i)})"
+
+
+def section_of(result: PartResult, figures: Sequence[str], made: str | None = None) -> str:
+    """Return a part's section: what it asks, the verdicts, the links to its figures, and its tables.
+
+    Args:
+        made: the line on what made it, where that is not what made the page.
+    """
     part = result.part
-    blocks = [f"## {part.heading}", *([f"{WHOSE[part.asks]}: {part.claim}"] if part.claim else ()), *part.notes]
+    blocks = [f"## {part.heading}", *([made] if made else ())]
+    blocks += [*([f"{WHOSE[part.asks]}: {part.claim}"] if part.claim else ()), *part.notes]
     if result.chosen:
         names = " and ".join(f"{result.title(n)} of {', '.join(a.labels())}" for n, a in result.chosen.items())
         better = result.metric(part.metrics[0]).title
         blocks.append(f"In every cell the {names} with the best {better} is chosen.")
     for check in part.checks:
         blocks += verdict_blocks(check, result)
-    for i, figure in enumerate(part.figures):
-        path = out / f"{part.name}-{i + 1}.svg"
-        if save_figure(figure, result, path):
-            blocks.append(f"![{title_of(figure, result)}]({path.name})")
+    blocks += figures
     pivot, cells = tables(result)
     if pivot is not None and part.pivot is not None:
         blocks.append(f"{result.metric(part.pivot.metric).title.capitalize()}:\n\n{pivot}")

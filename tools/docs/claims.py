@@ -1,12 +1,13 @@
 """The papers' claims and what the committed tables make of them: `python -m tools.docs.claims` writes both.
 
 Verdicts are judged from `results/*/table-*.csv` by the checks of the studies, as a study judges its runs: the page
-`docs/claims.md` is written, and the verdicts and tables in each results' README are replaced.
+`docs/claims.md` is written, and each results' README anew from the study and the tables, but for what made them.
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,18 @@ import numpy as np
 from flower_privdec.common.catalogue import MetricKind
 from flower_privdec.common.formatting import NOTHING
 from flower_privdec.scenario import load_scenario
-from flower_privdec.studies.publish import AXIS, HOW_JUDGED, WHOSE, markdown, tables, verdict_blocks
+from flower_privdec.studies.publish import (
+    AXIS,
+    EACH_ALONE,
+    HOW_JUDGED,
+    MADE_BY,
+    ONE_DATA_SET,
+    figure_link,
+    figure_name,
+    head_of,
+    markdown,
+    section_of,
+)
 from flower_privdec.studies.results import Estimate, Group, PartResult, criterion, judge
 from flower_privdec.studies.spec import Check, Part, Slope, Speedup, Study, kinds_of, load_study
 
@@ -36,6 +48,10 @@ PUBLISHED = [  # study or its file, size
     ("simulations/shapes/study.yaml", "laptop"),
     ("pdsl", "laptop"),
     ("pdsl-cifar", "laptop"),
+    ("simulations/compared/study.yaml", "laptop"),
+    ("simulations/compared/cifar-study.yaml", "laptop"),
+    ("simulations/cancelling/study.yaml", "laptop"),
+    ("simulations/cancelling/cifar-study.yaml", "laptop"),
 ]
 MOST = 2  # cells of a check whose numbers stand on the page
 UNJUDGED = "not judged here, for the curves are not published"
@@ -191,45 +207,30 @@ def _measured(check: Check, result: PartResult) -> str:
     return numbers + (f"; and {len(cases) - MOST} more" if len(cases) > MOST else "")
 
 
-_VERDICTS = re.compile(r"(?:Criterion: [^\n]*\n\n(?:- [^\n]*\n)+\n)+")
-_CLAIM = re.compile(rf"(?m)^(?:{'|'.join(WHOSE.values())}): .*$")
-_TABLE = re.compile(r"(?m)(?:^\|.*\n)+")
-
-
-def up_to_date(readme: str, parts: list[PartResult]) -> str:
-    """Return a results' README with its claims, verdicts and tables replaced.
-
-    Raises:
-        ValueError: a part's section has more tables than the part, or fewer.
-    """
+def up_to_date(readme: str, study: Study, size: str, folder: Path, parts: list[PartResult]) -> str:
+    """Return a results' README as the study and the tables have it; what made the results stays."""
     head, *sections = re.split(r"(?m)^(?=## )", readme)
-    by_heading = {f"## {result.part.heading}": result for result in parts}
-    texts = [head]
-    for section in sections:
-        result = by_heading.get(section.splitlines()[0])
-        if result is not None:
-            blocks = [block for check in _judged(result) for block in verdict_blocks(check, result)]
-            section = _replaced(_VERDICTS, "".join(f"{block}\n\n" for block in blocks), section) if blocks else section
-            section = _replaced(_CLAIM, f"{WHOSE[result.part.asks]}: {result.part.claim}", section)
-            made = iter([f"{table}\n" for table in tables(result) if table is not None])
-            section = _TABLE.sub(lambda _, made=made: next(made), section)  # type: ignore[misc]
-            if next(made, None) is not None:
-                raise ValueError(f"{result.part.heading}: fewer tables than the part has")
-        texts.append(section)
-    text, values = "".join(texts), "Values are mean ± standard deviation over the seeds.\n"
-    return text if HOW_JUDGED in text else text.replace(values, f"{values}\n{HOW_JUDGED}\n")
 
+    def made_in(text: str) -> list[str]:
+        return [line for line in text.splitlines() if line.startswith(MADE_BY)]
 
-def _replaced(pattern: re.Pattern[str], text: str, section: str) -> str:
-    return pattern.sub(lambda _: text, section, count=1)
+    made = {section.partition("\n")[0]: made_in(section) for section in sections}
+    scope = (f"{ONE_DATA_SET} {EACH_ALONE}" if ONE_DATA_SET in head else EACH_ALONE) if "ε stands alone" in head else ""
+    blocks = head_of(study, size, made_in(head), scope, any(result.part.checks for result in parts))
+    for result in parts:
+        judged = dataclasses.replace(result, part=result.part.model_copy(update={"checks": _judged(result)}))
+        figures = range(len(result.part.figures))
+        links = [figure_link(result, i) for i in figures if (folder / figure_name(result.part, i)).is_file()]
+        blocks.append(section_of(judged, links, "\n\n".join(made[f"## {result.part.heading}"])))
+    return "\n\n".join(blocks) + "\n"
 
 
 def written() -> dict[Path, str]:
     """Return every file that is made from the tables, with its text."""
     files = {PAGE: page()}
-    for _, _, folder, parts in results():
+    for study, size, folder, parts in results():
         path = folder / "README.md"
-        files[path] = up_to_date(path.read_text(encoding="utf-8"), parts)
+        files[path] = up_to_date(path.read_text(encoding="utf-8"), study, size, folder, parts)
     return files
 
 
