@@ -235,9 +235,11 @@ EACH_ALONE = (
 WHOSE = {"paper": "The paper's claim", "us": "Beyond the paper"}
 HOW_JUDGED = (
     "A claim that one mean is larger than another is judged by the 95 % interval of their difference over the seeds "
-    "(Welch's t), which stands in brackets: shown where the whole interval is as claimed, contradicted where it is the "
-    "reverse, not shown where it excludes a size that is claimed, and undecided where the spread hides it, with one "
-    "seed, or where a run diverged."
+    "(Welch's t), in brackets where two means are compared: shown where the whole interval is as claimed, contradicted "
+    "where the whole interval has the other sign, not shown where it excludes the claimed size alone, and undecided "
+    "otherwise, as with one seed or a run that diverged. What is claimed to be the best is compared with every other. "
+    "A speed-up or a power of the rounds is read off each seed's own curve. A cell is a combination of the other axes; "
+    "by more than the spread means that the interval is on one side. Comparisons are not corrected for their number."
 )
 TWO_EPSILONS = (
     "ε (exact) is the accountant's, for what the run did: unit example, adjacency zero-out. Where there is a column "

@@ -340,7 +340,9 @@ def criterion(check: Check, result: PartResult) -> str:
         near = f", or at most {check.reach} place from it" if check.reach else ""
         return f"the best {name} at {result.title(check.axis)} {check.label}{near}"
     if isinstance(check, Above):
-        return f"{'lower' if low else 'higher'} {name} than at {_name(result, check.baseline, {})}"
+        left_out = " and ".join(f"{result.title(n)} {', '.join(labels)}" for n, labels in check.without.items())
+        rest = f", {left_out} left out" if left_out else ""
+        return f"{'lower' if low else 'higher'} {name} than at {_name(result, check.baseline, {})}{rest}"
     if isinstance(check, Slope):
         return f"{name} falling as rounds to the power {check.at_most:g}, or faster, from round {check.first:,} on"
     return f"the same {name} in n times fewer rounds, or in fewer still (within a factor of {check.within:g})"
@@ -447,7 +449,7 @@ def _above(check: Above, result: PartResult) -> Verdict:
     for outer in result.places(fixed, list(check.baseline)):
         base = result.at(outer | check.baseline)
         for inner in result.places({}, free):
-            if inner == check.baseline:
+            if inner == check.baseline or any(inner[name] in labels for name, labels in check.without.items()):
                 continue
             group, where = result.at(outer | inner), _name(result, outer | inner, fixed)
             text = value_text(reading, group.final(check.metric), spread=True)

@@ -200,10 +200,17 @@ class Above(CheckSection):
 
     Attributes:
         baseline: its label on each axis that distinguishes it from the others.
+        without: of these axes the labels whose cells are not compared with it.
     """
 
     kind: Literal["above"]
     baseline: Annotated[dict[str, str], Field(min_length=1)]
+    without: Annotated[dict[str, list[str]], Field(default_factory=dict)]
+
+    def _check(self) -> None:
+        for name in self.without:
+            if name not in self.baseline:
+                raise ValueError(f"without: axis '{name}' must be one of the baseline's ({', '.join(self.baseline)})")
 
 
 class Speedup(CheckSection):
@@ -358,6 +365,7 @@ class Part(TitledSection):
                 key, labels = f"checks.{i}", [*check.where.items()]
                 if isinstance(check, Above):
                     labels += check.baseline.items()
+                    labels += [(name, label) for name, left_out in check.without.items() for label in left_out]
                 elif not isinstance(check, Slope):
                     _check_axis(key, check.axis, axes)
                 if isinstance(check, Best):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from flower_privdec.studies.cells import expand
 from flower_privdec.studies.results import Estimate, Finding, judge, value_text
 from flower_privdec.studies.runner import run_and_publish
 from flower_privdec.studies.spec import Reading
@@ -152,6 +153,23 @@ def test_figures_of_the_page_are_those_of_the_results_beside_them() -> None:
         for two in re.findall(r"(\d+\.\d+) over (\d+\.\d+)", block):
             assert any(set(two) <= line for line in known), f"{block[:80]}: {' over '.join(two)}"
     assert of_results >= 12
+
+
+def test_the_studies_that_draw_other_numbers_on_another_machine_are_those_that_the_page_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
+    sentence = re.search(r"as all do in the laptop size but (.*?)\. ", text)
+    assert sentence is not None
+    others = set()
+    for path in [*(ROOT / "scenarios" / "studies").glob("*.yaml"), *(ROOT / "simulations").glob("*/*study.yaml")]:
+        monkeypatch.syspath_prepend(path.parent)  # where `held_out` is
+        study, base = claims.load_study(str(path))
+        size = study.size("laptop" if study.sizes else None)
+        cells = expand(study, base, size, study.parts)
+        if not all(cell.scenario.compute.generator == "comparable" for cell in cells):
+            others.add(study.name)
+    assert others == set(re.findall(r"`([\w-]+)`", sentence[1]))
 
 
 def test_a_value_reads_the_same_from_a_run_and_from_its_csv_table() -> None:
