@@ -247,7 +247,7 @@ def anchored(settings: Iterable[str], folder: Path) -> list[str]:
             _anchor(data, folder)
             for part in key:
                 data = data[part]
-            setting = f"{setting.partition('=')[0]}={json.dumps(data)}"
+            setting = f"{setting.partition('=')[0]}={json.dumps(data, ensure_ascii=False)}"
         lines.append(setting)
     return lines
 

@@ -9,29 +9,38 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from flower_privdec import __version__
-from flower_privdec.common.errors import PrivdecError, ScenarioError
+from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError, option
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.user_code import Given, raised_at
-from flower_privdec.data.datasets import open_dataset, read_public
+from flower_privdec.data.datasets import Examples, check_fit, open_dataset, read_public
 from flower_privdec.experiment.run_key import code_of
 from flower_privdec.scenario import Scenario, anchored, own_parts, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import read_text
-from flower_privdec.studies.spec import Part, Point, Size, Study, kinds_of, metric
+from flower_privdec.scenario.sections import PEER
+from flower_privdec.studies.spec import Axis, Part, Point, Size, Study, for_cells, kinds_of, metric
 
-RESULT_FILES = {"summary.json", "metrics.jsonl", "scenario.yaml", "cell.json", "lock"}
+MODEL_FILE = "model.safetensors"
+READ_FILES = ("summary.json", "metrics.jsonl", "scenario.yaml")
+RESULT_FILES = (*READ_FILES, "cell.json", "lock")
 CACHE = Path("runs") / "cells"
+CHANGED = "a file or a module of yours changed while the study ran; run the same command again"
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 Labels = tuple[str, ...]
 Choices = dict[str, dict[Labels, Labels]]  # by part: the labels of its groups, and those that were best there
@@ -108,6 +117,7 @@ def expand(
                 code="study.too-many-cells",
             )
         common_after = [*settings, f"name={json.dumps(study.name)}"]
+        _check_settings(settings)
         cells: list[Cell] = []
         for combination in itertools.product(*points):
             best = None
@@ -122,7 +132,10 @@ def expand(
                 cell = _cell(part, combination, text, base, lines)
                 cells.append(replace(cell, waits=True, key=f"waits-{cell.key}") if waits else cell)
         _check_rows(part, cells)
-        if len({cell.key for cell in cells[: len(repetitions)]}) < len(repetitions):
+        for cell in cells:
+            _check_labels(cell, part.axes_at(size))
+        rows = [cells[start : start + len(repetitions)] for start in range(0, len(cells), len(repetitions))]
+        if any(len({cell.key for cell in row}) < len(row) for row in rows):
             raise ScenarioError(
                 f"part {part.name}: seeds data, model and run are all given in the scenario, so that another seed "
                 "changes nothing; leave out those that the study's seeds should vary",
@@ -133,6 +146,13 @@ def expand(
                 raise ScenarioError(
                     f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, as algorithm.learning_rate",
                     code="study.unknown-field",
+                )
+        for i, figure in enumerate(part.figures):
+            if figure.along == "gradients" and any(cell.scenario.data.batch.size is None for cell in cells):
+                raise ScenarioError(
+                    f"part {part.name}, figures.{i}: gradients are counted by data.batch.size, which a cell lacks; "
+                    "give it in all cells, or draw along rounds",
+                    code="study.gradients",
                 )
         kinds = kinds_of(cell.scenario for cell in cells)
         for key, name in part.all_metrics().items():
@@ -148,6 +168,38 @@ def expand(
                 )
         all_cells += cells
     return all_cells
+
+
+def _check_settings(settings: Sequence[str]) -> None:
+    """Refuse `--set` of what a study sets itself."""
+    try:
+        for_cells(list(settings))
+    except ValueError as error:
+        raise ScenarioError(f"--set: {error}", code="study.set") from error
+
+
+def _check_labels(cell: Cell, axes: Mapping[str, Axis]) -> None:
+    """Refuse a cell whose scenario has another number than the label of its axis says.
+
+    Raises:
+        ScenarioError: naming the axis, both numbers and the remedy.
+    """
+    for place, (label, axis) in enumerate(zip(cell.labels, axes.values(), strict=True)):
+        if axis.key is None or place in cell.ignores:
+            continue
+        wanted, has = (axis.values or [])[axis.labels().index(label)], _value_at(cell.scenario, axis.key)
+        if isinstance(has, int | float) and isinstance(wanted, int | float) and has != wanted:
+            raise ScenarioError(
+                f"part {cell.part}, cell {', '.join(cell.labels)}: {axis.key}={has} where the label of its axis says "
+                f"{label}; a later axis, a case or {option('set', axis.key)} sets it too: leave that out",
+                code="study.label",
+            )
+
+
+def _value_at(value: Any, path: str) -> Any:
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _own_settings(
@@ -195,13 +247,42 @@ def cell_key(scenario: Scenario) -> str:
         ScenarioError: a part cannot be loaded.
     """
     key, parts = scenario_hash(scenario, movable=False), own_parts(scenario, metrics=True)
-    if not parts:
+    contents = [_content(path, *_stamp(path)) for path in files_of(scenario)]
+    if not parts and not contents:
         return key
     digest = hashlib.sha256(key.encode())
     targets = [part.target.encode() for part in parts if isinstance(part, Given)]
-    for code in (*code_of([part for part in parts if not isinstance(part, Given)]), *targets):
-        digest.update(len(code).to_bytes(8, "little") + code)
+    code = code_of([part for part in parts if not isinstance(part, Given)])
+    for item in (*code, *targets, *contents):
+        digest.update(len(item).to_bytes(8, "little") + item)
     return digest.hexdigest()
+
+
+def files_of(scenario: Scenario) -> list[Path]:
+    """Return the files that a scenario names and that decide its results: data, graph and first parameters."""
+    data = scenario.data
+    roots = [data.root and data.root.replace(PEER, str(peer)) for peer in range(scenario.n_peers)]
+    named = [*dict.fromkeys(roots), data.test, *_graph_and_model(scenario).values()]
+    paths = [Path(path) for path in named if path]
+    models = [path / MODEL_FILE for path in paths if (path / MODEL_FILE).is_file()]  # of a run's folder
+    return [path for path in paths if path.is_file()] + models
+
+
+def _graph_and_model(scenario: Scenario) -> dict[str, str]:
+    """Return the paths of the graph and of the first parameters, by the keys that name them."""
+    named = {"topology.file": getattr(scenario.topology, "file", None), "model.from": scenario.model.origin}
+    return {key: path for key, path in named.items() if path}
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@cache
+def _content(path: Path, size: int, changed: int) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _check_rows(part: Part, cells: Sequence[Cell]) -> None:
@@ -216,7 +297,7 @@ def _check_rows(part: Part, cells: Sequence[Cell]) -> None:
         differing = {
             place for place, pair in enumerate(zip(first.labels, cell.labels, strict=True)) if len({*pair}) > 1
         }
-        if differing - (first.ignores & cell.ignores):
+        if differing - (first.ignores & cell.ignores) and part.chosen_in is None:  # a choice may coincide
             raise ScenarioError(
                 f"part {part.name}: {_row(first)} and {_row(cell)} are one run, so that one of the two rows is not "
                 "what it is called; let their settings differ, or, where a point makes no use of an axis, give it "
@@ -247,14 +328,20 @@ def check_data(cells: Iterable[Cell]) -> None:
     checked = set[str]()
     for cell in cells:
         section, targets = cell.scenario.data, cell.scenario.task.targets
-        key = f"{section.model_dump_json(exclude={'batch', 'partition', 'samples'})} {targets}"
+        named, peers = _graph_and_model(cell.scenario), cell.scenario.n_peers if section.each_its_own else 1
+        key = f"{section.model_dump_json(exclude={'batch', 'partition', 'samples'})} {targets} {named} {peers}"
         if key in checked:
             continue
         checked.add(key)
         try:
-            read_public(section, cell.scenario.seed_of("data"), targets)
-            if section.test is not None and not section.each_its_own:
-                open_dataset(section, section.root, targets)
+            for name, path in named.items():
+                if not Path(path).exists():
+                    raise ScenarioError(f"{name}={path} is not there; give a path that is", code="study.no-file")
+            public = read_public(section, cell.scenario.seed_of("data"), targets)
+            for peer in range(peers):
+                root = section.root and section.root.replace(PEER, str(peer))
+                split = open_dataset(section, root, targets).train()
+                check_fit(Examples(split.read(slice(0, 1)), torch.from_numpy(split.labels[:1]), ()), public, root)
         except ScenarioError as error:
             raise ScenarioError(f"{cell.title}: {error}", code=error.code) from error
 
@@ -272,9 +359,46 @@ def folder_of(cache: Path, key: str) -> Path:
     return cache / key[:20]
 
 
+def make_cache(cache: Path) -> None:
+    """Create the folder of the cells.
+
+    Raises:
+        ScenarioError: it cannot be created, or not be written to.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise ScenarioError(
+            f"{cache}, where the cells' results are kept, cannot be written to ({error.strerror}); run the study in "
+            "another folder",
+            code="study.cache",
+        ) from error
+
+
 def is_finished(folder: Path) -> bool:
-    """Return whether a cell ran to its end: cell.json is the last file written."""
-    return (folder / "cell.json").is_file()
+    """Return whether a cell ran to its end, by this version, and nothing changed since: cell.json is written last."""
+    try:
+        facts = json.loads((folder / "cell.json").read_bytes())
+        return bool(facts["version"] == __version__ and facts["files"] == _digests(folder))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in READ_FILES}
+
+
+def check_unchanged(cells: Iterable[Cell]) -> None:
+    """Refuse to go on where a user's file or module is no longer what it was when the cells were made.
+
+    Raises:
+        RunError: naming the first such cell.
+    """
+    for cell in cells:
+        if not cell.waits and cell_key(cell.scenario) != cell.key:
+            raise RunError(f"{cell.title}: {CHANGED}", code="study.changed")
 
 
 def run_cell(text: str, folder: Path) -> None:
@@ -291,12 +415,17 @@ def run_cell(text: str, folder: Path) -> None:
         if is_finished(folder):
             return
         began = time.process_time()
+        scenario = parse_scenario(text)
+        if folder != folder_of(folder.parent, cell_key(scenario)):
+            raise RunError(CHANGED, code="study.changed")
         resume = (folder / "checkpoint").exists()
         if not resume:
             _clear(folder, {"lock"})  # files of a run that ended before its first checkpoint
-        run(Experiment.build(parse_scenario(text)), folder, resume=resume, lean=True, workers=1)
-        _clear(folder, RESULT_FILES)
-        facts = {"seconds": round(time.process_time() - began, 1), "version": __version__}
+        run(Experiment.build(scenario), folder, resume=resume, lean=True, workers=1)
+        (folder / "checkpoint").unlink(missing_ok=True)  # first: it would resume what is cleared below
+        _clear(folder, set(RESULT_FILES))
+        seconds = round(time.process_time() - began, 1)
+        facts = {"seconds": seconds, "version": __version__, "files": _digests(folder)}
         write_atomically(folder / "cell.json", json.dumps(facts).encode())
 
 
@@ -382,7 +511,7 @@ def attempt(text: str, folder: Path) -> str | None:
     try:
         run_cell(text, folder)
     except PrivdecError as failure:
-        return str(failure)
+        return re.sub(r"^scenario:\d+: ", "", str(failure))  # a line of a text that the user never sees
     except Exception as failure:  # one cell's bug must not cost the others
         return f"{raised_at(failure)}: {failure}"
     return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flower_privdec import __version__
 from flower_privdec.common.errors import RunError, ScenarioError, option
+from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, setting, shown
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure, themed
 from flower_privdec.studies.cells import Outcome
@@ -147,7 +148,11 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
         if figure.by:
             # beside the panels, where it hides no line
             style: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": 8.5}
-            canvas.legend(*all_axes[-1].get_legend_handles_labels(), **style, title=result.title(figure.by))
+            lines = dict[str, Any]()
+            for axes in all_axes:
+                lines |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+            labels = [label for label in map(_in_legend, result.axes[figure.by].labels()) if label in lines]
+            canvas.legend([lines[label] for label in labels], labels, **style, title=result.title(figure.by))
         canvas.suptitle(title_of(figure, result), x=0.01, ha="left", fontsize=10.5)
         file = StringIO()
         canvas.savefig(file, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
@@ -174,8 +179,9 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
     scale = 100 if result.metric(figure.metric).share else 1
     has_data = False
     for i, line in enumerate(lines):
-        label = line[figure.by] if figure.by else None
-        series, dash = line_style(i if label is None else labels.index(label))
+        name = line[figure.by] if figure.by else None
+        series, dash = line_style(i if name is None else labels.index(name))
+        label = None if name is None else _in_legend(name)
         if figure.x is None:
             group = result.at(line)
             curves = group.curves(figure.metric)
@@ -212,6 +218,11 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
             axes.errorbar([x for x, _ in present], means, deviations, color=SERIES[series], label=label, **style)
             has_data = True
     return has_data
+
+
+def _in_legend(label: str) -> str:
+    """Return a label for a legend, from which matplotlib leaves out what begins with an underscore."""
+    return f" {label}" if label.startswith("_") else label
 
 
 def _fit(labels: Sequence[str], inches: float) -> bool:
@@ -291,7 +302,7 @@ def _published_before(study: Study, size: str | None, out: Path) -> tuple[str, d
     path = out / README
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     head, *sections = re.split(r"(?m)^(?=## )", text)
-    if head.partition("\n")[0] != _title(study, size) or MADE_BY not in head:
+    if head.partition("\n")[0] != _title(study, size) or f"\n{MADE_BY}" not in head:
         return None
     return head, {section.partition("\n")[0][3:]: section for section in sections}
 
@@ -345,13 +356,13 @@ def publish(
     try:
         make_folder(study, size, out)
         for result in results:
-            (out / f"table-{result.part.name}.csv").write_text(to_csv(result), encoding="utf-8")
+            write_atomically(out / f"table-{result.part.name}.csv", to_csv(result).encode())
             curves = curves_to_csv(result)
             if curves is not None:
                 (out / f"curves-{result.part.name}.csv").write_text(curves, encoding="utf-8")
         written = earlier | {result.part.name: section_of(result, _drawn(result, out)) for result in results}
         text = "\n\n".join([*head, *(written[part.name] for part in study.parts if part.name in written)]) + "\n"
-        (out / README).write_text(text, encoding="utf-8")
+        write_atomically(out / README, text.encode())
     except OSError as error:
         raise RunError(
             f"{out}: cannot be written ({error}); give another {option('out')}, the cells are kept"

@@ -153,10 +153,15 @@ class Group:
         return [[reading.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
 
     def finals(self, name: str) -> list[float]:
-        """Return a metric of each finished run that has it, reduced over the rounds: the last one by default."""
+        """Return a metric of each finished run, reduced over the rounds: the last one by default.
+
+        It is NaN where it is not finite, as after a run diverged. None have it where no run of the group ever does.
+        """
         reading = self.metric(name)
-        present = [[value for value in values if value is not None] for values in self._values(reading)]
-        return [reading.over(values) for values in present if values]
+        values = self._values(reading)
+        if all(value is None for row in values for value in row):
+            return []
+        return [reading.over([math.nan if value is None else value for value in row] or [math.nan]) for row in values]
 
     def final(self, name: str) -> Estimate | None:
         """Return mean and spread of `finals`."""
@@ -270,9 +275,11 @@ def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) ->
         group = Group(remaining, finished, len(keys) - len(finished), kinds, chosen)
         rivals.setdefault(remaining, []).append(group)
 
-    def score(group: Group) -> float:
+    def score(group: Group) -> tuple[bool, float]:
         value = group.final(part.metrics[0])
-        return -math.inf if value is None else group.metric(part.metrics[0]).sign * value.mean
+        if value is None:
+            return False, -math.inf
+        return group.complete and not value.diverged, group.metric(part.metrics[0]).sign * value.mean
 
     groups = [replace(max(some, key=score), missing=sum(group.missing for group in some)) for some in rivals.values()]
     varied = {name: axis for name, axis in axes.items() if name not in part.best_over}
@@ -363,7 +370,8 @@ def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False
     if estimate is None:
         return NOTHING
     mean, std = (None if value is None else float(csv_number(value)) for value in (estimate.mean, estimate.std))
-    return measured(mean, {"share": reading.share}, std if spread else None)
+    text = measured(mean, {"share": reading.share}, std if spread else None)
+    return f"{text} ({estimate.diverged} of {estimate.n + estimate.diverged} diverged)" if estimate.diverged else text
 
 
 def csv_number(value: float) -> str:
@@ -484,7 +492,8 @@ def _slope(check: Slope, result: PartResult) -> Iterator[Case]:
 
 def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
     """Compare the rounds that two sizes take to reach a level with the ratio of the sizes."""
-    points, reading = result.axes[check.axis].all_points(), result.metric(check.metric)
+    points = sorted(result.axes[check.axis].all_points(), key=lambda point: point.value or 0.0)
+    reading = result.metric(check.metric)
     low = reading.low
     for labels in result.places(check.where, [check.axis]):
         place = _name(result, labels, check.where)

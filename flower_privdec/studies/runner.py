@@ -17,9 +17,11 @@ from flower_privdec.studies.cells import (
     OnCell,
     Outcome,
     check_data,
+    check_unchanged,
     expand,
     folder_of,
     is_finished,
+    make_cache,
     missing_cells,
     run_cells,
 )
@@ -64,9 +66,16 @@ def choices_of(
             if cell.part == part.name and cell.key not in tried and not is_finished(folder_of(cache, cell.key))
         }
         groups = collect(part, size, cells, cache).groups
-        choices[part.name] = {
-            group.labels: group.chosen for group in groups if group.runs and group.labels not in waiting
-        }
+        first = part.metrics[0]
+        decided = [group for group in groups if group.runs and group.labels not in waiting]
+        for group in decided:
+            if not group.finals(first):
+                raise ScenarioError(
+                    f"part {part.name}: no run of '{', '.join(group.labels)}' has the {group.metric(first).title} by "
+                    "which the best is chosen; put another metric first",
+                    code="study.nothing-chosen",
+                )
+        choices[part.name] = {group.labels: group.chosen for group in decided if group.final(first) is not None}
     return choices
 
 
@@ -105,8 +114,11 @@ def run_and_publish(
         to_run = [cell for cell in missing if not cell.waits and cell.key not in tried]
         check_data(missing)
         make_folder(study, size, out)
+        if to_run:
+            make_cache(cache)
         with progress(title, to_run) as on_cell:
             failed += run_cells(to_run, cache, jobs, on_cell)
+        check_unchanged(to_run)
         before, choices = choices, choices_of(study, size, cells, cache, failed)
     results = [collect(part, size, cells, cache) for part in study.parts]
     shown = [result for result in results if result.part.name in names or result.complete]

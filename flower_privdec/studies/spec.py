@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ from flower_privdec.scenario.sections import Section
 OF_THE_STUDY = ("seed", "name")  # keys that a study sets itself: `seeds` and its own name
 
 
-def _for_cells(lines: list[str]) -> list[str]:
+def for_cells(lines: list[str]) -> list[str]:
+    """Return settings lines; raises ValueError for a key that a study sets itself."""
     for line in lines:
         key = line.partition("=")[0].strip()
         if key in OF_THE_STUDY:
@@ -32,8 +34,27 @@ def _for_cells(lines: list[str]) -> list[str]:
     return lines
 
 
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _plain(label: str) -> str:
+    if not label.isprintable():
+        raise ValueError(f"{json.dumps(label)} must be one line of text: it is a cell of a table")
+    return label
+
+
+def _no_headings(lines: list[str]) -> list[str]:
+    for line in lines:
+        if re.search(r"(?m)^#", line):
+            raise ValueError(f"{json.dumps(line[:40])} has a line that begins with #, a heading of the page: reword it")
+    return lines
+
+
+Title = Annotated[str, AfterValidator(_one_line)]
 Lines = Annotated[list[str], Field(default_factory=list)]
-Settings = Annotated[list[str], Field(default_factory=list), AfterValidator(_for_cells)]
+Notes = Annotated[list[str], Field(default_factory=list), AfterValidator(_no_headings)]
+Settings = Annotated[list[str], Field(default_factory=list), AfterValidator(for_cells)]
 
 
 class Point(Section):
@@ -47,7 +68,7 @@ class Point(Section):
             every row.
     """
 
-    label: str
+    label: Annotated[str, AfterValidator(_plain)]
     settings: Settings
     value: float | None = None
     ignores: Lines
@@ -63,8 +84,8 @@ class Axis(Section):
         points: in place of key and values.
     """
 
-    title: str | None = None
-    key: str | None = None
+    title: Title | None = None
+    key: Annotated[str, AfterValidator(str.strip)] | None = None
     values: list[Any] | None = None
     points: list[Point] | None = None
 
@@ -80,13 +101,20 @@ class Axis(Section):
         points = []
         for value in self.values or []:
             numeric = isinstance(value, int | float) and not isinstance(value, bool)
-            label, position = (setting(value), float(value)) if numeric else (str(value), None)
-            points.append(Point(label=label, settings=[f"{self.key}={json.dumps(value)}"], value=position, ignores=[]))
+            label, position = (_label_of(value), float(value)) if numeric else (str(value), None)
+            lines = [f"{self.key}={json.dumps(value, ensure_ascii=False)}"]
+            points.append(Point(label=label, settings=lines, value=position, ignores=[]))
         return points if self.points is None else self.points
 
     def labels(self) -> list[str]:
         """Return the points' labels in order."""
         return [point.label for point in self.all_points()]
+
+
+def _label_of(value: float) -> str:
+    """Return a number as it was chosen, in all its digits."""
+    text = setting(value)
+    return text if float(text) == value else repr(value)
 
 
 Labelled = Annotated[dict[str, str], Field(default_factory=dict)]
@@ -113,7 +141,7 @@ class Figure(Section):
     by: str | None = None
     panels: str | None = None
     where: Labelled
-    title: str | None = None
+    title: Title | None = None
     log: bool = False
     along: Literal["rounds", "gradients"] = "rounds"
 
@@ -290,8 +318,8 @@ class TitledSection(Section):
     """
 
     name: Name
-    title: str | None = None
-    notes: Lines
+    title: Title | None = None
+    notes: Notes
     settings: Settings
 
     @property
@@ -336,6 +364,9 @@ class Part(TitledSection):
         named = [(f"sizes.{size}.axes", list(changes.axes)) for size, changes in self.sizes.items()]
         named += [(f"figures.{i}", figure.axes()) for i, figure in enumerate(self.figures)]
         named += [("pivot", [self.pivot.rows, self.pivot.columns])] if self.pivot else []
+        for key, names in named:
+            if len(set(names)) < len(names):
+                raise ValueError(f"{key}: its axes must differ from one another, not {', '.join(names)}")
         for key, names in [*named, ("best_over", self.best_over)]:
             for name in names:
                 _check_axis(key, name, self.axes)
@@ -344,9 +375,10 @@ class Part(TitledSection):
                 raise ValueError(f"figures.{i}: a figure of kind final needs x, the axis; curves take none")
         used = {name for figure in self.figures for name in figure.axes()}
         used |= {name for check in self.checks for name in (getattr(check, "axis", None), *check.where) if name}
+        used |= {self.pivot.rows, self.pivot.columns} if self.pivot else set()
         for name in self.best_over:
             if name in used:
-                raise ValueError(f"best_over: axis '{name}' is chosen from; figures and checks cannot name it")
+                raise ValueError(f"best_over: axis '{name}' is chosen from; figures, pivot and checks cannot name it")
         for axes in map(self.axes_at, (None, *self.sizes)):
             for (one, first), (other, second) in itertools.combinations(axes.items(), 2):
                 if first.key is not None and second.key is not None and _overlap(first.key, second.key):
@@ -375,6 +407,8 @@ class Part(TitledSection):
                 _check_labels(key, labels, axes)
                 if isinstance(check, Speedup) and any((p.value or 0) <= 0 for p in axes[check.axis].all_points()):
                     raise ValueError(f"{key}: speedup needs a value > 0 (n) at every point of axis {check.axis}")
+                if not _has_comparison(check, axes):
+                    raise ValueError(f"{key}: it compares nothing, for the axes have no other point; leave it out")
 
     def all_metrics(self) -> dict[str, str]:
         """Return every metric that it names, by the key that names it."""
@@ -387,6 +421,20 @@ class Part(TitledSection):
         """Return the axes at a size."""
         changes = self.sizes.get(size) if size else None
         return self.axes | (changes.axes if changes else {})
+
+
+def _has_comparison(check: Check, axes: Mapping[str, Axis]) -> bool:
+    """Return whether a check has two cells to compare, at any place of the other axes."""
+    if isinstance(check, Slope):
+        return True
+    if isinstance(check, Above):
+        free = [[at for at in axes[name].labels() if at not in check.without.get(name, [])] for name in check.baseline]
+        return any(list(labels) != list(check.baseline.values()) for labels in itertools.product(*free))
+    labels = axes[check.axis].labels()
+    if isinstance(check, Best):
+        at = labels.index(check.label)
+        return at > check.reach or len(labels) - 1 - at > check.reach
+    return len(labels) > 1
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -449,6 +497,8 @@ class Study(TitledSection):
         if source is None:
             names = ", ".join(other.name for other in earlier if other.best_over) or "there is none"
             raise ValueError(f"{key}: '{part.chosen_in}' must be an earlier part with best_over ({names})")
+        if source.chosen_in is not None:
+            raise ValueError(f"{key}: '{source.name}' is chosen in {source.chosen_in} itself; choose both in one part")
         for size in (None, *self.sizes):
             axes, places = source.axes_at(size), part.axes_at(size)
             for name in (name for name in axes if name not in source.best_over):
@@ -537,6 +587,14 @@ class Reading:
         return -1 if self.low else 1
 
 
+def _largest(values: Sequence[float]) -> float:
+    return max((value for value in values if math.isfinite(value)), default=math.nan)
+
+
+def _smallest(values: Sequence[float]) -> float:
+    return min((value for value in values if math.isfinite(value)), default=math.nan)
+
+
 def _late(values: Sequence[float]) -> float:
     """Return the mean of the last fifth, for runs whose single rounds differ much, as with few active peers."""
     last = values[-max(1, len(values) // 5) :]
@@ -559,7 +617,7 @@ def readings_of(name: str, kind: MetricKind) -> dict[str, Reading]:
     return {
         name: reading(f"test {kind.title}", mean),
         f"late-{name}": reading(f"test {kind.title}, mean of the last fifth", mean, over=_late),
-        f"best-{name}": reading(f"best test {kind.title} of the run", mean, over=max if kind.high else min),
+        f"best-{name}": reading(f"best test {kind.title} of the run", mean, over=_largest if kind.high else _smallest),
         f"peer-{name}": reading(f"test {kind.title} of the peers' models", peers("peer_mean")),
         f"worst-peer-{name}": reading(
             f"test {kind.title} of the worst peer", peers("peer_min" if kind.high else "peer_max")

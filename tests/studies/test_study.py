@@ -13,11 +13,13 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -28,6 +30,7 @@ from rich.console import Console
 from run_folders import metrics_line, privacy_row, summary_of
 from scipy.stats import ttest_ind
 
+from flower_privdec import __version__
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.cli import study_command
 from flower_privdec.cli.main import main
@@ -37,10 +40,10 @@ from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.loading import shipped
-from flower_privdec.studies.cells import Cell, Outcome, expand, folder_of, missing_cells, run_cells
-from flower_privdec.studies.publish import _draw_panel, budgets_text, columns, publish, row, to_csv
+from flower_privdec.studies.cells import Cell, Outcome, _digests, expand, folder_of, missing_cells, run_cells
+from flower_privdec.studies.publish import _draw_panel, budgets_text, columns, publish, row, save_figure, to_csv
 from flower_privdec.studies.results import Estimate, Finding, PartResult, Verdict, collect, compare, difference, judge
-from flower_privdec.studies.runner import choices_of
+from flower_privdec.studies.runner import choices_of, run_and_publish
 from flower_privdec.studies.spec import Axis, Part, load_study
 
 BASE = """
@@ -114,7 +117,12 @@ def fake_run(cache: Path, cell: Cell, curve: dict[int, float], **privacy: object
     (folder / "scenario.yaml").write_text(to_yaml(cell.scenario))
     rows = [privacy_row(peer, **privacy) for peer in range(4)]
     (folder / "summary.json").write_text(json.dumps(summary_of(cell.scenario, rows)))
-    (folder / "cell.json").write_text(json.dumps({"seconds": 2.0, "version": "0"}))
+    finish(folder)
+
+
+def finish(folder: Path) -> None:
+    """Let a cell's files be those of a finished run."""
+    (folder / "cell.json").write_text(json.dumps({"seconds": 2.0, "version": __version__, "files": _digests(folder)}))
 
 
 def made_up(path: Path, cache: Path, value: Callable[[Cell], dict[int, float] | None], **privacy: object) -> PartResult:
@@ -287,7 +295,7 @@ def test_a_cell_is_named_by_the_code_of_the_users_modules_and_names_the_line_tha
             ("'seed=3' would be overwritten",)),
         ({"axes": {"epsilon": {"points": [{"label": "a", "ignores": ["peers"]}]}}, "figures": [], "pivot": None},
             ("'a': ignores: axis 'peers'",)),
-        ({"best_over": ["epsilon"]}, ("best_over", "figures and checks cannot name it")),
+        ({"best_over": ["epsilon"]}, ("best_over", "figures, pivot and checks cannot name it")),
         ({"sizes": {"huge": {}}}, ("parts.0.sizes.huge must be one of the study's sizes (laptop, paper)",)),
         ({"checks": [{"kind": "speedup", "axis": "algorithm"}], "sizes": {"paper": {"axes": {"algorithm": {
             "points": [{"label": "x"}]}}}}}, ("speedup needs a value",)),
@@ -439,6 +447,7 @@ def test_a_metric_of_ones_own_is_measured_as_it_says(
         fake_run(tmp_path, cell, {2: 0.1, 4: 0.5})
         lines = [metrics_line(k, 1.0) | {"mistakes": {"mean_model": epsilon / 10 / k}} for k in (2, 4)]
         (folder_of(tmp_path, cell.key) / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        finish(folder_of(tmp_path, cell.key))
     result = collect(part_of(path), None, cells_of(path), tmp_path)
     assert verdicts(result)[0].cases[0].numbers == "best first: 1 2.5 %, 3 7.5 %"
     assert [row(result, group)[1] for group in result.groups] == ["2.5 %", "7.5 %"]
@@ -840,6 +849,7 @@ def test_every_budget_stands_in_the_column_where_they_differ(study_at: Callable[
     folder = folder_of(tmp_path, cells_of(path)[1].key)
     rows = [privacy_row(peer, [1.0, 3.0, 3.0, 8.0][peer]) for peer in range(4)]
     (folder / "summary.json").write_text(json.dumps(summary_of(cells_of(path)[1].scenario, rows)))
+    finish(folder)
     result = collect(part_of(path), None, cells_of(path), tmp_path)
     assert [row(result, group)[-3] for group in result.groups] == ["2.00", "1.00, 3.00, 8.00"]
     assert [line["epsilon"] for line in csv.DictReader(StringIO(to_csv(result)))] == ["2", "1 3 8"]
@@ -1073,3 +1083,246 @@ def test_workers_end_when_their_study_is_killed(tmp_path: Path) -> None:
     study.kill()
     rest, _ = study.communicate(timeout=500)  # ends when nobody holds the pipe: the worker inherited it
     assert rest == ""
+
+
+# --- what goes wrong
+
+
+PLAIN: dict[str, object] = {"figures": [], "pivot": None, "checks": [], "fields": []}
+RATES = {"key": "algorithm.learning_rate", "values": [0.1, 0.2]}
+ONE = {**RATES, "values": [0.1]}
+ORDERED = {"kind": "ordered", "axis": "rate"}
+ABOVE: dict[str, object] = {"kind": "above", "baseline": {"rate": "0.1"}}
+SECTION = "algorithm={name: privsgp, learning_rate: 3}"
+
+
+def test_a_run_that_ends_without_a_number_has_diverged(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    """It is no earlier value, and no seed that is not there: the table says so, and the claim is undecided."""
+    checks = [{"kind": "ordered", "axis": "rate"}]
+    path = study_at(**PLAIN | {"axes": {"rate": RATES}, "checks": checks})
+
+    def value(cell: Cell) -> dict[int, float]:
+        bad = cell.labels == ("0.2",) and cell.seed == 2
+        return {2: 0.4, 4: math.nan if bad else 0.5 + cell.seed / 100 + float(cell.labels[0])}
+
+    result = made_up(path, tmp_path, value)
+    for cell in cells_of(path):
+        metrics = folder_of(tmp_path, cell.key) / "metrics.jsonl"
+        metrics.write_text(metrics.read_text().replace("NaN", "null"))
+        finish(metrics.parent)
+    result = collect(part_of(path), "laptop", cells_of(path), tmp_path)
+    assert [group.final("accuracy").diverged for group in result.groups] == [0, 1]  # type: ignore[union-attr]
+    assert row(result, result.groups[1])[1] == "71.0 % (1 of 2 diverged)"
+    assert [line["accuracy_by_seed"] for line in csv.DictReader(StringIO(to_csv(result)))] == ["0.61 0.62", "0.71 nan"]
+    assert [case.outcome for case in verdicts(result)[0].cases] == [Finding.UNDECIDED]
+
+
+@pytest.mark.parametrize("what", ["failed", "diverged"])
+def test_a_point_where_a_seed_failed_is_not_the_best(study_at: Callable[..., Path], tmp_path: Path, what: str) -> None:
+    path = study_at(**PLAIN | {"axes": {"rate": RATES}, "best_over": ["rate"]})
+
+    def value(cell: Cell) -> dict[int, float] | None:
+        if cell.labels == ("0.2",):
+            return {4: 0.9} if cell.seed == 1 else None if what == "failed" else {4: math.nan}
+        return {4: 0.5}
+
+    assert [group.chosen for group in made_up(path, tmp_path, value).groups] == [("0.1",)]
+
+
+def test_nothing_is_chosen_by_a_number_that_no_run_has(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    data = yaml.safe_load(CHOSEN)
+    alone = {"points": [{"label": "alone", "settings": ["algorithm.name=local"]}]}
+    for part in data["parts"]:
+        part["axes"]["algorithm"], part["cases"] = alone, []
+    path = study_at(yaml.safe_dump(data, sort_keys=False))
+    with raises(ScenarioError, "study.nothing-chosen", names="no run of 'alone' has the test loss"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
+
+
+def test_a_choice_that_is_another_row_is_published_as_both(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    data = yaml.safe_load(CHOSEN)
+    tuned = [{"label": "tuned"}, *({"label": str(r), "settings": [f"algorithm.learning_rate={r}"]} for r in (0.1, 0.2))]
+    data["parts"][0] |= {"axes": {"rate": RATES}, "cases": []}
+    data["parts"][1] |= {"axes": {"how": {"points": tuned}}, "settings": data["parts"][0]["settings"][:-1]}
+    path = study_at(yaml.safe_dump(data, sort_keys=False))
+    results = run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
+    chosen, *others = [group.final("accuracy") for group in results[1].groups]
+    assert chosen in others
+
+
+def test_a_changed_file_makes_other_cells(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "ring.txt").write_text("0 1\n1 2\n2 3\n3 0\n")
+    settings = ["topology={name: edge-list, file: ring.txt}", "algorithm={name: dp2-sgd, learning_rate: 0.1}"]
+    path = study_at(**PLAIN | {"axes": {"rate": RATES}, "settings": settings})
+    first = {cell.key for cell in cells_of(path)}
+    assert {cell.key for cell in cells_of(path)} == first
+    (tmp_path / "ring.txt").write_text("0 1\n1 2\n2 3\n3 0\n0 2\n")
+    assert first.isdisjoint(cell.key for cell in cells_of(path))
+    (tmp_path / "ring.txt").unlink()
+    with raises(ScenarioError, "study.no-file", names=r"topology\.file=.*ring\.txt is not there"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
+    assert not (tmp_path / "cells").exists()
+
+
+def test_a_missing_file_of_one_peer_is_found_before_the_first_cell(
+    study_at: Callable[..., Path], tmp_path: Path
+) -> None:
+    x, y = np.zeros((20, 64), dtype=np.float32), np.arange(20) % 10
+    for name in ("test", "0", "1", "2"):
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    settings = ["data.dataset=npz", "data.root='{peer}.npz'", "data.test=test.npz", "data.samples=null"]
+    path = study_at(**PLAIN | {"axes": {"rate": RATES}, "settings": [*settings, "data.test_samples=null"]})
+    with raises(ScenarioError, "data.no-file", names=r"main: 0\.1, seed 1: data\.root=.*3\.npz"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
+    np.savez(tmp_path / "3.npz", x_train=x[:, :9], y_train=y, x_test=x, y_test=y)
+    with raises(ScenarioError, "data.shapes"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
+    assert not (tmp_path / "cells").exists()
+
+
+def test_a_module_that_changes_while_a_study_runs_ends_it(
+    study_at: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No result of the code before stands for the code after."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "changing_models_of_a_study.py"
+    module.write_text(
+        "import torch\n\ndef net():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+    )
+    own = ["model={module: 'changing_models_of_a_study:net', arguments: {}}"]
+    path = study_at(**PLAIN | {"axes": {"rate": RATES}, "settings": own})
+
+    @contextmanager
+    def progress(title: str, cells: Sequence[Cell]) -> Iterator[Callable[[Outcome], None]]:
+        yield (
+            lambda outcome: None if "#" in module.read_text() else bool(module.write_text(f"{module.read_text()}# 2\n"))
+        )
+
+    with raises(RunError, "study.changed", names="changed while the study ran; run the same command again"):
+        run_and_publish(str(path), progress, out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
+    finished = {folder.parent.name for folder in (tmp_path / "cells").glob("*/cell.json")}
+    assert len(finished) == 1
+    assert finished.isdisjoint(cell.key[:20] for cell in cells_of(path))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "scenario.yaml", "cell.json"])
+@pytest.mark.parametrize("damage", ["gone", "empty", "half"])
+def test_a_damaged_cell_runs_again(study_at: Callable[..., Path], tmp_path: Path, name: str, damage: str) -> None:
+    path, cache = study_at(**PLAIN | {"axes": {"rate": {**RATES, "values": [0.1]}}}), tmp_path / "cells"
+    run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
+    table = (tmp_path / "out" / "table-main.csv").read_text()
+    file = next(cache.glob(f"*/{name}"))
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "gone":
+        file.write_bytes(content[: len(content) // 2 if damage == "half" else 0])
+    assert len(missing_cells(cells_of(path), cache)) == 1
+    run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
+    assert (tmp_path / "out" / "table-main.csv").read_text() == table
+
+
+def test_a_speed_up_is_that_of_the_larger_value_however_the_axis_is_ordered(
+    study_at: Callable[..., Path], tmp_path: Path
+) -> None:
+    points = [{"label": str(n), "value": n, "settings": [f"n_peers={n}"]} for n in (4, 2)]
+    checks = [{"kind": "speedup", "axis": "peers"}]
+    path = study_at(**PLAIN | {"axes": {"peers": {"points": points}}, "checks": checks})
+    (verdict,) = verdicts(made_up(path, tmp_path, lambda _: {2: 2.0, 4: 0.5}))
+    assert [case.outcome for case in verdict.cases] == [Finding.NOT_SHOWN]
+
+
+def test_seeds_that_change_nothing_are_refused_wherever_they_are_set(study_at: Callable[..., Path]) -> None:
+    points = [{"label": "vary"}, {"label": "fixed", "settings": ["seeds={data: 5, model: 5, run: 5}"]}]
+    with raises(ScenarioError, "study.seeds-fixed"):
+        cells_of(study_at(**PLAIN | {"axes": {"seeds": {"points": points}}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "code"),
+    [
+        ({"axes": {"rate": ONE, "b": {"points": [{"label": "a", "settings": ["algorithm.learning_rate=3"]}]}}}, [],
+            "study.label"),
+        ({"axes": {"rate": ONE, "b": {"points": [{"label": "a", "settings": [SECTION]}]}}}, [], "study.label"),
+        ({"axes": {"rate": RATES}, "cases": [{"where": {"rate": "0.1"}, "settings": ["algorithm.learning_rate=7"]}]},
+            [], "study.label"),
+        ({"axes": {"rate": {**RATES, "values": [1]}}}, ["algorithm.learning_rate=9"], "study.label"),
+        ({"axes": {"rate": RATES}}, ["seed=77"], "study.set"),
+        ({"axes": {"rate": RATES}}, ["name=mine"], "study.set"),
+        ({"axes": {"rate": RATES, "b": {"key": "data.batch.rate", "values": [0.25]}}, "settings":
+            ["data.batch={rate: 0.1}"], "figures": [{"kind": "curves", "along": "gradients"}]}, [], "study.gradients"),
+    ],
+)  # fmt: skip
+def test_what_would_not_be_what_it_is_called_is_refused(
+    study_at: Callable[..., Path], changes: dict[str, object], settings: list[str], code: str
+) -> None:
+    with raises(ScenarioError, code):
+        cells_of(study_at(**PLAIN | changes), None, *settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checks": [ORDERED], "axes": {"rate": ONE}}, "compares nothing"),
+        ({"checks": [ORDERED], "sizes": {"laptop": {"axes": {"rate": ONE}}}}, "compares nothing"),
+        ({"checks": [{"kind": "best", "axis": "rate", "label": "0.1", "reach": 1}]}, "compares nothing"),
+        ({"checks": [ABOVE | {"without": {"rate": ["0.2"]}}]}, "compares nothing"),
+        ({"checks": [ABOVE | {"without": {"b": ["0.2"]}}]}, "one of the baseline's"),
+        ({"figures": [{"kind": "final", "x": "rate", "by": "rate"}]}, "must differ"),
+        ({"figures": [{"kind": "final", "x": "rate", "where": {"rate": "0.1"}}]}, "must differ"),
+        ({"pivot": {"rows": "rate", "columns": "rate"}}, "must differ"),
+        ({"axes": {"rate": RATES, "b": {"points": [{"label": "b"}]}}, "best_over": ["b"], "pivot":
+            {"rows": "rate", "columns": "b"}}, "pivot and checks cannot name it"),
+        ({"axes": {"rate": {"points": [{"label": "two\nlines"}]}}}, "must be one line"),
+        ({"notes": ["A note.\n## Not a heading"]}, "begins with #"),
+    ],
+)  # fmt: skip
+def test_a_part_that_could_not_be_published_is_refused(
+    study_at: Callable[..., Path], changes: dict[str, object], message: str
+) -> None:
+    with raises(ScenarioError, "scenario.value_error", names=message):
+        load_study(str(study_at(**PLAIN | {"axes": {"rate": RATES}} | changes)))
+
+
+def test_a_choice_is_not_made_in_what_is_chosen_itself(study_at: Callable[..., Path]) -> None:
+    data = yaml.safe_load(CHOSEN)
+    data["parts"][1] |= {"best_over": ["epsilon"]}
+    data["parts"].append(
+        {"name": "last", "chosen_in": "main", "axes": {"algorithm": data["parts"][1]["axes"]["algorithm"]}}
+    )
+    with raises(ScenarioError, "scenario.value_error", names="'main' is chosen in rates itself"):
+        load_study(str(study_at(yaml.safe_dump(data, sort_keys=False))))
+
+
+def test_numbers_that_differ_have_labels_that_differ_and_any_text_is_a_value(study_at: Callable[..., Path]) -> None:
+    axis = {"key": "seeds.data", "values": [20240101, 20240102]}
+    path = study_at(**PLAIN | {"axes": {"data": axis}, "settings": ["data.source=null"]})
+    assert {cell.labels for cell in cells_of(path)} == {("20240101",), ("20240102",)}
+    values = Axis(key="algorithm.name", values=["\U0001f600"]).all_points()
+    assert values[0].settings == ['algorithm.name="\U0001f600"']
+
+
+def test_a_title_over_several_lines_is_published_twice(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    data = yaml.safe_load(STUDY) | {"title": "A small\nstudy\n"}
+    path = study_at(yaml.safe_dump(data, sort_keys=False), **PLAIN, axes={"rate": RATES}, title="Two\nrates\n")
+    for _ in range(2):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
+    assert (tmp_path / "out" / "README.md").read_text().startswith("# A small study (laptop size)\n")
+
+
+def test_a_folder_for_cells_that_cannot_be_written_to_is_refused(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "cells").write_text("")
+    path = study_at(**PLAIN | {"axes": {"rate": RATES}})
+    with raises(ScenarioError, "study.cache", names="cells, where the cells' results are kept, cannot be written to"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
+def test_a_legend_has_every_line_of_every_panel(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    points = [{"label": "_first"}, {"label": "second", "settings": ["rounds=2"]}]
+    figures = [{"kind": "curves", "by": "how", "panels": "rate"}]
+    path = study_at(**PLAIN | {"axes": {"rate": RATES, "how": {"points": points}}, "figures": figures})
+    result = made_up(path, tmp_path, lambda cell: None if cell.labels[0] == "0.2" else {2: 0.4})
+    assert save_figure(result.part.figures[0], result, tmp_path / "figure.svg")
+    assert all(
+        f">{label}<" in (tmp_path / "figure.svg").read_text().replace("> _", ">_") for label in ("_first", "second")
+    )
