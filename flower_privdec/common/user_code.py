@@ -157,7 +157,7 @@ def _import(path: str, where: str) -> ModuleType:
         if error.name is not None and f"{path}.".startswith(f"{error.name}."):
             reason = f"there is no module {error.name}; it must be importable from where the command runs"
             raise ScenarioError(f"{where}: {reason}", code="code.import") from error
-        raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}", code="code.import") from error
+        raise _not_imported(where, path, error) from error
     except SyntaxError as error:
         place = f"{error.filename or path}, line {error.lineno}" if error.lineno else path
         raise ScenarioError(
@@ -169,7 +169,12 @@ def _import(path: str, where: str) -> ModuleType:
             code="code.import",
         ) from error
     except Exception as error:  # a user's module may raise anything
-        raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}", code="code.import") from error
+        raise _not_imported(where, path, error) from error
+
+
+def _not_imported(where: str, path: str, error: Exception) -> ScenarioError:
+    reason = f"{one_line(error)}{last_line_of_users(error)}"
+    return ScenarioError(f"{where}: importing {path} failed: {reason}", code="code.import")
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
+from flower_privdec.common.user_code import last_line_of_users
 from flower_privdec.models import fix_norms, parameter_count, trained
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.tasks.losses import Loss
@@ -463,7 +464,8 @@ class RowKernel(GradientKernel):
             with torch.no_grad():
                 rows = [torch.cat([self._outputs(row, x[part]) for part in parts]) for row in params]
         except RAISED_BY_USERS as error:
-            raise RunError(f"model: its forward fails on the public test set: {reason(error)}") from error
+            place = last_line_of_users(error)
+            raise RunError(f"model: its forward fails on the public test set: {reason(error)}{place}") from error
         self._release()
         return torch.stack(rows)
 

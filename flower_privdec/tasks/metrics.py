@@ -12,7 +12,7 @@ from torch.nn import functional
 from flower_privdec.common.catalogue import METRIC_KINDS, MetricKind
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.common.formatting import one_line
-from flower_privdec.common.user_code import load_own
+from flower_privdec.common.user_code import last_line_of_users, load_own
 from flower_privdec.tasks.losses import Loss
 
 Measure = Callable[[Loss, Tensor, Tensor], Tensor]
@@ -135,7 +135,8 @@ def own_metric(target: str, name: str, kind: MetricKind) -> Metric:
         try:
             values = [float(function(model.clone(), targets.clone())) for model in models]
         except RAISED_BY_USERS as error:  # a user's own function may raise anything
-            raise RunError(f"task.metrics.module={target!r} fails on the public test set: {one_line(error)}") from error
+            failure = f"{one_line(error)}{last_line_of_users(error)}"
+            raise RunError(f"task.metrics.module={target!r} fails on the public test set: {failure}") from error
         return torch.tensor(values, dtype=torch.float64).reshape(outputs.shape[:-2])
 
     return Metric(name, kind, measure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import linecache
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -135,9 +136,12 @@ def test_an_own_algorithm_that_does_not_fit_is_refused_in_one_line(
 
 MODULES = {
     "absent": (None, "there is no module absent; it must be importable from where the command runs"),
-    "needy": ("import no_such_thing\n", "importing needy failed: ModuleNotFoundError: No module named 'no_such_thing'"),
+    "needy": (
+        "import no_such_thing\n",
+        "importing needy failed: ModuleNotFoundError: No module named 'no_such_thing' (",
+    ),
     "torn": ("x = (\n", "torn.py, line 1 is not valid Python"),
-    "angry": ("raise ValueError('one\\ntwo')\n", "importing angry failed: ValueError: one two"),
+    "angry": ("raise ValueError('one\\ntwo')\n", "importing angry failed: ValueError: one two ("),
     "leaving": ("import sys\nsys.exit(3)\n", "importing leaving ends the program"),
     "empty": ("", "empty has no part"),
 }
@@ -174,8 +178,53 @@ def test_a_module_that_cannot_be_had_is_one_line_status_2_and_leaves_nothing(
     assert said.count("\n") == 1
     assert f"{place}.module='{name}:part'" in said
     assert message in said
+    assert f"{name}.py, line 1" in said or name in ("absent", "leaving", "empty")
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == before
     assert name in sys.modules if name == "empty" else name not in sys.modules
+    sys.modules.pop(name, None)
+
+
+FAILS_ON_THE_TEST_SET = {
+    "task.metrics=[{{module: {}:part, better: higher}}]": """
+calls = []
+def part(outputs, targets):
+    calls.append(1)
+    if len(calls) > 1:
+        raise ValueError("late")
+    return 0.5
+""",
+    "model={{module: {}:part}}": """
+import torch
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        if len(x) > 40:
+            raise ValueError("late")
+        return super().forward(x.flatten(1))
+def part():
+    return Net(64, 10)
+""",
+}
+
+
+@pytest.mark.parametrize("setting", FAILS_ON_THE_TEST_SET)
+def test_own_code_that_fails_on_the_test_set_is_named_with_its_line(
+    setting: str,
+    tiny_text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = f"late_{setting[:4]}"
+    (tmp_path / f"{name}.py").write_text(FAILS_ON_THE_TEST_SET[setting])
+    (tmp_path / "s.yaml").write_text(tiny_text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    line = 1 + FAILS_ON_THE_TEST_SET[setting].splitlines().index(
+        next(x for x in FAILS_ON_THE_TEST_SET[setting].splitlines() if "raise" in x)
+    )
+    with pytest.raises(SystemExit):
+        main.main(["run", "s.yaml", "--set", setting.format(name), "--set", "data.test_samples=60"])
+    assert re.search(rf"fails on the public test set: .*late.*{name}\.py, line {line}\)", capsys.readouterr().err)
     sys.modules.pop(name, None)
 
 
@@ -255,6 +304,7 @@ def test_whatever_a_model_does_is_one_line_status_2_and_leaves_nothing(
 
 
 LATE = """\
+import re
 import sys
 from torch import nn
 class Late(nn.Module):
