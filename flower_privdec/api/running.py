@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario
 from flower_privdec.common.errors import ArgumentError, RunError, ScenarioError, called_from_python
-from flower_privdec.common.formatting import NOTHING, epsilon_text, one_line, setting, shown
+from flower_privdec.common.formatting import epsilon_text, one_line, setting, shown
 from flower_privdec.common.user_code import require
 from flower_privdec.core import Algorithm
 from flower_privdec.engine.run import run as run_in_process
@@ -31,10 +31,10 @@ from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import comparison_row, comparison_text, plan_text
 from flower_privdec.reporting.plots import curves_of, draw_bars, draw_budget, draw_curve, drawing, html_of, picture
 from flower_privdec.reporting.run_folder import Result, RunGroup, read_result
-from flower_privdec.reporting.wording import headline, measured
+from flower_privdec.reporting.wording import headline
 from flower_privdec.scenario import Scenario
 from flower_privdec.studies.cells import Cell, cell_key, folder_of, is_finished, missing_cells, run_cells
-from flower_privdec.studies.results import Group
+from flower_privdec.studies.results import Estimate, Group, value_text
 from flower_privdec.studies.spec import Reading, kinds_of, metric
 
 if TYPE_CHECKING:
@@ -437,7 +437,7 @@ class Comparison:
         rows = [
             [row["label"], str(row["runs"]), epsilon_text(row["epsilon"])]
             + [
-                NOTHING if (own := row[name]) is None else measured(own["mean"], {"share": reading.share}, own["std"])
+                value_text(reading, row[name] and Estimate(**row[name]), spread=True)
                 for name, reading in self.metrics.items()
             ]
             for row in self.rows

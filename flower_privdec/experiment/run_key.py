@@ -167,7 +167,7 @@ def _sources(waiting: set[str]) -> Iterator[bytes]:
             continue
         source = path.read_bytes()
         yield name.encode() + source
-        imports = set(_imported(source, name if path.name == "__init__.py" else name.rpartition(".")[0])) - visited
+        imports = _imported(source, name if path.name == "__init__.py" else name.rpartition(".")[0]) - visited
         waiting, visited = waiting | imports, visited | imports
 
 
@@ -190,21 +190,23 @@ def _file(name: str) -> Path | None:
     return Path(origin).resolve() if origin.endswith(".py") and Path(origin).is_file() else None
 
 
-def _imported(source: bytes, package: str) -> Iterator[str]:
-    """Yield the names of all modules that a source may import, also inside functions."""
+@functools.lru_cache(maxsize=1024)
+def _imported(source: bytes, package: str) -> frozenset[str]:
+    """Return the names of all modules that a source may import, also inside functions."""
     try:
         with _PARSING:
             tree = ast.parse(source)
     except (SyntaxError, ValueError):  # one that is named somewhere, and imported never
-        return
+        return frozenset()
+    names = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             base = resolve_name(base, package) if node.level else base
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return frozenset(names)
 
 
 def held_by(module: nn.Module) -> Iterator[bytes]:

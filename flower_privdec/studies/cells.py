@@ -28,17 +28,19 @@ import torch
 from flower_privdec import __version__
 from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError, option
 from flower_privdec.common.files import write_atomically
+from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import Given, raised_at
 from flower_privdec.data.datasets import Examples, check_fit, open_dataset, read_public
 from flower_privdec.experiment.run_key import code_of
 from flower_privdec.scenario import Scenario, anchored, own_parts, parse_scenario, scenario_hash, to_yaml
-from flower_privdec.scenario.loading import read_text
+from flower_privdec.scenario.loading import PATHS, read_text
 from flower_privdec.scenario.sections import PEER
 from flower_privdec.studies.spec import Axis, Part, Point, Size, Study, for_cells, kinds_of, metric
 
-MODEL_FILE = "model.safetensors"
+MODEL_FILES = ("model.safetensors", "scenario.yaml", "summary.json")  # of the run that model.from names
 READ_FILES = ("summary.json", "metrics.jsonl", "scenario.yaml")
-RESULT_FILES = (*READ_FILES, "cell.json", "lock")
+CELL = "cell.json"
+RESULT_FILES = (*READ_FILES, CELL, "lock")
 CACHE = Path("runs") / "cells"
 CHANGED = "a file or a module of yours changed while the study ran; run the same command again"
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -56,6 +58,7 @@ class Cell:
         key: of its scenario, see `cell_key`: cells that share it share one run.
         ignores: places of axes on which it does not depend.
         waits: whether its settings are not all known, for the part that they are chosen in is not finished.
+        own: the settings of its points and cases, without those that are chosen.
     """
 
     part: str
@@ -65,6 +68,7 @@ class Cell:
     key: str
     ignores: frozenset[int] = frozenset()
     waits: bool = False
+    own: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -129,7 +133,8 @@ def expand(
             own = _own_settings(part, source, size, combination, best)
             for seed in repetitions:
                 lines = [*anchored([*common, *own], study.folder), *common_after, *seed]
-                cell = _cell(part, combination, text, base, lines)
+                unchosen = tuple(_own_settings(part, None, size, combination, None))
+                cell = replace(_cell(part, combination, text, base, lines), own=unchosen)
                 cells.append(replace(cell, waits=True, key=f"waits-{cell.key}") if waits else cell)
         _check_rows(part, cells)
         for cell in cells:
@@ -148,7 +153,9 @@ def expand(
                     code="study.unknown-field",
                 )
         for i, figure in enumerate(part.figures):
-            if figure.along == "gradients" and any(cell.scenario.data.batch.size is None for cell in cells):
+            places = [list(part.axes).index(name) for name in figure.where]
+            drawn = [cell for cell in cells if [cell.labels[place] for place in places] == [*figure.where.values()]]
+            if figure.along == "gradients" and any(cell.scenario.data.batch.size is None for cell in drawn):
                 raise ScenarioError(
                     f"part {part.name}, figures.{i}: gradients are counted by data.batch.size, which a cell lacks; "
                     "give it in all cells, or draw along rounds",
@@ -179,18 +186,19 @@ def _check_settings(settings: Sequence[str]) -> None:
 
 
 def _check_labels(cell: Cell, axes: Mapping[str, Axis]) -> None:
-    """Refuse a cell whose scenario has another number than the label of its axis says.
+    """Refuse a cell whose scenario has another value than the label of its axis says.
 
     Raises:
-        ScenarioError: naming the axis, both numbers and the remedy.
+        ScenarioError: naming the axis, both values and the remedy.
     """
     for place, (label, axis) in enumerate(zip(cell.labels, axes.values(), strict=True)):
         if axis.key is None or place in cell.ignores:
             continue
         wanted, has = (axis.values or [])[axis.labels().index(label)], _value_at(cell.scenario, axis.key)
-        if isinstance(has, int | float) and isinstance(wanted, int | float) and has != wanted:
+        plain = isinstance(wanted, int | float | str | None) and isinstance(has, int | float | str | None)
+        if plain and has not in (None, wanted) and tuple(axis.key.split(".")) not in PATHS:
             raise ScenarioError(
-                f"part {cell.part}, cell {', '.join(cell.labels)}: {axis.key}={has} where the label of its axis says "
+                f"part {cell.part}, cell {', '.join(cell.labels)}: {axis.key}={shown(has)} where its axis' label is "
                 f"{label}; a later axis, a case or {option('set', axis.key)} sets it too: leave that out",
                 code="study.label",
             )
@@ -264,8 +272,8 @@ def files_of(scenario: Scenario) -> list[Path]:
     roots = [data.root and data.root.replace(PEER, str(peer)) for peer in range(scenario.n_peers)]
     named = [*dict.fromkeys(roots), data.test, *_graph_and_model(scenario).values()]
     paths = [Path(path) for path in named if path]
-    models = [path / MODEL_FILE for path in paths if (path / MODEL_FILE).is_file()]  # of a run's folder
-    return [path for path in paths if path.is_file()] + models
+    of_runs = [path / name for path in paths for name in MODEL_FILES if (path / MODEL_FILES[0]).is_file()]
+    return [path for path in (*paths, *of_runs) if path.is_file()]
 
 
 def _graph_and_model(scenario: Scenario) -> dict[str, str]:
@@ -297,7 +305,8 @@ def _check_rows(part: Part, cells: Sequence[Cell]) -> None:
         differing = {
             place for place, pair in enumerate(zip(first.labels, cell.labels, strict=True)) if len({*pair}) > 1
         }
-        if differing - (first.ignores & cell.ignores) and part.chosen_in is None:  # a choice may coincide
+        chosen = part.chosen_in is not None and first.own != cell.own  # a choice may be what another row has
+        if differing - (first.ignores & cell.ignores) and not chosen:
             raise ScenarioError(
                 f"part {part.name}: {_row(first)} and {_row(cell)} are one run, so that one of the two rows is not "
                 "what it is called; let their settings differ, or, where a point makes no use of an axis, give it "
@@ -319,13 +328,15 @@ def _row(cell: Cell) -> str:
     return f"'{', '.join(cell.labels)}'"
 
 
-def check_data(cells: Iterable[Cell]) -> None:
-    """Read the public test sets of some cells, and find their training sets, before the first of them runs.
+def check_data(cells: Iterable[Cell], checked: set[str]) -> None:
+    """Read the public test sets of some cells, and the targets of their training sets, before the first of them runs.
+
+    Args:
+        checked: what was read before; what is read now is added.
 
     Raises:
         ScenarioError: naming the cell whose data cannot be read.
     """
-    checked = set[str]()
     for cell in cells:
         section, targets = cell.scenario.data, cell.scenario.task.targets
         named, peers = _graph_and_model(cell.scenario), cell.scenario.n_peers if section.each_its_own else 1
@@ -335,13 +346,14 @@ def check_data(cells: Iterable[Cell]) -> None:
         checked.add(key)
         try:
             for name, path in named.items():
-                if not Path(path).exists():
-                    raise ScenarioError(f"{name}={path} is not there; give a path that is", code="study.no-file")
+                needed = Path(path) / MODEL_FILES[0] if name == "model.from" else Path(path)
+                if not needed.is_file():
+                    raise ScenarioError(f"{name}={path}: {needed} is not there; give what is", code="study.no-file")
             public = read_public(section, cell.scenario.seed_of("data"), targets)
             for peer in range(peers):
                 root = section.root and section.root.replace(PEER, str(peer))
                 split = open_dataset(section, root, targets).train()
-                check_fit(Examples(split.read(slice(0, 1)), torch.from_numpy(split.labels[:1]), ()), public, root)
+                check_fit(Examples(split.read(slice(0, 1)), torch.from_numpy(split.labels), ()), public, root)
         except ScenarioError as error:
             raise ScenarioError(f"{cell.title}: {error}", code=error.code) from error
 
@@ -380,7 +392,7 @@ def make_cache(cache: Path) -> None:
 def is_finished(folder: Path) -> bool:
     """Return whether a cell ran to its end, by this version, and nothing changed since: cell.json is written last."""
     try:
-        facts = json.loads((folder / "cell.json").read_bytes())
+        facts = json.loads((folder / CELL).read_bytes())
         return bool(facts["version"] == __version__ and facts["files"] == _digests(folder))
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -396,8 +408,13 @@ def check_unchanged(cells: Iterable[Cell]) -> None:
     Raises:
         RunError: naming the first such cell.
     """
+    inputs = set[tuple[object, ...]]()
     for cell in cells:
-        if not cell.waits and cell_key(cell.scenario) != cell.key:
+        named = (*map(id, own_parts(cell.scenario, metrics=True)), *files_of(cell.scenario))
+        if cell.waits or not named or named in inputs:
+            continue
+        inputs.add(named)
+        if cell_key(cell.scenario) != cell.key:
             raise RunError(f"{cell.title}: {CHANGED}", code="study.changed")
 
 

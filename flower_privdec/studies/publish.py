@@ -75,6 +75,8 @@ def _value(group: Group, name: str) -> str:
     """Return a metric's mean and spread, or that no run of the group is finished."""
     if group.missing and not group.n_runs:
         return "not run"
+    if group.final(name) is None and group.finals(name):
+        return "no number"
     return value_text(group.metric(name), group.final(name), spread=True)
 
 
@@ -247,10 +249,11 @@ WHOSE = {"paper": "The paper's claim", "us": "Beyond the paper"}
 HOW_JUDGED = (
     "A claim that one mean is larger than another is judged by the 95 % interval of their difference over the seeds "
     "(Welch's t), in brackets where two means are compared: shown where the whole interval is as claimed, contradicted "
-    "where the whole interval has the other sign, not shown where it excludes the claimed size alone, and undecided "
-    "otherwise, as with one seed or a run that diverged. What is claimed to be the best is compared with every other. "
-    "A speed-up or a power of the rounds is read off each seed's own curve. A cell is a combination of the other axes; "
-    "by more than the spread means that the interval is on one side. Comparisons are not corrected for their number."
+    "where it is wholly on the other side (of zero, or of the shortfall that is allowed), not shown where it excludes "
+    "the claimed size but not a smaller one, and undecided otherwise, as with one seed or a run that ends without a "
+    "number. What is claimed to be the best is compared with every other that is not near enough to count. A speed-up "
+    "or a power of the rounds is read off each seed's own curve. A cell is a combination of the other axes; by more "
+    "than the spread means that the interval is on one side. Comparisons are not corrected for their number."
 )
 TWO_EPSILONS = (
     "ε (exact) is the accountant's, for what the run did: unit example, adjacency zero-out. Where there is a column "
@@ -356,17 +359,21 @@ def publish(
     try:
         make_folder(study, size, out)
         for result in results:
-            write_atomically(out / f"table-{result.part.name}.csv", to_csv(result).encode())
+            _write(out / f"table-{result.part.name}.csv", to_csv(result))
             curves = curves_to_csv(result)
             if curves is not None:
-                (out / f"curves-{result.part.name}.csv").write_text(curves, encoding="utf-8")
+                _write(out / f"curves-{result.part.name}.csv", curves)
         written = earlier | {result.part.name: section_of(result, _drawn(result, out)) for result in results}
         text = "\n\n".join([*head, *(written[part.name] for part in study.parts if part.name in written)]) + "\n"
-        write_atomically(out / README, text.encode())
+        _write(out / README, text)
     except OSError as error:
         raise RunError(
             f"{out}: cannot be written ({error}); give another {option('out')}, the cells are kept"
         ) from error
+
+
+def _write(path: Path, text: str) -> None:
+    write_atomically(path.resolve(), text.encode())  # of a link what it leads to
 
 
 def verdict_blocks(check: Check, result: PartResult) -> list[str]:

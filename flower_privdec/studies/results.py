@@ -347,8 +347,8 @@ def criterion(check: Check, result: PartResult) -> str:
         near = f", or at most {check.reach} place from it" if check.reach else ""
         return f"the best {name} at {result.title(check.axis)} {check.label}{near}"
     if isinstance(check, Above):
-        left_out = " and ".join(f"{result.title(n)} {', '.join(labels)}" for n, labels in check.without.items())
-        rest = f", {left_out} left out" if left_out else ""
+        left_out = " or ".join(f"{result.title(n)} {', '.join(labels)}" for n, labels in check.without.items())
+        rest = f", not counting cells with {left_out}" if left_out else ""
         return f"{'lower' if low else 'higher'} {name} than at {_name(result, check.baseline, {})}{rest}"
     if isinstance(check, Slope):
         return f"{name} falling as rounds to the power {check.at_most:g}, or faster, from round {check.first:,} on"
@@ -371,7 +371,8 @@ def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False
         return NOTHING
     mean, std = (None if value is None else float(csv_number(value)) for value in (estimate.mean, estimate.std))
     text = measured(mean, {"share": reading.share}, std if spread else None)
-    return f"{text} ({estimate.diverged} of {estimate.n + estimate.diverged} diverged)" if estimate.diverged else text
+    lost, runs = estimate.diverged, estimate.n + estimate.diverged
+    return f"{text} ({lost} of {runs} without a number)" if lost else text
 
 
 def csv_number(value: float) -> str:
@@ -475,7 +476,7 @@ def _slope(check: Slope, result: PartResult) -> Iterator[Case]:
         group, place = result.at(labels), _name(result, labels, check.where)
         curves = group.curves(check.metric) if group.complete else None
         if curves is None:
-            yield Case(place, Finding.NOT_RUN, NOTHING)
+            yield _without_curves(place, [group])
             continue
         late = curves[0] >= check.first
         rounds, values = curves[0][late], curves[1][:, late]
@@ -490,6 +491,13 @@ def _slope(check: Slope, result: PartResult) -> Iterator[Case]:
         yield Case(place, compare(powers, Estimate(check.at_most, 0.0, 2)), text)
 
 
+def _without_curves(place: str, groups: Sequence[Group]) -> Case:
+    """Return the case of groups some of which lack curves: not run, or of runs that have no number somewhere."""
+    if all(group.complete for group in groups):
+        return Case(place, Finding.UNDECIDED, "a run has no number in some evaluation")
+    return Case(place, Finding.NOT_RUN, NOTHING)
+
+
 def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
     """Compare the rounds that two sizes take to reach a level with the ratio of the sizes."""
     points = sorted(result.axes[check.axis].all_points(), key=lambda point: point.value or 0.0)
@@ -501,7 +509,7 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
         curves = [group.curves(check.metric) if group.complete else None for group in groups]
         complete = [curve for curve in curves if curve is not None]
         if len(complete) < len(points):
-            yield Case(place, Finding.NOT_RUN, NOTHING)
+            yield _without_curves(place, groups)
             continue
         best = [(values.min(axis=1) if low else values.max(axis=1)) for _, values in complete]
         common = float(max(run.max() for run in best) if low else min(run.min() for run in best))  # that all runs reach

@@ -12,6 +12,7 @@ from pathlib import Path
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.studies.cells import (
     CACHE,
+    CELL,
     Cell,
     Choices,
     OnCell,
@@ -106,13 +107,13 @@ def run_and_publish(
     out = out or Path("results") / title
     names = {part.name for part in chosen}
     failed: list[Outcome] = []
-    choices, before = Choices(), None
+    choices, before, checked = Choices(), None, set[str]()
     while choices != before:  # what one part chooses, another runs
         cells = expand(study, base, size, study.parts, settings, choices)
         tried = {outcome.cell.key for outcome in failed}
         missing = missing_cells([cell for cell in cells if cell.part in names], cache) if jobs else []
         to_run = [cell for cell in missing if not cell.waits and cell.key not in tried]
-        check_data(missing)
+        check_data(missing, checked)
         make_folder(study, size, out)
         if to_run:
             make_cache(cache)
@@ -123,9 +124,13 @@ def run_and_publish(
     results = [collect(part, size, cells, cache) for part in study.parts]
     shown = [result for result in results if result.part.name in names or result.complete]
     if not failed and not any(group.runs for result in shown for group in result.groups):
+        stale = sum((folder_of(cache, key) / CELL).is_file() for key in {cell.key for cell in cells})
+        remedy = "run the study in the folder of its cells, or with --jobs 1"
+        if stale:
+            remedy = f"{stale} cells there are of another version, or were changed; run them again, with --jobs 1"
         raise ScenarioError(
             f"no run of study {study.name} is finished in {cache}, where its cells are: nothing is published to {out}; "
-            "run the study in the folder of its cells, or with --jobs 1",
+            f"{remedy}",
             code="study.nothing-finished",
         )
     parts = [] if len(shown) == len(study.parts) else [result.part.name for result in shown]

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,14 +40,14 @@ def _one_line(text: str) -> str:
 
 
 def _plain(label: str) -> str:
-    if not label.isprintable():
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in label):
         raise ValueError(f"{json.dumps(label)} must be one line of text: it is a cell of a table")
     return label
 
 
 def _no_headings(lines: list[str]) -> list[str]:
     for line in lines:
-        if re.search(r"(?m)^#", line):
+        if re.search(r"(?m)^#{1,6}\s", line):
             raise ValueError(f"{json.dumps(line[:40])} has a line that begins with #, a heading of the page: reword it")
     return lines
 
@@ -347,7 +348,7 @@ class Part(TitledSection):
         checks: the claim as conditions on the means.
     """
 
-    claim: str | None = None
+    claim: Title | None = None
     asks: Literal["paper", "us"] = "paper"
     sizes: Annotated[dict[str, PartSize], Field(default_factory=dict)]
     axes: Annotated[dict[str, Axis], Field(min_length=1)]
@@ -379,7 +380,7 @@ class Part(TitledSection):
         for name in self.best_over:
             if name in used:
                 raise ValueError(f"best_over: axis '{name}' is chosen from; figures, pivot and checks cannot name it")
-        for axes in map(self.axes_at, (None, *self.sizes)):
+        for size, axes in ((size, self.axes_at(size)) for size in (None, *self.sizes)):
             for (one, first), (other, second) in itertools.combinations(axes.items(), 2):
                 if first.key is not None and second.key is not None and _overlap(first.key, second.key):
                     raise ValueError(
@@ -403,12 +404,15 @@ class Part(TitledSection):
                 if isinstance(check, Best):
                     labels.append((check.axis, check.label))
                 elif isinstance(check, Ordered):
+                    if len(set(check.order or [])) < len(check.order or []):
+                        raise ValueError(f"{key}: the labels of its order must differ, not {check.order}")
                     labels += [(check.axis, label) for label in check.order or []]
                 _check_labels(key, labels, axes)
                 if isinstance(check, Speedup) and any((p.value or 0) <= 0 for p in axes[check.axis].all_points()):
                     raise ValueError(f"{key}: speedup needs a value > 0 (n) at every point of axis {check.axis}")
                 if not _has_comparison(check, axes):
-                    raise ValueError(f"{key}: it compares nothing, for the axes have no other point; leave it out")
+                    at = f" at the size {size}" if size else ""
+                    raise ValueError(f"{key}: it compares nothing{at}, for the axes have no other point; give them one")
 
     def all_metrics(self) -> dict[str, str]:
         """Return every metric that it names, by the key that names it."""
@@ -465,7 +469,7 @@ class Study(TitledSection):
         parts: the questions.
     """
 
-    paper: str | None = None
+    paper: Title | None = None
     base: str
     seeds: Seeds | None = None
     sizes: Annotated[dict[Name, Size], Field(default_factory=dict)]

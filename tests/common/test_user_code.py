@@ -25,7 +25,7 @@ from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.user_code import load_own, only_from
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement, Experiment
-from flower_privdec.experiment.run_key import code_of
+from flower_privdec.experiment.run_key import _imported, code_of
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
@@ -304,7 +304,6 @@ def test_whatever_a_model_does_is_one_line_status_2_and_leaves_nothing(
 
 
 LATE = """\
-import re
 import sys
 from torch import nn
 class Late(nn.Module):
@@ -412,6 +411,7 @@ def test_the_code_of_a_base_class_counts_too() -> None:
 def test_threads_do_not_parse_source_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPython 3.11 fails with "AST constructor recursion depth mismatch" where two threads parse at once."""
     inside, most, parse = [], [], ast.parse
+    _imported.cache_clear()
 
     def slow_parse(source: Any, *settings: Any) -> ast.AST:
         inside.append(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import html
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -170,6 +171,13 @@ def test_the_studies_that_draw_other_numbers_on_another_machine_are_those_that_t
         if not all(cell.scenario.compute.generator == "comparable" for cell in cells):
             others.add(study.name)
     assert others == set(re.findall(r"`([\w-]+)`", sentence[1]))
+
+
+def test_every_figure_of_a_results_page_has_the_title_that_the_page_gives_it() -> None:
+    for readme in (ROOT / "results").glob("*/README.md"):
+        for title, file in re.findall(r"(?m)^!\[(.*)\]\((.*)\)$", readme.read_text(encoding="utf-8")):
+            drawn = html.unescape((readme.parent / file).read_text(encoding="utf-8"))
+            assert f">{title}<" in drawn, f"{readme.parent.name}/{file}: {title}"
 
 
 def test_a_value_reads_the_same_from_a_run_and_from_its_csv_table() -> None:

@@ -631,6 +631,21 @@ def test_speedup_compares_rounds_to_a_level_with_the_ratio_of_values(
     assert "80 and 40 rounds to test loss 0.500" in second.cases[0].numbers
 
 
+def test_curves_with_a_gap_decide_nothing(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    checks = [{"kind": "speedup", "axis": "peers"}, {"kind": "slope", "metric": "loss", "at_most": -1, "first": 1}]
+    points = [{"label": str(n), "value": n, "settings": [f"n_peers={n}"]} for n in (2, 4)]
+    path = study_at(axes={"peers": {"points": points}}, checks=checks, figures=[], pivot=None)
+    made_up(path, tmp_path, lambda _: {2: 2.0, 4: 0.5})
+    metrics = folder_of(tmp_path, cells_of(path)[0].key) / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines[0]["loss"] = {"mean_model": None}
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    finish(metrics.parent)
+    speedup, slope = verdicts(collect(part_of(path), "laptop", cells_of(path), tmp_path))
+    assert [case.outcome for case in speedup.cases] == [Finding.UNDECIDED]
+    assert slope.cases[0].outcome is Finding.UNDECIDED
+
+
 def test_a_slope_is_that_of_the_logarithms_from_a_round_on(study_at: Callable[..., Path], tmp_path: Path) -> None:
     checks = [{"kind": "slope", "at_most": -0.9, "first": 10, "metric": "loss"}]
     powers = {("1", "push-sum"): -1.0, ("3", "push-sum"): -0.8}
@@ -1091,13 +1106,13 @@ def test_workers_end_when_their_study_is_killed(tmp_path: Path) -> None:
 PLAIN: dict[str, object] = {"figures": [], "pivot": None, "checks": [], "fields": []}
 RATES = {"key": "algorithm.learning_rate", "values": [0.1, 0.2]}
 ONE = {**RATES, "values": [0.1]}
-ORDERED = {"kind": "ordered", "axis": "rate"}
+ORDERED: dict[str, object] = {"kind": "ordered", "axis": "rate"}
 ABOVE: dict[str, object] = {"kind": "above", "baseline": {"rate": "0.1"}}
 SECTION = "algorithm={name: privsgp, learning_rate: 3}"
 
 
-def test_a_run_that_ends_without_a_number_has_diverged(study_at: Callable[..., Path], tmp_path: Path) -> None:
-    """It is no earlier value, and no seed that is not there: the table says so, and the claim is undecided."""
+def test_a_run_that_ends_without_a_number_counts_as_one(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    """It is no earlier value, and no seed that is gone: the table says so, and the claim is undecided."""
     checks = [{"kind": "ordered", "axis": "rate"}]
     path = study_at(**PLAIN | {"axes": {"rate": RATES}, "checks": checks})
 
@@ -1112,7 +1127,7 @@ def test_a_run_that_ends_without_a_number_has_diverged(study_at: Callable[..., P
         finish(metrics.parent)
     result = collect(part_of(path), "laptop", cells_of(path), tmp_path)
     assert [group.final("accuracy").diverged for group in result.groups] == [0, 1]  # type: ignore[union-attr]
-    assert row(result, result.groups[1])[1] == "71.0 % (1 of 2 diverged)"
+    assert row(result, result.groups[1])[1] == "71.0 % (1 of 2 without a number)"
     assert [line["accuracy_by_seed"] for line in csv.DictReader(StringIO(to_csv(result)))] == ["0.61 0.62", "0.71 nan"]
     assert [case.outcome for case in verdicts(result)[0].cases] == [Finding.UNDECIDED]
 
@@ -1148,6 +1163,9 @@ def test_a_choice_that_is_another_row_is_published_as_both(study_at: Callable[..
     results = run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
     chosen, *others = [group.final("accuracy") for group in results[1].groups]
     assert chosen in others
+    data["parts"][1]["axes"]["how"]["points"] = [{"label": "tuned"}, {"label": "the same"}]
+    with raises(ScenarioError, "study.one-run"):
+        cells_of(study_at(yaml.safe_dump(data, sort_keys=False)))
 
 
 def test_a_changed_file_makes_other_cells(study_at: Callable[..., Path], tmp_path: Path) -> None:
@@ -1159,7 +1177,7 @@ def test_a_changed_file_makes_other_cells(study_at: Callable[..., Path], tmp_pat
     (tmp_path / "ring.txt").write_text("0 1\n1 2\n2 3\n3 0\n0 2\n")
     assert first.isdisjoint(cell.key for cell in cells_of(path))
     (tmp_path / "ring.txt").unlink()
-    with raises(ScenarioError, "study.no-file", names=r"topology\.file=.*ring\.txt is not there"):
+    with raises(ScenarioError, "study.no-file", names=r"topology\.file=.*: .*ring\.txt is not there"):
         run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
     assert not (tmp_path / "cells").exists()
 
@@ -1246,6 +1264,10 @@ def test_seeds_that_change_nothing_are_refused_wherever_they_are_set(study_at: C
         ({"axes": {"rate": RATES}, "cases": [{"where": {"rate": "0.1"}, "settings": ["algorithm.learning_rate=7"]}]},
             [], "study.label"),
         ({"axes": {"rate": {**RATES, "values": [1]}}}, ["algorithm.learning_rate=9"], "study.label"),
+        ({"axes": {"name": {"key": "algorithm.name", "values": ["privsgp", "sgp"]}}, "cases": [{"where": {"name":
+            "privsgp"}, "settings": ["algorithm.name=local"]}]}, [], "study.label"),
+        ({"axes": {"n": {"key": "data.samples", "values": [None, 100]}}, "cases": [{"where": {"n": "None"}, "settings":
+            ["data.samples=150"]}]}, [], "study.label"),
         ({"axes": {"rate": RATES}}, ["seed=77"], "study.set"),
         ({"axes": {"rate": RATES}}, ["name=mine"], "study.set"),
         ({"axes": {"rate": RATES, "b": {"key": "data.batch.rate", "values": [0.25]}}, "settings":
@@ -1267,6 +1289,7 @@ def test_what_would_not_be_what_it_is_called_is_refused(
         ({"checks": [{"kind": "best", "axis": "rate", "label": "0.1", "reach": 1}]}, "compares nothing"),
         ({"checks": [ABOVE | {"without": {"rate": ["0.2"]}}]}, "compares nothing"),
         ({"checks": [ABOVE | {"without": {"b": ["0.2"]}}]}, "one of the baseline's"),
+        ({"checks": [ORDERED | {"order": ["0.1", "0.1"]}]}, "must differ"),
         ({"figures": [{"kind": "final", "x": "rate", "by": "rate"}]}, "must differ"),
         ({"figures": [{"kind": "final", "x": "rate", "where": {"rate": "0.1"}}]}, "must differ"),
         ({"pivot": {"rows": "rate", "columns": "rate"}}, "must differ"),
@@ -1301,12 +1324,15 @@ def test_numbers_that_differ_have_labels_that_differ_and_any_text_is_a_value(stu
     assert values[0].settings == ['algorithm.name="\U0001f600"']
 
 
-def test_a_title_over_several_lines_is_published_twice(study_at: Callable[..., Path], tmp_path: Path) -> None:
-    data = yaml.safe_load(STUDY) | {"title": "A small\nstudy\n"}
-    path = study_at(yaml.safe_dump(data, sort_keys=False), **PLAIN, axes={"rate": RATES}, title="Two\nrates\n")
+def test_texts_of_several_lines_are_published_twice(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    data = yaml.safe_load(STUDY) | {"title": "A small\nstudy\n", "paper": "Nobody.\n\n## At all\n"}
+    texts = {"title": "Two\nrates\n", "claim": "One.\n\n## Two\n"}
+    path = study_at(yaml.safe_dump(data, sort_keys=False), **PLAIN | {"axes": {"rate": RATES}} | texts)
     for _ in range(2):
         run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
-    assert (tmp_path / "out" / "README.md").read_text().startswith("# A small study (laptop size)\n")
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert readme.startswith("# A small study (laptop size)\n")
+    assert re.findall("(?m)^## .*", readme) == ["## Two rates"]
 
 
 def test_a_folder_for_cells_that_cannot_be_written_to_is_refused(study_at: Callable[..., Path], tmp_path: Path) -> None:

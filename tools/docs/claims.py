@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import html
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -209,20 +210,35 @@ def _measured(check: Check, result: PartResult) -> str:
 
 
 def up_to_date(readme: str, study: Study, size: str, folder: Path, parts: list[PartResult]) -> str:
-    """Return a results' README as the study and the tables have it; what made the results stays."""
+    """Return a results' README as the study and the tables have it; what made the results, and what failed, stays.
+
+    Raises:
+        ValueError: a part has a table, and no section of its heading.
+    """
     head, *sections = re.split(r"(?m)^(?=## )", readme)
 
     def made_in(text: str) -> list[str]:
         return [line for line in text.splitlines() if line.startswith(MADE_BY)]
 
     made = {section.partition("\n")[0]: made_in(section) for section in sections}
+    links = {file: link for link, file in re.findall(r"(?m)^(!\[.*\]\((.*)\))$", readme)}
+
+    def link(result: PartResult, i: int) -> str:
+        """Return the link to a figure, with its own title where the study has another since."""
+        file, now = figure_name(result.part, i), figure_link(result, i)
+        title = now[2:].partition("](")[0]
+        return now if f">{title}<" in html.unescape((folder / file).read_text(encoding="utf-8")) else links[file]
+
     scope = (f"{ONE_DATA_SET} {EACH_ALONE}" if ONE_DATA_SET in head else EACH_ALONE) if "ε stands alone" in head else ""
     blocks = head_of(study, size, made_in(head), scope, any(result.part.checks for result in parts))
+    blocks += re.findall(r"(?m)^\*\*\d+ runs failed:\*\*\n\n(?:- .*\n)+", head)
     for result in parts:
         judged = dataclasses.replace(result, part=result.part.model_copy(update={"checks": _judged(result)}))
         figures = range(len(result.part.figures))
-        links = [figure_link(result, i) for i in figures if (folder / figure_name(result.part, i)).is_file()]
-        blocks.append(section_of(judged, links, "\n\n".join(made[f"## {result.part.heading}"])))
+        if f"## {result.part.heading}" not in made:
+            raise ValueError(f"{folder.name}: table-{result.part.name}.csv has no section '{result.part.heading}'")
+        shown = [link(result, i) for i in figures if (folder / figure_name(result.part, i)).is_file()]
+        blocks.append(section_of(judged, shown, "\n\n".join(made[f"## {result.part.heading}"])))
     return "\n\n".join(blocks) + "\n"
 
 
