@@ -16,7 +16,7 @@ from flower_privdec.studies.cells import expand
 from flower_privdec.studies.results import Estimate, Finding, judge, value_text
 from flower_privdec.studies.runner import run_and_publish
 from flower_privdec.studies.spec import Reading
-from tools.docs import claims
+from tools.docs import claims, repeat
 from tools.docs.union import union
 
 
@@ -70,6 +70,19 @@ def test_two_publications_of_a_study_are_one_with_the_rows_of_both(tmp_path: Pat
     table.write_text(table.read_text().replace(",2\n", ",7\n"))
     assert union(str(path), folders[3], [folders[1], folders[0]]) == {"replaced": 1}
     assert "| a | " in (folders[3] / "README.md").read_text()
+
+
+def test_drawn_rows_are_run_again_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base.yaml").write_text(BASE)
+    path, out = tmp_path / "study.yaml", tmp_path / "results"
+    path.write_text(STUDY.replace("POINTS", ", ".join(POINTS)))
+    run_and_publish(str(path), lambda *_: nullcontext(lambda _: None), out=out, jobs=1, cache=tmp_path / "cells")
+    assert repeat.main([str(out), "--rows", "4"]) == 0
+    assert capsys.readouterr().out.endswith("8 of 8 numbers are those of the table\n")
+    table = out / "table-main.csv"
+    table.write_text(re.sub(r"(?m)^(a,\S+?,\S+?),\S+", r"\1,0.1 0.2", table.read_text()))
+    assert repeat.main([str(out), "--rows", "6"]) == 1
+    assert "IS NOT" in capsys.readouterr().out
 
 
 def comparison(name: str) -> dict[tuple[str, ...], str]:
