@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ from flower_privdec.studies.spec import Axis, Part, Point, Size, Study, for_cell
 
 MODEL_FILES = ("model.safetensors", "scenario.yaml", "summary.json")  # of the run that model.from names
 READ_FILES = ("summary.json", "metrics.jsonl", "scenario.yaml")
-CELL = "cell.json"
+CELL, INPUTS = "cell.json", "inputs.json"
 RESULT_FILES = (*READ_FILES, CELL, "lock")
 CACHE = Path("runs") / "cells"
 CHANGED = "a file or a module of yours changed while the study ran; run the same command again"
@@ -255,42 +254,33 @@ def cell_key(scenario: Scenario) -> str:
         ScenarioError: a part cannot be loaded.
     """
     key, parts = scenario_hash(scenario, movable=False), own_parts(scenario, metrics=True)
-    contents = [_content(path, *_stamp(path)) for path in files_of(scenario)]
-    if not parts and not contents:
+    if not parts:
         return key
     digest = hashlib.sha256(key.encode())
     targets = [part.target.encode() for part in parts if isinstance(part, Given)]
     code = code_of([part for part in parts if not isinstance(part, Given)])
-    for item in (*code, *targets, *contents):
+    for item in (*code, *targets):
         digest.update(len(item).to_bytes(8, "little") + item)
     return digest.hexdigest()
 
 
-def files_of(scenario: Scenario) -> list[Path]:
-    """Return the files that a scenario names and that decide its results: data, graph and first parameters."""
+def stamps_of(scenario: Scenario) -> dict[str, int]:
+    """Return when the files that a scenario names were last written, in ns: data, graph and first parameters.
+
+    Times, and no hashes, by which a reader of the cells could test guesses of private data.
+    """
     data = scenario.data
     roots = [data.root and data.root.replace(PEER, str(peer)) for peer in range(scenario.n_peers)]
     named = [*dict.fromkeys(roots), data.test, *_graph_and_model(scenario).values()]
     paths = [Path(path) for path in named if path]
     of_runs = [path / name for path in paths for name in MODEL_FILES if (path / MODEL_FILES[0]).is_file()]
-    return [path for path in (*paths, *of_runs) if path.is_file()]
+    return {str(path): path.stat().st_mtime_ns for path in (*paths, *of_runs) if path.is_file()}
 
 
 def _graph_and_model(scenario: Scenario) -> dict[str, str]:
     """Return the paths of the graph and of the first parameters, by the keys that name them."""
     named = {"topology.file": getattr(scenario.topology, "file", None), "model.from": scenario.model.origin}
     return {key: path for key, path in named.items() if path}
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-@cache
-def _content(path: Path, size: int, changed: int) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _check_rows(part: Part, cells: Sequence[Cell]) -> None:
@@ -393,8 +383,9 @@ def is_finished(folder: Path) -> bool:
     """Return whether a cell ran to its end, by this version, and nothing changed since: cell.json is written last."""
     try:
         facts = json.loads((folder / CELL).read_bytes())
-        return bool(facts["version"] == __version__ and facts["files"] == _digests(folder))
-    except (OSError, ValueError, KeyError, TypeError):
+        same = all(Path(path).stat().st_mtime_ns == written for path, written in facts["inputs"].items())
+        return bool(same and facts["version"] == __version__ and facts["files"] == _digests(folder))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -403,17 +394,17 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def check_unchanged(cells: Iterable[Cell]) -> None:
-    """Refuse to go on where a user's file or module is no longer what it was when the cells were made.
+    """Refuse to go on where a user's module is no longer what it was when the cells were made.
 
     Raises:
         RunError: naming the first such cell.
     """
-    inputs = set[tuple[object, ...]]()
+    checked = set[tuple[int, ...]]()
     for cell in cells:
-        named = (*map(id, own_parts(cell.scenario, metrics=True)), *files_of(cell.scenario))
-        if cell.waits or not named or named in inputs:
+        parts = tuple(map(id, own_parts(cell.scenario, metrics=True)))
+        if cell.waits or not parts or parts in checked:
             continue
-        inputs.add(named)
+        checked.add(parts)
         if cell_key(cell.scenario) != cell.key:
             raise RunError(f"{cell.title}: {CHANGED}", code="study.changed")
 
@@ -435,15 +426,24 @@ def run_cell(text: str, folder: Path) -> None:
         scenario = parse_scenario(text)
         if folder != folder_of(folder.parent, cell_key(scenario)):
             raise RunError(CHANGED, code="study.changed")
-        resume = (folder / "checkpoint").exists()
+        stamps = stamps_of(scenario)
+        inputs = json.dumps(stamps).encode()
+        resume = (folder / "checkpoint").exists() and _read(folder / INPUTS) == inputs
         if not resume:
-            _clear(folder, {"lock"})  # files of a run that ended before its first checkpoint
+            _clear(folder, {"lock"})  # files of a run that ended before its first checkpoint, or on other data
+            write_atomically(folder / INPUTS, inputs)
         run(Experiment.build(scenario), folder, resume=resume, lean=True, workers=1)
+        if stamps_of(scenario) != stamps:
+            raise RunError(CHANGED, code="study.changed")
         (folder / "checkpoint").unlink(missing_ok=True)  # first: it would resume what is cleared below
         _clear(folder, set(RESULT_FILES))
         seconds = round(time.process_time() - began, 1)
-        facts = {"seconds": seconds, "version": __version__, "files": _digests(folder)}
-        write_atomically(folder / "cell.json", json.dumps(facts).encode())
+        facts = {"seconds": seconds, "version": __version__, "inputs": stamps, "files": _digests(folder)}
+        write_atomically(folder / CELL, json.dumps(facts).encode())
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _clear(folder: Path, keep: set[str]) -> None:

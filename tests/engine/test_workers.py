@@ -417,7 +417,14 @@ def test_a_study_runs_its_cells_in_one_process_each(tmp_path, monkeypatch):
     from flower_privdec.studies import cells
 
     seen = {}
-    monkeypatch.setattr("flower_privdec.engine.run.run", lambda *_, **given: seen.update(given))
-    cells.run_cell(TINY, tmp_path / "cell")
+
+    def run(_experiment, out, **given):
+        seen.update(given)
+        for name in cells.READ_FILES:
+            (out / name).write_text("")
+
+    monkeypatch.setattr("flower_privdec.engine.run.run", run)
+    folder = cells.folder_of(tmp_path, cells.cell_key(parse_scenario(TINY)))
+    cells.run_cell(TINY, folder)
     assert seen["workers"] == 1
-    assert json.loads((tmp_path / "cell" / "cell.json").read_text())["seconds"] >= 0
+    assert json.loads((folder / "cell.json").read_text())["seconds"] >= 0

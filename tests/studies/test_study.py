@@ -7,6 +7,7 @@ import importlib
 import json
 import linecache
 import math
+import os
 import re
 import shlex
 import shutil
@@ -40,7 +41,7 @@ from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.loading import shipped
-from flower_privdec.studies.cells import Cell, Outcome, _digests, expand, folder_of, missing_cells, run_cells
+from flower_privdec.studies.cells import Cell, Outcome, _digests, expand, folder_of, missing_cells, run_cell, run_cells
 from flower_privdec.studies.publish import _draw_panel, budgets_text, columns, publish, row, save_figure, to_csv
 from flower_privdec.studies.results import Estimate, Finding, PartResult, Verdict, collect, compare, difference, judge
 from flower_privdec.studies.runner import choices_of, run_and_publish
@@ -122,7 +123,8 @@ def fake_run(cache: Path, cell: Cell, curve: dict[int, float], **privacy: object
 
 def finish(folder: Path) -> None:
     """Let a cell's files be those of a finished run."""
-    (folder / "cell.json").write_text(json.dumps({"seconds": 2.0, "version": __version__, "files": _digests(folder)}))
+    facts = {"seconds": 2.0, "version": __version__, "inputs": {}, "files": _digests(folder)}
+    (folder / "cell.json").write_text(json.dumps(facts))
 
 
 def made_up(path: Path, cache: Path, value: Callable[[Cell], dict[int, float] | None], **privacy: object) -> PartResult:
@@ -1168,18 +1170,59 @@ def test_a_choice_that_is_another_row_is_published_as_both(study_at: Callable[..
         cells_of(study_at(yaml.safe_dump(data, sort_keys=False)))
 
 
-def test_a_changed_file_makes_other_cells(study_at: Callable[..., Path], tmp_path: Path) -> None:
-    (tmp_path / "ring.txt").write_text("0 1\n1 2\n2 3\n3 0\n")
-    settings = ["topology={name: edge-list, file: ring.txt}", "algorithm={name: dp2-sgd, learning_rate: 0.1}"]
+def test_cells_run_again_when_a_file_that_they_name_was_written_again(
+    study_at: Callable[..., Path], tmp_path: Path
+) -> None:
+    """By its time: no name of a cell depends on what data hold."""
+    graph, cache = tmp_path / "ring.txt", tmp_path / "cells"
+    graph.write_text("0 1\n1 2\n2 3\n3 0\n")
+    settings = ["topology={name: edge-list, file: ring.txt}"]
     path = study_at(**PLAIN | {"axes": {"rate": RATES}, "settings": settings})
-    first = {cell.key for cell in cells_of(path)}
-    assert {cell.key for cell in cells_of(path)} == first
-    (tmp_path / "ring.txt").write_text("0 1\n1 2\n2 3\n3 0\n0 2\n")
-    assert first.isdisjoint(cell.key for cell in cells_of(path))
-    (tmp_path / "ring.txt").unlink()
+    run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
+    keys, table = [cell.key for cell in cells_of(path)], (tmp_path / "out" / "table-main.csv").read_text()
+    assert missing_cells(cells_of(path), cache) == []
+    graph.write_text("0 1\n1 2\n2 3\n3 0\n0 2\n")
+    os.utime(graph, ns=(1, 1))
+    assert [cell.key for cell in cells_of(path)] == keys
+    assert len(missing_cells(cells_of(path), cache)) == 4
+    run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
+    assert (tmp_path / "out" / "table-main.csv").read_text() != table
+    graph.unlink()
     with raises(ScenarioError, "study.no-file", names=r"topology\.file=.*: .*ring\.txt is not there"):
-        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
-    assert not (tmp_path / "cells").exists()
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
+
+
+def test_a_cell_begins_again_where_its_data_changed_after_its_checkpoint(
+    study_at: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one whose data change while it runs is not kept."""
+    from flower_privdec.engine import run as engine
+
+    graph = tmp_path / "ring.txt"
+    graph.write_text("0 1\n1 2\n2 3\n3 0\n")
+    settings = ["topology={name: edge-list, file: ring.txt}"]
+    (cell, *_) = cells_of(study_at(**PLAIN | {"axes": {"rate": ONE}, "settings": settings}))
+    folder, seen = folder_of(tmp_path / "cells", cell.key), list[bool]()
+
+    def interrupted(_: object, out: Path, *, resume: bool, **options: object) -> None:
+        seen.append(resume)
+        (out / "checkpoint").write_text("")
+        raise KeyboardInterrupt
+
+    def whole(_: object, out: Path, *, resume: bool, **options: object) -> None:
+        seen.append(resume)
+        os.utime(graph, ns=(9, 9))
+
+    monkeypatch.setattr(engine, "run", interrupted)
+    for written in (1, 1, 2):
+        os.utime(graph, ns=(written, written))
+        with pytest.raises(KeyboardInterrupt):
+            run_cell(to_yaml(cell.scenario), folder)
+    assert seen == [False, True, False]
+    monkeypatch.setattr(engine, "run", whole)
+    with raises(RunError, "study.changed"):
+        run_cell(to_yaml(cell.scenario), folder)
+    assert not (folder / "cell.json").exists()
 
 
 def test_a_missing_file_of_one_peer_is_found_before_the_first_cell(
