@@ -265,21 +265,22 @@ def cell_key(scenario: Scenario) -> str:
 
 
 def stamps_of(scenario: Scenario) -> dict[str, int]:
-    """Return when the files that a scenario names were last written, in ns: data, graph and first parameters.
+    """Return when the files that a scenario names were last written, in ns: data, graphs, first parameters.
 
     Times, and no hashes, by which a reader of the cells could test guesses of private data.
     """
     data = scenario.data
     roots = [data.root and data.root.replace(PEER, str(peer)) for peer in range(scenario.n_peers)]
-    named = [*dict.fromkeys(roots), data.test, *_graph_and_model(scenario).values()]
+    named = [*dict.fromkeys(roots), data.test, *_graphs_and_model(scenario).values()]
     paths = [Path(path) for path in named if path]
     of_runs = [path / name for path in paths for name in MODEL_FILES if (path / MODEL_FILES[0]).is_file()]
     return {str(path): path.stat().st_mtime_ns for path in (*paths, *of_runs) if path.is_file()}
 
 
-def _graph_and_model(scenario: Scenario) -> dict[str, str]:
-    """Return the paths of the graph and of the first parameters, by the keys that name them."""
-    named = {"topology.file": getattr(scenario.topology, "file", None), "model.from": scenario.model.origin}
+def _graphs_and_model(scenario: Scenario) -> dict[str, str]:
+    """Return the paths of graphs and of the first parameters, by the keys that name them."""
+    named = {key: _value_at(scenario, key) for key in ("topology.file", "privacy.noise.secrets.file")}
+    named["model.from"] = scenario.model.origin
     return {key: path for key, path in named.items() if path}
 
 
@@ -329,7 +330,7 @@ def check_data(cells: Iterable[Cell], checked: set[str]) -> None:
     """
     for cell in cells:
         section, targets = cell.scenario.data, cell.scenario.task.targets
-        named, peers = _graph_and_model(cell.scenario), cell.scenario.n_peers if section.each_its_own else 1
+        named, peers = _graphs_and_model(cell.scenario), cell.scenario.n_peers if section.each_its_own else 1
         key = f"{section.model_dump_json(exclude={'batch', 'partition', 'samples'})} {targets} {named} {peers}"
         if key in checked:
             continue

@@ -153,19 +153,19 @@ def test_figures_of_the_page_are_those_of_the_results_beside_them() -> None:
     Two figures one over the other stand in one line there.
     """
     text, of_results = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8"), 0
-    figures, known = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)(?! points)"), list[set[str]]()
+    figures, linked = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)(?! points)"), list[set[str]]()
     for block in re.split(r"\n\n|\n(?=[|-] )", text.partition("## Results in the laptop size")[2]):
         links = re.findall(r"\]\(([^)#]+\.md)", block)
         if not links and not block.startswith("|"):
             continue
         if any("results/" in link for link in links):
-            known, of_results = [], of_results + 1
+            linked, of_results = [], of_results + 1
         for link in links:
             page = (ROOT / "docs" / link).read_text(encoding="utf-8")
-            known += [set(figures.findall(line)) for line in page.splitlines()]
-        assert not set(figures.findall(block)) - set[str]().union(*known), block[:80]
+            linked += [set(figures.findall(line)) for line in page.splitlines()]
+        assert not set(figures.findall(block)) - set[str]().union(*linked), block[:80]
         for two in re.findall(r"(\d+\.\d+) over (\d+\.\d+)", block):
-            assert any(set(two) <= line for line in known), f"{block[:80]}: {' over '.join(two)}"
+            assert any(set(two) <= line for line in linked), f"{block[:80]}: {' over '.join(two)}"
     assert of_results >= 12
 
 

@@ -41,7 +41,17 @@ from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.loading import shipped
-from flower_privdec.studies.cells import Cell, Outcome, _digests, expand, folder_of, missing_cells, run_cell, run_cells
+from flower_privdec.studies.cells import (
+    Cell,
+    Outcome,
+    _digests,
+    expand,
+    folder_of,
+    missing_cells,
+    run_cell,
+    run_cells,
+    stamps_of,
+)
 from flower_privdec.studies.publish import _draw_panel, budgets_text, columns, publish, row, save_figure, to_csv
 from flower_privdec.studies.results import Estimate, Finding, PartResult, Verdict, collect, compare, difference, judge
 from flower_privdec.studies.runner import choices_of, run_and_publish
@@ -1179,6 +1189,10 @@ def test_cells_run_again_when_a_file_that_they_name_was_written_again(
     settings = ["topology={name: edge-list, file: ring.txt}"]
     path = study_at(**PLAIN | {"axes": {"rate": RATES}, "settings": settings})
     run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
+    secrets = "privacy.noise={kind: cancelling, colluding: 0, secrets: {name: edge-list, file: ring.txt}}"
+    (cell, *_) = cells_of(study_at(**PLAIN | {"axes": {"rate": RATES}, "settings": [secrets]}))
+    assert list(stamps_of(cell.scenario)) == [str(graph)]
+    path = study_at(**PLAIN | {"axes": {"rate": RATES}, "settings": settings})
     keys, table = [cell.key for cell in cells_of(path)], (tmp_path / "out" / "table-main.csv").read_text()
     assert missing_cells(cells_of(path), cache) == []
     graph.write_text("0 1\n1 2\n2 3\n3 0\n0 2\n")
@@ -1368,7 +1382,7 @@ def test_numbers_that_differ_have_labels_that_differ_and_any_text_is_a_value(stu
 
 
 def test_texts_of_several_lines_are_published_twice(study_at: Callable[..., Path], tmp_path: Path) -> None:
-    data = yaml.safe_load(STUDY) | {"title": "A small\nstudy\n", "paper": "Nobody.\n\n## At all\n"}
+    data = yaml.safe_load(STUDY) | {"title": "A small\nstudy\n", "paper": "A paper.\n\n## A section\n"}
     texts = {"title": "Two\nrates\n", "claim": "One.\n\n## Two\n"}
     path = study_at(yaml.safe_dump(data, sort_keys=False), **PLAIN | {"axes": {"rate": RATES}} | texts)
     for _ in range(2):
