@@ -54,6 +54,7 @@ from flower_privdec.privacy.mechanism.events import Release, Spend
 from flower_privdec.privacy.noise import NoiseSource, build_deployed_noise, build_noise
 from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
 from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion, withheld
+from flower_privdec.training_loop.criterion_checks import CriterionTrial
 from flower_privdec.training_loop.example_checks import MixedBatch, check_examples, mixed_batch
 
 DTYPES = (torch.float32, torch.float64)
@@ -179,7 +180,8 @@ def private(
         optimizer: any over parameters of the model, used without a closure. What it does not hold is not trained.
         data_loader: over a map-style dataset; `batch_size` becomes the expected size. Shuffling and `drop_last`
             give way to Poisson sampling; the number of batches stays.
-        criterion: called as criterion(outputs, targets, ...); for an example alone the loss of that example.
+        criterion: called as criterion(outputs, targets, ...); for an example alone the loss of that example. It is tried
+            on made-up examples, and must add up over them: a sum or a mean, without weights that a mean divides by.
         ledger: the file in which all steps over this peer's data are counted, `.jsonl`, made if missing. One for each
             peer and dataset, for ever: a new file counts from zero.
         delta: δ; well below one over the examples.
@@ -232,6 +234,9 @@ def private(
         )
     spent = budget.remaining_steps(budget.entries()) < 1  # then no example is read
     collate = data_loader.collate_fn if spent else check_examples(data_loader)
+    trial = CriterionTrial(model, criterion)
+    if not spent:
+        trial.before_payment(data_loader, collate)
     seed = seed_of(insecure_seed)
     watch = budget.watch
     shown: dict[str, Any] = {} if watch is None else {"behind": watch.behind, "show": watch.show}
@@ -248,7 +253,7 @@ def private(
         watch=watch,
     )
     loader = PrivateLoader(data_loader, noised, budget, collate, reserve=reserve, seed=seed, report=report)
-    loss = PrivateCriterion(criterion, clipped_sum, noised, show_loss)
+    loss = PrivateCriterion(criterion, clipped_sum, noised, trial, show_loss)
     return ExamplePrivacy(PrivateModel(model, clipped_sum, noised), optimizer, loader, loss, noised, budget)
 
 
@@ -512,28 +517,20 @@ class PrivateModel(nn.Module):
 class PrivateCriterion(nn.Module):
     """The user's criterion; backward() of its loss passes on the clipped sum of the batch."""
 
-    def __init__(self, criterion: Criterion, clipped_sum: ClippedSum, steps: NoisedSteps, show_loss: bool) -> None:
-        """Wrap a criterion, called as criterion(outputs, targets, ...).
-
-        Raises:
-            ScenarioError: class weights that a mean over one example would cancel.
-        """
+    def __init__(
+        self, criterion: Criterion, clipped_sum: ClippedSum, steps: NoisedSteps, trial: CriterionTrial, show_loss: bool
+    ) -> None:
+        """Wrap a criterion, called as criterion(outputs, targets, ...)."""
         super().__init__()
-        by_class = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
-        if by_class and getattr(criterion, "reduction", None) == "mean":
-            raise ScenarioError(
-                f"{type(criterion).__name__}(weight=...) divides by the weights of a batch, which cancels them where "
-                "each example is alone: give it reduction='sum'",
-                code="training-loop.criterion",
-            )
         self.criterion = criterion
-        self._clipped_sum, self._steps, self._show_loss = clipped_sum, steps, show_loss
+        self._clipped_sum, self._steps, self._trial, self._show_loss = clipped_sum, steps, trial, show_loss
 
     def forward(self, outputs: Tensor, *targets: Any) -> Tensor:
         """Return the loss of a batch: a `PrivateLoss` where gradients are on, unless the loss is shown.
 
         Raises:
             RunError: the outputs are no longer what the model returned.
+            ScenarioError: the criterion does not add up over examples, see `criterion_checks`.
         """
         call: _Call | None = getattr(outputs, CALL, None)
         if not torch.is_grad_enabled():
@@ -544,6 +541,7 @@ class PrivateCriterion(nn.Module):
                 "examples: move it into the model or into the criterion",
                 code=PAST,
             )
+        self._trial.try_call(call.args, call.kwargs, targets)
         shown = self._clipped_sum.loss(outputs, targets) if self._show_loss else torch.full((), math.nan)
         total, examples = (None, 0) if call.of is None else self._clipped_sum(call.args, call.kwargs, targets)
         arrive = partial(self._steps.arrive, total, examples, call.of)

@@ -300,8 +300,9 @@ def test_a_criterion_keeps_nothing_of_a_batch_for_the_next(tmp_path: Path) -> No
             self.register_buffer("center", torch.zeros(3))
 
         def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            loss = cross_entropy(outputs - self.center, targets)
             self.center = 0.5 * self.center + outputs.detach().mean(0)
-            return cross_entropy(outputs - self.center, targets)
+            return loss
 
     centred = Centred()
     loop(setup(tmp_path, criterion=centred, way="loop", reserve=9))
@@ -996,7 +997,10 @@ def test_a_loader_that_cannot_be_sampled_is_refused(loader: Any, named: str, tmp
         ),
         ({"model": nn.EmbeddingBag(7, 3, max_norm=1.0)}, ("training-loop.model", "max_norm")),
         ({"model": nn.Linear(5, 3).half()}, ("training-loop.model", "float16")),
-        ({"criterion": nn.CrossEntropyLoss(weight=torch.ones(3))}, ("training-loop.criterion", "reduction='sum'")),
+        (
+            {"criterion": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, 9.0]))},
+            ("loss.not-additive", "reduction='sum'"),
+        ),
     ],
     ids=str,
 )

@@ -1,0 +1,169 @@
+"""Tries a training loop's criterion on made-up examples before its first step is paid for.
+
+How a loop splits a batch into the model's inputs and the criterion's targets is known once it calls them, which is
+after the first payment. So the usual ways are tried before it, on random numbers of the shapes of one item; and if the
+loop then calls them with other shapes, these are tried before its first backward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.data import DataLoader
+
+from flower_privdec.common.errors import RAISED_BY_USERS
+from flower_privdec.models import fix_norms
+from flower_privdec.tasks.additivity import ROWS, SEEDS, Trial, refuse, try_criterion
+from flower_privdec.training_loop.clipped_sum import Criterion
+
+TARGET_NAMES = ("label", "labels", "target", "targets", "y")  # of a batch's entries, likeliest first
+SHAKEN = 0.5  # how far the model's weights are moved in a trial, in units of their usual size
+
+_log = logging.getLogger(__name__)
+
+
+class CriterionTrial:
+    """Tries a criterion once for each kind of arguments, and refuses one that does not add up over examples.
+
+    Privacy: of private examples it uses kinds and shapes only; what it refuses or says depends on nothing else.
+    """
+
+    def __init__(self, module: nn.Module, criterion: Criterion) -> None:
+        self._module, self._criterion = module, criterion
+        self._tried: list[tuple[Any, bool]] = []
+        self._said = False
+
+    def before_payment(self, loader: DataLoader[Any], collate: Callable[[list[Any]], Any]) -> None:
+        """Try the criterion on the first usual way to call it that works; see `try_call`.
+
+        Raises:
+            ScenarioError: it does not add up.
+        """
+        try:
+            batch = tree_map(_blank, collate([loader.dataset[0]]))
+        except RAISED_BY_USERS:  # which the first batch will raise, without its message
+            return
+        for args, kwargs, targets in usual_calls(batch, self._module):
+            if self.try_call(args, kwargs, targets):
+                return
+
+    def try_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> bool:
+        """Try the criterion on random numbers of the shapes of some arguments; return whether it could be called.
+
+        Raises:
+            ScenarioError: it does not add up.
+        """
+        kind = _kind((list(args), dict(kwargs), list(targets)))
+        for tried, could_be_called in self._tried:
+            if tried == kind:
+                return could_be_called
+        trial = self._tried_on(args, kwargs, targets)
+        self._tried.append((kind, trial.ran))
+        refuse(trial, f"the criterion ({name_of(self._criterion)})")
+        if trial.counts and not self._said:
+            self._said = True
+            _log.warning(
+                "the criterion (%s) is a mean over the positions that count, of a batch by padding or a mask; private "
+                "steps take each example's own mean, so that short examples weigh as much as long ones: for equal "
+                "weights of positions sum over them and divide by a constant",
+                name_of(self._criterion),
+            )
+        return trial.ran
+
+    def _tried_on(self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Trial:
+        """Return what the criterion did; nothing if the model or the criterion cannot be called so."""
+        outputs = []
+        with _unchanged_generators(self._module):
+            for seed in SEEDS:
+                try:
+                    some = _outputs(self._module, args, kwargs, seed)
+                except RAISED_BY_USERS:  # which the first call will raise, without private numbers in its message
+                    return Trial()
+                if not isinstance(some, Tensor) or not some.is_floating_point() or some.shape[:1] != (ROWS,):
+                    return Trial()
+                outputs.append(some)
+            return try_criterion(self._criterion, outputs, targets)
+
+
+def name_of(criterion: Any) -> str:
+    """Return what a criterion is called."""
+    return getattr(criterion, "__name__", type(criterion).__name__)
+
+
+def usual_calls(batch: Any, module: nn.Module) -> Iterator[tuple[list[Any], dict[str, Any], list[Any]]]:
+    """Yield the ways in which loops usually call a model and a criterion for a batch: args, kwargs and targets."""
+    if isinstance(batch, Tensor):
+        yield [batch], {}, [batch]
+        return
+    if isinstance(batch, Mapping):
+        names = [name for name in TARGET_NAMES if name in batch]
+        names += [name for name in reversed(list(batch)) if name not in names]
+        known = inspect.signature(module.forward).parameters
+        for target in names:
+            others = {name: value for name, value in batch.items() if name != target}
+            given = {name: value for name, value in others.items() if name in known}
+            if given:
+                yield [], given, [batch[target]]
+            for value in others.values():
+                yield [value], {}, [batch[target]]
+        return
+    if not isinstance(batch, list | tuple) or len(batch) < 2:
+        return
+    for count in range(1, len(batch)):
+        inputs = list(batch[:count])
+        yield inputs, {}, list(batch[count:])
+        if count == 1 and isinstance(inputs[0], Mapping):
+            yield [], dict(inputs[0]), list(batch[1:])
+    yield [batch[0]], {}, [batch[-1]]
+    yield [batch[0]], {}, [batch[0]]
+
+
+def _outputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> Any:
+    """Return what a model gives for random inputs, with its weights moved at random but for the first seed."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = fix_norms(copy.deepcopy(module))
+    made_up_args, made_up_kwargs = tree_map(lambda leaf: _made_up(leaf, generator), (list(args), dict(kwargs)))
+    with torch.no_grad():
+        for parameter in moved.parameters() if seed != SEEDS[0] else ():
+            if parameter.requires_grad and parameter.is_floating_point():
+                usual = 1.0 if parameter.ndim < 2 else (len(parameter) / parameter.numel()) ** 0.5
+                parameter.add_(SHAKEN * usual * torch.randn(parameter.shape, generator=generator).to(parameter))
+        torch.manual_seed(seed)
+        return moved(*made_up_args, **made_up_kwargs)
+
+
+def _made_up(leaf: Any, generator: torch.Generator) -> Any:
+    """Return random numbers of a leaf's shape: of whole numbers only 0 and 1, which every embedding has."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    shape = (ROWS, *leaf.shape[1:])
+    if leaf.is_floating_point():
+        return torch.randn(shape, generator=generator).to(leaf)
+    return torch.randint(2, shape, generator=generator).to(leaf.device, leaf.dtype)
+
+
+def _blank(leaf: Any) -> Any:
+    """Return zeros of an item's shape, so that none of its numbers is used."""
+    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _kind(arguments: Any) -> Any:
+    """Return what two calls have in common that need one trial: the kinds of their arguments, and their shapes."""
+    leaves, spec = tree_flatten(arguments)
+    return spec, [(leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+@contextmanager
+def _unchanged_generators(module: nn.Module) -> Iterator[None]:
+    """Leave torch's generators as they were, whatever the model draws."""
+    on_gpu = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(on_gpu)):
+        yield

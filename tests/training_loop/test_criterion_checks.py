@@ -1,0 +1,404 @@
+"""A criterion is tried before its first step is paid for: what adds up over examples is accepted, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from raising import raises
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.tasks.additivity import compare
+from flower_privdec.training_loop import private
+from flower_privdec.training_loop.criterion_checks import CriterionTrial, usual_calls
+
+Criterion = Callable[..., Tensor]
+WEIGHTS = torch.tensor([1.0, 20.0, 1.0, 1.0, 3.0])
+X = torch.zeros(1, 4)
+LABEL, NUMBER, FLAG = torch.zeros(1, dtype=torch.int64), torch.zeros(1), torch.zeros(1, dtype=torch.bool)
+THREE = torch.zeros(1, 3)
+TOKENS = torch.zeros(1, 6, dtype=torch.int64)
+IMAGE, PIXELS = torch.zeros(1, 3, 4, 4), torch.zeros(1, 4, 4, dtype=torch.int64)
+
+
+def fives() -> nn.Module:
+    return nn.Linear(4, 5)
+
+
+def threes() -> nn.Module:
+    return nn.Linear(4, 3)
+
+
+def one() -> nn.Module:
+    return nn.Linear(4, 1)
+
+
+def chances() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Sigmoid())
+
+
+def log_shares() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.LogSoftmax(1))
+
+
+def words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 7))
+
+
+def pixels() -> nn.Module:
+    return nn.Conv2d(3, 5, 3, padding=1)
+
+
+def each(outputs: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, labels, reduction="none")
+
+
+def focal(outputs: Tensor, labels: Tensor) -> Tensor:
+    losses = each(outputs, labels)
+    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+def weighted(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (WEIGHTS[labels] * each(outputs, labels)).mean()
+
+
+def a_weight_each(outputs: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return (weights * each(outputs, labels)).mean()
+
+
+def hinge(outputs: Tensor, labels: Tensor) -> Tensor:
+    return torch.relu(1 - (2 * labels - 1) * outputs[:, 0]).mean()
+
+
+def quantile(outputs: Tensor, numbers: Tensor) -> Tensor:
+    error = numbers - outputs[:, 0]
+    return torch.maximum(0.9 * error, -0.1 * error).mean()
+
+
+def language(outputs: Tensor, tokens: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs.flatten(0, 1), tokens.flatten(), ignore_index=0)
+
+
+def masked(outputs: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+    losses = functional.cross_entropy(outputs.transpose(1, 2), tokens, reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+def transcribed(outputs: Tensor, tokens: Tensor, lengths: Tensor, target_lengths: Tensor) -> Tensor:
+    return functional.ctc_loss(outputs.log_softmax(-1).transpose(0, 1), tokens, lengths, target_lengths)
+
+
+def dice_of_each(outputs: Tensor, labels: Tensor) -> Tensor:
+    share = torch.sigmoid(outputs)
+    return (1 - (2 * (share * labels).sum(1) + 1) / (share.sum(1) + labels.sum(1) + 1)).mean()
+
+
+def dropped(outputs: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(functional.dropout(outputs, 0.5), labels)
+
+
+ORDINARY: list[tuple[Callable[[], nn.Module], Tensor, Criterion, list[Tensor]]] = [
+    (fives, X, nn.CrossEntropyLoss(), [LABEL]),
+    (fives, X, nn.CrossEntropyLoss(label_smoothing=0.1), [LABEL]),
+    (fives, X, nn.CrossEntropyLoss(ignore_index=2), [LABEL]),
+    (fives, X, nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"), [LABEL]),
+    (fives, X, nn.CrossEntropyLoss(weight=WEIGHTS, reduction="none"), [LABEL]),
+    (fives, X, nn.CrossEntropyLoss(weight=torch.full((5,), 7.0)), [LABEL]),
+    (fives, X, nn.CrossEntropyLoss(), [torch.zeros(1, 5)]),
+    (log_shares, X, nn.NLLLoss(), [LABEL]),
+    (log_shares, X, nn.KLDivLoss(reduction="batchmean"), [torch.zeros(1, 5)]),
+    (threes, X, nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 9.0])), [THREE]),
+    (chances, X, nn.BCELoss(), [THREE]),
+    (threes, X, nn.MSELoss(), [THREE]),
+    (threes, X, nn.HuberLoss(), [THREE]),
+    (threes, X, nn.SmoothL1Loss(reduction="sum"), [THREE]),
+    (threes, X, nn.CosineEmbeddingLoss(), [THREE, NUMBER]),
+    (one, X, nn.PoissonNLLLoss(), [torch.zeros(1, 1)]),
+    (one, X, nn.GaussianNLLLoss(), [torch.zeros(1, 1), torch.zeros(1, 1)]),
+    (one, X, hinge, [LABEL]),
+    (one, X, quantile, [NUMBER]),
+    (fives, X, focal, [LABEL]),
+    (fives, X, weighted, [LABEL]),
+    (fives, X, a_weight_each, [LABEL, NUMBER]),
+    (threes, X, dice_of_each, [THREE]),
+    (fives, X, dropped, [LABEL]),
+    (words, TOKENS, language, [TOKENS]),
+    (words, TOKENS, masked, [TOKENS, TOKENS.float()]),
+    (words, TOKENS, transcribed, [TOKENS[:, :3], LABEL, LABEL]),
+    (pixels, IMAGE, nn.CrossEntropyLoss(ignore_index=255), [PIXELS]),
+]
+
+
+@pytest.mark.parametrize(("model", "x", "criterion", "targets"), ORDINARY)
+def test_ordinary_losses_are_tried_and_accepted(
+    model: Callable[[], nn.Module], x: Tensor, criterion: Criterion, targets: list[Tensor]
+) -> None:
+    assert CriterionTrial(model(), criterion).try_call([x], {}, targets)
+
+
+def divided(outputs: Tensor, labels: Tensor) -> Tensor:
+    weights = WEIGHTS[labels]
+    return (weights * each(outputs, labels)).sum() / weights.sum()
+
+
+def weights_divided(outputs: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return (weights * each(outputs, labels)).sum() / weights.sum()
+
+
+class Wrapped(nn.Module):
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs, labels, weight=WEIGHTS, label_smoothing=0.1)
+
+
+def cox(outputs: Tensor, times: Tensor, events: Tensor) -> Tensor:
+    order = times.argsort(descending=True)
+    hazards = outputs[order, 0]
+    return -((hazards - hazards.logcumsumexp(0)) * events[order]).sum() / events.sum().clamp(min=1)
+
+
+def pearson(outputs: Tensor, numbers: Tensor) -> Tensor:
+    one, other = outputs[:, 0] - outputs[:, 0].mean(), numbers - numbers.mean()
+    return 1 - (one * other).sum() / (one.norm() * other.norm())
+
+
+def contrast(outputs: Tensor, _labels: Tensor) -> Tensor:
+    points = functional.normalize(outputs, dim=1)
+    return functional.cross_entropy(points @ points.T / 0.1, torch.arange(len(outputs)))
+
+
+def misses(outputs: Tensor, numbers: Tensor) -> Tensor:
+    return ((outputs[:, 0] > 0) != (numbers > 0)).float().mean()
+
+
+def ranking(outputs: Tensor, labels: Tensor) -> Tensor:
+    pairs = (labels[:, None] > labels[None]).float()
+    gaps = outputs[:, 0][:, None] - outputs[:, 0][None]
+    return (functional.softplus(-gaps) * pairs).sum() / pairs.sum().clamp(min=1)
+
+
+def dice(outputs: Tensor, labels: Tensor) -> Tensor:
+    share = torch.sigmoid(outputs)
+    return 1 - (2 * (share * labels).sum() + 1) / (share.sum() + labels.sum() + 1)
+
+
+def root(outputs: Tensor, numbers: Tensor) -> Tensor:
+    return functional.mse_loss(outputs, numbers).sqrt()
+
+
+def worst(outputs: Tensor, labels: Tensor) -> Tensor:
+    return each(outputs, labels).max()
+
+
+def hardest(outputs: Tensor, labels: Tensor) -> Tensor:
+    return each(outputs, labels).topk(max(1, len(outputs) // 2)).values.mean()
+
+
+def centred(outputs: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs - outputs.detach().mean(0) / 2, labels)
+
+
+def balanced(outputs: Tensor, labels: Tensor) -> Tensor:
+    share = labels.mean().clamp(0.01, 0.99)
+    return functional.binary_cross_entropy_with_logits(outputs[:, 0], labels, pos_weight=(1 - share) / share)
+
+
+def diverse(outputs: Tensor, labels: Tensor) -> Tensor:
+    share = outputs.softmax(1).mean(0)
+    return functional.cross_entropy(outputs, labels) + (share * share.log()).sum()
+
+
+def rare(classes: int) -> nn.Module:
+    weights = torch.ones(classes)
+    weights[classes * 7 // 9] = 20
+    return nn.CrossEntropyLoss(weight=weights)
+
+
+OTHERS: list[tuple[Callable[[], nn.Module], Tensor, Criterion, list[Tensor], str]] = [
+    (fives, X, nn.CrossEntropyLoss(weight=WEIGHTS), [LABEL], "loss.not-additive"),
+    (log_shares, X, nn.NLLLoss(weight=WEIGHTS), [LABEL], "loss.not-additive"),
+    (pixels, IMAGE, nn.CrossEntropyLoss(weight=WEIGHTS), [PIXELS], "loss.not-additive"),
+    (lambda: nn.Linear(4, 1000), X, rare(1000), [LABEL], "loss.not-additive"),
+    (fives, X, Wrapped(), [LABEL], "loss.not-additive"),
+    (fives, X, divided, [LABEL], "loss.not-additive"),
+    (fives, X, weights_divided, [LABEL, NUMBER], "loss.not-additive"),
+    (threes, X, dice, [THREE], "loss.not-additive"),
+    (threes, X, root, [THREE], "loss.not-additive"),
+    (fives, X, worst, [LABEL], "loss.not-additive"),
+    (fives, X, hardest, [LABEL], "loss.not-additive"),
+    (fives, X, centred, [LABEL], "loss.not-additive"),
+    (one, X, balanced, [NUMBER], "loss.not-additive"),
+    (fives, X, diverse, [LABEL], "loss.not-additive"),
+    (one, X, nn.MSELoss(), [NUMBER], "loss.not-additive"),  # [n, 1] beside [n] is every pair
+    (one, X, cox, [NUMBER, FLAG], "loss.no-gradient"),
+    (one, X, cox, [NUMBER, NUMBER], "loss.no-gradient"),
+    (one, X, pearson, [NUMBER], "loss.no-gradient"),
+    (fives, X, contrast, [LABEL], "loss.no-gradient"),
+    (one, X, misses, [NUMBER], "loss.no-gradient"),
+    (one, X, ranking, [LABEL], "loss.no-gradient"),
+]
+
+
+@pytest.mark.parametrize(("model", "x", "criterion", "targets", "code"), OTHERS)
+def test_losses_of_a_batch_are_refused(
+    model: Callable[[], nn.Module], x: Tensor, criterion: Criterion, targets: list[Tensor], code: str
+) -> None:
+    with raises(ScenarioError, code) as caught:
+        CriterionTrial(model(), criterion).try_call([x], {}, targets)
+    assert "\n" not in str(caught.value)
+
+
+REDUCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {  # of losses and weights; whether they add up
+    "mean": (lambda losses, _: losses.mean(), True),
+    "sum": (lambda losses, _: losses.sum(), True),
+    "none": (lambda losses, _: losses, True),
+    "sum over a constant": (lambda losses, _: losses.sum() / 32, True),
+    "weights multiply": (lambda losses, weights: (weights * losses).mean(), True),
+    "weights divide": (lambda losses, weights: (weights * losses).sum() / weights.sum(), False),
+    "root": (lambda losses, _: losses.mean().sqrt(), False),
+    "soft maximum": (lambda losses, _: losses.logsumexp(0), False),
+    "square": (lambda losses, _: losses.sum().square(), False),
+    "spread": (lambda losses, _: losses.mean() + (losses - losses.mean()).abs().mean(), False),
+}
+POSITIVE = st.floats(0.1, 10)
+
+
+@settings(max_examples=30)
+@given(
+    reduction=st.sampled_from(list(REDUCTIONS)),
+    parts=st.tuples(POSITIVE, POSITIVE, POSITIVE),
+    weights=st.lists(POSITIVE, min_size=3, max_size=3),
+    factor=st.sampled_from([1e-6, 1.0, 1e6]),
+)
+def test_a_criterion_is_accepted_exactly_if_it_adds_up(
+    reduction: str, parts: tuple[float, float, float], weights: list[float], factor: float
+) -> None:
+    reduce, adds_up = REDUCTIONS[reduction]
+    table = torch.tensor(weights)
+
+    def criterion(outputs: Tensor, labels: Tensor) -> Tensor:
+        hot = functional.one_hot(labels, 3).to(outputs.dtype)
+        losses = parts[0] * each(outputs, labels) + parts[1] * outputs.square().mean(1)
+        losses = losses + parts[2] * (outputs - hot).abs().sum(1)
+        return factor * reduce(losses, table[labels])
+
+    if reduction == "weights divide":
+        adds_up = max(weights) - min(weights) < 1e-3 * max(weights)
+        if not adds_up and max(weights) - min(weights) < 1e-2 * max(weights):
+            return  # too near to be told
+    trial = CriterionTrial(nn.Linear(4, 3), criterion)
+    if adds_up:
+        assert trial.try_call([X], {}, [LABEL])
+        return
+    with raises(ScenarioError, "loss.not-additive"):
+        trial.try_call([X], {}, [LABEL])
+
+
+def test_gradients_are_compared_by_direction_and_by_factor() -> None:
+    alone = torch.tensor([[1.0, 2.0], [0.0, 1.0], [0.0, 0.0]])
+    assert compare(alone, alone / 3, 1e-3) == (False, False)
+    assert compare(alone, alone * torch.tensor([[1.0], [2.0], [1.0]]), 1e-3) == (False, True)
+    assert compare(alone, alone + torch.tensor([[0.1, 0.0], [0.0, 0.0], [0.0, 0.0]]), 1e-3) == (True, False)
+    assert compare(alone, alone + torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.1]]), 1e-3) == (True, False)
+    assert compare(alone, alone * torch.nan, 1e-3) == (True, False)
+    assert compare(alone * 1e-30, alone * 1e30, 1e-3) == (False, False)
+
+
+# --- in a loop ---
+
+
+def wrapped(tmp_path: Path, criterion: Criterion, loader: Any = None, model: nn.Module | None = None) -> Any:
+    if loader is None:
+        loader = DataLoader(TensorDataset(torch.randn(40, 4), torch.arange(40) % 5), batch_size=10)
+    model = fives() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"ledger": tmp_path / "a.jsonl", "delta": 1e-3, "noise_multiplier": 1.0}
+    return private(model, optimizer, loader, criterion, report=lambda line: None, **options)
+
+
+def test_a_refused_criterion_leaves_no_ledger(tmp_path: Path) -> None:
+    for criterion in (divided, contrast):
+        with raises(ScenarioError, "loss.no-gradient" if criterion is contrast else "loss.not-additive"):
+            wrapped(tmp_path, criterion)
+    rows = [{"img": torch.rand(4), "label": number % 5} for number in range(40)]
+    with raises(ScenarioError, "loss.not-additive", names="reduction='sum'"):
+        wrapped(tmp_path, divided, DataLoader(rows, batch_size=10))  # type: ignore[arg-type]
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_the_loop_does_otherwise_is_tried_before_its_first_gradient(tmp_path: Path) -> None:
+    def summed(outputs: Tensor, labels: Tensor, *more: Tensor) -> Tensor:
+        return divided(outputs, labels) if more else functional.cross_entropy(outputs, labels)
+
+    net, _, loader, criterion = wrapped(tmp_path, summed)
+    before = net.weight.detach().clone()
+    x, y = next(iter(loader))
+    with raises(ScenarioError, "loss.not-additive"):
+        criterion(net(x), y, y)
+    assert torch.equal(net.weight, before)
+
+
+def test_a_trial_sees_no_private_number_and_changes_no_generator(tmp_path: Path) -> None:
+    seen = []
+
+    def criterion(outputs: Tensor, numbers: Tensor) -> Tensor:
+        seen.append(float(numbers.max()))
+        return functional.mse_loss(outputs[:, 0], numbers)
+
+    class Watching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(float(x.max()))
+            return super().forward(x) + torch.randn(())
+
+    data = TensorDataset(torch.full((40, 4), 1234.5), torch.full((40,), 1234.5))
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    model = Watching(4, 1)
+    torch.manual_seed(3)
+    wrapped(tmp_path, criterion, DataLoader(data, batch_size=10), model)
+    assert torch.equal(torch.rand(3), expected)
+    assert len(seen) > 10
+    assert max(seen) < 1000
+
+
+def test_a_mean_over_positions_that_count_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        CriterionTrial(words(), masked).try_call([TOKENS], {}, [TOKENS, TOKENS])
+    assert "masked" in caplog.text
+
+    def constant(outputs: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        return masked(outputs, tokens, mask) * mask.sum() / 6
+
+    caplog.clear()
+    assert CriterionTrial(words(), constant).try_call([TOKENS], {}, [TOKENS, TOKENS])
+    assert not caplog.text
+
+
+class Named(nn.Module):
+    def forward(self, image: Tensor, mask: Tensor) -> Tensor:
+        return image * mask
+
+
+@pytest.mark.parametrize(
+    ("batch", "model", "expected"),
+    [
+        ((1, 2), fives(), ([1], {}, [2])),
+        ([1, 2, 3], fives(), ([1], {}, [2, 3])),
+        ([1, 2, 3], fives(), ([1, 2], {}, [3])),
+        ([1, 2], fives(), ([1], {}, [1])),
+        ([{"image": 1, "mask": 2}, 3], Named(), ([], {"image": 1, "mask": 2}, [3])),
+        ({"img": 1, "label": 2}, fives(), ([1], {}, [2])),
+        ({"image": 1, "mask": 2, "y": 3}, Named(), ([], {"image": 1, "mask": 2}, [3])),
+        (X, fives(), ([X], {}, [X])),
+    ],
+)
+def test_usual_ways_to_call_are_known(batch: Any, model: nn.Module, expected: Any) -> None:
+    assert expected in list(usual_calls(batch, model))
