@@ -132,8 +132,8 @@ def try_criterion(criterion: Callable[..., Any], outputs: Sequence[Tensor], targ
     trial = Trial()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of made-up examples, which nobody asked about
-        for seed, some in zip(SEEDS, outputs, strict=False):
-            draw = _Draw(some, targets, seed)
+        for seed, random_outputs in zip(SEEDS, outputs, strict=False):
+            draw = _Draw(random_outputs, targets, seed)
             if draw.classes:
                 # A criterion that fails on a class takes fewer.
                 any(_try(trial, criterion, draw(count=count)) for count in draw.classes)
@@ -305,7 +305,7 @@ class _Draw:
         if len(shape) == 1:
             return labels
 
-        # Torch's losses leave a position of -100 out: so many that each example keeps another number.
+        # Torch's losses ignore a position of -100. Each example keeps another number of positions.
         place = torch.arange(labels[0].numel()).view(shape[1:])
         kept = 1 + torch.arange(shape[0]).view(-1, *(1,) * (len(shape) - 1))
         return labels.masked_fill(place >= kept, -100)
