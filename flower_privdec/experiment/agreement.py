@@ -193,6 +193,8 @@ def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metri
     outputs, metrics = loss.n_outputs(public.n_classes), []
     if own is not None:
         try_loss(loss, outputs)
+    if task.class_weights is not None:
+        loss = loss.weighted(task.class_weights)
     for metric in task.metrics:
         if isinstance(metric, str):
             metrics.append(METRICS[metric])

@@ -16,6 +16,7 @@ from flower_privdec.experiment.view import OwnParts
 from flower_privdec.gradients.protocol import inputs_like, row_chunks
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario import Scenario
+from flower_privdec.tasks.losses import weights_of
 
 Trial = Callable[[], list[dict[str, list[float]]]]  # the metrics of all peers' models, part by part
 OUTPUT_BYTES = 2**26  # the outputs of so many models as are tried at once
@@ -178,7 +179,10 @@ def _sound_loss(agreement: Agreement, outputs: Tensor, targets: Tensor, round_in
     text, blind = f"the mean model's test loss is {value:.3g}", False
     if loss.targets == "classes":
         accuracy = float((loss.predict(outputs) == targets).double().mean())
-        blind = accuracy <= 1 / n_classes + HOPELESS_ACCURACY and value > HOPELESS_LOSS * math.log(n_classes)
+        blind_loss = math.log(n_classes)
+        if loss.class_weights is not None:
+            blind_loss *= float(weights_of(loss.class_weights, targets, outputs).mean())
+        blind = accuracy <= 1 / n_classes + HOPELESS_ACCURACY and value > HOPELESS_LOSS * blind_loss
         text += f" and its accuracy {accuracy:.1%}"
     together = agreement.algorithm.weights is not None  # the mean of models that never met may be anything
     if not value < LARGEST_LOSS * max(1.0, start) or (blind and together and agreement.scenario.private is None):

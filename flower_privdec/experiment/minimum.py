@@ -204,7 +204,7 @@ class ConvexObjective:
     Attributes:
         features: [N, D], of all peers' examples, with a last column of ones where there is a bias.
         targets: [N, ...].
-        weights: [N], 1 / (n q_i) of each example; they sum to 1.
+        weights: [N], 1 / (n q_i) of each example, times the weight of its class; without class weights they sum to 1.
     """
 
     features: scipy.sparse.csr_matrix
@@ -221,6 +221,11 @@ class ConvexObjective:
         layer, parts = agreement.kernel.layers[0], own.examples.parts  # type: ignore[attr-defined]
         rows = np.concatenate(parts)
         weights = np.concatenate([np.full(len(part), 1 / (len(parts) * len(part))) for part in parts])
+        loss, targets = agreement.loss, own.examples.y[torch.from_numpy(rows)]
+        if loss.class_weights is not None and loss.plain is not None:
+            # The solvers know the losses without weights; a class's weight is one more factor of its examples.
+            weights = weights * np.array(loss.class_weights)[targets.numpy()]
+            loss = loss.plain
         chosen = own.examples.x[torch.from_numpy(rows)]
         matrix = chosen.matrix if isinstance(chosen, SparseRows) else chosen.flatten(1).numpy()
         features = scipy.sparse.csr_matrix(matrix, dtype=np.float64)
@@ -228,9 +233,9 @@ class ConvexObjective:
             features = scipy.sparse.hstack([features, np.ones((len(rows), 1))], format="csr")
         return ConvexObjective(
             features=features,
-            targets=own.examples.y[torch.from_numpy(rows)],
+            targets=targets,
             weights=weights,
-            loss=agreement.loss,
+            loss=loss,
             regularizer=agreement.algorithm.regularizer,  # type: ignore[attr-defined]
             outputs=layer.weight.shape[0],
             bias=layer.bias is not None,

@@ -539,16 +539,23 @@ MetricChoice = Annotated[
 ]
 
 
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a class: beyond them products with gradients could vanish or overflow
+
+
 class TaskSection(Section):
     """What is learned.
 
     Attributes:
         loss: of one example; it says what targets an example has. One of your own is a section with module.
+        class_weights: one public number for each class, 0 or 1e-6 to 1e6, by which the loss of its examples is
+            multiplied. The gradient is clipped afterwards, so that ε stays as it is, and a weight that lifts gradients
+            over the clip norm adds nothing. Left out, each is 1.
         metrics: by which models are tried on the public test set, the first one first; left out, what is usual for the
             loss. One of your own is a section with module.
     """
 
     loss: LossChoice = "cross-entropy"
+    class_weights: list[float] | None = Field(default=None, min_length=2)
     metrics: list[MetricChoice] = Field(default=["accuracy"], min_length=1)
 
     @model_validator(mode="before")
@@ -562,6 +569,7 @@ class TaskSection(Section):
         return {**data, "metrics": list(USUAL_METRICS.get(targets or "classes", ("accuracy",)))}
 
     def _check(self) -> None:
+        self._check_class_weights()
         for metric in self.metrics:
             if isinstance(metric, OwnMetricSection):
                 if metric.title in TAKEN:
@@ -578,6 +586,27 @@ class TaskSection(Section):
                 raise ArgumentError(f"{metric} {wrong}", code="metrics.unfit")
         if len(names := self.kinds()) < len(self.metrics):
             raise ArgumentError(f"metrics names one of {', '.join(names)} twice: keep one", code="metrics.repeated")
+
+    def _check_class_weights(self) -> None:
+        if self.class_weights is None:
+            return
+        if self.targets != "classes":
+            raise ArgumentError(
+                f"class_weights with loss {self.loss_name}: an example of it has {self.targets} and no class; leave it "
+                "out, or weigh them in a loss of your own (task.loss.module)",
+                code="task.class-weights",
+            )
+        for place, weight in enumerate(self.class_weights):
+            if not (weight == 0 or LEAST_WEIGHT <= weight <= MOST_WEIGHT):
+                raise ArgumentError(
+                    f"class_weights[{place}]={weight} must be 0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
+                    code="task.class-weights",
+                )
+        if not any(self.class_weights):
+            raise ArgumentError(
+                "class_weights are all 0, so that nothing would be learned: give one class at least a weight above 0",
+                code="task.class-weights",
+            )
 
     def kinds(self) -> dict[str, MetricKind]:
         """Return what is known of each metric, by its name."""

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
@@ -131,7 +132,7 @@ def try_criterion(criterion: Callable[..., Any], outputs: Sequence[Tensor], targ
     """
     trial = Trial()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of made-up examples, which nobody asked about
+        warnings.simplefilter("ignore")  # they are about made-up examples
         for seed, random_outputs in zip(SEEDS, outputs, strict=False):
             draw = _Draw(random_outputs, targets, seed)
             if draw.classes:
@@ -307,8 +308,8 @@ class _Draw:
 
         # Torch's losses ignore a position of -100. Each example keeps another number of positions.
         place = torch.arange(labels[0].numel()).view(shape[1:])
-        kept = 1 + torch.arange(shape[0]).view(-1, *(1,) * (len(shape) - 1))
-        return labels.masked_fill(place >= kept, -100)
+        counts = 1 + torch.arange(shape[0]).view(-1, *(1,) * (len(shape) - 1))
+        return labels.masked_fill(place >= counts, -100)
 
     def _numbers(self, shape: tuple[int, ...], kind: str) -> Tensor:
         if kind == "bits":
@@ -341,6 +342,78 @@ def blended(outputs: Tensor, count: int, generator: torch.Generator) -> Tensor:
     second = torch.randint(len(outputs), (count,), generator=generator)
     share = torch.rand(count, *(1,) * (outputs.ndim - 1), generator=generator).to(outputs)
     return outputs[first.to(outputs.device)] * share + outputs[second.to(outputs.device)] * (1 - share)
+
+
+def weights_cancel(function: Callable[[Tensor, Tensor], Tensor], outputs: int, classes: int) -> bool:
+    """Return whether a loss of one example divides by a weight of its class, by which it multiplied before.
+
+    What is written for one example need not take several, so a batch of two proves something only if the loss is then a
+    weighted mean of the two, whose weights follow the classes and nothing else.
+
+    Args:
+        function: called on an example's outputs [k] and its class, without axes.
+        outputs: k.
+        classes: how many there are.
+    """
+    generator = torch.Generator().manual_seed(0)
+    alone = torch.randn(outputs, generator=generator)
+    with suppress(*RAISED_BY_USERS), _WeightedMeans() as watch:
+        function(alone, torch.zeros((), dtype=torch.int64))
+        if watch.cancels:
+            return True
+    for other in range(1, min(classes, MOST_ALONE)):
+        labels = torch.tensor([0, other])
+        ratios = []
+        for _ in SEEDS:
+            pair = torch.randn(2, outputs, generator=generator)
+            factors = _factors_of_mean(function, pair, labels)
+            if factors is None:
+                return False
+            ratios.append(factors[0] / factors[1])
+        if max(ratios) - min(ratios) > 10 * TOLERANCE * min(ratios):
+            return False
+        if abs(ratios[0] - 1) > 10 * TOLERANCE:
+            return True
+    return False
+
+
+def _factors_of_mean(
+    function: Callable[[Tensor, Tensor], Tensor], pair: Tensor, labels: Tensor
+) -> tuple[float, float] | None:
+    """Return the positive weights, of sum 1, with which two examples enter a loss of both; None if it is no mean."""
+    drawn = _Drawn(pair, [labels], tree_flatten([labels])[1], ragged=False)
+
+    def single(outputs: Tensor, targets: Tensor) -> Tensor:
+        return function(outputs[0], targets[0])
+
+    try:
+        alone = torch.cat([_gradient(single, drawn, [row]) for row in range(2)]).double()
+        if function(pair, labels).ndim:
+            return None
+        together = _gradient(function, drawn, [0, 1]).double()
+    except RAISED_BY_USERS:
+        return None
+
+    if not bool(torch.isfinite(alone).all()) or compare(alone, together, TOLERANCE)[0]:
+        return None
+    first, second = ((alone * together).sum(1) / alone.square().sum(1)).tolist()
+    is_mean = first > 0 and second > 0 and abs(first + second - 1) < 10 * TOLERANCE
+    return (first, second) if is_mean else None
+
+
+class _WeightedMeans(TorchDispatchMode):
+    """Watches torch's losses of classes for a mean over one target, that divides by the weight of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cancels = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default):
+            _, target, weight, reduction = args[:4]
+            is_mean = weight is not None and reduction == 1 and target.numel() == 1
+            self.cancels |= is_mean and len(set(weight.tolist())) > 1
+        return func(*args, **(kwargs or {}))
 
 
 def refuse(trial: Trial, what: str, *, remedy: str = SUM_REMEDY) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from flower_privdec.common.catalogue import LOSS_KINDS, Targets
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import load_own
+from flower_privdec.tasks.additivity import Trial, refuse, weights_cancel
 
 OutputFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -35,6 +37,8 @@ class Loss:
         single: whether there is one output; its sign is the predicted class, 1 or 0.
         outputs: how many there must be; None where the targets determine it.
         width: the number of targets of an example, where it differs from the number of outputs.
+        class_weights: by which `value` and `derivative` of an example of each class were multiplied; None for 1.
+        plain: the loss without these weights; None if there are none.
     """
 
     name: str
@@ -44,6 +48,31 @@ class Loss:
     single: bool = False
     outputs: int | None = None
     width: int | None = None
+    class_weights: tuple[float, ...] | None = None
+    plain: Loss | None = None
+
+    def weighted(self, class_weights: Sequence[float]) -> Loss:
+        """Return this loss, of which each example's is multiplied by a public weight of its class.
+
+        Raises:
+            ScenarioError: there is not one weight for each class.
+        """
+        if len(class_weights) != self.width:
+            raise ScenarioError(
+                f"task.class_weights has {len(class_weights)} numbers, and there are {self.width} classes: give one "
+                "for each class, in their order",
+                code="task.class-weights",
+            )
+
+        weights = tuple(class_weights)
+
+        def value(outputs: Tensor, labels: Tensor) -> Tensor:
+            return self.value(outputs, labels) * weights_of(weights, labels, outputs)
+
+        def derivative(outputs: Tensor, labels: Tensor) -> Tensor:
+            return self.derivative(outputs, labels).mul_(weights_of(weights, labels, outputs).unsqueeze(-1))
+
+        return replace(self, value=value, derivative=derivative, class_weights=weights, plain=self)
 
     def n_outputs(self, width: int) -> int:
         """Return how many outputs the model must have.
@@ -70,6 +99,17 @@ class Loss:
         if self.targets == "classes":
             return torch.zeros(outputs.shape[:-1], dtype=torch.int64, device=outputs.device)
         return outputs.new_zeros(*outputs.shape[:-1], self.width or outputs.shape[-1])
+
+
+def weights_of(class_weights: tuple[float, ...], labels: Tensor, like: Tensor) -> Tensor:
+    """Return the weight of each example's class, [...], in the type of other numbers."""
+    return _table(class_weights, like.dtype, like.device)[labels]
+
+
+@cache
+def _table(class_weights: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weights as a tensor, made once: a copy to a GPU would wait for it."""
+    return torch.tensor(class_weights, dtype=dtype, device=device)
 
 
 def resolve_loss(loss: str | Loss) -> Loss:
@@ -207,7 +247,8 @@ def try_loss(loss: Loss, outputs: int) -> None:
     """Try a user's own loss on random outputs, which reveal no example.
 
     Raises:
-        ScenarioError: it fails, returns no number, or would see examples together.
+        ScenarioError: it fails, returns no number, would see examples together, has no gradient for an example, or has
+            weights of classes that cancel.
     """
     one, x = _on_copies(loss.name), torch.randn(TRIAL_EXAMPLES, outputs, generator=torch.Generator().manual_seed(0))
     try:
@@ -218,7 +259,8 @@ def try_loss(loss: Loss, outputs: int) -> None:
     except RAISED_BY_USERS as error:  # a user's own function may raise anything
         raise ScenarioError(
             f"task.loss.module={loss.name!r} cannot be differentiated example by example: {one_line(error)}; write it "
-            "with torch operations alone (torch.where for a choice, no .item()), from outputs and a target to a number",
+            "with torch operations alone (torch.where for a choice, gather for an index, no .item()), from outputs and "
+            "a target to a number",
             code="loss.not-per-example",
         ) from None
     if shape:
@@ -226,6 +268,30 @@ def try_loss(loss: Loss, outputs: int) -> None:
             f"task.loss.module={loss.name!r} returns {shape} for an example: it must be one number",
             code="loss.not-a-number",
         )
+    trial = Trial(ran=True)
+    for targets in _random_targets(loss, outputs):
+        x = torch.randn(len(targets), outputs, generator=torch.Generator().manual_seed(1))
+        with suppress(*RAISED_BY_USERS), torch.random.fork_rng(devices=[]):
+            gradients = vmap(grad(one))(x, targets)
+            finite = torch.isfinite(gradients).all(1)
+            trial.nan |= not bool(finite.all())
+            trial.alive |= bool((finite & gradients.any(1)).any())
+    trial.weighs = loss.targets == "classes" and weights_cancel(one, outputs, loss.width or outputs)
+    remedy = "give task.class_weights in the place of its own, or reduction='sum'"
+    refuse(trial, f"task.loss.module={loss.name!r}", remedy=remedy)
+
+
+def _random_targets(loss: Loss, outputs: int) -> Iterator[Tensor]:
+    """Yield targets of some examples, of the kinds that a loss could take."""
+    generator, width = torch.Generator().manual_seed(0), loss.width or outputs
+    if loss.targets == "classes":
+        yield torch.arange(max(width, TRIAL_EXAMPLES)) % width
+        return
+    shape = (8, width)
+    yield torch.randint(2, shape, generator=generator).float()
+    if loss.targets == "numbers":
+        yield torch.randn(shape, generator=generator)
+        yield torch.rand(shape, generator=generator)
 
 
 @contextmanager

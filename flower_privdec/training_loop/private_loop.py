@@ -180,8 +180,8 @@ def private(
         optimizer: any over parameters of the model, used without a closure. What it does not hold is not trained.
         data_loader: over a map-style dataset; `batch_size` becomes the expected size. Shuffling and `drop_last`
             give way to Poisson sampling; the number of batches stays.
-        criterion: called as criterion(outputs, targets, ...); for an example alone the loss of that example. It is tried
-            on made-up examples, and must add up over them: a sum or a mean, without weights that a mean divides by.
+        criterion: called as criterion(outputs, targets, ...); for an example alone the loss of that example. It must
+            add up over examples, as a sum or a mean does, which is tried on made-up ones.
         ledger: the file in which all steps over this peer's data are counted, `.jsonl`, made if missing. One for each
             peer and dataset, for ever: a new file counts from zero.
         delta: δ; well below one over the examples.
