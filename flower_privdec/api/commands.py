@@ -205,11 +205,12 @@ def audit_app(
 
 @called_from_python()
 def report(runs: RunResult | str | Path | Sequence[RunResult | str | Path], out: str | Path = "report.html") -> Path:
-    """Write a self-contained HTML page about one run, or comparing several; or a table or curves of them.
+    """Write a self-contained HTML page about one run, or comparing several; or only a part of it.
 
     Args:
         runs: results, or folders of runs, finished or under way.
-        out: a page (.html), a table (.csv, or .tex with booktabs), or curves (.pdf, or .png of the first).
+        out: a page (.html), what ε means for a data protection officer (.md), a table (.csv, or .tex with booktabs),
+            or curves (.pdf, or .png of the first).
 
     Returns:
         The path of the page.

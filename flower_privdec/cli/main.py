@@ -389,9 +389,13 @@ def audit(
 @command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `privdec run` wrote.")],
-    out: Annotated[Path, typer.Option(help="A page (.html), a table (.csv, .tex) or curves (.pdf, .png).")] = Path(
-        "report.html"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="A page (.html), what ε means for a data protection officer (.md), a table (.csv, .tex) or curves "
+            "(.pdf, .png)."
+        ),
+    ] = Path("report.html"),
 ) -> None:
     """Write a self-contained HTML page about one run, or comparing several."""
     with starting():

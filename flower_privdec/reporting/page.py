@@ -15,6 +15,7 @@ from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.formatting import duration, epsilon_text, number, setting
 from flower_privdec.reporting import wording
 from flower_privdec.reporting.console import comparison_row, complete_yaml, graph_facts
+from flower_privdec.reporting.data_protection import as_markdown, notice, together
 from flower_privdec.reporting.plots import (
     DASHES,
     NO_GRAPH,
@@ -34,15 +35,16 @@ from flower_privdec.reporting.run_folder import RunGroup, budget_name, read_grou
 
 PAGES = (".html", ".htm")
 TABLES, FIGURES = (".csv", ".tex"), (".pdf", ".png")
+NOTICES = (".md",)  # for a data protection officer
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
 MOST_EDGES = 2000  # in a round; more are a megabyte of lines
 
 
 def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
-    """Write a self-contained HTML page about runs, or, by the ending of `out`, their table or their curves alone.
+    """Write a self-contained HTML page about runs, or, by the ending of `out`, only a part of it.
 
     On a page curves and graphs are inline SVG; .csv has the numbers and .tex the table in LaTeX; .pdf has a page for
-    each curve, and .png the first one.
+    each curve, and .png the first one; .md has what ε means for those in the data, for a data protection officer.
 
     Runs that differ only in their seeds are one group, with mean and spread; runs are ordered by budget.
 
@@ -56,11 +58,14 @@ def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
         ScenarioError: a folder that is not a run, or a page that cannot be written; nothing is written then.
     """
     ending = out.suffix.lower()
-    if ending not in (*PAGES, *TABLES, *FIGURES):
-        endings = ", ".join((*PAGES, *TABLES, *FIGURES))
+    known = (*PAGES, *NOTICES, *TABLES, *FIGURES)
+    if ending not in known:
+        endings = ", ".join(known)
         raise ScenarioError(f"{option('out', out)}: must end in one of {endings}; rename it", code="reporting.suffix")
     groups = read_groups(runs)
-    text = {".csv": _csv, ".tex": _latex}.get(ending, render)(groups) if ending not in FIGURES else ""
+    text = (
+        {".csv": _csv, ".tex": _latex, ".md": as_markdown}.get(ending, render)(groups) if ending not in FIGURES else ""
+    )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if ending in FIGURES:
@@ -153,6 +158,7 @@ def render(groups: Sequence[RunGroup]) -> str:
         keys=[(series, DASHES[dash]) for series, dash in map(line_style, range(len(groups)))],
         comparison=[comparison_row(group.summary) for group in groups],
         budgets=headings,
+        together=None if single else together(groups),
         runs=[_section(group, graph) for group, graph in zip(groups, _graphs(groups), strict=True)],
         version=__version__,
         wording=wording,
@@ -248,6 +254,7 @@ def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
         "finished": first.finished,
         "facts": facts,
         "privacy": wording.alike(summary["privacy"], privacy_cells),
+        "notice": notice(group),
         "graph": graph,
         "yaml": complete_yaml(first.scenario),
         "folders": [str(run.folder) for run in group.runs],

@@ -86,7 +86,7 @@ def _read_summary(path: Path, scenario: Scenario) -> dict[str, Any] | None:
             if not isinstance(summary[name], dict):
                 raise ValueError(f"its {name} is {shown(summary[name], 40)}")
         rows = summary["privacy"]
-        if not isinstance(rows, list) or not all(isinstance(r, dict) and {"epsilon", "delta"} <= set(r) for r in rows):
+        if not isinstance(rows, list) or not all(map(_is_guarantee, rows)):
             raise ValueError(f"its privacy is {shown(rows, 40)}")
     except (ValueError, TypeError, RecursionError) as error:
         raise ScenarioError(
@@ -95,6 +95,14 @@ def _read_summary(path: Path, scenario: Scenario) -> dict[str, Any] | None:
             code="reporting.summary-damaged",
         ) from error
     return {**summary, "finished": summary.get("stopped_by", "budget") == "budget"}
+
+
+def _is_guarantee(row: Any) -> bool:
+    """Return whether a row of a summary has an ε and a δ of at least 0, which NaN is not; ε may be "inf"."""
+    if not isinstance(row, dict):
+        return False
+    epsilon = math.inf if row.get("epsilon") == "inf" else row.get("epsilon")
+    return all(isinstance(number, int | float) and number >= 0 for number in (epsilon, row.get("delta")))
 
 
 def _unfinished(scenario: Scenario, metrics: list[dict[str, Any]]) -> dict[str, Any]:

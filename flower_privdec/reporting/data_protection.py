@@ -1,0 +1,689 @@
+"""What ε means for those who are in the data of a run: the page that a data protection officer reads.
+
+It is made from the run's summary and, if it is at hand, from the run's ledger, which has every release and so far
+better bounds than ε and δ by themselves. Every figure is an upper bound, rounded away from comfort. What the page says
+is in one order: what is protected, how strongly, towards which observers, for how long, what is assumed, and what is
+not covered.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flower_privdec import __version__
+from flower_privdec.common.errors import BudgetError, ScenarioError
+from flower_privdec.common.formatting import epsilon_text, peer_ranges, setting
+from flower_privdec.experiment.origin import ORIGIN
+from flower_privdec.privacy.accountant.accounting import LEAST_DELTA, Alternatives, epsilon_of_runs
+from flower_privdec.privacy.accountant.readings import (
+    DELTAS,
+    FEW_DELTAS,
+    Point,
+    group_epsilon,
+    log_group_factor,
+    of_group,
+    points_of,
+    right_guesses,
+    true_positive_rate,
+)
+from flower_privdec.privacy.ledger.ledger import Totals, ledger_path, runs_in, verified
+from flower_privdec.reporting import wording
+from flower_privdec.reporting.ledgers import ledgers_below
+from flower_privdec.reporting.run_folder import Result, RunGroup
+
+FALSE_POSITIVE_RATES = (0.001, 0.01, 0.05, 0.25)
+EXAMPLES_OF_ONE_PERSON = (1, 2, 5)
+MANY_MECHANISMS = 64  # different noises in a ledger from which on the accountant is asked fewer times
+SAME = 1e-3  # share by which a ledger's ε may be below the summary's: how closely the accountant computes
+GUIDE = "docs/data-protection.md"
+
+EVERY_MESSAGE = "anyone who sees every message and every model"
+# What each ε of a summary's row is against, strongest first.
+OBSERVERS = {
+    "epsilon_if_all_collude": f"{EVERY_MESSAGE}, and all other peers together",
+    "epsilon": f"{EVERY_MESSAGE}, and all other peers together",
+    "epsilon_of_replies_to_one": "one neighbour, by the replies to it only; it also hears the other messages, so this "
+    "is no bound on all that it learns",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts."""
+
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A heading, and what stands below it: a text is a paragraph, a list has points."""
+
+    title: str
+    blocks: list[str | list[str] | Table]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """The page about one run, or about runs that differ only in their seeds.
+
+    Attributes:
+        label: the name of the run or runs.
+        short: the page in a few sentences.
+    """
+
+    label: str
+    short: list[str]
+    topics: list[Topic]
+
+
+# --- what was released ---
+
+
+@dataclass(frozen=True)
+class Payments:
+    """What one ledger holds.
+
+    Attributes:
+        lines: how many payments, all of them verified.
+        head: the hash of the last line.
+        runs: the cost of each run, by its id.
+    """
+
+    path: Path
+    source: str
+    lines: int
+    head: str
+    runs: dict[str, Alternatives]
+
+    @classmethod
+    def read(cls, path: Path) -> Payments:
+        """Read and verify a whole ledger.
+
+        Raises:
+            BudgetError: it cannot be read, or fails verification.
+        """
+        totals, lines, source, head = Totals(), 0, "", ""
+        for segment, entries in verified(path):
+            totals.count(entries)
+            lines += len(entries)
+            source = segment.source
+            head = segment.hashes[-1]
+        return cls(path, source, lines, head, runs_in(totals.entries))
+
+    def epsilon(self, delta: float, times: int = 1) -> float:
+        """Return the ε of all that was paid for, `times` times, for an example at the peer that costs most."""
+        return epsilon_of_runs(list(self.runs.values()) * times, delta)
+
+    def of_group(self, examples: int) -> list[Alternatives] | None:
+        """Return the cost of each run for several examples of one peer together, or None if it is not known."""
+        runs = []
+        for alternatives in self.runs.values():
+            groups = [of_group(releases, examples) for releases in alternatives]
+            if any(releases is None for releases in groups):
+                return None
+            runs.append(tuple(releases for releases in groups if releases is not None))
+        return runs
+
+    @property
+    def many(self) -> bool:
+        """Return whether a composition takes long."""
+        mechanisms = {release.mechanism for run in self.runs.values() for releases in run for release in releases}
+        return len(mechanisms) > MANY_MECHANISMS
+
+
+def ledgers_of(run: Result) -> list[Path]:
+    """Return the ledgers that a run was charged in: one, or one for each peer that ran by itself.
+
+    Raises:
+        ScenarioError: there is none.
+    """
+    if (run.folder / ORIGIN).is_file():
+        try:
+            last = json.loads((run.folder / ORIGIN).read_bytes())["runs"][-1]
+            folders = [] if last["ledger"] is None else [Path(last["ledger"]), run.folder / "ledger"]
+            paths = [ledger_path(folder, str(last["source"])) for folder in folders]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ScenarioError(
+                f"{run.folder / ORIGIN}: is damaged, so the run's ledger is not known; restore it",
+                code="reporting.origin-damaged",
+            ) from error
+        for path in paths:
+            if path.is_file():
+                return [path]
+
+    private = run.scenario.private
+    if private is not None and private.ledger is not None:
+        return ledgers_below(Path(private.ledger).expanduser())
+    return ledgers_below(run.folder)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of the releases of one run.
+
+    Attributes:
+        rows: of the summary's peers, each with `epsilon` and `delta`.
+        payments: of its ledgers; empty if they are not at hand, or hold less than the summary says.
+        problem: why there are none, as a sentence; None if there are some.
+    """
+
+    rows: list[dict[str, Any]]
+    payments: list[Payments] = field(default_factory=list)
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, run: Result) -> Evidence:
+        """Collect it; a ledger that is missing or damaged is a sentence on the page, and not an error."""
+        rows = _rows(run)
+        if not _is_protected(rows):
+            return cls(rows)
+        try:
+            payments = [Payments.read(path) for path in ledgers_of(run)]
+        except (BudgetError, ScenarioError) as error:
+            return cls(rows, problem=f"The ledger could not be read: {error}.")
+
+        for row in rows:
+            charged = max(one.epsilon(row["delta"]) for one in payments)
+            if charged < float(row["epsilon"]) * (1 - SAME):
+                ledgers = ", ".join(str(one.path) for one in payments)
+                return cls(
+                    rows,
+                    problem=f"{ledgers} holds less than this run has spent (ε = {epsilon_text(charged)} of "
+                    f"{epsilon_text(row['epsilon'])}): it is an old copy, or of another run. Find out why before you "
+                    "rely on any figure here.",
+                )
+        return cls(rows, payments)
+
+    @cached_property
+    def epsilon(self) -> float:
+        """Return the largest ε of a peer, with all that the ledgers hold today."""
+        by_summary = max((float(row["epsilon"]) for row in self.rows), default=math.inf)
+        return max([by_summary, *(one.epsilon(row["delta"]) for one in self.payments for row in self.rows)])
+
+    @cached_property
+    def alternatives(self) -> list[tuple[Point, ...]]:
+        """Return for each ledger, or else each peer, the pairs (ε, δ) that hold for its examples."""
+        if not self.payments:
+            return [((float(row["epsilon"]), float(row["delta"])),) for row in self.rows]
+        own = {float(row["delta"]) for row in self.rows}
+        return [points_of(one.epsilon, sorted(own.union(FEW_DELTAS if one.many else DELTAS))) for one in self.payments]
+
+    def right_guesses(self) -> float:
+        """Return a bound on how often a test for an example of any peer is right; see `readings`."""
+        return max(map(right_guesses, self.alternatives), default=1.0)
+
+    def true_positive_rate(self, false_positive_rate: float) -> float:
+        """Return a bound on how often a test finds an example of any peer; see `readings`."""
+        return max((true_positive_rate(one, false_positive_rate) for one in self.alternatives), default=1.0)
+
+    def of_group(self, examples: int) -> tuple[float, float, float]:
+        """Return what several examples of one person at one peer cost: ε, its δ, and a bound on right guesses."""
+        if not self.payments:
+            pairs = [_group_of_pair(row, examples) for row in self.rows]
+            return (*max(pairs), max(right_guesses([pair]) for pair in pairs))
+
+        delta = min(float(row["delta"]) for row in self.rows)
+        costs = [_group_of_payments(one, examples, delta) for one in self.payments]
+        return max(epsilon for epsilon, _ in costs), delta, max(chance for _, chance in costs)
+
+    def again(self) -> tuple[float, float] | None:
+        """Return ε and the bound on right guesses after as much again, or None if no ledger says what that was."""
+        if not self.payments:
+            return None
+        twice = [partial(one.epsilon, times=2) for one in self.payments]
+        chances = [
+            right_guesses(points_of(epsilon_at, FEW_DELTAS if one.many else DELTAS))
+            for one, epsilon_at in zip(self.payments, twice, strict=True)
+        ]
+        return max(epsilon_at(row["delta"]) for epsilon_at in twice for row in self.rows), max(chances)
+
+
+def _rows(run: Result) -> list[dict[str, Any]]:
+    """Return the summary's rows; of a run under way, one row with what the peer that spent most has spent so far."""
+    if run.summary["privacy"] or run.summary["epsilon_so_far"] is None:
+        return list(run.summary["privacy"])
+    private = run.scenario.private
+    delta = 0.0 if private is None else float(np.max(private.delta))
+    return [{"peer": 0, "epsilon": run.summary["epsilon_so_far"], "delta": delta, "unit": "example"}]
+
+
+def _is_protected(rows: Sequence[dict[str, Any]]) -> bool:
+    """Return whether every peer has a finite ε: the page is about those who are protected least."""
+    return bool(rows) and all(math.isfinite(float(row["epsilon"])) for row in rows)
+
+
+def _group_of_pair(row: dict[str, Any], examples: int) -> Point:
+    """Return the pair (ε, δ) of several examples that follows from the pair of one; ε is ∞ if no δ below 1 is left."""
+    epsilon, delta = float(row["epsilon"]), float(row["delta"])
+    log_delta = math.log(max(delta, LEAST_DELTA)) + log_group_factor(epsilon, examples)
+    return (examples * epsilon, math.exp(log_delta)) if log_delta < 0 else (math.inf, 0.0)
+
+
+def _group_of_payments(one: Payments, examples: int, delta: float) -> tuple[float, float]:
+    """Return ε at δ of several examples, and a bound on right guesses, from all that was paid for."""
+    runs = one.of_group(examples)
+    if runs is None:
+        epsilon = group_epsilon(one.epsilon, delta, examples)
+        return epsilon, right_guesses([(epsilon, delta)])
+
+    def epsilon_at(at: float) -> float:
+        return epsilon_of_runs(runs, at)
+
+    epsilon = epsilon_at(delta)
+    points = points_of(epsilon_at, FEW_DELTAS if one.many else DELTAS)
+    return epsilon, right_guesses([*points, (epsilon, delta)])
+
+
+# --- numbers as text: always an upper bound ---
+
+
+def at_most(chance: float) -> str:
+    """Return a chance in percent, rounded up: 0.6531 is `65.4 %`."""
+    return f"{min(100.0, math.ceil(1000 * chance - 1e-9) / 10):.1f} %"
+
+
+def at_least(chance: float) -> str:
+    """Return a chance in percent, rounded down."""
+    return f"{max(0.0, math.floor(1000 * chance + 1e-9) / 10):.1f} %"
+
+
+def verdict(right: float) -> str:
+    """Return what a bound on right guesses comes to: a sentence that neither frightens nor comforts without reason."""
+    if right <= 0.55:
+        return "That is hardly better than tossing a coin."
+    if right <= 0.75:
+        return "That is better than tossing a coin, and wrong at least once in four times."
+    if right <= 0.95:
+        return "That leaves doubt about any one example; it does not hide it."
+    if right <= 0.99:
+        return (
+            "That leaves little doubt about an example if such a test exists; it is only proved that no test does "
+            "better."
+        )
+    return (
+        "That rules out next to nothing. It does not mean that such a test exists, only that nothing better is proved: "
+        "do not rely on this figure; train with a smaller ε."
+    )
+
+
+# --- the page ---
+
+
+def notice(group: RunGroup) -> Notice:
+    """Return the page about a group's runs: about the one that protects least, and all of them together."""
+    all_evidence = [(run, Evidence.of(run)) for run in group.runs]
+    run, evidence = max(all_evidence, key=lambda pair: pair[1].epsilon)
+    if not _is_protected(evidence.rows):
+        return _unprotected(group, run, evidence)
+
+    right = evidence.right_guesses()
+    topics = [
+        _protected(run, evidence),
+        _strength(evidence, right),
+        _observers(run, evidence),
+        _duration(group, run, evidence),
+        _assumptions(run),
+        _not_covered(run),
+        _several_examples(evidence),
+        _record(group, evidence),
+    ]
+    return Notice(group.label, _short(run, evidence, right), [topic for topic in topics if topic.blocks])
+
+
+def _unit(rows: Sequence[dict[str, Any]]) -> str:
+    return "peer's data" if rows and rows[0].get("unit") == "peer" else "example"
+
+
+def _may_be_published(run: Result) -> bool | None:
+    """Return whether a run's figures hold for anyone who sees its models; None if that is not known."""
+    publishable: bool | None = run.summary.get("publishable")
+    return publishable
+
+
+def _short(run: Result, evidence: Evidence, right: float) -> list[str]:
+    unit = _unit(evidence.rows)
+    short = [
+        f"Suppose someone wants to know whether one given {unit} was used in this training. They see every message and "
+        f"every model, and know all other data. However they test it, they are right at most {at_most(right)} of the "
+        f"time if the {unit} is in the data by the toss of a coin; guessing is right 50 % of the time. {verdict(right)}"
+    ]
+    if not run.finished:
+        short.append("The run is not finished. The figures are of what it has spent so far, and will grow.")
+    published = _may_be_published(run)
+    if published is False:
+        short.append(
+            "Nothing of this run may be published under these figures: its noise is drawn from keys, so that the run "
+            "can be repeated, and anyone who knows the data can draw it again and take it off. They are the figures "
+            "that the same training has with noise of the operating system (compute.generator: system, or real peers)."
+        )
+    elif published is None:
+        short.append("The run does not say where its noise came from. Do not publish its models before you know.")
+    if evidence.problem is not None:
+        short.append(evidence.problem)
+    return short
+
+
+def _protected(run: Result, evidence: Evidence) -> Topic:
+    summary = run.summary
+    peers = (
+        f"The data of {summary['n_peers']} peers (devices or sites that keep their data and train together): each "
+        "peer's examples are protected from everybody else, the other peers included. They never leave the peer. What "
+        "leaves is sums of what many examples would change in the model, each cut to one size, with random noise "
+        "added."
+    )
+    if _unit(evidence.rows) == "peer's data":
+        unit = "Protected is all of a peer's data at once: whether they were used at all, whatever they are."
+    else:
+        unit = (
+            "Protected is one example: one row, image or text of one peer. What leaves could also have come from a "
+            "training without that example, and how much that differs is bounded. So what can be learned about the "
+            "example is bounded too, be it whether it is there or what it says. A person with several examples is "
+            "protected less; see below."
+        )
+    return Topic(
+        "What is protected, and whose",
+        [peers, unit, "How many examples a peer has is not protected, nor are the members' names and addresses."],
+    )
+
+
+def _strength(evidence: Evidence, right: float) -> Topic:
+    unit = _unit(evidence.rows)
+    rows = [
+        (f"{100 * rate:g}", at_most(evidence.true_positive_rate(rate)).removesuffix(" %"), f"{100 * rate:g}")
+        for rate in FALSE_POSITIVE_RATES
+    ]
+    table = Table(
+        ("wrongly named, of 100 not in the data", "rightly named, of 100 in the data, at most", "by guessing"), rows
+    )
+    if evidence.payments:
+        basis = (
+            "These bounds are computed from all that the ledger says was released. They hold for every test, known or "
+            "not yet known, with any computing power."
+        )
+    else:
+        basis = (
+            "These bounds follow from ε and δ alone, as the ledger is not at hand. They hold for every test; with the "
+            "ledger they are often much lower."
+        )
+    return Topic(
+        "How strongly",
+        [
+            "A test names those that it takes to be in the data. The more it names wrongly, the more it may also find:",
+            table,
+            basis,
+            f"If every second {unit} that is tested is in the data, a test is wrong at least {at_least(1 - right)} of "
+            "the time. Attacks that were tried in practice are usually wrong much more often, which is no promise.",
+        ],
+    )
+
+
+def _observers(run: Result, evidence: Evidence) -> Topic:
+    rows: list[tuple[str, ...]] = []
+    for key, observer in OBSERVERS.items():
+        values = [row for row in evidence.rows if key in row]
+        if not values:
+            continue
+        if key == "epsilon":
+            chance = evidence.right_guesses()
+            text = _main_observer(values)
+            spent = epsilon_text(evidence.epsilon)
+        else:
+            pairs = [(float(row[key]), float(row["delta"])) for row in values]
+            chance = max(right_guesses([pair]) for pair in pairs)
+            text = observer
+            spent = epsilon_text(max(epsilon for epsilon, _ in pairs))
+        rows.append((text, spent, at_most(chance)))
+    blocks: list[str | list[str] | Table] = [
+        Table(("who looks", "ε", "right at most"), rows),
+        "Anyone who sees less, such as only the final model, can do no more. From the peer that holds them nothing is "
+        "hidden.",
+    ]
+    unequal = wording.alike(evidence.rows, lambda row: (epsilon_text(row["epsilon"]), setting(row["delta"])))
+    if len(unequal) > 1:
+        blocks += [
+            "Peers are protected unequally; all figures above are of those with the largest ε.",
+            Table(("peers", "ε", "δ"), list(unequal)),
+        ]
+    return Topic("Towards which observers", blocks)
+
+
+def _main_observer(rows: Sequence[dict[str, Any]]) -> str:
+    colluding = next((row["colluding"] for row in rows if row.get("colluding") is not None), None)
+    if colluding is None:
+        return OBSERVERS["epsilon"]
+    if colluding == 0:
+        return f"{EVERY_MESSAGE}, and is neither a peer nor helped by one"
+    return f"{EVERY_MESSAGE}, and up to {colluding} other peers together"
+
+
+def _duration(group: RunGroup, run: Result, evidence: Evidence) -> Topic:
+    points = [
+        "For ever. What was released cannot be called back, and the figures never get better: not with time, not when "
+        "models are deleted, not when a peer leaves."
+    ]
+    if evidence.payments:
+        n_runs = sum(len(one.runs) for one in evidence.payments)
+        count = "1 run" if n_runs == 1 else f"{n_runs} runs"
+        points.append(f"The figures count all that the ledger holds today: {count} over these data.")
+    by_summary = max(float(row["epsilon"]) for row in evidence.rows)
+    if evidence.epsilon > by_summary * (1 + SAME):
+        points.append(
+            f"That is more than this run had spent at its end, ε = {epsilon_text(by_summary)}: the ledger counts other "
+            "runs too."
+        )
+    again = evidence.again()
+    if again is not None:
+        points.append(
+            f"As much training again on the same data, with new noise, would make it ε = {epsilon_text(again[0])}, and "
+            f"a test right at most {at_most(again[1])} of the time."
+        )
+    if left := _left(run, evidence):
+        points.append(left)
+    if any(row.get("scope") == "this run alone" for row in evidence.rows):
+        points.append(
+            "This ledger counts this run only. Whatever else was ever trained or published from the same data adds to "
+            "it, and is not in these figures: give all runs one ledger (privacy.ledger)."
+        )
+    if "budget_note" in run.summary:
+        points.append(f"About the budget: {run.summary['budget_note']}.")
+    if text := together([group]):
+        points.append(text)
+    return Topic("For how long", [points])
+
+
+def _left(run: Result, evidence: Evidence) -> str | None:
+    """Say what is left of the budget, at the peer with least left."""
+    private = run.scenario.private
+    if private is None or private.epsilon is None or private.calibration == "paper":
+        return (
+            "No budget was set: nothing stops further runs."
+            if private is not None and private.epsilon is None
+            else None
+        )
+    budgets = np.broadcast_to(np.asarray(private.epsilon, dtype=float), (run.scenario.n_peers,))
+    grown = evidence.epsilon - max(float(row["epsilon"]) for row in evidence.rows)
+    rest = min(float(budgets[row["peer"]]) - float(row["epsilon"]) for row in evidence.rows) - grown
+    budget = setting(float(budgets.max()))
+    if rest <= 0:
+        return f"The budget of ε = {budget} is used up."
+    return f"Of the budget of ε = {budget}, {math.floor(1000 * rest) / 1000:g} is left in this ledger."
+
+
+def together(groups: Sequence[RunGroup]) -> str | None:
+    """Say what runs cost together that were on the same data with a ledger each, or None if no two were.
+
+    Ledgers are of the same data if they name the same source.
+    """
+    by_path: dict[Path, tuple[Payments, list[dict[str, Any]]]] = {}
+    for run in (run for group in groups for run in group.runs):
+        evidence = Evidence.of(run)
+        if len(evidence.payments) == 1:  # ledgers of peers that ran by themselves are each of other data
+            (one,) = evidence.payments
+            by_path[one.path.resolve()] = one, evidence.rows
+    sentences = []
+    for source in sorted({one.source for one, _ in by_path.values()}):
+        parts = [(one, rows) for one, rows in by_path.values() if one.source == source]
+        runs = {run: alternatives for one, _ in parts for run, alternatives in one.runs.items()}
+        if len(parts) > 1 and len(runs) > 1:
+            deltas = {float(row["delta"]) for _, rows in parts for row in rows}
+            epsilon = max(epsilon_of_runs(list(runs.values()), delta) for delta in deltas)
+            sentences.append(
+                f"The {len(runs)} runs on {source} of this page have {len(parts)} ledgers, each of which counts its "
+                f"own runs only. To anyone who sees all of them they are one: together ε = {epsilon_text(epsilon)}."
+            )
+    return " ".join(sentences) or None
+
+
+def _assumptions(run: Result) -> Topic:
+    points = [
+        "Each example was made from one person only. If an example was computed from others (a mean over all that was "
+        "subtracted, a duplicate, a text that quotes another), what it shows of those is not counted.",
+        "Peers run this program, unchanged, on the data that they mean to protect, and nothing else is released from "
+        "those data.",
+        "Noise is what a good generator gives: "
+        + (
+            f"here it is {run.summary['noise']}."
+            if "noise" in run.summary
+            else "the run does not say where its noise came from."
+        ),
+        "The ledger is the one that the program wrote. Lines that were changed or removed from its middle are noticed; "
+        "a folder put back from a backup is noticed only if a checkpoint or a neighbour has seen more of it.",
+    ]
+    colluding = next((row.get("colluding") for row in run.summary["privacy"]), None)
+    if colluding is not None:
+        points.append(
+            f"At most {colluding} peers share what they know. The issuer of the peers' certificates vouches that they "
+            "are different parties: one party with several certificates is several colluders. The ε against all other "
+            "peers needs neither."
+        )
+    if "hardened" not in str(run.summary.get("noise")):
+        points.append(
+            "Numbers are as good as real numbers: the last digits of sums and of noise are rounded, and what that "
+            "could show is not counted (privacy.hardened counts it)."
+        )
+    if claim := wording.claim(run.summary):
+        points.append(
+            f"{claim[0].upper()}{claim[1:]}. The figures on this page are the accountant's and do not rely on it."
+        )
+    if "claim_note" in run.summary:
+        points.append(f"About that claim: {run.summary['claim_note']}")
+    if "started_from" in run.summary:
+        points.append(
+            f"The training began with the model of {run.summary['started_from']}, which is covered by its own ε."
+        )
+    proved = (
+        "Proved, and held by tests against independent computations, is the step from what is released to these "
+        "figures. Assumed, and to be ensured by those who run it, is:"
+    )
+    return Topic("What is assumed, and not proved", [proved, points])
+
+
+def _not_covered(run: Result) -> Topic:
+    points = [
+        "What the model is for: it learns what is common to many examples. What holds for a group (who smokes falls "
+        "ill more often) can be learned about its members, whether their data were used or not.",
+        "Public data: the test set, and data that the training starts from, are taken to be public.",
+        "Choices that people made by looking at private data, such as settings tuned in runs that share no ledger.",
+        "The devices: an intruder on a peer reads its data, and its checkpoint, which keeps what never leaves it.",
+        "Whether the data are right, lawfully held, or fit for the purpose, and whether the model is good or fair.",
+        "How long a step takes, and other things that can be measured from outside.",
+    ]
+    if "evaluation_private" in run.summary:
+        points.insert(
+            0, f"Figures that this run published on the peers' own examples ({run.summary['evaluation_private']})."
+        )
+    return Topic("What is not covered", [points])
+
+
+def _several_examples(evidence: Evidence) -> Topic:
+    if _unit(evidence.rows) != "example":
+        return Topic("If a person has several examples", [])
+    rows = []
+    for examples in EXAMPLES_OF_ONE_PERSON:
+        epsilon, delta, chance = evidence.of_group(examples)
+        rows.append((str(examples), epsilon_text(epsilon), setting(float(f"{delta:.2g}")), at_most(chance)))
+    return Topic(
+        "If a person has several examples",
+        [
+            "All examples of a person at one peer can be looked for at once. Their ε is at most this, and a test for "
+            "whether they are there is right at most so often:",
+            Table(("examples", "ε", "at δ", "right at most"), rows),
+            "With many examples of one person the protection of that person ends. If the same person is at several "
+            "peers, count the examples of all of them.",
+        ],
+    )
+
+
+def _record(group: RunGroup, evidence: Evidence) -> Topic:
+    deltas = sorted({float(row["delta"]) for row in evidence.rows})
+    facts = [
+        f"{wording.guarantee(group.summary)}. Formally: (ε, δ)-differential privacy, which bounds every outcome; the "
+        "figures above are what follows for a test over all outcomes.",
+        f"δ = {' / '.join(map(setting, deltas))} is the probability that ε leaves out; the figures above include it.",
+    ]
+    facts += [
+        f"Ledger: {one.path}, {one.lines:,} payments, verified; last line {one.head[:16]}." for one in evidence.payments
+    ]
+    facts += [f"Run: {run.folder}" for run in group.runs]
+    facts.append(f"Written by privdec {__version__}. What the words mean: {GUIDE}.")
+    return Topic("For the record", [facts])
+
+
+def _unprotected(group: RunGroup, run: Result, evidence: Evidence) -> Notice:
+    """Return the page about a run that protects no one, or some peers' examples not at all."""
+    if not evidence.rows:
+        short = ["Nothing is known yet: the run has not been evaluated. Make this page again later."]
+        return Notice(group.label, short, [])
+
+    open_peers = [row["peer"] for row in evidence.rows if math.isinf(float(row["epsilon"]))]
+    whose = "all peers" if len(open_peers) == len(evidence.rows) else f"peers {peer_ranges(open_peers)}"
+    short = [
+        f"There is no protection (ε = ∞) for the data of {whose}. Their examples stay where they are, but the messages "
+        "and models of this training may reveal anything about them, up to whole examples.",
+        "Treat messages and models as you treat the data themselves. To protect those in the data, train with a "
+        "privacy section (privacy: {epsilon: 3, delta: 1e-5}); what was released by now cannot be protected later.",
+    ]
+    return Notice(group.label, short, [_not_covered(run)])
+
+
+# --- as Markdown ---
+
+
+def as_markdown(groups: Sequence[RunGroup]) -> str:
+    """Return the pages about some runs as one Markdown document."""
+    lines: list[str] = []
+    for one in map(notice, groups):
+        lines += [f"# For the data protection officer: {_escaped(one.label)}", ""]
+        for sentence in one.short:
+            lines += [_escaped(sentence), ""]
+        for topic in one.topics:
+            lines += [f"## {topic.title}", ""]
+            for block in topic.blocks:
+                lines += [*_block_lines(block), ""]
+    if len(groups) > 1 and (text := together(groups)):
+        lines += ["# All runs of this page", "", _escaped(text), ""]
+    return "\n".join(lines)
+
+
+def _block_lines(block: str | list[str] | Table) -> Iterable[str]:
+    if isinstance(block, str):
+        return [_escaped(block)]
+    if isinstance(block, list):
+        return [f"- {_escaped(point)}" for point in block]
+    rows = [block.heads, ("---",) * len(block.heads), *block.rows]
+    return [f"| {' | '.join(map(_escaped, row))} |" for row in rows]
+
+
+def _escaped(text: str) -> str:
+    """Return text that Markdown shows as it is: names of runs and folders are text and no markup."""
+    plain = "".join(f"\\{sign}" if sign in "\\`*_[]<>|#" else sign for sign in text)
+    return " ".join(plain.split())
