@@ -18,11 +18,13 @@ from flower_privdec.common.formatting import shown
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+OWNER_ONLY, EVERYBODY = 0o600, 0o666  # modes of new files, before the umask
+OWNERS_FOLDER = 0o700
 DESCRIPTOR_SECONDS = 20.0  # until a descriptor must be free: a server closes what strangers took of them by then
 
 
-def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
-    """Open a file as `os.open` does; wait for a descriptor where the process, or the machine, has none left.
+def open_file(path: Path, flags: int, mode: int = OWNER_ONLY) -> int:
+    """Open a file as `os.open` does, a new one for its owner only; wait while the process or machine has no descriptor.
 
     Raises:
         OSError: as `os.open`; for want of a descriptor only after DESCRIPTOR_SECONDS.
@@ -35,6 +37,29 @@ def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() > until:
                 raise
         time.sleep(0.02)
+
+
+def owners_file(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, whatever the umask; the `opener` of `open`.
+
+    A file that an earlier version left open to others is closed to them.
+    """
+    descriptor = open_file(Path(path), flags)
+    close_to_others(descriptor)
+    return descriptor
+
+
+def close_to_others(descriptor: int) -> None:
+    """Take every right on an open file from all users but its owner."""
+    mode = os.fstat(descriptor).st_mode & 0o777
+    if mode & ~OWNER_ONLY:
+        with suppress(PermissionError):  # it belongs to another user, who decides
+            os.fchmod(descriptor, mode & OWNER_ONLY)
+
+
+def make_owners_folder(folder: Path) -> None:
+    """Make a folder, and those above it if they are missing, whose files only its owner may list."""
+    folder.mkdir(parents=True, exist_ok=True, mode=OWNERS_FOLDER)
 
 
 def tried(path: str | Path) -> str:
@@ -82,23 +107,24 @@ def named(error: OSError, path: Path) -> OSError:
 
 
 @contextmanager
-def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[Path]:
+def replacing(path: Path, *, public: bool = False, durable: bool = True) -> Iterator[Path]:
     """Yield a new file to write, which then replaces a path atomically: a crash leaves the old or the new one.
 
     Where an error is raised inside, the path is unchanged and no other file is left.
 
     Args:
         path: in a folder that is there. Processes that write the same path at the same time do not mix: the last wins.
-        private: whether the file is for its owner alone.
+        public: whether the umask decides who may read the file; by default only its owner may, so that what nobody
+            thought about stays with the peer.
         durable: whether that holds when the machine stops too, and not only the process; it takes a few milliseconds.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    os.close(open_file(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666))
+    os.close(open_file(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, EVERYBODY if public else OWNER_ONLY))
     try:
         with naming(path):
             yield part
-        if private:
-            part.chmod(0o600)  # its writer may have recreated it
+        if not public:
+            part.chmod(OWNER_ONLY)  # its writer may have recreated it
         if durable:
             sync(part)
         part.replace(path)
@@ -110,10 +136,10 @@ def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Ite
         sync(path.parent)
 
 
-def write_atomically(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
+def write_atomically(path: Path, content: bytes, *, public: bool = False, durable: bool = True) -> None:
     """Write a file atomically; see `replacing`."""
     with (
-        replacing(path, private=private, durable=durable) as part,
+        replacing(path, public=public, durable=durable) as part,
         os.fdopen(open_file(part, os.O_WRONLY), "wb") as file,
     ):
         file.write(content)
@@ -153,8 +179,8 @@ def read_cached(path: Path, read: Callable[[Any], T]) -> T | None:
 def write_cached(path: Path, content: Any) -> None:
     """Write a JSON file of the cache; where it cannot be written, that costs time alone, and is logged."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content).encode(), private=True)
+        make_owners_folder(path.parent)
+        write_atomically(path, json.dumps(content).encode())
     except OSError as error:
         _log.warning("%s of the cache cannot be written (%s); it is computed each time", path, error)
 

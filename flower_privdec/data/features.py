@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, group_norm, pad
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.common.files import cache_folder, replacing
+from flower_privdec.common.files import cache_folder, make_owners_folder, owners_file, replacing
 from flower_privdec.common.machine import available_cores
 from flower_privdec.common.user_code import require
 from flower_privdec.rows.keys import keyed_generator
@@ -340,8 +340,9 @@ def cached(recipe: dict[str, Any], x: Tensor, compute: Callable[[], Tensor]) -> 
     path = cache_folder() / "features" / f"{key}.safetensors"
     with ExitStack() as stack:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fcntl.flock(stack.enter_context(path.with_suffix(".lock").open("a")), fcntl.LOCK_EX)
+            make_owners_folder(path.parent)
+            lock = stack.enter_context(open(path.with_suffix(".lock"), "a", opener=owners_file))
+            fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             _report(f"not cached: {error}")
             return compute()
@@ -352,7 +353,7 @@ def cached(recipe: dict[str, Any], x: Tensor, compute: Callable[[], Tensor]) -> 
             _report(f"{path} is damaged: computed again")
         result = compute()
         try:
-            with replacing(path, private=True) as part:
+            with replacing(path) as part:
                 save_file({"features": result.contiguous()}, part, {"key": key, "checksum": _hash(b"", result)})
         except (OSError, SafetensorError) as error:
             _report(f"not cached: {error}")

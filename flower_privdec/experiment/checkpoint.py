@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError, option
-from flower_privdec.common.files import named, open_file, replacing
+from flower_privdec.common.files import close_to_others, named, open_file, replacing
 from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import Edges, State
 from flower_privdec.privacy.ledger.ledger import RunName
@@ -295,6 +295,7 @@ class CheckpointLog:
 
     def _open(self, path: Path) -> None:
         self._file = open_file(path, os.O_RDWR)
+        close_to_others(self._file)
         self._size = os.fstat(self._file).st_size
 
     def write(self, checkpoint: Checkpoint) -> None:

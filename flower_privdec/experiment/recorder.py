@@ -38,7 +38,6 @@ from flower_privdec.experiment.spent import Spent, json_number, last_step, priva
 from flower_privdec.experiment.view import noise_facts, public_name
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger.ledger import Head
-from flower_privdec.privacy.mechanism.protection import breaches
 from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.sections import StageSection
 
@@ -91,7 +90,7 @@ def keep_metrics_until(folder: Path, round_index: int) -> None:
     """
     if (folder / NAME).is_file():
         earlier = [record for record in read_metrics(folder) if record["round"] <= round_index]
-        write_atomically(folder / NAME, "".join(json.dumps(record) + "\n" for record in earlier).encode())
+        write_atomically(folder / NAME, "".join(json.dumps(record) + "\n" for record in earlier).encode(), public=True)
 
 
 def _readable(name: str, value: Any) -> bool:
@@ -208,12 +207,12 @@ class Recorder:
             scenario = to_yaml(self.agreement.scenario).encode()
             if self.checkpoint is None:
                 self.save(state, head)
-                write_atomically(self.out / "scenario.yaml", scenario)
+                write_atomically(self.out / "scenario.yaml", scenario, public=True)
                 return state
             keep_metrics_until(self.out, state.round_index)
             (self.out / SUMMARY).unlink(missing_ok=True)  # of a run that was stopped, or had fewer rounds
             if self.begins_stage:
-                write_atomically(self.out / "scenario.yaml", scenario)
+                write_atomically(self.out / "scenario.yaml", scenario, public=True)
                 self.save(state, head)
         return state
 
@@ -304,9 +303,9 @@ class Recorder:
         if scenario.private is not None:
             if shows_private(scenario):  # beside a finite ε, which does not cover it
                 protected["evaluation_private"] = "ignored: figures on the peers' own examples are covered by no ε"
+            if spent.breaches:
+                protected["claim_note"] = " ".join(spent.breaches.values())
             if self.own is not None:
-                problems = [] if self.own.protection is None else breaches(self.own.protection)
-                protected |= {"claim_note": " ".join(problems)} if problems else {}
                 protected |= noise_facts([self.own.source])
         summary = {
             "name": scenario.name,
@@ -340,7 +339,7 @@ class Recorder:
                 runs = [*(() if origin is None else origin.runs), this]
                 write_atomically(self.out / "model.safetensors", save(models, {"privdec": facts}))
                 write_atomically(self.out / ORIGIN, origin_facts(runs, models).encode())
-            write_atomically(self.out / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
+            write_atomically(self.out / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode(), public=True)
         self.close()
         return summary
 

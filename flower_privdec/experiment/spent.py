@@ -18,7 +18,7 @@ from flower_privdec.graph.topology import Participation, activity
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon
 from flower_privdec.privacy.ledger.ledger import Account, Spending
 from flower_privdec.privacy.mechanism.events import canonical
-from flower_privdec.privacy.mechanism.protection import UNLIMITED, Protection
+from flower_privdec.privacy.mechanism.protection import UNLIMITED, Protection, breaches
 from flower_privdec.scenario import Scenario
 
 ALONE = "this run alone"
@@ -45,6 +45,7 @@ class Spent:
             all that it hears; empty where all of a peer's messages go to everybody.
         if_all_collude: ε of each in this run if all other peers collude; empty where that is `epsilons`.
         colluding: with how many peers an adversary may collude for `epsilons` to hold; None for all.
+        breaches: which conditions of a paper's formula do not hold, so that `claimed` does not apply, see `breaches`.
     """
 
     epsilons: list[float]
@@ -55,6 +56,7 @@ class Spent:
     replies: list[float] = field(default_factory=list)
     if_all_collude: list[float] = field(default_factory=list)
     colluding: int | None = None
+    breaches: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cohort: Cohort, rounds: int) -> Spent:
@@ -68,7 +70,8 @@ class Spent:
         deltas, replies = [account.delta for account in accounts], protection.reply_epsilons(rounds)
         larger = epsilons_if_all_collude(cohort, rounds)
         colluding = None if protection.pairs is None else protection.pairs.colluding
-        return cls(epsilons(cohort, rounds), deltas, claimed, ran, note, replies, larger, colluding)
+        values = epsilons(cohort, rounds)
+        return cls(values, deltas, claimed, ran, note, replies, larger, colluding, breaches(protection))
 
 
 def epsilons(cohort: Cohort, rounds: int) -> list[float]:

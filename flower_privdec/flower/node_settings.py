@@ -19,7 +19,7 @@ from flwr.app import Context
 from flwr.common.constant import NUM_PARTITIONS_KEY, PARTITION_ID_KEY
 
 from flower_privdec.common.errors import RunError
-from flower_privdec.common.files import write_atomically
+from flower_privdec.common.files import make_owners_folder, write_atomically
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.common.user_code import only_from
 from flower_privdec.scenario import Scenario, parse_scenario
@@ -351,9 +351,9 @@ class HostSettings:
 
         secret, path = None, self.folder / "secret"
         if not self.simulated:  # the secret key of this node's run names, which never leaves
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_owners_folder(self.folder)
             if not path.exists():
-                write_atomically(path, secrets.token_bytes(SECRET_BYTES), private=True)
+                write_atomically(path, secrets.token_bytes(SECRET_BYTES))
             secret = path.read_bytes()
         runtime = f"{request.shards} shards" if request.shards else f"relay over {request.nodes} nodes"
         return OwnParts.of(agreement, np.asarray(request.peers), secret, self.data_root, runtime)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from flwr.app import ConfigRecord, RecordDict
 
 from flower_privdec.common.errors import RunError
-from flower_privdec.common.files import write_atomically
+from flower_privdec.common.files import make_owners_folder, write_atomically
 from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.view import pair_run, partners, secret_pairs
@@ -141,7 +141,7 @@ def open_session(node: Node, stored: RecordDict) -> ConfigRecord:
     """Draw the key of a new session, the one of its folder from now on, into the context; return its announcements."""
     private = os.urandom(KEY)
     keys = PairKeys(node.settings, node.experiment, private)
-    node.folder.mkdir(parents=True, exist_ok=True)
+    make_owners_folder(node.folder)
     write_atomically(node.folder / COUNT, keys.count(0))
     stored[PAIRS] = ConfigRecord({PRIVATE: private, MESSAGES: 0})
     return ConfigRecord({str(other): keys.announcement(other) for other in keys.partners})

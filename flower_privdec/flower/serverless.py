@@ -120,7 +120,7 @@ def save_initial(path: Path, initial: InitialArrays) -> None:
 
     facts = {"format": FORMAT, "order": list(initial.arrays), "key": initial.key, "configs": initial.configs}
     arrays = {name: np.array(value, order="C") for name, value in initial.arrays.items()}
-    write_atomically(path, save(arrays, {"initial": json.dumps(facts, default=encoded)}))
+    write_atomically(path, save(arrays, {"initial": json.dumps(facts, default=encoded)}), public=True)
 
 
 def load_initial(path: Path) -> InitialArrays:
@@ -514,7 +514,7 @@ class AppTrainer:
         if mass.w > 0:
             arrays = numpy_arrays(mass.layout.record(mass.model(), mass.unmixed))
             content = save({name: np.array(value, order="C") for name, value in arrays.items()})
-            write_atomically(self._folder / MODEL, content, private=True)
+            write_atomically(self._folder / MODEL, content)
 
     def status(self, state: State) -> dict[str, Any]:
         """See Trainer; with the unit of ε, and why the peer does not train where it does not."""

@@ -107,7 +107,7 @@ def privacy_warnings(experiment: Experiment) -> list[str]:
             f"{formula} of Dyn-D2P is a limit for K far above (J/b)² = {needed:,.0f}, and rounds={rounds:,} is "
             f"{'below' if needed < 2 * rounds else f'{needed / rounds:,.0f} times below'} it; use calibration rigorous"
         )
-    warnings += breaches(plan)
+    warnings += breaches(plan, with_least=True).values()
     delta = np.broadcast_to(private.delta, sizes.shape)
     loose = np.flatnonzero(delta * sizes >= 1)
     if len(loose):

@@ -256,7 +256,7 @@ class WitnessFile:
             OSError: the disk is full.
         """
         if self._file < 0:
-            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT)
         slot = self._slots.setdefault((neighbor, boot), len(self._slots))
         record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
         record += crc32(record).to_bytes(4, "little")

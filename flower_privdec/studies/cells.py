@@ -432,7 +432,7 @@ def run_cell(text: str, folder: Path) -> None:
         resume = (folder / "checkpoint").exists() and _read(folder / INPUTS) == inputs
         if not resume:
             _clear(folder, {"lock"})  # files of a run that ended before its first checkpoint, or on other data
-            write_atomically(folder / INPUTS, inputs)
+            write_atomically(folder / INPUTS, inputs, public=True)
         run(Experiment.build(scenario), folder, resume=resume, lean=True, workers=1)
         if stamps_of(scenario) != stamps:
             raise RunError(CHANGED, code="study.changed")
@@ -440,7 +440,7 @@ def run_cell(text: str, folder: Path) -> None:
         _clear(folder, set(RESULT_FILES))
         seconds = round(time.process_time() - began, 1)
         facts = {"seconds": seconds, "version": __version__, "inputs": stamps, "files": _digests(folder)}
-        write_atomically(folder / CELL, json.dumps(facts).encode())
+        write_atomically(folder / CELL, json.dumps(facts).encode(), public=True)
 
 
 def _read(path: Path) -> bytes | None:

@@ -373,7 +373,7 @@ def publish(
 
 
 def _write(path: Path, text: str) -> None:
-    write_atomically(path.resolve(), text.encode())  # of a link what it leads to
+    write_atomically(path.resolve(), text.encode(), public=True)  # of a link what it leads to
 
 
 def verdict_blocks(check: Check, result: PartResult) -> list[str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from private_files import umask_of_none
 
-from flower_privdec.common.files import cache_folder, open_file, replacing, write_atomically
+from flower_privdec.common.files import cache_folder, open_file, owners_file, replacing, write_atomically
 
 WRITER = """
 import os, signal, sys
@@ -59,18 +60,25 @@ def test_a_killed_writer_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert path.read_bytes() == b"new"
 
 
-def test_a_private_file_is_its_owners_alone_however_it_was_written(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        write_atomically(tmp_path / "open", b"", private=False)
-        with replacing(tmp_path / "closed", private=True) as part:
+def test_a_file_is_its_owners_only_unless_it_is_public(tmp_path: Path) -> None:
+    with umask_of_none():
+        write_atomically(tmp_path / "open", b"", public=True)
+        with replacing(tmp_path / "closed") as part:
             assert part.stat().st_mode & 0o777 == 0o600
             part.unlink()
             part.write_bytes(b"anew")
-    finally:
-        os.umask(before)
     assert (tmp_path / "open").stat().st_mode & 0o777 == 0o666
     assert (tmp_path / "closed").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_was_left_open_to_others_is_closed_to_them(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("before\n")
+    path.chmod(0o644)
+    with open(path, "a", opener=owners_file) as file:
+        file.write("after\n")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.read_text() == "before\nafter\n"
 
 
 def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

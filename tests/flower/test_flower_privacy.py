@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from private_files import closed_files, umask_of_none
 from raising import raises
 from shards_in_turn import in_turn
 from tiny_scenario import Build, Tiny
@@ -29,6 +31,7 @@ from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.common.errors import RunError
 from flower_privdec.core.cohort import Cohort, PrivateStep
+from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.flower import node_settings
 from flower_privdec.flower.apps import client_app as clients
@@ -143,12 +146,43 @@ def test_an_answer_holds_what_other_peers_may_see_and_no_more(tiny: Tiny, tmp_pa
     scenario = tiny("algorithm={name: feddeper, learning_rate: 0.1, rho: 0.0, local_steps: 2}")
     Relay(scenario, tmp_path / "run").start(Keeping(client_app(), 4, folder=tmp_path / "nodes"))
     spent = {"epsilons", "deltas", "claimed", "rounds_run", "replies", "noise", "coalition_seconds"}
-    spent |= {"if_all_collude", "colluding"}
+    spent |= {"if_all_collude", "colluding", "broken", "breaches"}
     names = {key for content in kept for record in content.array_records.values() for key in record}
     assert names == {"x", "w"}
     told = {key for content in kept for record in content.config_records.values() for key in record}
     assert told == {"partition-id", "num-partitions", "round", "at", "waiting", "constants", *spent}
     assert not [record for content in kept for record in content.metric_records.values()]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_what_nodes_and_server_keep_is_their_owners_only(tiny: Tiny, tmp_path: Path, host: str) -> None:
+    strategy, nodes = HOSTS[host]
+    kind = TogetherGrid if strategy is Sharded else LocalGrid
+    scenario = tiny("rounds=1", PAIRS[1])
+    with umask_of_none():
+        strategy(scenario, tmp_path / "run").start(kind(client_app(), nodes, folder=tmp_path / "nodes"))
+    closed = closed_files(tmp_path)
+    assert {"checkpoint", "model.safetensors"} <= closed
+    assert host == "cohort" or "checkpoint-1" in closed
+
+
+def test_a_deployed_node_keeps_its_secret_to_itself(tiny: Tiny, tmp_path: Path) -> None:
+    with umask_of_none():
+        (reply,) = deployed(tmp_path / "node").send_and_receive([order(tiny())])
+    assert not reply.has_error()
+    assert "secret" in closed_files(tmp_path)
+
+
+@pytest.mark.parametrize("host", ["relay", "sharded"])
+def test_a_claim_that_does_not_apply_is_noted_as_by_the_engine(build: Build, tmp_path: Path, host: str) -> None:
+    lines = ["algorithm={name: dp-dda}", "privacy.calibration=paper", "data.batch={sampling: full}"]
+    experiment = build("rounds=1", *lines)
+    strategy, nodes = HOSTS[host]
+    kind = TogetherGrid if strategy is Sharded else LocalGrid
+    strategy(experiment.scenario, tmp_path / host).start(kind(client_app(), nodes))
+    noted = json.loads((tmp_path / host / "summary.json").read_text())["claim_note"]
+    assert noted == run(experiment, tmp_path / "engine")["claim_note"]
+    assert "its claim does not apply here" in noted
 
 
 # --- what a server may say ---

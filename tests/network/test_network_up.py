@@ -21,6 +21,7 @@ pytest.importorskip("grpc")
 
 from command_line import privdec
 from networked import wait_until
+from private_files import closed_files, umask_of_none
 from raising import raises
 
 from flower_privdec.cli import main
@@ -74,8 +75,10 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
     scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
-    assert privdec("up", scenario, "--out", tmp_path / "up", "--insecure-seeds", *settings) == 0
+    with umask_of_none():
+        assert privdec("up", scenario, "--out", tmp_path / "up", "--insecure-seeds", *settings) == 0
     said = capsys.readouterr()
+    assert {"checkpoint", "checkpoints", "model.safetensors", "1.log", "peer-1.key"} <= closed_files(tmp_path / "up")
     assert "INSECURE" in said.out
     assert "each of 3 peers starts and waits for its neighbours" in said.err
     first, *_, last = (tmp_path / "up" / "peers" / "1.log").read_text().splitlines()

@@ -148,8 +148,9 @@ def test_theorem_1_of_dp_dda(eps, delta, share, batch):
     assert step**2 == pytest.approx(0.2 * float(least) / rounds, rel=1e-6)
     facts = {"dataset_size": size, "batch": batch, "share": share}
     assert paper.subsampling_breach(eps, rounds=rounds, **facts) is None
-    assert "5 q² ε² / (4 ι²)" in paper.subsampling_breach(eps, rounds=rounds - 1, **facts)
-    assert "needs ε <= 1, not 1.5" in paper.subsampling_breach(1.5, rounds=10**9, **facts)
+    assert "5 q² ε² / (4 ι²)" in paper.subsampling_breach(eps, rounds=rounds - 1, **facts).condition
+    above = paper.subsampling_breach(1.5, rounds=10**9, **facts)
+    assert above.text(with_least=True) == "Theorem 1 of DP-DDA needs ε <= 1, not 1.5"
 
 
 def test_eq_7_of_dp_dda():
@@ -272,7 +273,7 @@ def test_a_broken_condition_of_dp_dda_is_named_in_plan_and_summary(build, tmp_pa
     assert sum(row["active_rounds"] for row in plan["peers"]) == 40
     assert [row["expected_rounds"] for row in plan["peers"]] == [10.0] * 4
     summary = run(experiment, tmp_path / "run")
-    assert said in summary["claim_note"]
+    assert said.replace(" = 14,580", "") in summary["claim_note"]  # from which a peer's examples could be counted
     assert "active rounds" in plan_text(plan, verbose=True)
 
 

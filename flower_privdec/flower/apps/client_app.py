@@ -24,6 +24,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError
+from flower_privdec.common.files import make_owners_folder
 from flower_privdec.core import Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.run import Run
@@ -125,7 +126,7 @@ class Node:
 
     def save(self, state: State, cohort: Cohort) -> None:
         """Write a checkpoint of the whole state, for this node alone; remove all but the one before."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_owners_folder(self.folder)
         run, head = self.experiment.own.run, None if cohort.ledger is None else cohort.ledger.head
         checkpoint = Checkpoint(state, scenario_hash(self.experiment.scenario), run, head=head)
         save_checkpoint(self._checkpoint(state.round_index), checkpoint)

@@ -150,6 +150,7 @@ def spent_record(cohort: Cohort, rounds: int, source: str) -> ConfigRecord:
     record["noise"] = [source]
     record["replies"], record["if_all_collude"] = spent.replies, spent.if_all_collude
     record["colluding"] = [] if spent.colluding is None else [spent.colluding]
+    record["broken"], record["breaches"] = list(spent.breaches), list(spent.breaches.values())
     record["claimed"] = [math.nan if claim is None else claim for claim in spent.claimed]
     return record
 
@@ -160,6 +161,9 @@ def spent_of(records: Sequence[ConfigRecord]) -> tuple[Spent, list[str]]:
     def joined(name: str) -> list[Any]:
         return [value for record in records for value in record[name]]  # type: ignore[union-attr]
 
+    breaches: dict[str, str] = {}
+    for condition, words in zip(joined("broken"), joined("breaches"), strict=True):
+        breaches.setdefault(condition, words)  # of several peers that break one, the words of the first
     claimed = [None if math.isnan(claim) else claim for claim in joined("claimed")]
     spent = Spent(
         joined("epsilons"),
@@ -169,6 +173,7 @@ def spent_of(records: Sequence[ConfigRecord]) -> tuple[Spent, list[str]]:
         replies=joined("replies"),
         if_all_collude=joined("if_all_collude"),
         colluding=next(iter(joined("colluding")), None),
+        breaches=breaches,
     )
     return spent, joined("noise")
 

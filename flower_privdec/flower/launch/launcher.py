@@ -23,7 +23,7 @@ import torch
 from flower_privdec import __version__
 from flower_privdec.common.catalogue import FLOWER_MODES
 from flower_privdec.common.errors import RunError, ScenarioError
-from flower_privdec.common.files import FolderLock
+from flower_privdec.common.files import FolderLock, owners_file, write_atomically
 from flower_privdec.engine.run import Run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.recorder import CHECKPOINT, NODES_PLAN, OnMetrics, Recorder, check_one_stage
@@ -339,11 +339,11 @@ class LocalSuperLink:
             process.kill()
             process.wait()
             with suppress(OSError):  # a run that failed at once may have left no folder
-                log_copy.write_bytes(log.read_bytes())
+                write_atomically(log_copy, log.read_bytes())
 
     def popen(self, *command: str, output: Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
         """Start a command, such as `flwr`, that uses this SuperLink."""
-        with output.open("ab") as file:
+        with open(output, "ab", opener=owners_file) as file:
             return subprocess.Popen(
                 [self._executable(command[0]), *command[1:]],
                 cwd=self._cwd,

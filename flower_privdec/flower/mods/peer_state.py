@@ -40,7 +40,7 @@ from safetensors.numpy import save
 
 from flower_privdec.common.arguments import check_numbers, check_paths
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
-from flower_privdec.common.files import write_atomically
+from flower_privdec.common.files import open_file, owners_file, write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.flower.mods.dual_step import DualStep
 from flower_privdec.flower.mods.masking import Handed
@@ -442,7 +442,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = open_file(folder / ".lock", os.O_WRONLY | os.O_CREAT)
     except OSError as error:
         raise RunError(f"{folder} cannot be written to ({error.strerror}); give another folder") from error
     try:
@@ -525,7 +525,7 @@ def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], or
         "app_ledgers": state.app_ledgers,
         "average_weight": state.average_weight,
     }
-    write_atomically(path, save(arrays, {"state": json.dumps(facts)}), private=True, durable=durable)
+    write_atomically(path, save(arrays, {"state": json.dumps(facts)}), durable=durable)
 
 
 def load_state(path: Path) -> PeerState | None:
@@ -992,7 +992,7 @@ def protected(clip_norm: float, noise: float, update: np.ndarray) -> np.ndarray:
 
 def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str, Mapping[str, Any]]) -> None:
     """Add an app's metrics to the peer's own file, from which they do not leave."""
-    with (folder / "metrics.jsonl").open("a") as file:
+    with open(folder / "metrics.jsonl", "a", opener=owners_file) as file:
         for metrics in records.values():
             file.write(json.dumps({"round": round_index, "of": kind, **metrics}) + "\n")
 
@@ -1016,7 +1016,7 @@ class Identity:
         """
         path = folder / IDENTITY
         if not path.exists():
-            write_atomically(path, os.urandom(KEY), private=True)
+            write_atomically(path, os.urandom(KEY))
         content = path.read_bytes()
         if len(content) != KEY:
             raise RunError(
@@ -1025,7 +1025,7 @@ class Identity:
         self._private = X25519PrivateKey.from_private_bytes(content)
         self.public = self._private.public_key().public_bytes_raw()
         if not (folder / PUBLIC).exists():
-            write_atomically(folder / PUBLIC, self.public.hex().encode() + b"\n")
+            write_atomically(folder / PUBLIC, self.public.hex().encode() + b"\n", public=True)
 
     def key_for(self, public: bytes, salt: bytes, purpose: bytes) -> bytes:
         """Return a key that this peer and the owner of a public key share, and no one else.

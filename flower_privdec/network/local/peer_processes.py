@@ -18,7 +18,7 @@ from threading import Event, Thread
 from typing import Any, Self
 
 from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
-from flower_privdec.common.files import write_atomically
+from flower_privdec.common.files import owners_file, write_atomically
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
 from flower_privdec.network.peer.status import STATUS_CAP, request_status
 from flower_privdec.network.transport.grpc_transport import GrpcConnection
@@ -125,7 +125,7 @@ class PeerProcesses:
         SERVER.begin()
         make_certificates(self.scenario, self.certificates)
         (self.out / "peers").mkdir(exist_ok=True)
-        write_atomically(self.out / "network.yaml", to_yaml(self.scenario).encode())
+        write_atomically(self.out / "network.yaml", to_yaml(self.scenario).encode(), public=True)
 
     def file(self, peer: int) -> Path:
         """Return the file of the scenario as a peer is given it."""
@@ -141,7 +141,7 @@ class PeerProcesses:
         command = [*self._program(peer), "peer", str(self.file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
         command += self._options + ["--charge-witnessed"] * charge_witnessed
-        with self.log(peer).open("ab") as log:
+        with open(self.log(peer), "ab", opener=owners_file) as log:
             # A process group of its own gets no Ctrl-C; a peer that is paused when this process is killed ends with it.
             self._processes[peer] = start_process(f"privdec peer {peer}", command, log)
 

@@ -286,6 +286,7 @@ class Up:
         """Return the ε that the peers report; keep the sources of their noise."""
         columns: dict[str, Any] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
         columns["if_all_collude"], colluding = [], None
+        broken: dict[str, str] = {}
         notes, self._noise, self._ratios = [], [], []
         for peer in range(self.scenario.n_peers):
             with safe_open(self._handed_in(peer, round_index), framework="pt") as file:
@@ -294,12 +295,14 @@ class Up:
             self._noise.append(facts["noise"])
             self._ratios.append(facts["ratios"])
             colluding = facts["colluding"]
+            broken |= {condition: words for condition, words in facts["breaches"].items() if condition not in broken}
             for name, column in columns.items():
                 column += facts[name]
         notes += [
             f"peer {peer} was killed, and took no step after round {self._last_round(peer)}" for peer in self._gone
         ]
-        return Spent(**columns, note="; ".join(dict.fromkeys(notes)) or None, colluding=colluding)
+        note = "; ".join(dict.fromkeys(notes)) or None
+        return Spent(**columns, note=note, colluding=colluding, breaches=broken)
 
 
 def _stacked(paths: Sequence[Path]) -> dict[str, torch.Tensor]:

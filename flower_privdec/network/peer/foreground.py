@@ -124,7 +124,7 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
             return
         running.run(line)
         if not (was_done and summary.exists()):
-            write_atomically(summary, (json.dumps(running.status(), indent=2) + "\n").encode())
+            write_atomically(summary, (json.dumps(running.status(), indent=2) + "\n").encode(), public=True)
         if (why := running.shortcoming()) is not None:
             raise NotAgreedError(f"peer {running.device.peer}: {why}", code="network.not-agreed")
         line.show(f"{status_line(running.status())}  model {folder / MODEL}")

@@ -175,7 +175,7 @@ class RunningPeer(ABC):
             session = self._make_session(checkpoints)
             self.connections = Connections(session, self.status, self.network.retry, self.network.deadline / 2)
             if not (folder / "scenario.yaml").exists():
-                write_atomically(folder / "scenario.yaml", to_yaml(trainer.scenario).encode())
+                write_atomically(folder / "scenario.yaml", to_yaml(trainer.scenario).encode(), public=True)
         except BaseException:
             trainer.close()
             raise
@@ -659,7 +659,7 @@ class ScenarioTrainer:
         self._loss = public_losses(self.experiment, rows)[0]
         model = self.algorithm.models(rows)[0]
         if bool(model.isfinite().all()):  # else the last one stays
-            write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)), private=True)
+            write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)))
         if self.scenario.network.hands_in:
             ratios = noise_ratios(self.cohort.protection)
             facts = asdict(Spent.of(self.cohort, state.round_index))
@@ -781,7 +781,7 @@ def _secret(folder: Path) -> bytes:
     folder.mkdir(parents=True, exist_ok=True)
     path, new = folder / "secret", folder / f"secret-{secrets.token_hex(8)}"
     if not path.exists():
-        write_atomically(new, secrets.token_bytes(SECRET_BYTES), private=True)
+        write_atomically(new, secrets.token_bytes(SECRET_BYTES))
         with contextlib.suppress(FileExistsError):
             os.link(new, path)
         new.unlink()

@@ -135,8 +135,8 @@ class Authority:
 
     def write(self, certificate: Path, key: Path) -> None:
         """Write certificate and key, the key for its owner alone."""
-        write_atomically(key, _key_pem(self.key), private=True)
-        write_atomically(certificate, self.pem)
+        write_atomically(key, _key_pem(self.key))
+        write_atomically(certificate, self.pem, public=True)
 
 
 def _begun(
@@ -364,7 +364,7 @@ def make_certificates(
     """
     signing = _authority(scenario, folder, authority, authority_key)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / AUTHORITY, signing.pem)
+    write_atomically(folder / AUTHORITY, signing.pem, public=True)
     done = {}
     for peer, identity in enumerate(identities(scenario)):
         certificate, key, _ = files_of(folder, peer)
@@ -372,8 +372,8 @@ def make_certificates(
             done[identity] = "kept"
             continue
         made = signing.issue(identity)
-        write_atomically(key, made.key, private=True)
-        write_atomically(certificate, made.certificate)
+        write_atomically(key, made.key)
+        write_atomically(certificate, made.certificate, public=True)
         done[identity] = "made"
     return done
 

@@ -58,7 +58,7 @@ from typing import Any, Self
 import numpy as np
 
 from flower_privdec.common.errors import BudgetError, ScenarioError
-from flower_privdec.common.files import disk_error, open_file, replacing, sync
+from flower_privdec.common.files import disk_error, make_owners_folder, open_file, replacing, sync
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon, epsilon_of_runs, last_that_fits
 from flower_privdec.privacy.mechanism.events import Mechanism, Release, Spend, canonical
 
@@ -454,9 +454,9 @@ class Ledger(Totals):
         segment, fd, done = self._segment, -1, False
         content, hashes = chained([self._header(segment.number + 1)], self.head)
         try:
-            with replacing(sealed_path(self.path, segment.number), private=True) as part:
+            with replacing(sealed_path(self.path, segment.number)) as part:
                 part.write_bytes(os.pread(self._descriptor, segment.size, 0))
-            with replacing(self.path, private=True) as part:
+            with replacing(self.path) as part:
                 fd = _open_locked(part)
                 _write(fd, content)
             size = len(content)
@@ -638,10 +638,10 @@ def ledger_path(directory: Path | str, source: str) -> Path:
 def _open_locked(path: Path, durable: bool = True) -> int:
     """Open a ledger file, created with its folder if missing, and lock it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_owners_folder(path.parent)
         if durable:
             sync(path.parent.parent)
-        fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         message = f"{error.filename or path} cannot be created ({error.strerror}); give another ledger folder"
         raise BudgetError(message, code="ledger.folder") from error

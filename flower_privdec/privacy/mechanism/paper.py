@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import scipy
@@ -130,7 +131,28 @@ def subsampled_sigma(
     return share * clip_norm * math.sqrt(32 * rounds * math.log(2 / delta)) / (dataset_size * epsilon)
 
 
-def subsampling_breach(epsilon: float, *, rounds: int, dataset_size: int, batch: float, share: float) -> str | None:
+@dataclass(frozen=True)
+class Breach:
+    """A condition of a formula that does not hold.
+
+    Attributes:
+        condition: which.
+        given: what there is in place of it.
+        least: what it comes to, where that follows from how many examples a peer has; else empty. A plan shows it to
+            those who have the data, and nothing that leaves a peer does.
+    """
+
+    condition: str
+    given: str
+    least: str = ""
+
+    def text(self, *, with_least: bool) -> str:
+        """Return it in words."""
+        least = f" = {self.least}" if with_least and self.least else ""
+        return f"{self.condition}{least}, not {self.given}"
+
+
+def subsampling_breach(epsilon: float, *, rounds: int, dataset_size: int, batch: float, share: float) -> Breach | None:
     """Say which condition of the theorem does not hold: ε <= 1, and T >= 5 q² ε² / (4 ι²); None where both do.
 
     By the second a step's own ε² is at most 0.2. With b examples a step it is that of q / b.
@@ -139,9 +161,9 @@ def subsampling_breach(epsilon: float, *, rounds: int, dataset_size: int, batch:
     """
     least = 5 * (dataset_size / batch * epsilon / share) ** 2 / 4
     if epsilon > 1:
-        return f"Theorem 1 of DP-DDA needs ε <= 1, not {epsilon:g}"
+        return Breach("Theorem 1 of DP-DDA needs ε <= 1", f"{epsilon:g}")
     if rounds < least:
-        return f"Theorem 1 of DP-DDA needs T >= 5 q² ε² / (4 ι²) = {least:,.0f}, not {rounds:,} rounds"
+        return Breach("Theorem 1 of DP-DDA needs T >= 5 q² ε² / (4 ι²)", f"{rounds:,} rounds", f"{least:,.0f}")
     return None
 
 

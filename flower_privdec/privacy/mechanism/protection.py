@@ -137,7 +137,7 @@ class Claim:
     mu_0: float | None = None
     each_round: bool = False
     quarters: tuple[float, ...] | None = None
-    breach: str | None = None
+    breach: paper.Breach | None = None
 
 
 def cost(account: Account, steps: int) -> float:
@@ -463,12 +463,22 @@ def _cut(spends: Iterable[Spend], start: int, stop: int) -> tuple[Spend, ...]:
     return tuple(part for part in parts if part is not None)
 
 
-def breaches(plan: Protection) -> list[str]:
-    """Return the conditions of a paper's formula that the peers' claims break, the first peer's of each kind."""
-    breaches = [claim.breach for claim in plan.claims if claim is not None and claim.breach is not None]
-    kinds = {breach.split("=")[0]: breach for breach in reversed(breaches)}
+def breaches(plan: Protection, *, with_least: bool = False) -> dict[str, str]:
+    """Return in words which conditions of a paper's formula the peers' claims break, the first peer's of each.
+
+    Args:
+        with_least: see `paper.Breach`; only for who has the peers' data.
+
+    Returns:
+        The words, by the condition.
+    """
     remedy = "its claim does not apply here; lower privacy.epsilon, take more rounds or larger batches"
-    return [f"privacy.calibration=paper: {breach}: {remedy}" for breach in kinds.values()]
+    words: dict[str, str] = {}
+    for claim in plan.claims:
+        if claim is not None and claim.breach is not None:
+            text = claim.breach.text(with_least=with_least)
+            words.setdefault(claim.breach.condition, f"privacy.calibration=paper: {text}: {remedy}")
+    return words
 
 
 def _other_accounts(
