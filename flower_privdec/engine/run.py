@@ -20,7 +20,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.checkpoint import read_checkpoint
 from flower_privdec.experiment.recorder import CHECKPOINT, OnMetrics, Recorder, again
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, ledger_folder
-from flower_privdec.privacy.ledger.ledger import Head
+from flower_privdec.privacy.ledger.ledger import Head, check_ledger_there
 from flower_privdec.scenario.sections import own_modules
 
 SYSTEM = (
@@ -64,6 +64,8 @@ class Run:
             _log.warning(SYSTEM)
         ledger, checkpoint = ledger_folder(experiment.scenario, out, experiment.inherited), self.recorder.checkpoint
         steps, every = experiment.algorithm.steps_per_round, experiment.scenario.evaluation.every
+        if checkpoint is not None:
+            check_ledger_there(ledger, experiment.public.name, checkpoint.head)
         first = 0 if checkpoint is None else checkpoint.state.round_index * steps
         self.cohort = experiment.cohort(ledger, start=first, block=min(every, experiment.scenario.rounds) * steps)
         try:

@@ -49,6 +49,7 @@ class Checkpoint:
         head: the length and the last hash of the ledger.
         transport: the transport's own state, as JSON can hold it, by name.
         carried: its tensors.
+        metrics: how many bytes metrics.jsonl had, and their hash, where a folder keeps that file beside it.
     """
 
     state: State
@@ -58,6 +59,7 @@ class Checkpoint:
     head: tuple[int, str] | None = None
     transport: Mapping[str, Any] = field(default_factory=dict)
     carried: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: tuple[int, str] | None = None
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -77,6 +79,7 @@ def described(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor]
         "run": asdict(checkpoint.run),
         "seconds": checkpoint.seconds,
         "head": checkpoint.head,
+        "metrics": checkpoint.metrics,
         "transport": dict(checkpoint.transport),
         "round_index": state.round_index,
         "at": state.at,
@@ -174,6 +177,7 @@ class _Facts(BaseModel):
     run: RunName
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     head: tuple[Count, str] | None
+    metrics: tuple[Count, str] | None
     transport: dict[str, Count | dict[str, Any]]
     round_index: Count
     at: Count
@@ -205,7 +209,7 @@ def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
         edges[name] = Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), values[name])
     state = State(np.asarray(peers, dtype=np.int64), checked.round_index, checked.at, tensors, edges)
     head, transport = checked.head, checked.transport
-    return Checkpoint(state, checked.scenario, checked.run, checked.seconds, head, transport, carried)
+    return Checkpoint(state, checked.scenario, checked.run, checked.seconds, head, transport, carried, checked.metrics)
 
 
 NAMES = {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from flower_privdec.algorithms.dual_averaging import DPDDA
 from flower_privdec.common.errors import RunError, ScenarioError, option
-from flower_privdec.common.files import FolderLock, write_atomically
+from flower_privdec.common.files import FolderLock, sync, write_atomically
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.machine import provenance
 from flower_privdec.core import Algorithm, Exchange, State
@@ -41,15 +43,15 @@ from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.sections import StageSection
 
-NAME = "metrics.jsonl"
+NAME, PLOTS = "metrics.jsonl", "plots"
 MOST_LISTED = 64  # peers whose own metrics a summary has, one by one
 SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")  # values that are one number
 
 
-def append_metrics(folder: Path, metrics: dict[str, Any]) -> None:
+def append_metrics(folder: Path, line: str) -> None:
     """Write one line at the end."""
     with (folder / NAME).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(metrics) + "\n")
+        file.write(line)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -75,22 +77,38 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise ScenarioError(
-                f"{path}:{number}: is no record of an evaluation ({one_line(error)}); the file is damaged: delete the "
-                "line, whose numbers are lost",
+                f"{path}:{number}: is no record of an evaluation ({one_line(error)}); the file is damaged: restore it "
+                "from a copy, or move it away, whose numbers are lost",
                 code="run.metrics-damaged",
             ) from error
     return records
 
 
-def keep_metrics_until(folder: Path, round_index: int) -> None:
-    """Forget the evaluations after so many rounds, and a line that was broken off.
+def metrics_kept(folder: Path, fingerprint: tuple[int, str] | None) -> bytes:
+    """Return what metrics.jsonl had when a checkpoint was written, without what came after it; empty without the file.
+
+    Args:
+        fingerprint: how many bytes it had, and their hash.
 
     Raises:
-        ScenarioError: see `read_metrics`.
+        ScenarioError: it does not begin with these bytes.
     """
-    if (folder / NAME).is_file():
-        earlier = [record for record in read_metrics(folder) if record["round"] <= round_index]
-        write_atomically(folder / NAME, "".join(json.dumps(record) + "\n" for record in earlier).encode(), public=True)
+    path = folder / NAME
+    size, digest = fingerprint or (0, "")
+    if not path.exists():
+        return b""
+    try:
+        content = path.read_bytes()[:size]
+    except OSError as error:
+        raise _damaged(path, f"cannot be read ({error.strerror})") from error
+    if fingerprint is not None and sha256(content).hexdigest() != digest:
+        raise _damaged(path, "is not as the last checkpoint left it: it was edited, cut short or replaced")
+    return content
+
+
+def _damaged(path: Path, problem: str) -> ScenarioError:
+    remedy = f"move it away to go on without its earlier evaluations, or start again with another {option('out')}"
+    return ScenarioError(f"{path}: {problem}; restore it from a copy, {remedy}", code="run.metrics-damaged")
 
 
 def _readable(name: str, value: Any) -> bool:
@@ -103,6 +121,8 @@ def _readable(name: str, value: Any) -> bool:
 NODES_PLAN = "the nodes of Flower's modes sharded and relay have planned, and noted, their own noise"
 OnMetrics = Callable[[dict[str, Any]], object]
 CHECKPOINT, SUMMARY, LEAN_SECONDS = "checkpoint", "summary.json", 60.0
+SCENARIO, TRAINED = "scenario.yaml", "model.safetensors"
+WRITTEN = (CHECKPOINT, SCENARIO, NAME, SUMMARY, TRAINED, ORIGIN)  # files of a run's folder
 COALITIONS = "coalition_evaluations"
 MEASURED_BY_SOME = ("training_loss", "personalized", "suboptimality", COALITIONS)  # what some runs alone have
 
@@ -147,7 +167,11 @@ class Recorder:
         self.scenario_hash = scenario_hash(agreement.scenario)
         self._lock = FolderLock(out)
         self._lock.check()
+        check_places(out)
         self.checkpoint, self._read_from = self._previous(resume), _identity(self.out / CHECKPOINT)
+        self._metrics = b"" if self.checkpoint is None else metrics_kept(out, self.checkpoint.metrics)
+        self._metrics_hash = sha256(self._metrics)
+        self._metrics_size = len(self._metrics)
         self.seconds = self.checkpoint.seconds if self.checkpoint else 0.0
         self._before, self.coalition_seconds = self.seconds, 0.0  # the latter of the rounds since then
         self.ledger: tuple[Path, Head] | None = None  # and its head, where one process is charged for all peers
@@ -160,12 +184,15 @@ class Recorder:
             checkpoint = read_checkpoint(path, self.agreement.device)
             stages, ended = self.agreement.scenario.earlier, (checkpoint.run.id, checkpoint.state.round_index)
             self.begins_stage = bool(stages and ended == (stages[-1].run, stages[-1].until))
+            # A run that was given more rounds writes the file before its first checkpoint.
+            theirs = {checkpoint.scenario, self.scenario_hash} if self.begins_stage else {checkpoint.scenario}
+            check_scenario_file(self.out / SCENARIO, theirs, self.scenario_hash)
             if not self.begins_stage:
                 check_run(path, checkpoint, self.scenario_hash, self.run)
             rows = () if self.own is None else ("x",)  # who holds no peers keeps what they show, and nothing before
             check_state(path, checkpoint.state, peers, self.agreement.scenario.rounds, rows)
             return checkpoint
-        if (self.out / "scenario.yaml").exists():
+        if (self.out / SCENARIO).exists():
             remedy = f"give another {option('out')}"
             if path.exists():
                 remedy = f"give {option('resume', True)} to go on with it, or another {option('out')}"
@@ -207,12 +234,13 @@ class Recorder:
             scenario = to_yaml(self.agreement.scenario).encode()
             if self.checkpoint is None:
                 self.save(state, head)
-                write_atomically(self.out / "scenario.yaml", scenario, public=True)
+                write_atomically(self.out / SCENARIO, scenario, public=True)
                 return state
-            keep_metrics_until(self.out, state.round_index)
+            write_atomically(self.out / NAME, self._metrics, public=True)
             (self.out / SUMMARY).unlink(missing_ok=True)  # of a run that was stopped, or had fewer rounds
+            if self.begins_stage or not (self.out / SCENARIO).exists():
+                write_atomically(self.out / SCENARIO, scenario, public=True)
             if self.begins_stage:
-                write_atomically(self.out / "scenario.yaml", scenario, public=True)
                 self.save(state, head)
         return state
 
@@ -224,8 +252,18 @@ class Recorder:
         """Write a checkpoint of a state between two rounds, with the ledger's head."""
         if self.lean and time.monotonic() - self._saved < LEAN_SECONDS:
             return
-        checkpoint = Checkpoint(state, self.scenario_hash, self.run, self.seconds, head, self.transport)
+        checkpoint = Checkpoint(
+            state,
+            self.scenario_hash,
+            self.run,
+            self.seconds,
+            head,
+            self.transport,
+            metrics=(self._metrics_size, self._metrics_hash.hexdigest()),
+        )
         with _writing(self.out):
+            if self._metrics_size:
+                sync(self.out / NAME)  # the checkpoint counts on its lines, whenever the machine stops
             save_checkpoint(self.out / CHECKPOINT, checkpoint)
         self._saved = time.monotonic()
 
@@ -253,8 +291,11 @@ class Recorder:
             epsilon: the most that a peer has spent.
         """
         metrics = measured | {"epsilon": json_number(epsilon), "seconds": round(self.seconds, 3)}
+        line = json.dumps(metrics) + "\n"
         with _writing(self.out):
-            append_metrics(self.out, metrics)
+            append_metrics(self.out, line)
+        self._metrics_hash.update(line.encode())
+        self._metrics_size += len(line.encode())
         return metrics
 
     @cached_property
@@ -337,11 +378,65 @@ class Recorder:
                 models, origin = model_tensors(self.agreement, rows), self.agreement.origin
                 this = TrainedRun.of(scenario, self.agreement.public, *(self.ledger or (None, None)))
                 runs = [*(() if origin is None else origin.runs), this]
-                write_atomically(self.out / "model.safetensors", save(models, {"privdec": facts}))
+                write_atomically(self.out / TRAINED, save(models, {"privdec": facts}))
                 write_atomically(self.out / ORIGIN, origin_facts(runs, models).encode())
             write_atomically(self.out / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode(), public=True)
         self.close()
         return summary
+
+
+def check_places(out: Path) -> None:
+    """Refuse a folder in which something else lies where a run's files go.
+
+    Raises:
+        ScenarioError: naming it.
+    """
+    for name in WRITTEN:
+        path = out / name
+        if os.path.lexists(path) and not path.is_file():  # a folder, or a link that leads nowhere
+            raise ScenarioError(
+                f"{path}: is no file, and a run's {name} goes there; move it away, or give another {option('out')}",
+                code="run.place-taken",
+            )
+    plots = out / PLOTS
+    if os.path.lexists(plots) and not plots.is_dir():
+        raise ScenarioError(
+            f"{plots}: is no folder, and a run's plots go there; move it away, or give another {option('out')}",
+            code="run.place-taken",
+        )
+
+
+def check_scenario_file(path: Path, expected: Collection[str], given: str) -> None:
+    """Refuse a folder whose scenario file is not that of its checkpoint.
+
+    Args:
+        path: of the file; it may be missing.
+        expected: hashes of the scenarios that it may be.
+        given: that of the scenario with which the run is to go on.
+
+    Raises:
+        ScenarioError: it is damaged, or another scenario's.
+    """
+    if not path.exists():
+        return
+    # One that is missing is written again, if the scenario that was given is the same.
+    away = "move it away, " if given in expected else ""
+    remedy = f"restore it from a copy, {away}or start again with another {option('out')}"
+    try:
+        hash_on_disk = scenario_hash(load_scenario(path))
+    except ScenarioError as error:
+        raise ScenarioError(f"{path}: is damaged ({one_line(error)}); {remedy}", code="run.scenario-damaged") from error
+    if hash_on_disk == given and given not in expected:
+        checkpoint = path.with_name(CHECKPOINT)
+        raise ScenarioError(
+            f"{checkpoint}: is a checkpoint of another scenario than the {SCENARIO} beside it; {remedy}",
+            code="checkpoint.other-scenario",
+        )
+    if hash_on_disk not in expected:
+        raise ScenarioError(
+            f"{path}: is another scenario than that of the checkpoint beside it; {remedy}",
+            code="run.scenario-damaged",
+        )
 
 
 @contextmanager
@@ -364,11 +459,14 @@ def with_more_rounds(scenario: Scenario, out: Path) -> Scenario:
     the rounds that are done become a stage of its own: the others are planned beside what they cost.
 
     Raises:
-        ScenarioError: the folder is damaged, or so many rounds are done already.
+        ScenarioError: the checkpoint is damaged, or so many rounds are done already.
     """
-    if not ((out / "scenario.yaml").is_file() and (out / CHECKPOINT).is_file()) or scenario.earlier:
+    if not ((out / SCENARIO).is_file() and (out / CHECKPOINT).is_file()) or scenario.earlier:
         return scenario
-    previous = load_scenario(out / "scenario.yaml")
+    try:
+        previous = load_scenario(out / SCENARIO)
+    except ScenarioError:
+        return scenario  # `Recorder` says that the file is damaged
     if scenario_hash(_planned_as(scenario, previous)) != scenario_hash(previous):
         return scenario  # of another run, which `Recorder` refuses
     going_on = scenario.model_copy(update={"earlier": previous.earlier})

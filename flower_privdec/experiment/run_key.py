@@ -100,10 +100,26 @@ def own_keys(shared: bytes, examples: Examples, peers: np.ndarray) -> dict[int, 
     """
     keys = {}
     for peer, rows in zip(peers.tolist(), examples.parts, strict=True):
-        chosen = torch.from_numpy(rows)
-        own = fingerprint(examples.x[chosen], examples.y[chosen])
+        own = fingerprint(*examples_of(examples, rows))
         keys[peer] = _hash(shared, str(peer).encode(), own)
     return keys
+
+
+def data_id(public: PublicSet, initial: Tensor, examples: Examples) -> str:
+    """Return what a run without privacy is called: a hash of its data and of the model before round 0.
+
+    It confirms a guess of all examples at once, and stays with the checkpoints of those who have them.
+    """
+    sets = [public] if public.validation is None else [public, public.validation]
+    model = initial.detach().cpu().contiguous().numpy().tobytes()
+    parts = [fingerprint(*examples_of(examples, rows)) for rows in examples.parts]
+    return _hash(b"data", model, *(fingerprint(dataset.x, dataset.y) for dataset in sets), *parts).hex()[:32]
+
+
+def examples_of(examples: Examples, rows: np.ndarray) -> tuple[Features, Tensor]:
+    """Return one peer's examples, in their order."""
+    chosen = torch.from_numpy(rows)
+    return examples.x[chosen], examples.y[chosen]
 
 
 def run_id(keys: Mapping[int, bytes]) -> str:

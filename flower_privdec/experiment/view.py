@@ -24,7 +24,7 @@ from flower_privdec.data import Examples, PeerData, Sampler, read_examples
 from flower_privdec.data.datasets import check_fit, sizes_of_parts
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.run_key import KEY_BYTES, SEEDED, environment, own_keys, run_id, shared_secret
+from flower_privdec.experiment.run_key import KEY_BYTES, SEEDED, data_id, environment, own_keys, run_id, shared_secret
 from flower_privdec.gradients.protocol import inputs_like, layer_outputs
 from flower_privdec.graph.mixing import disagreement_left
 from flower_privdec.graph.topology import build_topology
@@ -174,12 +174,13 @@ def _read(agreement: Agreement, peers: np.ndarray, root: str | None, *, whole: b
 def _name_run(
     agreement: Agreement, examples: Examples, peers: np.ndarray, secret: bytes | None, from_system: bool, runtime: str
 ) -> tuple[dict[int, bytes], RunName]:
-    """Return every peer's key, and what ledgers call the run; without privacy there is nothing to keep apart."""
+    """Return every peer's key, and what ledgers and checkpoints call the run; without privacy there are no keys."""
     private = agreement.scenario.private
     hardened = private is not None and bool(private.hardened)
     name = public_name(agreement, noise_source(from_system, hardened))
     if private is None:
-        return {}, name
+        # Nothing is drawn from it, and a run still does not go on with other data than it began with.
+        return {}, replace(name, id=data_id(agreement.public, agreement.initial, examples))
     comparable = not from_system and agreement.scenario.compute.generator == COMPARABLE
     if not (from_system or comparable):
         name = replace(name, environment=f"{name.environment}, {rounding(agreement.scenario, runtime)}")

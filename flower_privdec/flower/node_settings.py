@@ -18,7 +18,7 @@ import numpy as np
 from flwr.app import Context
 from flwr.common.constant import NUM_PARTITIONS_KEY, PARTITION_ID_KEY
 
-from flower_privdec.common.errors import RunError
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import make_owners_folder, write_atomically
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.common.user_code import only_from
@@ -274,6 +274,7 @@ class HostSettings:
         """Return the scenario of a request, with this node's own data paths.
 
         Raises:
+            ScenarioError: no node can host a part of its peers, see `check_hosting`.
             RunError: when it needs of a deployed node what only a simulation permits.
         """
         if self.simulated and request.base and Path.cwd() != Path(request.base):
@@ -289,20 +290,11 @@ class HostSettings:
             own_peers, role = [], f"shard {self.partition} of {self.partitions}"
             if len(shards) == request.shards and 0 <= shard < len(shards):
                 own_peers = shards.peers(shard).tolist()
-        problem = ""
-        if private is not None and private.ledger is not None:
-            problem = (
-                f"privacy.ledger={private.ledger} is not for relay mode or shards, where each node keeps a ledger of "
-                "its own: leave it out, or use cohort mode"
-            )
-        elif data.batch.sampling == "shuffle" and (scenario.compute.generator == "system" or not self.simulated):
-            problem = (
-                "data.batch.sampling='shuffle' must be another on a SuperNode whose batches come from the operating "
-                "system: its epochs end with a process"
-            )
-        elif self.simulated:
+        check_hosting(scenario, simulated=self.simulated)
+        if self.simulated:
             return scenario
-        elif not request.peers or request.peers != own_peers:
+        problem = ""
+        if not request.peers or request.peers != own_peers:
             problem = (
                 f"this SuperNode is {role} of the {scenario.n_peers} peers, and the request is for peers "
                 f"{peer_ranges(request.peers)} of {request.shards} shards: run one SuperNode a peer or a shard"
@@ -364,6 +356,32 @@ class HostSettings:
             return self.folder
         name = f"peers-{request.peers[0]}-{request.peers[-1]}"
         return self.folder / (experiment.own.run.id[:16] or "unprotected") / name
+
+
+def check_hosting(scenario: Scenario, *, simulated: bool) -> None:
+    """Refuse a scenario whose peers cannot be spread over nodes, as in Flower's modes relay and sharded.
+
+    The server asks before it starts, and each node for itself.
+
+    Args:
+        simulated: whether the nodes are a simulation's.
+
+    Raises:
+        ScenarioError: with the setting, and what to take in its place.
+    """
+    private, batch = scenario.private, scenario.data.batch
+    if private is not None and private.ledger is not None:
+        raise ScenarioError(
+            f"privacy.ledger={private.ledger} is not for relay mode or shards, where each node keeps a ledger of its "
+            "own: leave it out, or use cohort mode",
+            code="node.scenario",
+        )
+    if batch.sampling == "shuffle" and (scenario.compute.generator == "system" or not simulated):
+        raise ScenarioError(
+            "data.batch.sampling='shuffle' must be another on SuperNodes whose batches come from the operating system, "
+            "for its epochs end with a process: take poisson or uniform, or in a simulation cohort mode",
+            code="node.scenario",
+        )
 
 
 def _whole(config: Mapping[str, Any], key: str, remedy: str) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_line import privdec
 from raising import raises
@@ -25,9 +26,9 @@ from flower_privdec.common.files import FolderLock
 from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.checkpoint import read_checkpoint
-from flower_privdec.experiment.recorder import keep_metrics_until, read_metrics
+from flower_privdec.experiment.recorder import read_metrics
 from flower_privdec.reporting.run_folder import read_result
-from flower_privdec.scenario import parse_scenario
+from flower_privdec.scenario import parse_scenario, to_yaml
 
 OPEN, PRIVATE = ["privacy=none"], ["privacy.epsilon=3"]
 
@@ -56,6 +57,25 @@ def half(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "s.yaml").write_text(TINY)
     shutil.copytree(kept, tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two runs of 6 rounds that were stopped after 4: `stopped`, and `other` at another seed."""
+    place = tmp_path_factory.mktemp("stopped")
+    for name, seed in (("stopped", 3), ("other", 4)):
+        scenario = parse_scenario(TINY, overrides=[f"seed={seed}"])
+        run(Experiment.build(scenario), place / name, on_metrics=lambda metrics: metrics["round"] == 4)
+    return place
+
+
+@pytest.fixture
+def stopped(both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the first of them, beside the other one and their scenario s.yaml."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(both, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "s.yaml").write_text(TINY)
+    return tmp_path / "stopped"
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +174,102 @@ def test_the_lock_dies_with_its_process(tmp_path: Path, build: Build) -> None:
     assert run(build(*OPEN), tmp_path / "run")["rounds"] == 6
 
 
+# --- every file, however it is damaged ---
+
+
+def cut(path: Path, keep: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+
+
+def in_its_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def without_a_line(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
+
+
+def a_line_twice(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[-1]]))
+
+
+def without_its_last_round(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def a_number_edited(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"4", b"5", 1))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no UTF-8": lambda path: path.write_bytes(b"\xff\xfe" + path.read_bytes()),
+    "UTF-16": lambda path: path.write_bytes(path.read_bytes().decode("latin-1").encode("utf-16")),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut short": lambda path: cut(path, 0.6),
+    "cut by a byte": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "without its first line": without_a_line,
+    "without its last line": without_its_last_round,
+    "its last line twice": a_line_twice,
+    "a number edited": a_number_edited,
+    "a folder": in_its_place,
+    "missing": Path.unlink,
+    "a link to nowhere": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+    "another run's": lambda path: shutil.copy(str(path).replace("/run/", "/other/"), path),
+}
+DAMAGED = (
+    "checkpoint",
+    "scenario.yaml",
+    "metrics.jsonl",
+    "ledger/digits.jsonl",
+    "summary.json",
+    "model.safetensors",
+    "origin.json",
+)
+
+
+def outcome(folder: Path) -> tuple[Any, ...]:
+    """Return what a finished run's folder says, but for times."""
+    summary = json.loads((folder / "summary.json").read_text())
+    kept = {key: value for key, value in summary.items() if key not in ("wall_seconds", "peer_steps_per_second")}
+    lines = [{**record, "seconds": 0} for record in read_metrics(folder)]
+    return kept, lines, (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("file", DAMAGED)
+def test_a_damaged_file_is_refused_before_anything_changes_or_does_not_matter(
+    stopped: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    """A run that was stopped goes on to the end that it has undamaged, or says in one line why it does not."""
+    whole = None
+    for name, damage in {"none": lambda path: None, **DAMAGES}.items():
+        out = stopped.with_name("run")
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(stopped, out)
+        damage(out / file)
+        before = files(out)
+        capsys.readouterr()
+        status = privdec("run", "s.yaml", "--out", out, "--resume")
+        said = capsys.readouterr().err
+        if status == 0:
+            whole = whole or outcome(out)
+            summary, lines, model = outcome(out)
+            if (file, name) == ("metrics.jsonl", "missing"):  # what users do who go on without it
+                lines = [*whole[1][:2], *lines]
+            assert (summary, lines, model) == whole, name
+        else:
+            assert name != "none"
+            assert said.startswith("error: "), name
+            assert said.count("\n") == 1, name
+            after = files(out)
+            if file == "ledger/digits.jsonl":  # a line that is not whole goes, as ever: no step had begun on it
+                ledger = str(out / file)
+                assert before.get(ledger, b"").startswith(after.get(ledger, b"")), name
+                after |= {ledger: before[ledger]} if ledger in before else {}
+            assert after == before, name
+
+
 # --- metrics.jsonl ---
 
 
@@ -168,17 +284,14 @@ def test_a_half_written_line_costs_nothing(half: Path, build: Build, tmp_path: P
     assert resumed["loss"] == whole["loss"]
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\x00\xff", b'{"round": 6'])
-def test_a_run_whose_last_evaluation_was_lost_is_evaluated_again(
-    half: Path, build: Build, tmp_path: Path, content: bytes | None
+def test_a_run_whose_metrics_were_moved_away_is_evaluated_again_at_its_end(
+    half: Path, build: Build, tmp_path: Path
 ) -> None:
     whole = run(build(), tmp_path / "whole")
     finished = Run(build(), half, resume=True)
     finished.advance()
     finished.close()
     (half / "metrics.jsonl").unlink()
-    if content is not None:
-        (half / "metrics.jsonl").write_bytes(content)
     resumed = run(build(), half, resume=True)
     assert resumed["accuracy"] == whole["accuracy"]
     assert [record["round"] for record in read_metrics(half)] == [6]
@@ -207,14 +320,42 @@ def test_a_damaged_line_is_named_and_nothing_is_touched(
     path = half / "metrics.jsonl"
     path.write_bytes(line + b"\n" + path.read_bytes())
     before = files(half)
-    for command in (["run", "s.yaml", "--out", half, "--resume"], ["report", half]):
-        said = refused(capsys, *command)  # a round that comes too early is found at the line after it
-        assert re.search(r"metrics\.jsonl:[12]: is no record of an evaluation", said)
+    said = refused(capsys, "run", "s.yaml", "--out", half, "--resume")
+    assert "metrics.jsonl: is not as the last checkpoint left it" in said
+    said = refused(capsys, "report", half)  # a round that comes too early is found at the line after it
+    assert re.search(r"metrics\.jsonl:[12]: is no record of an evaluation", said)
     assert files(half) == before
-    with pytest.raises(main.ScenarioError):
-        keep_metrics_until(half, 2)
     path.write_bytes(path.read_bytes()[len(line) + 1 :])
     assert privdec("run", "s.yaml", "--out", half, "--resume") == 0
+
+
+# --- the data ---
+
+
+@pytest.mark.parametrize("privacy", [OPEN, PRIVATE], ids=["open", "private"])
+@pytest.mark.parametrize("edited", ["examples", "labels", "test set"])
+def test_a_run_does_not_go_on_with_other_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, privacy: list[str], edited: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    halves = {}
+    for half in ("train", "test"):
+        halves[half] = {
+            f"x_{half}": np.arange(240, dtype=np.float32).reshape(60, 4) % 7,
+            f"y_{half}": np.arange(60) % 2,
+        }
+        np.savez(f"{half}.npz", **halves[half])
+    data = "{dataset: npz, root: train.npz, test: test.npz, batch: {sampling: poisson, size: 5}}"
+    scenario = parse_scenario(TINY, overrides=[f"data={data}", *privacy])
+    Run(Experiment.build(scenario), tmp_path / "run").close()
+    (tmp_path / "s.yaml").write_text(to_yaml(scenario))
+    half, name = {"examples": ("train", "x"), "labels": ("train", "y"), "test set": ("test", "x")}[edited]
+    halves[half][f"{name}_{half}"][0] += 1
+    np.savez(f"{half}.npz", **halves[half])
+    before = files(tmp_path)
+    said = refused(capsys, "run", "s.yaml", "--out", "run", "--resume")
+    assert "was made with other data" in said
+    assert files(tmp_path) == before
 
 
 # --- summary.json ---
@@ -260,7 +401,7 @@ def changed(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]
     path.write_bytes(save(tensors, {"privdec": json.dumps(facts)}))
 
 
-KEYS = ("scenario", "run", "seconds", "head", "transport", "round_index", "at", "peers", "edges", "tensors")
+KEYS = ("scenario", "run", "seconds", "head", "metrics", "transport", "round_index", "at", "peers", "edges", "tensors")
 SWAPS: dict[str, dict[str, Any]] = {
     "a negative round": {"round_index": -1},
     "a round without end": {"round_index": 10**30},

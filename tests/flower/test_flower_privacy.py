@@ -29,7 +29,7 @@ from flower_privdec import testing
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
-from flower_privdec.common.errors import RunError
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
@@ -183,6 +183,16 @@ def test_a_claim_that_does_not_apply_is_noted_as_by_the_engine(build: Build, tmp
     noted = json.loads((tmp_path / host / "summary.json").read_text())["claim_note"]
     assert noted == run(experiment, tmp_path / "engine")["claim_note"]
     assert "its claim does not apply here" in noted
+
+
+@pytest.mark.parametrize("host", ["relay", "sharded"])
+@pytest.mark.parametrize("setting", ["data.batch.sampling=shuffle", "privacy.ledger=ledger"])
+def test_what_no_node_can_host_is_refused_before_the_start(tiny: Tiny, tmp_path: Path, host: str, setting: str) -> None:
+    strategy, nodes = HOSTS[host]
+    grid = LocalGrid(client_app(), nodes, folder=tmp_path / "nodes")
+    with raises(ScenarioError, "node.scenario"):
+        strategy(tiny("compute.generator=system", setting), tmp_path / "run").start(grid)
+    assert not list(tmp_path.iterdir())
 
 
 # --- what a server may say ---
@@ -428,7 +438,7 @@ def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(t
         ({"delta": 2.0}, {}, [], r"delta=2.0 in \(0, 1\)"),
         ({}, {"peers": [2]}, [], "is peer 0 of the 4 peers.* peers 2"),
         ({}, {}, ["privacy=none"], "privacy: none breaks this SuperNode's epsilon=3.0"),
-        ({}, {}, ["data.batch.sampling=shuffle"], "'shuffle' must be another on a SuperNode"),
+        ({}, {}, ["data.batch.sampling=shuffle"], "'shuffle' must be another on SuperNodes"),
         ({}, {}, ["privacy.ledger=/tmp/elsewhere"], "privacy.ledger=elsewhere is not for relay mode"),
         ({}, {"begin": 4}, [], "checkpoint-4 is not there"),
         ({}, {"begin": -1}, [], r"the node of peers \[0\] has lost its state"),

@@ -54,6 +54,7 @@ from flower_privdec.flower.apps.records import (
 )
 from flower_privdec.flower.error_formatting import one_line_failure, reason
 from flower_privdec.flower.launch.local_grid import simulates
+from flower_privdec.flower.node_settings import check_hosting
 from flower_privdec.flower.pair_keys import KEYS, PAIRS
 from flower_privdec.scenario import Scenario, load_scenario, to_yaml
 from flower_privdec.scenario.loading import without_folders
@@ -233,6 +234,7 @@ class ScenarioStrategy(Strategy):
     def _open_recorder(self) -> None:
         """Open the run's folder; its lock is released when `start` returns or raises."""
         check_one_stage(self.scenario, NODES_PLAN)
+        check_hosting(self.scenario, simulated=self._simulated)
         self.agreement = Agreement.of(self.scenario)
         check_own_ledgers(self.agreement)
         self.recorder = Recorder(self.agreement, None, self.out, "flower", self.resume)

@@ -29,7 +29,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.recorder import CHECKPOINT, NODES_PLAN, OnMetrics, Recorder, check_one_stage
 from flower_privdec.flower.launch import supervisor
 from flower_privdec.flower.launch.local_grid import read_config
-from flower_privdec.flower.node_settings import FOLDER
+from flower_privdec.flower.node_settings import FOLDER, check_hosting
 from flower_privdec.scenario import Scenario, to_yaml
 
 CONNECTION = "privdec"
@@ -108,6 +108,7 @@ def flower_run(
     own = experiment.own if mode == "cohort" else None  # in the other modes nodes read their peers' own parts
     if own is None:
         check_one_stage(experiment.scenario, NODES_PLAN)
+        check_hosting(experiment.scenario, simulated=True)
     Recorder(experiment, own, out, "flower", resume)  # refuses a folder that holds another run
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
     try:

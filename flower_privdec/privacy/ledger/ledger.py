@@ -635,6 +635,18 @@ def ledger_path(directory: Path | str, source: str) -> Path:
     return Path(directory) / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl"
 
 
+def check_ledger_there(directory: Path | str, source: str, head: Head | None) -> None:
+    """Refuse a ledger that a checkpoint saw and that is gone, before another is begun in its place.
+
+    Raises:
+        BudgetError: its file is missing.
+    """
+    path = ledger_path(directory, source)
+    if head is not None and head[0] > 0 and not path.exists():
+        message = f"{path} is missing, and the checkpoint saw {head[0]} lines of it; {RESTORE}"
+        raise BudgetError(message, code="ledger.stale")
+
+
 def _open_locked(path: Path, durable: bool = True) -> int:
     """Open a ledger file, created with its folder if missing, and lock it."""
     try:
