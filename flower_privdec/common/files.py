@@ -114,7 +114,7 @@ def replacing(path: Path, *, public: bool = False, durable: bool = True) -> Iter
 
     Args:
         path: in a folder that is there. Processes that write the same path at the same time do not mix: the last wins.
-        public: whether the umask decides who may read the file; by default only its owner may, so that what nobody
+        public: whether the umask decides who may read the file; by default only its owner may, so that what no one
             thought about stays with the peer.
         durable: whether that holds when the machine stops too, and not only the process; it takes a few milliseconds.
     """
