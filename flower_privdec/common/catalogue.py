@@ -227,6 +227,7 @@ LOSS_KINDS = {
         "labels", "of any of several labels: log-odds of each, mean over the labels", log_odds=True
     ),
 }
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a class: beyond them products with gradients could vanish or overflow
 LOSSES = Choice({name: kind.line for name, kind in LOSS_KINDS.items()})
 
 

@@ -27,7 +27,17 @@ from pydantic import (
 )
 
 from flower_privdec.common import catalogue
-from flower_privdec.common.catalogue import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, Choice, MetricKind, Targets, unfit
+from flower_privdec.common.catalogue import (
+    LEAST_WEIGHT,
+    LOSS_KINDS,
+    METRIC_KINDS,
+    MOST_WEIGHT,
+    USUAL_METRICS,
+    Choice,
+    MetricKind,
+    Targets,
+    unfit,
+)
 from flower_privdec.common.errors import RAISED_BY_USERS, ArgumentError, PrivdecError, ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import Given, find_given, is_given, load_own, raised_at, without_tokens
@@ -537,9 +547,6 @@ LossChoice = Annotated[
 MetricChoice = Annotated[
     Annotated[str, catalogue.METRICS, Tag("named")] | Annotated[OwnMetricSection, Tag("own")], SECTION_OR_NAME
 ]
-
-
-LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a class: beyond them products with gradients could vanish or overflow
 
 
 class TaskSection(Section):

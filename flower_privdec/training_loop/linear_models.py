@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,37 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flower_privdec.common.catalogue import LEAST_WEIGHT, MOST_WEIGHT
 from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.gradients.protocol import RowsOfBatch
 from flower_privdec.privacy.noise import build_deployed_noise, build_noise
+from flower_privdec.tasks.losses import LOSSES, Loss
 from flower_privdec.training_loop.private_loop import LINES, PEER, PrivacyBudget, check_options, seed_of
 
 MODEL = "linear.model"  # codes of errors
 DATA = "linear.data"
 MARGINS = {"log_loss": "logistic", "hinge": "hinge", "squared_hinge": "squared-hinge"}  # of SGDClassifier
+KINDS = ("LogisticRegression", "SGDClassifier", "LinearRegression", "Ridge", "SGDRegressor")
+
+# Each parameter of these models is in one of the next three; a test goes through those of the installed scikit-learn.
+HONOURED = frozenset(  # what is minimised follows them, or they are refused by `_objective`
+    (
+        *("penalty", "l1_ratio", "C", "alpha", "fit_intercept", "intercept_scaling", "class_weight"),
+        *("loss", "solver", "multi_class", "learning_rate"),
+    )
+)
+WITHOUT_EFFECT = frozenset(  # on what is minimised, by the losses that are taken: they say how `fit` searches for it
+    (
+        *("dual", "tol", "max_iter", "random_state", "shuffle", "verbose", "warm_start", "n_jobs", "copy_X", "eta0"),
+        *("power_t", "n_iter_no_change", "validation_fraction", "epsilon"),
+    )
+)
+FIXED = {  # to what they must be, and why
+    "positive": (False, "noise makes coefficients negative"),
+    "average": (False, "the coefficients are those after the last step; average them over calls yourself"),
+    "early_stopping": (False, "it would follow a score on private examples, which no ε covers"),
+}
 
 
 def fit_privately(
@@ -52,9 +76,12 @@ def fit_privately(
         model: LogisticRegression, LinearRegression, Ridge, SGDClassifier or SGDRegressor, with the penalty L2 or none.
             Its `coef_` and `intercept_` are where it starts, zeros where it has none, and hold the result. The loss
             is the model's: log loss (of several classes softmax for LogisticRegression, one against all for
-            SGDClassifier, averaged), for two classes hinge and squared hinge too, or (ŷ - y)².
-        x: [examples, features].
-        y: [examples]; of a regression also [examples, outputs].
+            SGDClassifier, averaged), for two classes hinge and squared hinge too, or (ŷ - y)². `class_weight` is a
+            dict of public weights, by which losses are multiplied before gradients are clipped. Settings that say
+            what is minimised are honoured or refused; those of the search for it (`max_iter`, `tol`, `eta0`) have no
+            effect.
+        x: [examples, features], finite.
+        y: [examples]; of a regression also [examples, outputs], finite.
         ledger: the file in which all steps over these examples are counted; see `private`.
         delta: δ; well below one over the examples.
         classes: all labels of a classifier, public and the same at all peers.
@@ -104,7 +131,15 @@ def fit_privately(
     watch = budget.watch
     behind = 0 if watch is None else watch.behind
     penalty = torch.zeros_like(row)
-    penalty[:, : objective.outputs * features.shape[1]] = objective.l2  # not of the intercepts
+    penalty[:, : objective.outputs * features.shape[1]] = objective.l2
+    penalty[:, objective.outputs * features.shape[1] :] = objective.l2_intercept
+    shrinks = learning_rate * float(penalty.max())
+    if not shrinks < 2:
+        raise ScenarioError(
+            f"learning_rate={learning_rate} times the L2 penalty's weight is {shrinks:.3g}, by which the coefficients "
+            "would grow without end: it must be < 2; lower the learning rate or alpha, or raise C",
+            code=MODEL,
+        )
     for block, first in budget.paid(count, max(1, count // LINES), report):
         for number, drawn in enumerate(budget.draw(block, first, seed), start=first):
             total, index = torch.zeros_like(row), torch.from_numpy(drawn[: len(drawn) - behind])
@@ -135,6 +170,8 @@ class _Objective:
         classes: sorted; None for a regression.
         has_intercept: whether there are intercepts.
         outputs: how many there are; of a regression known with its targets.
+        class_weights: by which the losses of each class's examples are multiplied, in the order of `classes`.
+        l2_intercept: the same as `l2`, of the intercepts.
     """
 
     loss: str
@@ -142,6 +179,29 @@ class _Objective:
     classes: np.ndarray | None
     has_intercept: bool
     outputs: int = 1
+    class_weights: tuple[float, ...] | None = None
+    l2_intercept: float = 0.0
+
+    def weighted_loss(self) -> Loss:
+        """Return the loss of an example, with the weight of its class."""
+        plain, weights = LOSSES[self.loss], self.class_weights
+        if weights is None or self.classes is None:
+            return plain
+        if plain.targets == "classes":
+            return replace(plain, width=len(self.classes)).weighted(weights)
+
+        # One against all: as in scikit-learn, a class's weight is that of its own examples in its own problem.
+        def factors(outputs: Tensor, labels: Tensor) -> Tensor:
+            return 1 + labels.to(outputs.dtype) * (torch.tensor(weights).to(outputs) - 1)
+
+        def value(outputs: Tensor, labels: Tensor) -> Tensor:
+            losses = nn.functional.softplus(outputs) - labels.to(outputs.dtype) * outputs
+            return (losses * factors(outputs, labels)).mean(-1)
+
+        def derivative(outputs: Tensor, labels: Tensor) -> Tensor:
+            return plain.derivative(outputs, labels) * factors(outputs, labels)
+
+        return replace(plain, value=value, derivative=derivative)
 
     def targets(self, y: Any, examples: int) -> Tensor:
         """Return the loss's targets [examples, ...].
@@ -159,6 +219,7 @@ class _Objective:
             if values.dtype.kind not in "fiub":
                 raise ScenarioError(f"y is of type {values.dtype}: a regression's targets must be numbers", code=DATA)
             numbers = torch.as_tensor(values, dtype=torch.float64).reshape(examples, -1)
+            _check_finite("y", numbers)
             self.outputs = numbers.shape[1]
             self.l2 /= self.outputs  # over which the loss is averaged
             return numbers
@@ -186,7 +247,7 @@ class _Objective:
                     code=MODEL,
                 )
             values.append(torch.from_numpy(given.reshape(-1).copy()))
-        return torch.cat(values)[None], build_kernel(module, self.loss, [width], kind="stacked")
+        return torch.cat(values)[None], build_kernel(module, self.weighted_loss(), [width], kind="stacked")
 
     def put(self, model: Any, row: Tensor, width: int) -> None:
         """Let the model have a row's coefficients and intercepts, in scikit-learn's shapes."""
@@ -230,34 +291,40 @@ def _features(x: Any) -> Tensor:
             f"x is of shape {values.shape} and type {values.dtype}: it must be [examples, features], of numbers",
             code=DATA,
         )
-    return torch.from_numpy(values.astype(np.float64))
+    features = torch.from_numpy(values.astype(np.float64))
+    _check_finite("x", features)
+    return features
+
+
+def _check_finite(name: str, values: Tensor) -> None:
+    """Raise ScenarioError, which says neither where nor how many, if some values are no finite numbers."""
+    if not bool(torch.isfinite(values).all()):
+        raise ScenarioError(
+            f"{name} holds NaN or infinity: every number must be finite, for such an example would be paid for and add "
+            "nothing; mend it, or leave these examples out",
+            code=DATA,
+        )
 
 
 def _objective(model: Any, classes: Any, examples: int) -> _Objective:
     """Return what a model minimises.
 
     Raises:
-        ScenarioError: it is no such model, or has another penalty or loss, or its classes are missing.
+        ScenarioError: it is no such model, a setting cannot be honoured, or its classes are missing.
     """
-    kinds = ("LogisticRegression", "SGDClassifier", "LinearRegression", "Ridge", "SGDRegressor")
-    kind = next((kind for kind in kinds if _is(model, kind)), "")
-    settings = model.get_params() if kind else {}
-    penalty, problem = settings.get("penalty", "l2"), ""
-    if not kind:
-        problem = f"model is a {type(model).__name__}: it must be one of {', '.join(kinds)}"
-    elif penalty not in ("l2", None, "deprecated") or (settings.get("l1_ratio") and penalty == "deprecated"):
-        problem = f"penalty={penalty!r} has no gradient that is clipped apart: take penalty='l2' or None"
-    if problem:
-        raise ScenarioError(problem, code=MODEL)
-    alpha = float(settings.get("alpha", 0.0)) if penalty else 0.0
-    if kind == "LogisticRegression":
-        alpha = 1 / (settings["C"] * examples) if penalty else 0.0
+    kind = next((kind for kind in KINDS if _is(model, kind)), "")
+    if not kind or _is(model, "LogisticRegressionCV"):
+        raise ScenarioError(f"model is a {type(model).__name__}: it must be one of {', '.join(KINDS)}", code=MODEL)
+    settings = model.get_params()
+    _check_settings(model, settings)
+    alpha = _l2_of(kind, settings, examples)
     has_intercept = bool(settings["fit_intercept"])
     if kind in ("LinearRegression", "Ridge", "SGDRegressor"):
         loss = settings.get("loss", "squared_error")
         if loss != "squared_error" or classes is not None:
             raise ScenarioError(f"a regression needs loss='squared_error' (not {loss!r}) and no classes", code=MODEL)
         return _Objective("mse", 2 * alpha / (examples if kind == "Ridge" else 1), None, has_intercept)
+
     labels = np.unique(np.asarray([] if classes is None else classes))
     loss, count = settings.get("loss", "log_loss"), len(labels)
     if count < 2:
@@ -267,8 +334,125 @@ def _objective(model: Any, classes: Any, examples: int) -> _Objective:
             f"loss={loss!r} of {count} classes must be 'log_loss', or for two classes one of {', '.join(MARGINS)}",
             code=MODEL,
         )
+    weights = _class_weights(settings.get("class_weight"), labels)
     if count == 2:
-        return _Objective(MARGINS[loss], alpha, labels, has_intercept)
+        objective = _Objective(MARGINS[loss], alpha, labels, has_intercept, class_weights=weights)
+    elif kind == "LogisticRegression":
+        objective = _Objective("cross-entropy", alpha, labels, has_intercept, count, weights)
+    else:
+        objective = _Objective("binary-cross-entropy", alpha / count, labels, has_intercept, count, weights)
     if kind == "LogisticRegression":
-        return _Objective("cross-entropy", alpha, labels, has_intercept, count)
-    return _Objective("binary-cross-entropy", alpha / count, labels, has_intercept, count)
+        objective.l2_intercept = _l2_of_intercept(settings, alpha, count)
+    return objective
+
+
+def _check_settings(model: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse settings that cannot be honoured whatever the others are, and those of other versions of scikit-learn.
+
+    Raises:
+        ScenarioError: naming the setting and the remedy.
+    """
+    for name, (value, why) in FIXED.items():
+        if settings.get(name, value) != value:
+            raise ScenarioError(f"{name}={settings[name]!r} must be {value!r}: {why}", code=MODEL)
+    if settings.get("learning_rate") in ("pa1", "pa2"):
+        raise ScenarioError(
+            f"learning_rate={settings['learning_rate']!r} makes steps that are no gradients of the loss: take another; "
+            "the rate is that of fit_privately(learning_rate=...)",
+            code=MODEL,
+        )
+    defaults = inspect.signature(type(model).__init__).parameters
+    for name, value in settings.items():
+        if name in HONOURED or name in WITHOUT_EFFECT or name in FIXED:
+            continue
+        default = defaults[name].default if name in defaults else inspect.Parameter.empty
+        if value is not default and value != default:
+            raise ScenarioError(
+                f"{name}={value!r} of {type(model).__name__} is a setting that fit_privately does not know, so that it "
+                "cannot honour it: leave it at its default",
+                code=MODEL,
+            )
+
+
+def _l2_of(kind: str, settings: Mapping[str, Any], examples: int) -> float:
+    """Return the weight of the penalty, by the model's own way to write it; 0 if there is none.
+
+    Raises:
+        ScenarioError: it is another penalty, or its weight is no number.
+    """
+    penalty, share = settings.get("penalty", "l2"), settings.get("l1_ratio")
+    unnamed = penalty == "deprecated" or (kind == "LogisticRegression" and "penalty" not in settings)
+    if penalty not in ("l2", None, "deprecated") or (unnamed and share):
+        wrong = f"l1_ratio={share!r}" if unnamed else f"penalty={penalty!r}"
+        raise ScenarioError(
+            f"{wrong} has no gradient that is clipped apart: take penalty='l2' (l1_ratio=0), or none",
+            code=MODEL,
+        )
+    name = "C" if kind == "LogisticRegression" else "alpha"
+    if penalty is None or name not in settings:
+        return 0.0
+    value = settings[name]
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if name == "C":
+        if not (is_number and value > 0):
+            raise ScenarioError(f"C={value!r} must be one number > 0, or infinite for no penalty", code=MODEL)
+        return 1 / (float(value) * examples)
+    if not (is_number and 0 <= value < math.inf):
+        raise ScenarioError(f"alpha={value!r} must be one finite number >= 0", code=MODEL)
+    return float(value)
+
+
+def _l2_of_intercept(settings: Mapping[str, Any], l2: float, classes: int) -> float:
+    """Return the weight of the penalty on a LogisticRegression's intercepts: liblinear sees them as coefficients.
+
+    Raises:
+        ScenarioError: several classes are not minimised as a softmax, or two are.
+    """
+    several = settings.get("multi_class", "auto")
+    liblinear = settings.get("solver") == "liblinear"
+    if classes > 2 and (several == "ovr" or liblinear):
+        wrong = "solver='liblinear'" if liblinear else f"multi_class={several!r}"
+        raise ScenarioError(
+            f"{wrong} of {classes} classes is one against all: take the default, which is a softmax, or "
+            "SGDClassifier(loss='log_loss')",
+            code=MODEL,
+        )
+    if classes == 2 and several == "multinomial":
+        raise ScenarioError("multi_class='multinomial' of two classes has two rows: leave it out", code=MODEL)
+    if not liblinear:
+        return 0.0
+    scaling = settings.get("intercept_scaling", 1)
+    if not (isinstance(scaling, Real) and 0 < float(scaling) < math.inf):
+        raise ScenarioError(f"intercept_scaling={scaling!r} must be finite and > 0", code=MODEL)
+    return l2 / float(scaling) ** 2
+
+
+def _class_weights(given: Any, labels: np.ndarray) -> tuple[float, ...] | None:
+    """Return the weight of each class, 1 if it has none of its own.
+
+    Raises:
+        ScenarioError: they follow private counts, or are no weights of these classes.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ScenarioError(
+            f"class_weight={given!r} must be a dict of public weights, such as {{{labels[0].item()!r}: 1.0, "
+            f"{labels[-1].item()!r}: 5.0}}: 'balanced' follows how many examples of each class there are, which is "
+            "private",
+            code=MODEL,
+        )
+    weights = dict.fromkeys(labels.tolist(), 1.0)
+    for label, weight in given.items():
+        if label not in weights:
+            raise ScenarioError(f"class_weight names {label!r}, which is none of classes: leave it out", code=MODEL)
+        is_number = isinstance(weight, Real) and not isinstance(weight, bool)
+        if not is_number or not (weight == 0 or LEAST_WEIGHT <= weight <= MOST_WEIGHT):
+            raise ScenarioError(
+                f"class_weight has {weight!r} for {label!r}: it must be 0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
+                code=MODEL,
+            )
+        weights[label] = float(weight)
+    if not any(weights.values()):
+        raise ScenarioError("class_weight is 0 for each class, so that nothing would be learned", code=MODEL)
+    return tuple(weights.values())
