@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from flower_privdec.common.errors import RAISED_BY_USERS
+from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.models import fix_norms
 from flower_privdec.tasks.additivity import ROWS, SEEDS, Trial, refuse, try_criterion
 from flower_privdec.training_loop.clipped_sum import Criterion
@@ -159,6 +160,39 @@ def _kind(arguments: Any) -> Any:
     """Return what two calls have in common that need one trial: the kinds of their arguments, and their shapes."""
     leaves, spec = tree_flatten(arguments)
     return spec, [(leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def check_finite(dataset: Any) -> None:
+    """Refuse tensors with NaN or infinity, whose examples would be paid for and add nothing.
+
+    Only datasets of tensors are looked at, for others have to be read item by item.
+
+    Raises:
+        ScenarioError: some number is not finite. It says neither which nor how many; that it is raised at all depends on
+            the data.
+    """
+    for tensor in _tensors_of(dataset, None):
+        if not bool(torch.isfinite(tensor).all()):
+            raise ScenarioError(
+                "the dataset's tensors hold NaN or infinity, and an example whose gradient is no number would be paid "
+                "for and add nothing: put a number there (for a missing value, and a mask beside it), or leave these "
+                "examples out, by a Subset",
+                code="training-loop.not-finite",
+            )
+
+
+def _tensors_of(dataset: Any, rows: Tensor | None) -> Iterator[Tensor]:
+    """Yield the tensors of real numbers in a dataset, of some of its rows only if they are given."""
+    if type(dataset) is Subset:
+        indices = torch.as_tensor(np.asarray(dataset.indices, dtype=np.int64))
+        yield from _tensors_of(dataset.dataset, indices if rows is None else indices[rows])
+    elif type(dataset) is ConcatDataset and rows is None:
+        for part in dataset.datasets:
+            yield from _tensors_of(part, None)
+    elif type(dataset) is TensorDataset:
+        for tensor in dataset.tensors:
+            if tensor.is_floating_point():
+                yield tensor if rows is None else tensor[rows.to(tensor.device)]
 
 
 @contextmanager

@@ -54,7 +54,7 @@ from flower_privdec.privacy.mechanism.events import Release, Spend
 from flower_privdec.privacy.noise import NoiseSource, build_deployed_noise, build_noise
 from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
 from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion, withheld
-from flower_privdec.training_loop.criterion_checks import CriterionTrial
+from flower_privdec.training_loop.criterion_checks import CriterionTrial, check_finite
 from flower_privdec.training_loop.example_checks import MixedBatch, check_examples, mixed_batch
 
 DTYPES = (torch.float32, torch.float64)
@@ -236,6 +236,7 @@ def private(
     collate = data_loader.collate_fn if spent else check_examples(data_loader)
     trial = CriterionTrial(model, criterion)
     if not spent:
+        check_finite(data_loader.dataset)
         trial.before_payment(data_loader, collate)
     seed = seed_of(insecure_seed)
     watch = budget.watch

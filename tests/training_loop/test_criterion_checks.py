@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raising import raises
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.tasks.additivity import compare
@@ -332,6 +332,20 @@ def test_a_refused_criterion_leaves_no_ledger(tmp_path: Path) -> None:
     with raises(ScenarioError, "loss.not-additive", names="reduction='sum'"):
         wrapped(tmp_path, divided, DataLoader(rows, batch_size=10))  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_tensors_that_are_no_numbers_are_refused_before_a_ledger(value: float, tmp_path: Path) -> None:
+    x, y = torch.randn(40, 4), torch.arange(40) % 5
+    x[7, 1] = value
+    data = TensorDataset(x, y)
+    for dataset in (data, Subset(data, range(30)), ConcatDataset([data])):
+        with raises(ScenarioError, "training-loop.not-finite") as caught:
+            wrapped(tmp_path, nn.CrossEntropyLoss(), DataLoader(dataset, batch_size=10))
+        assert "7" not in str(caught.value)
+    assert not any(tmp_path.iterdir())
+    others = Subset(Subset(data, range(5, 40)), [index for index in range(35) if index != 2])
+    wrapped(tmp_path, nn.CrossEntropyLoss(), DataLoader(others, batch_size=10))
 
 
 def test_what_the_loop_does_otherwise_is_tried_before_its_first_gradient(tmp_path: Path) -> None:
