@@ -168,11 +168,12 @@ def check_finite(dataset: Any) -> None:
     Only datasets of tensors are looked at, for others have to be read item by item.
 
     Raises:
-        ScenarioError: some number is not finite. It says neither which nor how many; that it is raised at all depends on
+        ScenarioError: some number is not finite. It says neither which nor how many; whether it is raised depends on
             the data.
     """
-    for tensor in _tensors_of(dataset, None):
-        if not bool(torch.isfinite(tensor).all()):
+    for tensor, rows in _tensors_of(dataset, None):
+        # Rows are copied only if there is something to look for among them.
+        if not _is_finite(tensor) and (rows is None or not _is_finite(tensor[rows.to(tensor.device)])):
             raise ScenarioError(
                 "the dataset's tensors hold NaN or infinity, and an example whose gradient is no number would be paid "
                 "for and add nothing: put a number there (for a missing value, and a mask beside it), or leave these "
@@ -181,8 +182,12 @@ def check_finite(dataset: Any) -> None:
             )
 
 
-def _tensors_of(dataset: Any, rows: Tensor | None) -> Iterator[Tensor]:
-    """Yield the tensors of real numbers in a dataset, of some of its rows only if they are given."""
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+
+
+def _tensors_of(dataset: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the tensors of real numbers in a dataset, each with those of its rows that are items; None for all."""
     if type(dataset) is Subset:
         indices = torch.as_tensor(np.asarray(dataset.indices, dtype=np.int64))
         yield from _tensors_of(dataset.dataset, indices if rows is None else indices[rows])
@@ -192,7 +197,7 @@ def _tensors_of(dataset: Any, rows: Tensor | None) -> Iterator[Tensor]:
     elif type(dataset) is TensorDataset:
         for tensor in dataset.tensors:
             if tensor.is_floating_point():
-                yield tensor if rows is None else tensor[rows.to(tensor.device)]
+                yield tensor, rows
 
 
 @contextmanager
