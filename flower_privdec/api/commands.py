@@ -229,7 +229,7 @@ def report(runs: RunResult | str | Path | Sequence[RunResult | str | Path], out:
 
 @called_from_python()
 def ledger(
-    path: str | Path, delta: float, *, epsilon: float | None = None, check: bool = False
+    path: str | Path, delta: float, *, epsilon: float | None = None, colluding: int | None = None, check: bool = False
 ) -> list[dict[str, Any]]:
     """Verify ledgers, and return what each run spent, the ε of all together, and what is left of a budget.
 
@@ -237,6 +237,7 @@ def ledger(
         path: a ledger, SOURCE.jsonl, or a folder with some.
         delta: δ at which ε is computed, in (0, 1): a ledger holds releases, and no δ.
         epsilon: a budget of which to return what is left.
+        colluding: against how many colluding peers ε holds; None for all other peers.
         check: whether dp-accounting composes the same events too (extra `accounting`).
 
     Returns:
@@ -246,7 +247,7 @@ def ledger(
         BudgetError: a ledger cannot be read or fails verification, which names the line.
         ScenarioError: there is no ledger, or an argument breaks a rule.
     """
-    return [ledger_facts(file, delta, epsilon, check=check) for file in ledgers_below(as_path(path, "path"))]
+    return [ledger_facts(file, delta, epsilon, colluding, check=check) for file in ledgers_below(as_path(path, "path"))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import Account, read_entries
-from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.mechanism.events import Release, towards
 from flower_privdec.privacy.mechanism.protection import Protection
 
 CANARIES, REPLICA = "canaries in the scenario's own steps", "a replica of the declared releases"
@@ -194,7 +194,9 @@ def audit(
 
 
 def _all(account: Account) -> tuple[Release, ...]:
-    return account.releases(0, max((spend.to_step for spend in account.spends), default=0))
+    """Return all releases of an account, as its budget's adversary sees them."""
+    last = max((spend.to_step for spend in account.spends), default=0)
+    return towards(account.releases(0, last), account.adversary)
 
 
 def ledger_defects(canaries: Canaries, plan: Protection, seed: int) -> dict[str, str]:
@@ -208,8 +210,9 @@ def ledger_defects(canaries: Canaries, plan: Protection, seed: int) -> dict[str,
             charged.setdefault(peer, []).extend(charge.releases)
     for row, peer in enumerate(canaries.experiment.own.peers.tolist()):
         seen = [release.times(count) for release, count in observer.cost[row].items()]
-        delta = plan.accounts[row].delta
-        paid, cost = epsilon(charged.get(peer, ()), delta), epsilon(seen, delta)
+        account = plan.accounts[row]
+        paid = epsilon(towards(charged.get(peer, ()), account.adversary), account.delta)
+        cost = epsilon(seen, account.delta)
         if paid < cost * (1 - 1e-9):
             return {"ledger": f"the ledger charges peer {peer} ε = {paid:.4g} for releases that cost {cost:.4g}"}
     return {}

@@ -261,6 +261,10 @@ def ledger(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A ledger, SOURCE.jsonl, or a folder with some.")],
     delta: Annotated[float, typer.Option(help="δ at which to compute ε: a ledger holds releases, and no δ.")],
     epsilon: Annotated[float | None, typer.Option(help="A budget of which to print what is left.")] = None,
+    colluding: Annotated[
+        int | None,
+        typer.Option(min=0, help="Against how many colluding peers ε holds.", show_default="all other peers"),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compose the same events with dp-accounting too (extra accounting).")
     ] = False,
@@ -268,12 +272,12 @@ def ledger(
 ) -> None:
     """Verify a ledger, and print what each run spent, the ε of all together, and what is left.
 
-    Where noise cancels between peers, ε is against as many colluding peers as the run named.
+    If noise cancelled between peers in some run, ε depends on how many of them collude, and each number's is printed.
     """
     with starting():
         from flower_privdec.reporting import ledgers
 
-    ledgers.print_ledgers(path, delta, epsilon, as_json, check=check)
+    ledgers.print_ledgers(path, delta, epsilon, as_json, colluding, check=check)
 
 
 @command()

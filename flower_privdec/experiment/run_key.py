@@ -90,19 +90,33 @@ def fingerprint(x: Features, y: Tensor) -> bytes:
     return digest.digest()
 
 
-def own_keys(shared: bytes, examples: Examples, peers: np.ndarray) -> dict[int, bytes]:
+def fingerprints(examples: Examples, peers: np.ndarray) -> dict[int, bytes]:
+    """Return the fingerprint of each peer's examples, by global id."""
+    prints = {}
+    for peer, rows in zip(peers.tolist(), examples.parts, strict=True):
+        prints[peer] = fingerprint(*examples_of(examples, rows))
+    return prints
+
+
+def own_keys(shared: bytes, prints: Mapping[int, bytes]) -> dict[int, bytes]:
     """Return the key of each peer in this run, from which its noise and its batches are drawn.
 
     Args:
         shared: see `shared_secret`.
-        examples: of these peers.
-        peers: their global ids.
+        prints: the fingerprint of each peer's examples, by global id.
     """
-    keys = {}
-    for peer, rows in zip(peers.tolist(), examples.parts, strict=True):
-        own = fingerprint(*examples_of(examples, rows))
-        keys[peer] = _hash(shared, str(peer).encode(), own)
-    return keys
+    return {peer: _hash(shared, str(peer).encode(), own) for peer, own in prints.items()}
+
+
+def partition_name(prints: Mapping[int, bytes], secret: bytes | None) -> str:
+    """Return the name of who holds which examples, 32 hexadecimal digits: the same in all runs of this partition.
+
+    Args:
+        prints: see `own_keys`.
+        secret: of a deployed peer, without which nobody can confirm a guess of its examples by the name.
+    """
+    parts = [str(peer).encode() + b" " + prints[peer] for peer in sorted(prints)]
+    return _hash(b"partition", secret or b"", *parts).hex()[:32]
 
 
 def data_id(public: PublicSet, initial: Tensor, examples: Examples) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.graph.topology import Participation, activity
-from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon
-from flower_privdec.privacy.ledger.ledger import Account, Spending
-from flower_privdec.privacy.mechanism.events import canonical
-from flower_privdec.privacy.mechanism.protection import UNLIMITED, Protection, breaches
+from flower_privdec.privacy.ledger.ledger import Spending
+from flower_privdec.privacy.mechanism.events import Adversary
+from flower_privdec.privacy.mechanism.protection import UNLIMITED, breaches
 from flower_privdec.scenario import Scenario
 
 ALONE = "this run alone"
@@ -41,9 +40,9 @@ class Spent:
         claimed: the ε that a paper's formula claims, where it made the noise; else None.
         rounds_run: in how many rounds each took its private steps.
         note: where the budget ended a peer's steps before the plan did; None where it did not.
-        replies: ε of the replies that one neighbour of each receives in this run, which is no bound on
-            all that it hears; empty where all of a peer's messages go to everybody.
-        if_all_collude: ε of each in this run if all other peers collude; empty where that is `epsilons`.
+        replies: ε of the replies that one neighbour of each receives, over all runs in its ledger, which is no bound
+            on all that it hears; empty if all of a peer's messages go to everybody.
+        if_all_collude: ε of each if all other peers collude, over all runs in its ledger; empty if that is `epsilons`.
         colluding: with how many peers an adversary may collude for `epsilons` to hold; None for all.
         breaches: which conditions of a paper's formula do not hold, so that `claimed` does not apply, see `breaches`.
     """
@@ -61,88 +60,42 @@ class Spent:
     @classmethod
     def of(cls, cohort: Cohort, rounds: int) -> Spent:
         """Return what a cohort's peers have spent after so many rounds."""
-        n_rows, ran, protection = len(cohort.peers), rounds_run(cohort, rounds), cohort.protection
+        ran = rounds_run(cohort, rounds)
+        protection = cohort.protection
         if protection is None:
+            n_rows = len(cohort.peers)
             return cls([math.inf] * n_rows, [0.0] * n_rows, [None] * n_rows, ran)
-        accounts = protection.accounts if cohort.ledger is None else cohort.ledger.spending.accounts
-        note = None if cohort.ledger is None else budget_note(cohort.ledger.spending, cohort.steps_per_round)
-        claimed = [claim.epsilon if claim else None for claim in protection.claims]
-        deltas, replies = [account.delta for account in accounts], protection.reply_epsilons(rounds)
-        larger = epsilons_if_all_collude(cohort, rounds)
-        colluding = None if protection.pairs is None else protection.pairs.colluding
-        values = epsilons(cohort, rounds)
-        return cls(values, deltas, claimed, ran, note, replies, larger, colluding, breaches(protection))
+
+        accounts = protection.accounts
+        note = None
+        if cohort.ledger is not None:
+            accounts = cohort.ledger.spending.accounts
+            note = budget_note(cohort.ledger.spending, cohort.steps_per_round)
+        others = {name: epsilons(cohort, rounds, adversary) for name, adversary in protection.others.items()}
+        return cls(
+            epsilons=epsilons(cohort, rounds),
+            deltas=[account.delta for account in accounts],
+            claimed=[claim.epsilon if claim else None for claim in protection.claims],
+            rounds_run=ran,
+            note=note,
+            colluding=None if protection.pairs is None else protection.pairs.colluding,
+            breaches=breaches(protection),
+            **others,
+        )
 
 
-def epsilons(cohort: Cohort, rounds: int) -> list[float]:
-    """Return the ε of each peer of a cohort after so many rounds, over all runs in its ledger; ∞ without privacy."""
+def epsilons(cohort: Cohort, rounds: int, adversary: Adversary | None = None) -> list[float]:
+    """Return the ε of each peer of a cohort after so many rounds, over all runs in its ledger; ∞ without privacy.
+
+    Args:
+        adversary: against whom; by default against whom the peer's budget is to hold.
+    """
     if cohort.protection is None:
         return [math.inf] * len(cohort.peers)
     if cohort.ledger is None:
-        return cohort.protection.epsilons(rounds)
-    values: list[float] = cohort.ledger.spending.epsilons(rounds * cohort.steps_per_round).tolist()
+        return cohort.protection.epsilons(rounds, adversary)
+    values: list[float] = cohort.ledger.spending.epsilons(rounds * cohort.steps_per_round, adversary).tolist()
     return values
-
-
-def epsilons_if_all_collude(cohort: Cohort, rounds: int) -> list[float]:
-    """Return ε of each peer in this run if all others collude, with the steps that were charged again after a crash.
-
-    Where steps differ, those that were charged again count as the step with the least noise: an upper bound. Empty
-    where noise does not cancel between peers.
-    """
-    ledger, steps, larger = cohort.ledger, rounds * cohort.steps_per_round, list[float]()
-    protection = cohort.protection
-    if protection is None or not protection.own_alone:
-        return []
-    if ledger is None:
-        return protection.collusion_epsilons(rounds)
-    for account, alone in zip(protection.accounts, protection.own_alone, strict=True):
-        taken = sum(release.steps for release in account.releases(0, ledger.spending.start))
-        more = ledger.charged_before(account.peer) - taken
-        releases = list(alone.releases(0, steps))
-        if more > 0 and alone.spends:
-            least = min((spend.release for spend in alone.spends), key=lambda release: release.noise_multiplier)
-            releases.append(least.times(more))
-        larger.append(epsilon(releases, alone.delta))
-    return larger
-
-
-def noise_ratios(protection: Protection | None) -> dict[str, list[float]]:
-    """Return how much less noise other observers see at least, of each peer, over that which its ledger has.
-
-    A ledger has what a step costs towards the colluders. With each noise times a ratio its releases bound what they
-    cost towards all other peers together (`if_all_collude`), or towards one neighbour by its replies (`replies`).
-    """
-    if protection is None:
-        return {}
-    others = {"replies": protection.replies, "if_all_collude": protection.own_alone}
-    return {
-        name: [_least_ratio(account, other) for account, other in zip(protection.accounts, accounts, strict=True)]
-        for name, accounts in others.items()
-        if accounts
-    }
-
-
-def _least_ratio(account: Account, other: Account) -> float:
-    """Return the least ratio of the noise of another account's step to that of an account's."""
-    last = max((spend.to_step for spend in account.spends), default=0)
-    noises = np.full((2, last), np.nan)
-    for row, one in enumerate((account, other)):
-        for spend in one.spends:
-            noises[row, spend.from_step : spend.to_step] = spend.release.noise_multiplier
-    taken = noises[:, ~np.isnan(noises).any(axis=0)]
-    return float(np.min(taken[1] / taken[0], initial=math.inf, where=taken[0] > 0))
-
-
-def with_noise_times(runs: Iterable[Alternatives], ratio: float) -> list[Alternatives]:
-    """Return the releases of some runs with each noise multiplied; see `noise_ratios`."""
-    return [
-        tuple(
-            canonical([replace(release, noise_multiplier=release.noise_multiplier * ratio) for release in releases])
-            for releases in run
-        )
-        for run in runs
-    ]
 
 
 def rounds_run(cohort: Cohort, rounds: int) -> list[int]:
@@ -264,7 +217,11 @@ def _span(counts: Iterable[int]) -> str:
 
 
 def _already(spending: Spending) -> str:
-    return epsilon_text(json_number(float(spending.epsilons(spending.start).max())))
+    """Return the ε that other runs have spent of the costliest peer, and against whom if that makes a difference."""
+    spent = epsilon_text(json_number(float(spending.epsilons(spending.start).max())))
+    if not spending.others_cancelled:
+        return spent
+    return f"{spent} (with {spending.accounts[0].adversary}, for noise that cancelled hides less from them)"
 
 
 def shortages(spending: Spending) -> dict[int, int]:

@@ -24,7 +24,17 @@ from flower_privdec.data import Examples, PeerData, Sampler, read_examples
 from flower_privdec.data.datasets import check_fit, sizes_of_parts
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.run_key import KEY_BYTES, SEEDED, data_id, environment, own_keys, run_id, shared_secret
+from flower_privdec.experiment.run_key import (
+    KEY_BYTES,
+    SEEDED,
+    data_id,
+    environment,
+    fingerprints,
+    own_keys,
+    partition_name,
+    run_id,
+    shared_secret,
+)
 from flower_privdec.gradients.protocol import inputs_like, layer_outputs
 from flower_privdec.graph.mixing import disagreement_left
 from flower_privdec.graph.topology import build_topology
@@ -192,9 +202,11 @@ def _name_run(
         agreement.module,
         own_parts(agreement.scenario),
     )
-    keys = own_keys(shared + (secret or b""), examples, peers)
+    prints = fingerprints(examples, peers)
+    keys = own_keys(shared + (secret or b""), prints)
     where = name.environment.encode()  # which comparable keys leave out: elsewhere a run is another, and charged again
-    return keys, replace(name, id=run_id({peer: key + where for peer, key in keys.items()}))
+    run = run_id({peer: key + where for peer, key in keys.items()})
+    return keys, replace(name, id=run, partition=partition_name(prints, secret))
 
 
 def rounding(scenario: Scenario, runtime: str) -> str:
@@ -533,16 +545,14 @@ class Experiment(Agreement):
         if budget is not None:
             accounts = tuple(replace(account, budget=budget[0], delta=budget[1]) for account in accounts)
         if not own.from_system:
-            return CohortLedger(folder, name, own.run, accounts, **self.stages_paid)
+            return CohortLedger(folder, name, own.run, accounts, start=self.first_step)
         fresh = replace(own.run, id=secrets.token_hex(16))
         return CohortLedger(folder, name, fresh, accounts, block=block, fresh=True, start=start)
 
     @property
-    def stages_paid(self) -> dict[str, Any]:
-        """Return the step with which the run begins that was given more rounds, and what the ledger calls it before."""
-        earlier = self.scenario.earlier or ()
-        start = self.scenario.first_round * self.algorithm.steps_per_round
-        return {"start": start, "earlier": [stage.run for stage in earlier]}
+    def first_step(self) -> int:
+        """Return the step with which the run begins: after the rounds before it, if it was given more rounds."""
+        return self.scenario.first_round * self.algorithm.steps_per_round
 
     def initial_state(self, cohort: Cohort) -> State:
         """Return the state before round 0."""

@@ -14,6 +14,7 @@ from flower_privdec.experiment.spent import json_number
 from flower_privdec.experiment.view import drawings_of
 from flower_privdec.planner.pairwise import by_colluders, not_computed, views
 from flower_privdec.privacy.mechanism.declared import ReleasedSum
+from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR
 from flower_privdec.reporting.console import comparison_text
 
 UNIT = "one example of one peer"
@@ -92,13 +93,13 @@ def _observers(experiment: Experiment) -> list[dict[str, Any]]:
         _row("an eavesdropper, relay or server", "at most every message of the run", everything),
         _row("one neighbour", "what the peer sends it, and what others pass on", everything),
     ]
-    if plan.replies:
+    if "replies" in plan.others:
         sees = "the gradients for it alone, of all that it receives"
-        rows.append(_row("one neighbour, by its replies", sees, plan.reply_epsilons(rounds)))
+        rows.append(_row("one neighbour, by its replies", sees, plan.epsilons(rounds, ONE_NEIGHBOUR)))
     rows.append(_row(others, "every message and every model", everything))
     if plan.pairs is not None:
         sees = "every message, and the secrets of all pairs"
-        rows.append(_row("all other peers together", sees, plan.collusion_epsilons(rounds)))
+        rows.append(_row("all other peers together", sees, plan.epsilons(rounds, EVERYBODY)))
     return rows
 
 

@@ -196,7 +196,7 @@ def _cost(account: Account, squares: np.ndarray) -> float:
 
 
 def with_noise_times(account: Account, factors: np.ndarray) -> list[Release]:
-    """Return the releases of the first steps of an account with other noise.
+    """Return the releases of the first steps of an account with other noise than against its budget's adversary.
 
     Args:
         factors: by how much each step's noise is larger; infinity for a step of which nothing is seen.
@@ -211,8 +211,9 @@ def with_noise_times(account: Account, factors: np.ndarray) -> list[Release]:
             *np.unique(np.floor(DIGITS * np.asarray(whole)) / DIGITS, return_counts=True), strict=True
         ):
             if math.isfinite(factor):
-                noise = spend.release.noise_multiplier * float(factor)
-                releases.append(replace(spend.release, noise_multiplier=noise, steps=int(count)))
+                seen = spend.release.towards(account.adversary)
+                noise = seen.noise_multiplier * float(factor)
+                releases.append(replace(seen, noise_multiplier=noise, steps=int(count)))
     return releases
 
 

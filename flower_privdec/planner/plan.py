@@ -153,7 +153,7 @@ def ledger_facts(experiment: Experiment) -> tuple[dict[str, Any] | None, list[st
     folder = None if private is None else private.ledger or experiment.inherited
     if private is not None and plan is not None and folder is not None:
         name, run = experiment.public.name, experiment.own.run
-        spending = spending_of(folder, name, run, plan.accounts, **experiment.stages_paid)
+        spending = spending_of(folder, name, run, plan.accounts, experiment.first_step)
         before, after = (json_number(float(spending.epsilons(steps).max())) for steps in (0, spending.steps))
         facts = {"folder": str(folder), "epsilon_before": before, "epsilon_after": after}
         note = budget_note(spending, experiment.algorithm.steps_per_round)
@@ -228,7 +228,9 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     delta = None if private is None else np.broadcast_to(private.delta, (n_peers,))
     partial = participation.kind != "all"
     active = activity(participation, rounds).sum(axis=0)
-    replies, larger = ([], []) if plan is None else (plan.reply_epsilons(rounds), plan.collusion_epsilons(rounds))
+    others = {} if plan is None else {name: plan.epsilons(rounds, one) for name, one in plan.others.items()}
+    replies = others.get("replies")
+    larger = others.get("if_all_collude")
     dynamics = private is not None and (dynamic(experiment.scenario.algorithm) or private.schedule) is not None
     exponential = build_schedule(experiment.scenario).exponential if dynamics else None
 

@@ -21,7 +21,8 @@ from flower_privdec.privacy.accountant.accounting import (
     dp_accounting_epsilon,
     epsilon_of_runs,
 )
-from flower_privdec.privacy.ledger.ledger import FORMAT, Totals, runs_in, verified
+from flower_privdec.privacy.ledger.ledger import FORMAT, Totals, costs_in, releases_in, runs_in, verified
+from flower_privdec.privacy.mechanism.events import Adversary
 from flower_privdec.reporting.console import comparison_text
 
 logger = logging.getLogger(__name__)
@@ -59,21 +60,26 @@ def _is_ledger(path: Path) -> bool:
         return PREFIX in file.read(100)
 
 
-def ledger_facts(path: Path, delta: float, budget: float | None = None, *, check: bool = False) -> dict[str, Any]:
+def ledger_facts(
+    path: Path, delta: float, budget: float | None = None, colluding: int | None = None, *, check: bool = False
+) -> dict[str, Any]:
     """Verify a whole ledger and return what it says.
 
     Args:
         path: of SOURCE.jsonl; sealed segments lie beside it.
         delta: at which ε is computed, in (0, 1): a ledger holds releases, and each run states its own δ.
         budget: an ε of which to return what is left.
+        colluding: against an adversary with whom so many peers collude; None for all other peers together.
         check: whether dp-accounting composes the same events too, as `dp_accounting` of each run and of all together:
             an ε, or None where it has no event for one of the mechanisms.
 
     Returns:
-        ledger, source, lines, delta; runs: of each its id, the step before which all are charged, the number of its
-            peers, the ε of that run alone, and the environment that drew its noise; epsilon: of all runs together, for
-            an example that was at the costliest peer in each; left: of the budget, None without one; unfinished: bytes
-            of a last line that was never written whole, which pays for nothing. An infinite ε is the string "inf".
+        ledger, source, lines, delta, colluding; runs: of each its id, the step before which all are charged, the number
+            of its peers, the ε of that run alone, and the environment that drew its noise; epsilon: of all runs
+            together, for an example that was at the costliest peer in each partition of the data; against: if noise
+            cancelled between peers in some run, pairs of a number of colluding peers and the ε of all runs together
+            against it, the last of all other peers (None); left: of the budget, None without one; unfinished: bytes of
+            a last line that was never written whole, which pays for nothing. An infinite ε is the string "inf".
 
     Raises:
         BudgetError: the ledger cannot be read or fails verification, which names the line.
@@ -88,18 +94,31 @@ def ledger_facts(path: Path, delta: float, budget: float | None = None, *, check
         lines += len(entries)
         source, size = segment.source, segment.size
     rest = path.read_bytes()[size:]
-    costs = runs_in(totals.entries)
-    together = _spent(list(costs.values()), delta, check)
+    adversary = Adversary(colluding)
+    costs = runs_in(totals.entries, adversary)
+    together = _spent(costs_in(totals.entries, adversary), delta, check)
     return {
         "ledger": str(path),
         "source": source,
         "lines": lines,
         "delta": delta,
         "runs": [_run_facts(run, totals, alternatives, delta, check) for run, alternatives in costs.items()],
+        "colluding": colluding,
         **together,
+        "against": _by_colluders(totals, delta),
         "left": None if budget is None else max(0.0, budget - float(together["epsilon"])),
         "unfinished": 0 if b"\n" in rest else len(rest),  # whole lines were added by a run meanwhile
     }
+
+
+def _by_colluders(totals: Totals, delta: float) -> list[tuple[int | None, float | str]]:
+    """Return the ε of all runs against the numbers of colluders that a ledger tells apart, the last against all."""
+    releases = releases_in(totals.entries)
+    numbers = sorted({colluding for release in releases for colluding, _ in release.against})
+    return [
+        (colluding, json_number(epsilon_of_runs(costs_in(totals.entries, Adversary(colluding)), delta)))
+        for colluding in ([*numbers, None] if numbers else [])
+    ]
 
 
 def _spent(runs: Sequence[Alternatives], delta: float, check: bool) -> dict[str, Any]:
@@ -122,9 +141,17 @@ def _run_facts(run: str, totals: Totals, alternatives: Alternatives, delta: floa
     }
 
 
-def print_ledgers(path: Path, delta: float, budget: float | None, as_json: bool, *, check: bool = False) -> None:
+def print_ledgers(
+    path: Path,
+    delta: float,
+    budget: float | None,
+    as_json: bool,
+    colluding: int | None = None,
+    *,
+    check: bool = False,
+) -> None:
     """Print what the ledgers at a path say; see `ledger_facts`."""
-    facts = [ledger_facts(one, delta, budget, check=check) for one in ledgers_below(path)]
+    facts = [ledger_facts(one, delta, budget, colluding, check=check) for one in ledgers_below(path)]
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
@@ -140,6 +167,9 @@ def print_ledgers(path: Path, delta: float, budget: float | None, as_json: bool,
         ours, *theirs = _epsilons(one)
         other = f" ({OTHER}: {theirs[0]})" if check else ""
         note = f"all together: ε = {ours}{other} at δ = {setting(delta)}{left}"
+        if one["against"]:
+            parts = [f"{epsilon_text(value)} with {Adversary(number)}" for number, value in one["against"]]
+            note += f"; with {Adversary(colluding)}. Of all runs together: {', '.join(parts)}"
         if check and any(run["dp_accounting"] is None for run in one["runs"]):
             note += "; –: dp-accounting has no event for uniform or block sampling under zero-out"
         typer.echo(f"{one['ledger']}: {one['lines']:,} lines, verified")

@@ -8,6 +8,7 @@ from typing import Any
 
 from flower_privdec.common.catalogue import ALONE
 from flower_privdec.common.formatting import NOTHING, epsilon_text, memory, number, peer_ranges, percent, setting
+from flower_privdec.privacy.mechanism.events import Adversary
 
 BEYOND = 700.0  # a larger ε: e^ε overflows a float
 
@@ -171,12 +172,11 @@ def meaning(summary: dict[str, Any]) -> str:
     whose = "peer's data" if rows and rows[0]["unit"] == "peer" else "example"
     factor = f"= {number(math.exp(largest))}" if largest < BEYOND else "beyond 1e304, which protects no one"
     pairs = next((row for row in rows if "colluding" in row), None)
-    others = "all other peers" if pairs is None else f"up to {pairs['colluding']} peers"
+    adversary = Adversary(None if pairs is None else pairs["colluding"])
     more = max((float(row["epsilon_if_all_collude"]) for row in rows if "epsilon_if_all_collude" in row), default=0.0)
     return (
-        f"For an adversary who sees every message and every model and colludes with {others}, the use of any one "
-        f"{whose} changes the odds of what they see by at most a factor of e^ε {factor}, except with a probability of "
-        "about δ."
+        f"For an adversary who sees every message and every model, with {adversary}, the use of any one {whose} "
+        f"changes the odds of what they see by at most a factor of e^ε {factor}, except with a probability of about δ."
     ) + (f" Should all other peers collude, ε = {epsilon_text(more)}." if pairs else "")
 
 

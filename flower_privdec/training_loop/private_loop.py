@@ -43,11 +43,11 @@ from flower_privdec.privacy.ledger.ledger import (
     Ledger,
     RunName,
     Spending,
+    costs_in,
     ledger_path,
     note_budget,
     read_entries,
     releases_in,
-    runs_in,
 )
 from flower_privdec.privacy.mechanism.declared import MOST_INFLATION, OTHER, Drawing, rounding_error
 from flower_privdec.privacy.mechanism.events import Release, Spend
@@ -937,7 +937,7 @@ class PrivacyBudget:
         if limit <= 0:
             return 0
         account = Account(0, (Spend(0, limit, self.release.times(limit)),), self.budget, self.delta)
-        return int(Spending(list(runs_in(entries).values()), [account]).limits[0])
+        return int(Spending(entries, [account]).limits[0])
 
     def taken(self, entries: Sequence[Entry]) -> int:
         """Return how many steps of this mechanism were charged."""
@@ -945,7 +945,7 @@ class PrivacyBudget:
 
     def epsilon(self, entries: Sequence[Entry]) -> float:
         """Return the ε of everything charged."""
-        return epsilon_of_runs(list(runs_in(entries).values()), self.delta)
+        return epsilon_of_runs(costs_in(entries), self.delta)
 
     def statement(self, entries: Sequence[Entry]) -> str:
         """Return one line: ε with its unit, its adjacency, what was charged, and what remains."""

@@ -27,6 +27,7 @@ from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model, flatten
 from flower_privdec.planner.plan import make_plan
+from flower_privdec.privacy.mechanism.events import ONE_NEIGHBOUR
 from flower_privdec.reporting.console import plan_text
 from flower_privdec.tasks.losses import resolve_loss
 
@@ -312,11 +313,11 @@ def test_the_summary_tells_the_budget_and_the_replies_apart(build: Build, tmp_pa
     summary = run(build(*PDSL_STAR), tmp_path / "run")
     plan = build(*PDSL_STAR).own.protection
     assert plan is not None
-    for row, total, reply in zip(summary["privacy"], plan.epsilons(6), plan.reply_epsilons(6), strict=True):
+    for row, total, reply in zip(summary["privacy"], plan.epsilons(6), plan.epsilons(6, ONE_NEIGHBOUR), strict=True):
         assert row["epsilon"] == pytest.approx(total)
         assert row["epsilon_of_replies_to_one"] == pytest.approx(reply)
     peers = make_plan(build(*PDSL_STAR))["peers"]
-    assert [row["epsilon_of_replies_to_one"] for row in peers] == pytest.approx(plan.reply_epsilons(6))
+    assert [row["epsilon_of_replies_to_one"] for row in peers] == pytest.approx(plan.epsilons(6, ONE_NEIGHBOUR))
     assert "ε of the replies to one neighbour alone" in plan_text(make_plan(build(*PDSL_STAR)), verbose=True)
 
 
@@ -440,7 +441,7 @@ def test_the_budget_covers_the_own_gradient_and_all_replies_together(build: Buil
     assert plan is not None
     assert plan.receivers["gradient"][0].tolist() == [4, 2, 2, 2]
     np.testing.assert_allclose(plan.noise_multiplier(0)[0], np.sqrt(2) * plan.noise_multiplier(0)[1], rtol=0.01)
-    for total, reply in zip(plan.epsilons(6), plan.reply_epsilons(6), strict=True):
+    for total, reply in zip(plan.epsilons(6), plan.epsilons(6, ONE_NEIGHBOUR), strict=True):
         assert 2.9 < total <= 3.0
         assert reply < 0.8 * total
 

@@ -25,6 +25,7 @@ from flower_privdec.experiment.checkpoint import Checkpoint, load_checkpoint, sa
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_participation, build_topology
 from flower_privdec.privacy.accountant.accounting import epsilon
+from flower_privdec.privacy.mechanism.events import ONE_NEIGHBOUR
 from flower_privdec.privacy.mechanism.protection import Protection
 
 GRAPHS = {
@@ -291,7 +292,7 @@ def test_each_neighbour_costs(crossing: Experiment, build: Build) -> None:
 
 def test_the_replies_to_one_neighbour_tell_less_than_all_together(crossing: Experiment) -> None:
     plan = protection(crossing)
-    total, replies = plan.epsilons(4), plan.reply_epsilons(4)
+    total, replies = plan.epsilons(4), plan.epsilons(4, ONE_NEIGHBOUR)
     assert replies[0] < 0.5 * total[0]
     np.testing.assert_allclose(replies[1:], total[1:], rtol=1e-12)
     releases = plan.accounts[0].releases(0, 4)

@@ -13,6 +13,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.view import drawings_of
 from flower_privdec.planner.observers import privacy_statement, statement_text
 from flower_privdec.privacy.mechanism.declared import Drawing, joint_release
+from flower_privdec.privacy.mechanism.events import EVERYBODY
 from flower_privdec.scenario import parse_scenario
 
 SHORT = ["rounds=4", "data.samples=48"]
@@ -34,7 +35,7 @@ def test_a_statement_names_every_sum_and_no_observer_is_promised_less_than_the_a
     ends = [min(plan.epsilons(4)), max(plan.epsilons(4))]
     towards = {row["observer"]: row["epsilon"] for row in statement["observers"]}
     assert towards["all other peers, relays and servers together"] == ends
-    assert ("one neighbour, by its replies" in towards) == bool(plan.replies)
+    assert ("one neighbour, by its replies" in towards) == ("replies" in plan.others)
     text = statement_text(statement)
     for step in range(4):
         for part in experiment.algorithm.released(step, plan_drawing(experiment)) or ():
@@ -55,7 +56,7 @@ def test_noise_that_cancels_has_an_epsilon_against_all_others_beside_the_collude
     assert [count for count, _ in statement["by_colluders"]] == [0, 1, 2, 3]
     assert "colluders" in statement_text(statement)
     assert towards["up to 1 other peers, relays and servers together"] == max(plan.epsilons(4))
-    assert towards["all other peers together"] == max(plan.collusion_epsilons(4)) > max(plan.epsilons(4))
+    assert towards["all other peers together"] == max(plan.epsilons(4, EVERYBODY)) > max(plan.epsilons(4))
 
 
 def test_without_privacy_every_observer_has_no_bound() -> None:

@@ -27,7 +27,7 @@ from flower_privdec.planner.pairwise import (
 )
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import Account
-from flower_privdec.privacy.mechanism.events import Release, Spend
+from flower_privdec.privacy.mechanism.events import EVERYBODY, Release, Spend
 from flower_privdec.scenario import parse_scenario
 
 SHORT = ["rounds=3", "data.samples=48", "data.batch={sampling: poisson, size: 4}"]
@@ -141,7 +141,7 @@ def test_by_colluders_it_is_the_plans_epsilon_at_its_own_number_and_its_largest_
         figures[1] <= planned * 1.001
     )  # one factor of all peers' own noise: those with more budget have more than they need
     assert figures[1] == pytest.approx(planned, rel=1e-3) or budget != "3"
-    assert figures[3] == pytest.approx(max(plan.collusion_epsilons(3)), rel=1e-3)
+    assert figures[3] == pytest.approx(max(plan.epsilons(3, EVERYBODY)), rel=1e-3)
     assert list(figures.values()) == sorted(figures.values())
 
 

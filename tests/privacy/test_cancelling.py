@@ -31,7 +31,7 @@ from flower_privdec.planner.plan import pair_facts
 from flower_privdec.privacy.accountant import accounting
 from flower_privdec.privacy.mechanism import cancelling
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, solve_pairs
-from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.mechanism.events import EVERYBODY, Release
 from flower_privdec.privacy.noise import NoisedSum, NoiseSource, PairSecrets, build_noise
 from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.rows.keys import seed_keys
@@ -255,21 +255,22 @@ def test_both_epsilons_are_those_of_another_accountant(build: Build) -> None:
     """The printed ε is of the noise that was asked for, and the larger one of the own noise alone."""
     experiment = build(PAIRS)
     protection, sampler = experiment.own.protection, experiment.own.sampler
-    account = protection.accounts[0].spends[0].release
+    account = protection.accounts[0]
+    seen = account.spends[0].release.towards(account.adversary)
     for noise, epsilon in (
-        (account.noise_multiplier, protection.epsilons(6)[0]),
-        (float(protection.noise_multipliers[0, 0]), protection.collusion_epsilons(6)[0]),
+        (seen.noise_multiplier, protection.epsilons(6)[0]),
+        (float(protection.noise_multipliers[0, 0]), protection.epsilons(6, EVERYBODY)[0]),
     ):
         step = dp_accounting.PoissonSampledDpEvent(sampler.sampling_rate[0], dp_accounting.GaussianDpEvent(noise))
         other = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
         other.compose(dp_accounting.SelfComposedDpEvent(step, 6))
         assert epsilon == pytest.approx(other.get_epsilon(1e-3), rel=0.01)
-    assert protection.collusion_epsilons(6)[0] > 2 * protection.epsilons(6)[0]
+    assert protection.epsilons(6, EVERYBODY)[0] > 2 * protection.epsilons(6)[0]
 
 
 def test_with_all_others_colluding_there_is_one_epsilon(build: Build) -> None:
     protection = build(PAIRS, "privacy.noise.colluding=3").own.protection
-    assert protection.collusion_epsilons(6) == pytest.approx(protection.epsilons(6), rel=1e-6)
+    assert protection.epsilons(6, EVERYBODY) == pytest.approx(protection.epsilons(6), rel=1e-6)
 
 
 @pytest.mark.slow

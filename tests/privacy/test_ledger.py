@@ -285,10 +285,13 @@ def test_reading_needs_no_lock_and_shows_every_payment(written):
         read_chain(written.with_name("nothing"))
 
 
+POSITION = ("from_step", "to_step")
+
+
 def test_a_payment_says_this_and_no_more(written):
     header, line, again, *_ = map(json.loads, written.read_text().splitlines())
     assert header.keys() == {"index", "format", "source", "segment", "previous", "lines", "charged", "hash"}
-    assert line.keys() == {"index", "run", "scenario", "environment", "from_step", "to_step", "charges", "hash"}
+    assert line.keys() == {"index", "run", "scenario", "environment", "partition", *POSITION, "charges", "hash"}
     assert line["charges"][0].keys() == {"peers", "releases"}
     assert again.keys() == {"index", "from_step", "hash"}  # it has all else of the line before
 
@@ -329,12 +332,18 @@ def test_runs_that_deal_the_data_out_otherwise_add_up_to_the_dearest(tmp_path):
     assert expected <= third.epsilons(40)[0] <= expected * 1.001
 
 
-def test_earlier_stages_that_were_charged_otherwise_count_as_another_run(tmp_path):
-    dear, cheap = Release("full", 1.0, 9, 9, 15.0), Release("full", 1.0, 9, 9, 40.0)
-    run_steps(tmp_path, "a", [account(0, release=dear)], 3, block=1)
-    spending = spending_of(tmp_path, DATA, run_name("b"), [account(0, release=cheap)], start=3, earlier=["a"])
-    expected = epsilon([dear.times(3), cheap.times(2)], DELTA)
-    assert expected <= spending.epsilons(5)[0] <= expected * 1.001
+def test_runs_of_one_partition_add_up_peer_by_peer(tmp_path):
+    dear, cheap = Release("full", 1.0, 9, 9, 15.0), Release("full", 1.0, 90, 90, 40.0)
+    both = [account(0, release=cheap), account(1, release=dear)]
+    same, other = replace(run_name("b"), partition="same"), replace(run_name("c"), partition="other")
+    with CohortLedger(tmp_path, DATA, replace(run_name("a"), partition="same"), both) as ledger:
+        for step in range(40):
+            take(ledger, step)
+    for run, first in ((same, cheap), (other, dear)):
+        spending = spending_of(tmp_path, DATA, run, both)
+        for peer, own in enumerate((cheap, dear)):
+            expected = epsilon([(own if peer == 1 else first).times(40), own.times(40)], DELTA)
+            assert expected <= spending.epsilons(40)[peer] <= expected * 1.001
 
 
 def test_equal_peers_are_one_alternative(tmp_path):
@@ -775,7 +784,7 @@ OPENING = {  # what opening refuses
         lambda path: path.write_bytes(sealed_path(path, 2).read_bytes()[:-90]),
         "ledger.stale",
     ),
-    "another format": (lambda path: edit(path, b"ledger-4", b"ledger-3"), "ledger.format"),
+    "another format": (lambda path: edit(path, b"ledger-5", b"ledger-4"), "ledger.format"),
 }
 VERIFYING = {  # what only reading all of it shows, for it changes no ε
     "a sealed line was edited": (lambda path: edit(sealed_path(path, 1), b'"from_step":', b'"from_step":1')),

@@ -122,13 +122,13 @@ def blank_releases() -> Iterator[None]:
         drawn.total = None
         draw_noise(steps, drawn)
 
-    def same_keys(shared: bytes, examples: object, peers: np.ndarray) -> dict[int, bytes]:
+    def same_prints(examples: object, peers: np.ndarray) -> dict[int, bytes]:
         return {peer: bytes([peer]) * 32 for peer in peers.tolist()}
 
     with (
         patch.object(Cohort, "release_", blank),
         patch.object(NoisedSteps, "_release", blank_step),
-        patch.object(view, "own_keys", same_keys),
+        patch.object(view, "fingerprints", same_prints),
     ):
         yield
 

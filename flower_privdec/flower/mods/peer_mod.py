@@ -60,7 +60,7 @@ from flower_privdec.flower.mods.peer_state import (
 )
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.ledger import ledger_path, noting_budgets, read_entries, runs_in
+from flower_privdec.privacy.ledger.ledger import costs_in, ledger_path, noting_budgets, read_entries
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness, WitnessFile
@@ -295,7 +295,7 @@ class RequestHandler:
         words, largest = [], 0.0
         for name, (delta, caveat) in ledgers.items():
             path = Path(name)
-            spent = epsilon_of_runs(list(runs_in(read_entries(path.parent, path.stem)).values()), delta)
+            spent = epsilon_of_runs(costs_in(read_entries(path.parent, path.stem)), delta)
             largest = max(largest, math.inf if caveat else spent)
             words.append(
                 f"epsilon = {spent:.4g} at delta = {delta:g} (unit: one example; adjacency: zero-out; by the app's own "

@@ -23,12 +23,13 @@ from flower_privdec.core import State
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds, with_more_rounds
-from flower_privdec.experiment.spent import Spent, ledger_folder, with_noise_times
+from flower_privdec.experiment.spent import Spent, ledger_folder
 from flower_privdec.experiment.view import noise_facts
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
 from flower_privdec.network.peer.peer import INSECURE, network_mixing, rows_path
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.ledger import read_entries, runs_in
+from flower_privdec.privacy.ledger.ledger import costs_in, read_entries
+from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary
 from flower_privdec.scenario import Scenario
 
 _log = logging.getLogger(__name__)
@@ -98,7 +99,6 @@ class Up:
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, loss=loss)
         self._spent, self._noise = Spent([], [], [], []), list[str]()
-        self._ratios = list[dict[str, list[float]]]()  # of each peer, see `noise_ratios`
         self._evaluated = 0  # the round of the last evaluation of this process
         self._gone: set[int] = set()
         self._apart: dict[int, str] = {}  # peers whose model is not the one that the others agreed on, and why
@@ -163,14 +163,13 @@ class Up:
         """Return ε of all that a peer's ledger was charged, which may be more than it reported last, and is no less.
 
         Args:
-            towards: a field of `Spent`.
+            towards: a field of `Spent`, which says against whom.
         """
         if self.scenario.private is None:
             return math.inf
         ledger = ledger_folder(self.scenario, self._processes.folder(peer))
-        costs = list(runs_in(read_entries(ledger, self.agreement.public.name)).values())
-        if towards != "epsilons":
-            costs = with_noise_times(costs, self._ratios[peer][towards][0])
+        adversaries = {"epsilons": Adversary(self._spent.colluding), "replies": ONE_NEIGHBOUR}
+        costs = costs_in(read_entries(ledger, self.agreement.public.name), adversaries.get(towards, EVERYBODY))
         reported: list[float] = getattr(self._spent, towards)
         return max(reported[peer], epsilon_of_runs(costs, self._spent.deltas[peer]))
 
@@ -287,13 +286,13 @@ class Up:
         columns: dict[str, Any] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
         columns["if_all_collude"], colluding = [], None
         broken: dict[str, str] = {}
-        notes, self._noise, self._ratios = [], [], []
+        notes = list[str]()
+        self._noise = []
         for peer in range(self.scenario.n_peers):
             with safe_open(self._handed_in(peer, round_index), framework="pt") as file:
                 facts = json.loads(file.metadata()["privdec"])
             notes += [facts["note"]] * bool(facts["note"])
             self._noise.append(facts["noise"])
-            self._ratios.append(facts["ratios"])
             colluding = facts["colluding"]
             broken |= {condition: words for condition, words in facts["breaches"].items() if condition not in broken}
             for name, column in columns.items():

@@ -39,10 +39,8 @@ from flower_privdec.experiment.spent import (
     Spent,
     check_budget,
     epsilons,
-    epsilons_if_all_collude,
     json_number,
     ledger_folder,
-    noise_ratios,
 )
 from flower_privdec.experiment.view import NOISE, pair_run, secret_pairs
 from flower_privdec.graph.mixing import Link, Mixing
@@ -52,6 +50,7 @@ from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
+from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.pushsum.frames import REPORT, RowFormats, TensorArithmetic, formats_of, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds
@@ -661,28 +660,32 @@ class ScenarioTrainer:
         if bool(model.isfinite().all()):  # else the last one stays
             write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)))
         if self.scenario.network.hands_in:
-            ratios = noise_ratios(self.cohort.protection)
-            facts = asdict(Spent.of(self.cohort, state.round_index))
-            facts |= {"noise": self.experiment.own.source, "ratios": ratios}
+            facts = asdict(Spent.of(self.cohort, state.round_index)) | {"noise": self.experiment.own.source}
             content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
             write_atomically(path, content)
 
     def status(self, state: State) -> dict[str, Any]:
         """See Trainer; the steps of a round that is not over yet are counted."""
-        ledger, rounds, private = self.cohort.ledger, state.round_index, self.scenario.private
-        if ledger is None:
-            epsilon = epsilons(self.cohort, rounds)[0]
-        else:
-            epsilon = float(ledger.spending.epsilons(max(ledger.charged, rounds * self.cohort.steps_per_round))[0])
+        private = self.scenario.private
+        protection = self.cohort.protection
+        pairs = None if protection is None else protection.pairs
         budget = None if private is None else private.epsilon
-        larger = epsilons_if_all_collude(self.cohort, min(rounds + 1, self.scenario.rounds))
         return {
             "loss": self._loss,
-            "epsilon": json_number(epsilon),
-            "epsilon_if_all_collude": json_number(larger[0]) if larger else None,
+            "epsilon": json_number(self._epsilon(state)),
+            "epsilon_if_all_collude": None if pairs is None else json_number(self._epsilon(state, EVERYBODY)),
+            "colluding": None if pairs is None else pairs.colluding,
             "budget": budget[self._peer] if isinstance(budget, tuple) else budget,
             "noise": INSECURE if self._insecure else NOISE[self.experiment.own.source],
         }
+
+    def _epsilon(self, state: State, adversary: Adversary | None = None) -> float:
+        """Return the peer's ε so far, with all that is charged of a round that is not over yet."""
+        ledger = self.cohort.ledger
+        if ledger is None:
+            return epsilons(self.cohort, state.round_index, adversary)[0]
+        steps = max(ledger.charged, state.round_index * self.cohort.steps_per_round)
+        return float(ledger.spending.epsilons(steps, adversary)[0])
 
     def finish(self, state: State) -> None:
         self._hand_in(state, rows_path(self._folder, None))

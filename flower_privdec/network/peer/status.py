@@ -59,7 +59,9 @@ def spent_text(status: Status) -> str:
     """Return ε spent, and of which budget."""
     budget = "" if status["budget"] is None else f" of {epsilon_text(status['budget'])}"
     larger = status.get("epsilon_if_all_collude")
-    others = "" if larger is None else f" ({epsilon_text(larger)} if all others collude)"
+    others = ""
+    if larger is not None:
+        others = f" with {status['colluding']} colluding ({epsilon_text(larger)} if all others collude)"
     return f"{epsilon_text(status['epsilon'])}{budget}{others}"
 
 

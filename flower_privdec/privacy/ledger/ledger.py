@@ -2,7 +2,11 @@
 
 Every front end charges here: a cohort's plan (`CohortLedger`), a torch training loop, a Flower app's peer. The ledger
 belongs to the data source, before subsets and partition: another part of it, another order or number of peers, or a
-changed pixel is charged to it too. Each example is charged what any peer was charged in a run (`runs_in`).
+changed pixel is charged to it too. Each example is charged what any peer was charged in a run, and in runs of one
+partition what one peer was charged in all of them (`costs_in`).
+
+A release keeps its noise against each adversary (`events.Release.against`), so the ε of all runs is composed against
+one and the same adversary, whichever is asked about.
 
 An entry names the run and the steps that it covers. A run's name is a hash of everything that determines its numbers
 (scenario, seed, data, generator, device and versions), so taking those steps again gives the same releases bit for bit
@@ -15,7 +19,7 @@ and of the line's object without it. Line 1 of a segment is its header, which su
 `charged` has one entry for each run, in which costs are added up by peers and mechanism: integers, so nothing is
 rounded. So the last segment alone gives every ε, and opening a ledger reads and verifies that one; `read_chain` and
 `verify` go through all. Each later line is one entry of a run, for all peers that one process hosts:
-    {"index", "run", "scenario", "environment", "from_step", "to_step",
+    {"index", "run", "scenario", "environment", "partition", "from_step", "to_step",
      "charges": [{"peers": [[a, b], ...], "releases": [{"steps": [[a, b], ...], "release": {...}}, ...]}, ...], "hash"}
 or, where it has the run, the boot and the cost of the last such line before it in the segment, and other steps:
     {"index", "from_step", "hash"}
@@ -44,7 +48,7 @@ import re
 import stat
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -60,9 +64,17 @@ import numpy as np
 from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.common.files import disk_error, make_owners_folder, open_file, replacing, sync
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon, epsilon_of_runs, last_that_fits
-from flower_privdec.privacy.mechanism.events import Mechanism, Release, Spend, canonical
+from flower_privdec.privacy.mechanism.events import (
+    EVERYBODY,
+    Adversary,
+    Mechanism,
+    Release,
+    Spend,
+    canonical,
+    towards,
+)
 
-FORMAT = "flower-privdec-ledger-4"
+FORMAT = "flower-privdec-ledger-5"
 MERGED = 64  # further entries in memory until those of a run become one
 SEGMENT = 1 << 19  # bytes after which a segment is sealed; more where its header is long
 EMPTY_HASH = "0" * 64
@@ -84,11 +96,14 @@ class RunName:
         id: a hash of everything that determines the run's numbers, the data included.
         scenario: the scenario's hash.
         environment: the generator, device and versions that compute the numbers.
+        partition: a hash of which examples each of the peers holds: in two runs of one partition each example is at
+            the same peer. "" if that is not known.
     """
 
     id: str
     scenario: str
     environment: str
+    partition: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,6 +186,7 @@ class Entry:
             "run": self.run.id,
             "scenario": self.run.scenario,
             "environment": self.run.environment,
+            "partition": self.run.partition,
             "from_step": self.from_step,
             "to_step": self.to_step,
             "charges": [charge.to_json() for charge in self.charges],
@@ -194,7 +210,7 @@ class Entry:
         Raises:
             KeyError, TypeError, ValueError, ScenarioError: the object is not an entry.
         """
-        run = RunName(str(body["run"]), str(body["scenario"]), str(body["environment"]))
+        run = RunName(str(body["run"]), str(body["scenario"]), str(body["environment"]), str(body["partition"]))
         charges = tuple(Charge.from_json(charge) for charge in body["charges"])
         witnessed = {int(boot): int(lines) for boot, lines in dict(body.get("witnessed", {})).items()}
         return cls(run, int(body["from_step"]), int(body["to_step"]), charges, int(body.get("boot", 0)), witnessed)
@@ -577,18 +593,42 @@ def charged_by_peer(entries: Iterable[Entry], run: str) -> dict[int, int]:
     return ends
 
 
-def runs_in(entries: Iterable[Entry]) -> dict[str, Alternatives]:
-    """Return the cost of each run, by its id: the distinct lists of releases charged to its peers.
+def runs_in(entries: Iterable[Entry], adversary: Adversary = EVERYBODY) -> dict[str, Alternatives]:
+    """Return the cost of each run alone against an adversary, by its id: the different lists that its peers paid for.
 
-    Which peer held an example in a run depends on the partition of the data, so each example is charged as if it had
-    been at the peer that costs most: an upper bound for any partition.
+    See `costs_in` for the cost of all runs together.
     """
-    lists: dict[str, dict[int, list[Release]]] = {}
-    for entry in entries:
+    runs = _paid_by_peer((entry.run.id, entry) for entry in entries)
+    return {run: _alternatives(peers, adversary) for run, peers in runs.items()}
+
+
+def costs_in(entries: Iterable[Entry], adversary: Adversary = EVERYBODY) -> list[Alternatives]:
+    """Return the cost of all runs, to be composed against an adversary by `epsilon_of_runs`.
+
+    Which peer held an example in a run depends on the partition of the data. In runs of one partition an example was
+    at one peer, so what that peer paid for adds up. Beyond that each example is charged as if it had been at the peer
+    that costs most: an upper bound for any partitions.
+
+    Args:
+        entries: of one ledger.
+        adversary: who sees all these runs; by default all other peers together.
+    """
+    groups = _paid_by_peer((entry.run.partition or entry.run.id, entry) for entry in entries)
+    return [_alternatives(peers, adversary) for peers in groups.values()]
+
+
+def _paid_by_peer(named: Iterable[tuple[str, Entry]]) -> dict[str, dict[int, list[Release]]]:
+    """Return the releases charged to each peer in the entries of each name."""
+    paid: dict[str, dict[int, list[Release]]] = {}
+    for name, entry in named:
         for charge in entry.charges:
             for peer in charge.peers:
-                lists.setdefault(entry.run.id, {}).setdefault(peer, []).extend(charge.releases)
-    return {run: tuple(dict.fromkeys(map(canonical, peers.values()))) for run, peers in lists.items()}
+                paid.setdefault(name, {}).setdefault(peer, []).extend(charge.releases)
+    return paid
+
+
+def _alternatives(peers: Mapping[int, Iterable[Release]], adversary: Adversary) -> Alternatives:
+    return tuple(dict.fromkeys(towards(releases, adversary) for releases in peers.values()))
 
 
 def read_entries(directory: Path | str, source: str) -> list[Entry]:
@@ -873,12 +913,14 @@ class Account:
         spends: the cost of its active steps, in order of steps, none overlapping.
         budget: ε, or None for no limit (everything is still recorded).
         delta: δ of the budget.
+        adversary: against whom the budget is to hold.
     """
 
     peer: int
     spends: tuple[Spend, ...]
     budget: float | None
     delta: float
+    adversary: Adversary = EVERYBODY
 
     def releases(self, start: int, stop: int) -> tuple[Release, ...]:
         """Return the releases of steps [start, stop), equal mechanisms together."""
@@ -889,42 +931,54 @@ class Account:
 class Spending:
     """The cost of some peers' accounts beside the charges of all other runs over the same data.
 
-    ε grows with every release. Where a whole plan fits its budget beside the recorded charges, all of it is allowed;
-    elsewhere the longest prefix that fits.
+    ε grows with every release. A plan that fits its budget beside the recorded charges is allowed as a whole; of
+    another one the longest prefix that fits.
 
     Attributes:
         accounts: of the peers hosted here.
         start: the step from which this run continues.
         steps: the number of steps in its plan.
         limits: int64 [m], the first step that each account's peer may not take.
+        others_cancelled: whether noise cancelled between peers in another run, so that its cost depends on who asks.
     """
 
     def __init__(
         self,
-        past: Sequence[Alternatives],
+        others: Sequence[Entry],
         accounts: Sequence[Account],
+        *,
+        partition: str = "",
         charged: Mapping[int, int] | None = None,
         start: int = 0,
-        counted: int | None = None,
     ) -> None:
         """Compute the limits.
 
         Args:
-            past: the cost of other runs over the data.
+            others: what the ledger has of other runs over the data.
             accounts: of the peers hosted here.
+            partition: of this run, see `RunName`; what others of that partition cost is counted peer by peer.
             charged: the step up to which each peer was charged for this run, whatever the budget is now.
-            start: the step from which this run continues.
-            counted: the step from which the accounts' cost is not in `past`; by default `start`.
+            start: the step from which this run continues; what came before is among the others.
         """
-        self.start, self._counted = start, start if counted is None else counted
-        self._past, self.accounts = tuple(past), tuple(accounts)
+        self.start = start
+        self.accounts = tuple(accounts)
         self.steps = max((account.spends[-1].to_step for account in accounts if account.spends), default=0)
+        elsewhere = [entry for entry in others if not partition or entry.run.partition != partition]
+        here = [(partition, entry) for entry in others if partition and entry.run.partition == partition]
+        self.others_cancelled = any(release.against for release in releases_in(others))
+        self._elsewhere = elsewhere
+        self._paid = _paid_by_peer(here).get(partition, {})
+        self._costs: dict[Adversary, list[Alternatives]] = {}
+        self._seen: dict[tuple[int, Adversary], tuple[Release, ...]] = {}
+        self._equal: dict[tuple[Release, ...], tuple[Release, ...]] = {}
         self._epsilons: dict[tuple[object, ...], float] = {}
+
         limit_of: dict[tuple[object, ...], int] = {}
         limits = []
         for account in accounts:
             covered = max(start, (charged or {}).get(account.peer, 0))
-            key = (id(account.spends), account.budget, account.delta, covered)
+            # Peers that paid the same so far and plan the same have the same limit.
+            key = (*self._key(account, account.adversary), account.budget, covered)
             if key not in limit_of:
                 fits = partial(self._fits, account)
                 all_fit = covered >= self.steps or fits(self.steps)
@@ -933,21 +987,42 @@ class Spending:
         self.limits = np.array(limits, dtype=np.int64)
 
     def _fits(self, account: Account, stop: int) -> bool:
-        return account.budget is None or self._epsilon(account, stop) <= account.budget
+        return account.budget is None or self._epsilon(account, stop, account.adversary) <= account.budget
 
-    def _epsilon(self, account: Account, stop: int) -> float:
+    def _key(self, account: Account, adversary: Adversary) -> tuple[object, ...]:
+        """Return what ε of an account depends on, beside the step."""
+        paid = self._paid_before(account.peer, adversary)
+        return id(account.spends), id(paid), account.delta, adversary
+
+    def _paid_before(self, peer: int, adversary: Adversary) -> tuple[Release, ...]:
+        """Return what a peer paid in other runs of this partition; equal ones are one object, kept here."""
+        if (peer, adversary) not in self._seen:
+            paid = towards(self._paid.get(peer, ()), adversary)
+            self._seen[peer, adversary] = self._equal.setdefault(paid, paid)
+        return self._seen[peer, adversary]
+
+    def _epsilon(self, account: Account, stop: int, adversary: Adversary) -> float:
         """Return ε after `stop` steps of this run, over all runs."""
-        key = (id(account.spends), stop, account.delta)
+        key = (*self._key(account, adversary), stop)
         if key not in self._epsilons:
-            own = account.releases(self._counted, stop)
-            runs: list[Alternatives] = [*self._past, (own,)] if own else list(self._past)
+            planned = towards(account.releases(self.start, stop), adversary)
+            own = canonical([*self._paid_before(account.peer, adversary), *planned])
+            if adversary not in self._costs:
+                self._costs[adversary] = costs_in(self._elsewhere, adversary)
+            runs = [*self._costs[adversary], (own,)] if own else self._costs[adversary]
             self._epsilons[key] = epsilon_of_runs(runs, account.delta)
         return self._epsilons[key]
 
-    def epsilons(self, steps: int) -> np.ndarray:
-        """Return the ε of each peer after `steps` steps of this run, over all runs in the ledger, [m]."""
-        pairs = zip(self.accounts, self.limits.tolist(), strict=True)
-        return np.array([self._epsilon(account, min(steps, limit)) for account, limit in pairs])
+    def epsilons(self, steps: int, adversary: Adversary | None = None) -> np.ndarray:
+        """Return the ε of each peer after `steps` steps of this run, over all runs in the ledger, [m].
+
+        Args:
+            adversary: against whom; by default against whom the peer's budget is to hold.
+        """
+        values = []
+        for account, limit in zip(self.accounts, self.limits.tolist(), strict=True):
+            values.append(self._epsilon(account, min(steps, limit), adversary or account.adversary))
+        return np.array(values)
 
 
 class CohortLedger(Ledger):
@@ -970,7 +1045,6 @@ class CohortLedger(Ledger):
         block: int | None = None,
         fresh: bool = False,
         start: int = 0,
-        earlier: Collection[str] = (),
     ) -> None:
         """Open the ledger of a data source for some peers' accounts.
 
@@ -978,8 +1052,7 @@ class CohortLedger(Ledger):
             block: steps that an entry covers (1: none ahead), or None to let it grow until writing costs under 1 % of
                 the wall time (for simulations, where a crashed run can be resumed exactly).
             fresh: whether the run draws fresh noise, so that every step it takes is charged.
-            start: the first step that it may take.
-            earlier: the ids under which the steps before it were charged, where they were to the same peers.
+            start: the first step that it may take; those before it were charged under other ids.
 
         Raises:
             BudgetError: the ledger is in use, fails verification, or has this run with another plan.
@@ -987,7 +1060,7 @@ class CohortLedger(Ledger):
         super().__init__(directory, source)
         try:
             self._check_same_plan(run, {account.peer: account.spends for account in accounts})
-            self.spending = _spending(self.entries, run, accounts, start, earlier)
+            self.spending = _spending(self.entries, run, accounts, start)
         except BaseException:
             self.close()
             raise
@@ -1005,12 +1078,6 @@ class CohortLedger(Ledger):
         self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
         self._reserved: tuple[int, Future[None]] | None = None  # a step that another thread charges
         self._reserving: ThreadPoolExecutor | None = None
-
-    def charged_before(self, peer: int) -> int:
-        """Return how many steps of this run's scenario were charged to a peer under other runs' ids."""
-        run, others = self._run, (entry for entry in self.entries if entry.run.id != self._run.id)
-        charges = chain.from_iterable(entry.charges for entry in others if entry.run.scenario == run.scenario)
-        return sum(release.steps for charge in charges if peer in charge.peers for release in charge.releases)
 
     def allowed(self, step: int) -> np.ndarray:
         """Return which peers may take a step, bool [m]: in their plan, and within their budget."""
@@ -1144,35 +1211,19 @@ class CohortLedger(Ledger):
                     )
 
 
-def _spending(
-    entries: Sequence[Entry], run: RunName, accounts: Sequence[Account], start: int, earlier: Collection[str]
-) -> Spending:
-    """Return the cost of a run beside the others in a ledger.
-
-    Earlier stages were charged to the peers that hold the same examples still, so they are added up peer by peer where
-    the ledger has exactly what the accounts say; else as another run's, an upper bound.
-    """
-    paid: dict[int, list[Release]] = {}
-    for charge in (charge for entry in entries if entry.run.id in earlier for charge in entry.charges):
-        for peer in charge.peers:
-            paid.setdefault(peer, []).extend(charge.releases)
-    known = bool(paid) and all(canonical(paid.get(one.peer, ())) == one.releases(0, start) for one in accounts)
-    own = {run.id, *earlier} if known else {run.id}
-    past = [cost for other, cost in runs_in(entries).items() if other not in own]
-    return Spending(past, accounts, charged_by_peer(entries, run.id), start, 0 if known else start)
+def _spending(entries: Sequence[Entry], run: RunName, accounts: Sequence[Account], start: int) -> Spending:
+    """Return the cost of a run beside the others in a ledger."""
+    others = [entry for entry in entries if entry.run.id != run.id]
+    charged = charged_by_peer(entries, run.id)
+    return Spending(others, accounts, partition=run.partition, charged=charged, start=start)
 
 
 def spending_of(
-    directory: Path | str,
-    source: str,
-    run: RunName,
-    accounts: Sequence[Account],
-    start: int = 0,
-    earlier: Collection[str] = (),
+    directory: Path | str, source: str, run: RunName, accounts: Sequence[Account], start: int = 0
 ) -> Spending:
     """Return the cost of a run beside a ledger's other runs, without locking or changing it.
 
     Raises:
         BudgetError: the ledger cannot be read or fails verification.
     """
-    return _spending(read_entries(directory, source), run, accounts, start, earlier)
+    return _spending(read_entries(directory, source), run, accounts, start)

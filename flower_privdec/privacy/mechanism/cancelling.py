@@ -64,6 +64,8 @@ HORIZON = 64  # rounds: 16 peers on directed-exponential then take strength 1 at
 # an MLP on MNIST did best at 1 (of 0.5 to 4), and at 1 to 2 (of 0.5 to 2)
 LEFT_BY_RESTART = 3.0  # times all that a peer draws with others in a step
 DIGITS = 12  # to which the noise of two steps is compared
+RECORDED = (0, 1, 2, 3, 4)  # numbers of colluders whose cost is recorded, beside powers of two
+RECORDED_DIGITS = 5
 SAME_SCALE = 1e-4  # relative: float32's roundings are far below it
 
 
@@ -171,6 +173,12 @@ def _least(worst: Callable[[float], float]) -> float:
     return min(1.0, high * (1 + MARGIN))
 
 
+def _rounded_down(values: np.ndarray) -> np.ndarray:
+    """Return positive numbers rounded down to RECORDED_DIGITS significant digits."""
+    unit = 10.0 ** (np.floor(np.log10(values)) - RECORDED_DIGITS + 1)
+    return np.asarray(np.floor(values / unit) * unit)
+
+
 @dataclass(frozen=True)
 class Trade:
     """What a strength gives, in variances over that of the noise which each peer would need by itself.
@@ -276,6 +284,31 @@ class PairPlan:
                 std = np.diagonal(np.linalg.inv(covariances), axis1=1, axis2=2) ** -0.5 / units[chosen]
                 np.minimum.at(left[number], chosen, std)
         return np.asarray(left[profile_of])
+
+    def left_against(self) -> dict[int, np.ndarray]:
+        """Return the noise that each peer has left against some numbers of colluders, over V, by that number.
+
+        A ledger records these, so that what a step cost is known against adversaries that another run names.
+
+        Returns:
+            float64 [steps, n_peers] each, a lower bound: never below the own noise, 1 at `colluding`, for which it was
+            solved. Numbers whose sets of colluders are too many are left out.
+        """
+        n = self.needed.shape[1]
+        left = {self.colluding: np.ones_like(self.needed)}
+        for colluding in sorted({*RECORDED, *(2**power for power in range(3, n.bit_length()))}):
+            if colluding >= n - 1 or colluding == self.colluding:
+                continue
+            exact = self.left(colluding)
+            if exact is None:
+                continue
+            # Few digits, rounded down, so that equal peers stay equal and few mechanisms are composed.
+            least = _rounded_down(exact * (1 - MARGIN))
+            if colluding < self.colluding:
+                left[colluding] = np.maximum(least, 1.0)
+            else:
+                left[colluding] = np.clip(least, self.own, 1.0)
+        return dict(sorted(left.items()))
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[PairNoise]]:

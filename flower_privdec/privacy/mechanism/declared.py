@@ -198,16 +198,27 @@ def joint_release(sums: Declaration, drawing: Drawing) -> Release | None:
         )
     drawn = _together(visible, [part.drawn for part in visible])
     idle = _together(visible, [part.idle for part in visible])
+
+    # One neighbour is sent one of the sums that are for each, so an example moves what it receives by less. The release
+    # keeps one ratio of idle to drawn, so the smaller of the two reductions counts.
+    to_one = [replace(part, receivers=1) for part in visible]
+    one_neighbour = drawn / _together(to_one, [part.drawn for part in to_one])
+    if idle > 0:
+        one_neighbour = min(one_neighbour, idle / _together(to_one, [part.idle for part in to_one]))
+    one_neighbour = max(1.0, one_neighbour)
+
     if visible[0].over == "all" or drawing.sampling == "full":
-        return Release("full", 1.0, drawing.size, drawing.size, 1 / drawn)
+        return Release("full", 1.0, drawing.size, drawing.size, 1 / drawn, one_neighbour=one_neighbour)
+    batch = max(1, round(drawing.batch))
     return Release(
-        drawing.sampling, drawing.rate, drawing.size, max(1, round(drawing.batch)), 1 / drawn, idle=idle / drawn
+        drawing.sampling,
+        drawing.rate,
+        drawing.size,
+        batch,
+        1 / drawn,
+        idle=idle / drawn,
+        one_neighbour=one_neighbour,
     )
-
-
-def to_one(sums: Declaration) -> Declaration:
-    """Return what a single neighbour is sent of a step's sums: one of those that are for each, and what all see."""
-    return None if sums is None else tuple(replace(part, receivers=min(1, part.receivers)) for part in sums)
 
 
 def _together(sums: Sequence[ReleasedSum], moves: Sequence[float]) -> float:

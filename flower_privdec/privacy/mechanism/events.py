@@ -8,7 +8,7 @@ An adversary who sees every message of the peer sees no more than these releases
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,47 @@ if TYPE_CHECKING:
 ACCOUNTANT = "zero-out PLD 4"
 ACCOUNTING = "an event of dp-accounting", "pip install 'flower-privdec[accounting]'"
 MOST_STEPS = 10**12
-Mechanism = tuple[str, float, int, int, float, float]
+Against = tuple[tuple[int, float], ...]
+Mechanism = tuple[str, float, int, int, float, Against, float, float]
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """Who looks at what a peer publishes, and with whose help.  Every printed ε is against one adversary.
+
+    An ε over several releases holds against an adversary only if each of them is counted at the noise that this
+    adversary cannot take off. So a release keeps its noise against each, and a composition chooses.
+
+    Attributes:
+        colluding: how many of the other peers share all that they know with the observer of all messages; None for
+            all of them. 0 is an observer that no peer helps: a neighbour is a peer, so it knows more.
+        replies: whether it is one neighbour, of which only the replies that it receives are counted: less than what
+            it hears. It is a peer, so it counts as one colluder.
+    """
+
+    colluding: int | None = None
+    replies: bool = False
+
+    def __str__(self) -> str:
+        if self.replies:
+            return "one neighbour, by the replies to it"
+        if self.colluding is None:
+            return "all other peers colluding"
+        if self.colluding == 0:
+            return "no peer colluding (a neighbour is a peer)"
+        return f"up to {self.colluding} peer{'' if self.colluding == 1 else 's'} colluding"
+
+
+EVERYBODY = Adversary()
+ONE_NEIGHBOUR = Adversary(colluding=1, replies=True)
 
 
 @dataclass(frozen=True, order=True)
 class Release:
     """One step's mechanism at one peer, a number of times: a Gaussian sum which the examples of a batch enter.
+
+    Its noise multiplier is that against the strongest adversary, all other peers together. Whoever knows nothing of
+    adversaries therefore counts too much, never too little.
 
     Attributes:
         sampling: `poisson` (every example with probability q, independently), `uniform` (exactly b of J
@@ -39,11 +74,15 @@ class Release:
         sampling_rate: q in (0, 1], an example's chance to be in a step.
         dataset_size: J, the peer's number of examples (public).
         batch_size: b, expected (poisson) or exact.
-        noise_multiplier: noise std over how far a drawn example can move the sum (of a plain step: the clip norm);
-            0 is no noise and costs ε = ∞.
+        noise_multiplier: noise std over how far a drawn example can move the sum (of a plain step: the clip norm),
+            as all other peers together see it; 0 is no noise and costs ε = ∞.
         steps: how many such steps; of `shuffle`, how many epochs, a started one counting whole.
         idle: how far an example that is not drawn can move the sum, over how far a drawn one can, in [0, 1]; what
             it may depend on, and why that is enough, is said in `event`.
+        against: pairs (q, noise multiplier), q ascending: the noise against an adversary with whom at most q peers
+            collude. Empty if collusion takes no noise off.
+        one_neighbour: how many times `noise_multiplier` the noise is against one neighbour, by the replies to it; 1 if
+            a step sends none.
         accountant: which accountant recorded it; says nothing about the mechanism, so equality ignores it.
     """
 
@@ -54,11 +93,14 @@ class Release:
     noise_multiplier: float
     steps: int = 1
     idle: float = 0.0
+    against: Against = ()
+    one_neighbour: float = 1.0
     accountant: str = field(default=ACCOUNTANT, compare=False)
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers are not JSON's
+        object.__setattr__(self, "against", tuple((int(q), float(larger)) for q, larger in self.against))
         if self.sampling not in SAMPLINGS.lines:
             SAMPLINGS.check(self.sampling, "sampling")
         _check("dataset_size", self.dataset_size, self.dataset_size >= 1, ">= 1")
@@ -68,6 +110,14 @@ class Release:
         noise = self.noise_multiplier
         _check("noise_multiplier", noise, noise >= 0 and math.isfinite(noise), "finite and >= 0")
         _check("idle", self.idle, 0 <= self.idle <= 1, "in [0, 1]")
+        ratio = self.one_neighbour
+        _check("one_neighbour", ratio, 1 <= ratio < math.inf, "finite and >= 1")
+        colluders = [q for q, _ in self.against]
+        ascending = colluders == sorted(set(colluders)) and min(colluders, default=0) >= 0
+        enough = all(noise <= larger < math.inf for _, larger in self.against)
+        _check(
+            "against", self.against, ascending and enough, "of ascending colluders, and no less than noise_multiplier"
+        )
         if self.idle > 0 and self.sampling in ("full", "shuffle"):
             reason = "draws everybody" if self.sampling == "full" else "has no proved bound for it"
             raise ScenarioError(
@@ -89,10 +139,29 @@ class Release:
         other.__dict__.update(self.__dict__, steps=int(steps))  # a schedule has thousands: skip the checks
         return other
 
+    def towards(self, adversary: Adversary) -> Release:
+        """Return the release as an adversary sees it: at the noise that it cannot take off.
+
+        Against a number of colluders that is not recorded, the next larger one counts, and past the last one all.
+        """
+        if not self.against and self.one_neighbour == 1:
+            return self
+        noise = self.noise_multiplier
+        if adversary.colluding is not None:
+            # Fewer colluders know less, so the noise against more of them is left against fewer, too.
+            noise = next((larger for q, larger in self.against if q >= adversary.colluding), noise)
+        if adversary.replies:
+            noise = max(noise, self.noise_multiplier * self.one_neighbour)
+
+        other = object.__new__(Release)
+        other.__dict__.update(self.__dict__, noise_multiplier=noise, against=(), one_neighbour=1.0)
+        return other
+
     @property
     def mechanism(self) -> Mechanism:
-        """Return what one step is, whatever the number of steps; steps that differ in noise alone sort together."""
-        return (self.sampling, self.sampling_rate, self.dataset_size, self.batch_size, self.idle, self.noise_multiplier)
+        """Return what one step is, whatever the number of steps; steps that differ only in noise sort together."""
+        drawing = (self.sampling, self.sampling_rate, self.dataset_size, self.batch_size, self.idle)
+        return (*drawing, self.against, self.one_neighbour, self.noise_multiplier)
 
     def to_json(self) -> dict[str, Any]:
         """Return the release as a JSON object."""
@@ -105,8 +174,12 @@ class Release:
         Raises:
             ScenarioError: when a key is missing or unknown, or a value breaks a rule.
         """
-        if not isinstance(data, dict) or data.keys() != _KINDS.keys():
-            raise ScenarioError(f"a release must be an object with the keys {', '.join(_KINDS)}", code="release.keys")
+        keys = {*_KINDS, "against"}
+        if not isinstance(data, dict) or data.keys() != keys:
+            raise ScenarioError(
+                f"a release must be an object with the keys {', '.join(sorted(keys))}", code="release.keys"
+            )
+        _check_against(data["against"])
         for name, kind in _KINDS.items():
             accepted = (int, float) if kind is float else kind
             if not isinstance(data[name], accepted) or isinstance(data[name], bool):
@@ -150,12 +223,30 @@ class Release:
         return dp_accounting.SelfComposedDpEvent(step, self.steps)
 
 
-_KINDS: dict[str, type] = {f.name: {"str": str, "int": int, "float": float}[str(f.type)] for f in fields(Release)}
+_NUMBERS = {"str": str, "int": int, "float": float}
+_KINDS: dict[str, type] = {f.name: _NUMBERS[str(f.type)] for f in fields(Release) if str(f.type) in _NUMBERS}
 
 
-def _check(name: str, value: float, holds: bool, rule: str) -> None:
+def _check(name: str, value: object, holds: bool, rule: str) -> None:
     if not holds:
         raise ScenarioError(f"{name}={value} must be {rule}", code="release.range")
+
+
+def _check_against(against: Any) -> None:
+    """Refuse what JSON has for `against` if it is not a list of pairs [q, noise multiplier]."""
+    pairs: list[Any] = list(against) if isinstance(against, list | tuple) else [None]
+    for pair in pairs:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or type(pair[0]) is not int or type(pair[1]) not in (int, float):
+            raise ScenarioError(
+                f"against={against!r} of a release must be a list of pairs [colluders, noise multiplier]",
+                code="release.kind",
+            )
+
+
+def towards(releases: Iterable[Release], adversary: Adversary) -> tuple[Release, ...]:
+    """Return releases as an adversary sees them, equal mechanisms together."""
+    return canonical(release.towards(adversary) for release in releases)
 
 
 def event(releases: Iterable[Release]) -> dp_accounting.DpEvent:
@@ -230,7 +321,10 @@ def epoch_steps(dataset_size: int, batch_size: int) -> int:
 
 
 def plan_spends(
-    release: Release, active: np.ndarray, noise_multipliers: Sequence[float] | np.ndarray | None = None
+    release: Release,
+    active: np.ndarray,
+    noise_multipliers: Sequence[float] | np.ndarray | None = None,
+    against: Mapping[int, np.ndarray] | None = None,
 ) -> tuple[Spend, ...]:
     """Lay a peer's releases over the steps in which it is active.
 
@@ -238,6 +332,8 @@ def plan_spends(
         release: the mechanism; its `steps` do not matter.
         active: bool [steps]. Only active steps cost; activity itself is public and amplifies nothing.
         noise_multipliers: [steps], one for each step, or None for `release.noise_multiplier` always.
+        against: the noise multiplier against so many colluders, float64 [steps], by their number; None if collusion
+            takes no noise off.
 
     Returns:
         Spends in order: runs of active steps of equal noise; of `shuffle`, one for each epoch (steps
@@ -246,19 +342,26 @@ def plan_spends(
     active = np.asarray(active, dtype=bool)
     if noise_multipliers is None:
         noise_multipliers = np.full(len(active), release.noise_multiplier)
-    noise = np.asarray(noise_multipliers, dtype=np.float64)
+    colluders = sorted(against or {})
+    # One row for each adversary: all other peers first, then so many colluders.
+    noises = np.stack([np.asarray(noise_multipliers, dtype=np.float64), *((against or {})[q] for q in colluders)])
+
+    def spend(start: int, stop: int, noise: np.ndarray, steps: int) -> Spend:
+        least = float(noise[0])
+        # Rounding must not leave less noise against some than against all.
+        pairs = tuple((q, max(least, float(larger))) for q, larger in zip(colluders, noise[1:], strict=True))
+        return Spend(start, stop, replace(release, noise_multiplier=least, against=pairs, steps=steps))
+
     if release.sampling == "shuffle":
-        length, spends = epoch_steps(release.dataset_size, release.batch_size), []
+        length = epoch_steps(release.dataset_size, release.batch_size)
+        spends = []
         for start in range(0, len(active), length):
             stop = min(start + length, len(active))
             if active[start:stop].any():
-                least = float(noise[start:stop][active[start:stop]].min())
-                spends.append(Spend(start, stop, replace(release, noise_multiplier=least, steps=1)))
+                least = noises[:, start:stop][:, active[start:stop]].min(axis=1)
+                spends.append(spend(start, stop, least, 1))
         return tuple(spends)
-    changed = (active[1:] != active[:-1]) | (noise[1:] != noise[:-1])
+
+    changed = (active[1:] != active[:-1]) | (noises[:, 1:] != noises[:, :-1]).any(axis=0)
     edges = [0, *(np.flatnonzero(changed) + 1).tolist(), len(active)]
-    return tuple(
-        Spend(a, b, replace(release, noise_multiplier=float(noise[a]), steps=b - a))
-        for a, b in pairwise(edges)
-        if b > a and active[a]
-    )
+    return tuple(spend(a, b, noises[:, a], b - a) for a, b in pairwise(edges) if b > a and active[a])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,16 @@ from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.ledger.ledger import Account
 from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
-from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing, joint_release, to_one
-from flower_privdec.privacy.mechanism.events import Release, Spend, plan_spends
+from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing, joint_release
+from flower_privdec.privacy.mechanism.events import (
+    EVERYBODY,
+    ONE_NEIGHBOUR,
+    Adversary,
+    Release,
+    Spend,
+    plan_spends,
+    towards,
+)
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import CancellingSection, OwnSection, PrivacySection, dynamic
 
@@ -57,13 +64,26 @@ class Mechanism:
         counts = [sum(part.receivers for part in kind or () if part.name == name) for kind in self.kinds]
         return np.asarray(np.array(counts, dtype=np.int64)[self.kind_of])
 
-    def spends(self, active: np.ndarray, scale: float) -> tuple[Spend, ...]:
-        """Return the cost to a peer that is active in some steps, bool [steps]."""
-        parts = (
-            plan_spends(release, active & (self.kind_of == kind), scale * self.shape * release.noise_multiplier)
-            for kind, release in self._released
-        )
-        return tuple(sorted(chain.from_iterable(parts), key=lambda spend: spend.from_step))
+    def spends(
+        self,
+        active: np.ndarray,
+        scale: float,
+        own: np.ndarray | float = 1.0,
+        left: Mapping[int, np.ndarray] | None = None,
+    ) -> tuple[Spend, ...]:
+        """Return the cost to a peer that is active in some steps, bool [steps].
+
+        Args:
+            own: of noise that cancels between peers, what is left of it if all other peers collude, over the noise at
+                this scale, [steps].
+            left: likewise if so many collude, by their number.
+        """
+        spends = list[Spend]()
+        for kind, release in self._released:
+            whole = scale * self.shape * release.noise_multiplier
+            against = {q: whole * share for q, share in (left or {}).items()}
+            spends += plan_spends(release, active & (self.kind_of == kind), whole * own, against)
+        return tuple(sorted(spends, key=lambda spend: spend.from_step))
 
     def releases(self, active: np.ndarray, scale: float) -> list[Release]:
         """Return the releases of `spends`, equal steps together."""
@@ -140,9 +160,9 @@ class Claim:
     breach: paper.Breach | None = None
 
 
-def cost(account: Account, steps: int) -> float:
-    """Return the ε of a peer's releases in the first steps of a run."""
-    return epsilon(account.releases(0, steps), account.delta)
+def cost(account: Account, steps: int, adversary: Adversary | None = None) -> float:
+    """Return the ε of a peer's releases in the first steps of a run; by default against its budget's adversary."""
+    return epsilon(towards(account.releases(0, steps), adversary or account.adversary), account.delta)
 
 
 @dataclass(frozen=True)
@@ -159,11 +179,7 @@ class Protection:
             stays on the peer, and for the whole kind where nothing is declared.
         kind_of: int64 [steps].
         receivers: of each sum that goes to single neighbours, the number of them in every step, int64 [steps, m].
-        replies: for each peer the account of the sums that one neighbour alone is sent; empty where all of a peer's
-            sums go to all.
         pairs: of noise that cancels between peers, of which `noise_multipliers` are a peer's own; None without.
-        own_alone: for each peer its account if all other peers collude, so that its own noise alone is left; empty
-            where noise does not cancel.
     """
 
     clip_norms: np.ndarray
@@ -175,9 +191,7 @@ class Protection:
     kind_of: np.ndarray
     steps_per_round: int = 1
     receivers: Mapping[str, np.ndarray] = field(default_factory=dict)
-    replies: tuple[Account, ...] = ()
     pairs: PairPlan | None = None
-    own_alone: tuple[Account, ...] = ()
 
     def part(self, start: int, stop: int) -> Protection:
         """Return the slice for peers [start, stop)."""
@@ -188,8 +202,6 @@ class Protection:
             accounts=self.accounts[start:stop],
             claims=self.claims[start:stop],
             receivers={name: counts[:, start:stop] for name, counts in self.receivers.items()},
-            replies=self.replies[start:stop],
-            own_alone=self.own_alone[start:stop],
         )
 
     def clip_norm(self, step: int) -> np.ndarray:
@@ -231,24 +243,24 @@ class Protection:
                     )
         return {name: self.noise_multipliers[step] * noise for name, noise in factors.items() if noise is not None}
 
-    def epsilons(self, rounds: int) -> list[float]:
-        """Return the ε of every peer after some rounds."""
-        return [cost(account, rounds * self.steps_per_round) for account in self.accounts]
+    @property
+    def others(self) -> dict[str, Adversary]:
+        """Return the adversaries against whom another ε than the budget's holds, by what a summary calls theirs.
 
-    def reply_epsilons(self, rounds: int) -> list[float]:
-        """Return the ε of the replies to one neighbour alone, of every peer after some rounds.
-
-        It bounds what these replies reveal, and nothing else: the neighbour also receives what was made of the replies
-        to others, which `epsilons` bound. Empty where all of a peer's sums go to all.
+        `replies`: one neighbour, by the replies to it alone, which is no bound on all that it hears; only if an
+        algorithm sends some. `if_all_collude`: all other peers together; only if noise cancels between peers, else the
+        budget is against these.
         """
-        return [cost(account, rounds * self.steps_per_round) for account in self.replies]
+        adversaries = dict[str, Adversary]()
+        if self.receivers:
+            adversaries["replies"] = ONE_NEIGHBOUR
+        if self.pairs is not None:
+            adversaries["if_all_collude"] = EVERYBODY
+        return adversaries
 
-    def collusion_epsilons(self, rounds: int) -> list[float]:
-        """Return the ε of every peer after some rounds if all other peers collude; empty where noise does not cancel.
-
-        Where it does not, `epsilons` hold against all other peers.
-        """
-        return [cost(account, rounds * self.steps_per_round) for account in self.own_alone]
+    def epsilons(self, rounds: int, adversary: Adversary | None = None) -> list[float]:
+        """Return the ε of every peer after some rounds; by default against its budget's adversary."""
+        return [cost(account, rounds * self.steps_per_round, adversary) for account in self.accounts]
 
 
 def build_protection(
@@ -320,20 +332,12 @@ def build_protection(
     if pair is not None:
         plan = pair(np.where(active, clip_norms * noise, 0.0))
         noise *= plan.own
-        by_own = {(id(one), own.tobytes()): (one, own) for one, own in zip(mechanisms, plan.own.T, strict=True)}
-        weaker = {key: replace(one, shape=one.shape * own) for key, (one, own) in by_own.items()}
-        alone = [weaker[id(one), own.tobytes()] for one, own in zip(mechanisms, plan.own.T, strict=True)]
+        accounts = _paired(accounts, mechanisms, active, scales, plan)
     if before is not None:
         clip_norms = np.concatenate([before.clip_norms[:first], clip_norms[first:]])
         noise[:first] = before.noise_multipliers[:first]
     kinds, kind_of = _kinds(list(by_drawing.values()))
     to_some = {part.name for m in mechanisms for kind in m.kinds for part in kind or () if part.to == "neighbour"}
-    of_one = {id(one): replace(one, kinds=tuple(map(to_one, one.kinds))) for one in by_drawing.values()}
-    one_each = [of_one[id(one)] for one in mechanisms]
-    replies = _other_accounts(accounts, one_each, active, scales) if to_some else ()
-    if before is not None:
-        pairs_of_replies = zip(replies, before.replies, strict=True)
-        replies = tuple(replace(one, spends=_cut(paid.spends, 0, first) + one.spends) for one, paid in pairs_of_replies)
     return Protection(
         clip_norms=clip_norms,
         noise_multipliers=noise,
@@ -344,9 +348,7 @@ def build_protection(
         kind_of=kind_of,
         steps_per_round=per_round,
         receivers={name: np.stack([m.receivers(name) for m in mechanisms], axis=1) for name in sorted(to_some)},
-        replies=replies,
         pairs=plan,
-        own_alone=() if plan is None else _other_accounts(accounts, alone, active, scales),
     )
 
 
@@ -481,19 +483,37 @@ def breaches(plan: Protection, *, with_least: bool = False) -> dict[str, str]:
     return words
 
 
-def _other_accounts(
-    accounts: Sequence[Account], mechanisms: Sequence[Mechanism], active: np.ndarray, scales: np.ndarray
-) -> tuple[Account, ...]:
-    """Return what other mechanisms cost, at scales of noise [m], in the active steps [steps, m] that are charged."""
-    spends_of: dict[tuple[int, int], tuple[Spend, ...]] = {}  # equal accounts use one tuple of spends
-    for account, mechanism, mask, scale in zip(accounts, mechanisms, active.T, scales.tolist(), strict=True):
-        key, last = (id(mechanism), id(account.spends)), account.spends[-1].to_step if account.spends else 0
+def _paired(
+    accounts: Sequence[Account],
+    mechanisms: Sequence[Mechanism],
+    active: np.ndarray,
+    scales: np.ndarray,
+    plan: PairPlan,
+) -> list[Account]:
+    """Return accounts whose steps are charged at what noise that cancels leaves against each adversary.
+
+    Args:
+        accounts, mechanisms: of some peers, with the noise that each would need by itself.
+        active: bool [steps, m].
+        scales: of each peer's noise, [m].
+        plan: of all peers.
+    """
+    left = plan.left_against()
+    adversary = Adversary(plan.colluding)
+    spends_of: dict[tuple[Any, ...], tuple[Spend, ...]] = {}  # equal accounts share one tuple of spends
+    paired = []
+    for row, (account, mechanism) in enumerate(zip(accounts, mechanisms, strict=True)):
+        own = plan.own[:, row]
+        against = {q: shares[:, row] for q, shares in left.items()}
+        shares_key = tuple(shares.tobytes() for shares in (own, *against.values()))
+        key = (id(mechanism), id(account.spends), shares_key)
         if key not in spends_of:
-            spends_of[key] = mechanism.spends(mask & (np.arange(len(mask)) < last), scale)
-    return tuple(
-        replace(account, spends=spends_of[id(mechanism), id(account.spends)], budget=None)
-        for account, mechanism in zip(accounts, mechanisms, strict=True)
-    )
+            # The budget may end a peer's steps before the plan does.
+            last = account.spends[-1].to_step if account.spends else 0
+            charged = active[:, row] & (np.arange(len(active)) < last)
+            spends_of[key] = mechanism.spends(charged, float(scales[row]), own, against)
+        paired.append(replace(account, spends=spends_of[key], adversary=adversary))
+    return paired
 
 
 def _kinds(mechanisms: Sequence[Mechanism]) -> tuple[tuple[Factors, ...], np.ndarray]:
