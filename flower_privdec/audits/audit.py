@@ -196,7 +196,7 @@ def audit(
 def _all(account: Account) -> tuple[Release, ...]:
     """Return all releases of an account, as its budget's adversary sees them."""
     last = max((spend.to_step for spend in account.spends), default=0)
-    return towards(account.releases(0, last), account.adversary)
+    return account.towards(account.adversary).releases(0, last)
 
 
 def ledger_defects(canaries: Canaries, plan: Protection, seed: int) -> dict[str, str]:

@@ -166,10 +166,8 @@ def print_ledgers(
             left = f"; {math.floor(1000 * one['left']) / 1000:g} left of {epsilon_text(budget)}"
         ours, *theirs = _epsilons(one)
         other = f" ({OTHER}: {theirs[0]})" if check else ""
-        note = f"all together: ε = {ours}{other} at δ = {setting(delta)}{left}"
-        if one["against"]:
-            parts = [f"{epsilon_text(value)} with {Adversary(number)}" for number, value in one["against"]]
-            note += f"; with {Adversary(colluding)}. Of all runs together: {', '.join(parts)}"
+        against = f", with {Adversary(colluding)}" if one["against"] else ""
+        note = f"all together: ε = {ours}{other} at δ = {setting(delta)}{against}{left}"
         if check and any(run["dp_accounting"] is None for run in one["runs"]):
             note += "; –: dp-accounting has no event for uniform or block sampling under zero-out"
         typer.echo(f"{one['ledger']}: {one['lines']:,} lines, verified")
@@ -178,6 +176,9 @@ def print_ledgers(
                 f"unfinished last line of {one['unfinished']:,} bytes: an interrupted write, or a file that was cut"
             )
         typer.echo(comparison_text(heads, rows, note))
+        if one["against"]:
+            by_colluders = [[str(Adversary(number)), epsilon_text(value)] for number, value in one["against"]]
+            typer.echo(comparison_text(["adversary", "ε"], by_colluders, "of all runs together"))
 
 
 def _epsilons(facts: dict[str, Any]) -> list[str]:

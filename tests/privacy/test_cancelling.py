@@ -256,7 +256,8 @@ def test_both_epsilons_are_those_of_another_accountant(build: Build) -> None:
     experiment = build(PAIRS)
     protection, sampler = experiment.own.protection, experiment.own.sampler
     account = protection.accounts[0]
-    seen = account.spends[0].release.towards(account.adversary)
+    seen = account.towards(account.adversary).spends[0].release
+    assert protection.own_alone[0].spends[0].release.noise_multiplier == protection.noise_multipliers[0, 0]
     for noise, epsilon in (
         (seen.noise_multiplier, protection.epsilons(6)[0]),
         (float(protection.noise_multipliers[0, 0]), protection.epsilons(6, EVERYBODY)[0]),

@@ -927,6 +927,11 @@ class Account:
         parts = (spend.between(start, stop) for spend in self.spends)
         return canonical(part.release for part in parts if part is not None)
 
+    def towards(self, adversary: Adversary) -> Account:
+        """Return the account as an adversary sees it: each step at the noise that it cannot take off."""
+        seen = tuple(replace(spend, release=spend.release.towards(adversary)) for spend in self.spends)
+        return replace(self, spends=seen, adversary=adversary)
+
 
 class Spending:
     """The cost of some peers' accounts beside the charges of all other runs over the same data.

@@ -258,6 +258,14 @@ class Protection:
             adversaries["if_all_collude"] = EVERYBODY
         return adversaries
 
+    @property
+    def own_alone(self) -> tuple[Account, ...]:
+        """Return each peer's account if all other peers collude, so that only its own noise is left.
+
+        Empty if noise does not cancel between peers: the accounts then are these.
+        """
+        return () if self.pairs is None else tuple(account.towards(EVERYBODY) for account in self.accounts)
+
     def epsilons(self, rounds: int, adversary: Adversary | None = None) -> list[float]:
         """Return the ε of every peer after some rounds; by default against its budget's adversary."""
         return [cost(account, rounds * self.steps_per_round, adversary) for account in self.accounts]
