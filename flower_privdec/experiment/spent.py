@@ -88,7 +88,7 @@ def epsilons(cohort: Cohort, rounds: int, adversary: Adversary | None = None) ->
     """Return the ε of each peer of a cohort after so many rounds, over all runs in its ledger; ∞ without privacy.
 
     Args:
-        adversary: against whom; by default against whom the peer's budget is to hold.
+        adversary: who looks; by default the adversary of the peer's budget.
     """
     if cohort.protection is None:
         return [math.inf] * len(cohort.peers)
@@ -217,7 +217,7 @@ def _span(counts: Iterable[int]) -> str:
 
 
 def _already(spending: Spending) -> str:
-    """Return the ε that other runs have spent of the costliest peer, and against whom if that makes a difference."""
+    """Return the ε that other runs have spent of the costliest peer, and the adversary if that makes a difference."""
     spent = epsilon_text(json_number(float(spending.epsilons(spending.start).max())))
     if not spending.others_cancelled:
         return spent

@@ -69,7 +69,7 @@ def ledger_facts(
         path: of SOURCE.jsonl; sealed segments lie beside it.
         delta: at which ε is computed, in (0, 1): a ledger holds releases, and each run states its own δ.
         budget: an ε of which to return what is left.
-        colluding: against an adversary with whom so many peers collude; None for all other peers together.
+        colluding: the number of peers that collude with the adversary; None for all other peers together.
         check: whether dp-accounting composes the same events too, as `dp_accounting` of each run and of all together:
             an ε, or None where it has no event for one of the mechanisms.
 

@@ -163,7 +163,7 @@ class Up:
         """Return ε of all that a peer's ledger was charged, which may be more than it reported last, and is no less.
 
         Args:
-            towards: a field of `Spent`, which says against whom.
+            towards: a field of `Spent`, one for each adversary.
         """
         if self.scenario.private is None:
             return math.inf

@@ -913,7 +913,7 @@ class Account:
         spends: the cost of its active steps, in order of steps, none overlapping.
         budget: ε, or None for no limit (everything is still recorded).
         delta: δ of the budget.
-        adversary: against whom the budget is to hold.
+        adversary: the one that the budget is to hold against.
     """
 
     peer: int
@@ -1022,7 +1022,7 @@ class Spending:
         """Return the ε of each peer after `steps` steps of this run, over all runs in the ledger, [m].
 
         Args:
-            adversary: against whom; by default against whom the peer's budget is to hold.
+            adversary: who looks; by default the adversary of the peer's budget.
         """
         values = []
         for account, limit in zip(self.accounts, self.limits.tolist(), strict=True):

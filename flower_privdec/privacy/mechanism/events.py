@@ -64,8 +64,8 @@ ONE_NEIGHBOUR = Adversary(colluding=1, replies=True)
 class Release:
     """One step's mechanism at one peer, a number of times: a Gaussian sum which the examples of a batch enter.
 
-    Its noise multiplier is that against the strongest adversary, all other peers together. Whoever knows nothing of
-    adversaries therefore counts too much, never too little.
+    Its noise multiplier is that against the strongest adversary, all other peers together. Code that knows nothing
+    of adversaries therefore counts too much, never too little.
 
     Attributes:
         sampling: `poisson` (every example with probability q, independently), `uniform` (exactly b of J
@@ -79,8 +79,8 @@ class Release:
         steps: how many such steps; of `shuffle`, how many epochs, a started one counting whole.
         idle: how far an example that is not drawn can move the sum, over how far a drawn one can, in [0, 1]; what
             it may depend on, and why that is enough, is said in `event`.
-        against: pairs (q, noise multiplier), q ascending: the noise against an adversary with whom at most q peers
-            collude. Empty if collusion takes no noise off.
+        against: pairs (q, noise multiplier), q ascending: the noise against an adversary and at most q colluding
+            peers. Empty if collusion takes no noise off.
         one_neighbour: how many times `noise_multiplier` the noise is against one neighbour, by the replies to it; 1 if
             a step sends none.
         accountant: which accountant recorded it; says nothing about the mechanism, so equality ignores it.

@@ -245,7 +245,7 @@ class Protection:
 
     @property
     def others(self) -> dict[str, Adversary]:
-        """Return the adversaries against whom another ε than the budget's holds, by what a summary calls theirs.
+        """Return the adversaries that another ε than the budget's holds against, by what a summary calls theirs.
 
         `replies`: one neighbour, by the replies to it alone, which is no bound on all that it hears; only if an
         algorithm sends some. `if_all_collude`: all other peers together; only if noise cancels between peers, else the
