@@ -24,6 +24,7 @@ from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.models import fix_norms
 from flower_privdec.tasks.additivity import ROWS, SEEDS, Trial, refuse, try_criterion
 from flower_privdec.training_loop.clipped_sum import Criterion
+from flower_privdec.training_loop.example_checks import _same_random_numbers
 
 TARGET_NAMES = ("label", "labels", "target", "targets", "y")  # of a batch's entries, likeliest first
 SHAKEN = 0.5  # how far the model's weights are moved in a trial, in units of their usual size
@@ -39,22 +40,31 @@ class CriterionTrial:
 
     def __init__(self, module: nn.Module, criterion: Criterion) -> None:
         self._module, self._criterion = module, criterion
-        self._tried: list[tuple[Any, bool]] = []
+        self._trials: list[tuple[Any, Trial]] = []
         self._said = False
 
     def before_payment(self, loader: DataLoader[Any], collate: Callable[[list[Any]], Any]) -> None:
-        """Try the criterion on the first usual way to call it that works; see `try_call`.
+        """Try the criterion on the usual ways to call it, up to the first one that works; see `try_call`.
 
         Raises:
             ScenarioError: it does not add up.
         """
         try:
-            batch = tree_map(_blank, collate([loader.dataset[0]]))
+            with _same_random_numbers():
+                batch = tree_map(_blank, collate([loader.dataset[0]]))
         except RAISED_BY_USERS:  # which the first batch will raise, without its message
             return
-        for args, kwargs, targets in usual_calls(batch, self._module):
-            if self.try_call(args, kwargs, targets):
-                return
+        doubtful: ScenarioError | None = None
+        for args, kwargs, targets, sure in usual_calls(batch, self._module):
+            try:
+                if self.try_call(args, kwargs, targets):
+                    return
+            except ScenarioError as error:
+                if sure:
+                    raise
+                doubtful = doubtful or error
+        if doubtful is not None:
+            raise doubtful
 
     def try_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> bool:
         """Try the criterion on random numbers of the shapes of some arguments; return whether it could be called.
@@ -63,11 +73,10 @@ class CriterionTrial:
             ScenarioError: it does not add up.
         """
         kind = _kind((list(args), dict(kwargs), list(targets)))
-        for tried, could_be_called in self._tried:
-            if tried == kind:
-                return could_be_called
-        trial = self._tried_on(args, kwargs, targets)
-        self._tried.append((kind, trial.ran))
+        trial = next((trial for tried, trial in self._trials if tried == kind), None)
+        if trial is None:
+            trial = self._tried_on(args, kwargs, targets)
+            self._trials.append((kind, trial))
         refuse(trial, f"the criterion ({name_of(self._criterion)})")
         if trial.counts and not self._said:
             self._said = True
@@ -99,32 +108,37 @@ def name_of(criterion: Any) -> str:
     return getattr(criterion, "__name__", type(criterion).__name__)
 
 
-def usual_calls(batch: Any, module: nn.Module) -> Iterator[tuple[list[Any], dict[str, Any], list[Any]]]:
-    """Yield the ways in which loops usually call a model and a criterion for a batch: args, kwargs and targets."""
+Call = tuple[list[Any], dict[str, Any], list[Any], bool]
+
+
+def usual_calls(batch: Any, module: nn.Module) -> Iterator[Call]:
+    """Yield the ways in which loops usually call a model and a criterion for a batch, the likeliest first.
+
+    Each is args and kwargs of the model, the criterion's targets, and whether no other way is likely if this one works.
+    """
     if isinstance(batch, Tensor):
-        yield [batch], {}, [batch]
+        yield [batch], {}, [batch], True
         return
     if isinstance(batch, Mapping):
         names = [name for name in TARGET_NAMES if name in batch]
-        names += [name for name in reversed(list(batch)) if name not in names]
+        others = [name for name in reversed(list(batch)) if name not in names]
         known = inspect.signature(module.forward).parameters
-        for target in names:
-            others = {name: value for name, value in batch.items() if name != target}
-            given = {name: value for name, value in others.items() if name in known}
+        for target in (*names, *others):
+            inputs = {name: value for name, value in batch.items() if name != target}
+            given = {name: value for name, value in inputs.items() if name in known}
             if given:
-                yield [], given, [batch[target]]
-            for value in others.values():
-                yield [value], {}, [batch[target]]
+                yield [], given, [batch[target]], target in names
+            for value in inputs.values():
+                yield [value], {}, [batch[target]], target in names
         return
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         return
     for count in range(1, len(batch)):
-        inputs = list(batch[:count])
-        yield inputs, {}, list(batch[count:])
-        if count == 1 and isinstance(inputs[0], Mapping):
-            yield [], dict(inputs[0]), list(batch[1:])
-    yield [batch[0]], {}, [batch[-1]]
-    yield [batch[0]], {}, [batch[0]]
+        yield list(batch[:count]), {}, list(batch[count:]), True
+        if count == 1 and isinstance(batch[0], Mapping):
+            yield [], dict(batch[0]), list(batch[1:]), True
+    yield [batch[0]], {}, [batch[-1]], False
+    yield [batch[0]], {}, [batch[0]], False
 
 
 def _outputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> Any:

@@ -415,4 +415,14 @@ class Named(nn.Module):
     ],
 )
 def test_usual_ways_to_call_are_known(batch: Any, model: nn.Module, expected: Any) -> None:
-    assert expected in list(usual_calls(batch, model))
+    assert expected in [call[:3] for call in usual_calls(batch, model)]
+
+
+def test_a_wrong_guess_of_the_target_refuses_nothing(tmp_path: Path) -> None:
+    """[n, 1] beside [n] does not add up, but the loop never calls its criterion so."""
+    rows = [{"x": torch.rand(4), "dose": torch.rand(1), "age": torch.rand(())} for _ in range(40)]
+    parts = wrapped(tmp_path, nn.MSELoss(), DataLoader(rows, batch_size=10), one())  # type: ignore[arg-type]
+    batch = next(iter(parts.data_loader))
+    parts.criterion(parts.model(batch["x"]), batch["dose"])
+    with raises(ScenarioError, "loss.not-additive"):
+        parts.criterion(parts.model(batch["x"]), batch["age"])
