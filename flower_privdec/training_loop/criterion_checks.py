@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,6 @@ from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.models import fix_norms
 from flower_privdec.tasks.additivity import ROWS, SEEDS, Trial, refuse, try_criterion
 from flower_privdec.training_loop.clipped_sum import Criterion
-from flower_privdec.training_loop.example_checks import _same_random_numbers
 
 TARGET_NAMES = ("label", "labels", "target", "targets", "y")  # of a batch's entries, likeliest first
 SHAKEN = 0.5  # how far the model's weights are moved in a trial, in units of their usual size
@@ -50,7 +50,7 @@ class CriterionTrial:
             ScenarioError: it does not add up.
         """
         try:
-            with _same_random_numbers():
+            with _unchanged_generators(self._module):
                 batch = tree_map(_blank, collate([loader.dataset[0]]))
         except RAISED_BY_USERS:  # which the first batch will raise, without its message
             return
@@ -216,7 +216,12 @@ def _tensors_of(dataset: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Ten
 
 @contextmanager
 def _unchanged_generators(module: nn.Module) -> Iterator[None]:
-    """Leave torch's generators as they were, whatever the model draws."""
+    """Leave all generators as they were, whatever the model or the dataset draws."""
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
     on_gpu = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(on_gpu)):
-        yield
+    try:
+        with torch.random.fork_rng(devices=list(on_gpu)):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -372,13 +374,26 @@ def test_a_trial_sees_no_private_number_and_changes_no_generator(tmp_path: Path)
             seen.append(float(x.max()))
             return super().forward(x) + torch.randn(())
 
-    data = TensorDataset(torch.full((40, 4), 1234.5), torch.full((40,), 1234.5))
-    torch.manual_seed(3)
-    expected = torch.rand(3)
+    class Augmented(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            noise = random.random() + float(np.random.random()) + float(torch.rand(()))  # noqa: NPY002
+            return tuple(tensor[index] + noise for tensor in self.tensors)
+
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.random()), float(torch.rand(()))]  # noqa: NPY002
+
+    def begin() -> None:
+        random.seed(3)
+        np.random.seed(3)  # noqa: NPY002
+        torch.manual_seed(3)
+
+    data = Augmented(torch.full((40, 4), 1234.5), torch.full((40,), 1234.5))
     model = Watching(4, 1)
-    torch.manual_seed(3)
+    begin()
+    expected = drawn()
+    begin()
     wrapped(tmp_path, criterion, DataLoader(data, batch_size=10), model)
-    assert torch.equal(torch.rand(3), expected)
+    assert drawn() == expected
     assert len(seen) > 10
     assert max(seen) < 1000
 
