@@ -34,7 +34,8 @@ from flower_privdec.privacy.accountant.readings import (
     right_guesses,
     true_positive_rate,
 )
-from flower_privdec.privacy.ledger.ledger import Totals, ledger_path, runs_in, verified
+from flower_privdec.privacy.ledger.ledger import Entry, Totals, costs_in, ledger_path, verified
+from flower_privdec.privacy.mechanism.events import Adversary
 from flower_privdec.reporting import wording
 from flower_privdec.reporting.ledgers import ledgers_below
 from flower_privdec.reporting.run_folder import Result, RunGroup
@@ -95,17 +96,19 @@ class Payments:
     Attributes:
         lines: how many payments, all of them verified.
         head: the hash of the last line.
-        runs: the cost of each run, by its id.
+        entries: what was paid for, those of one run perhaps as one.
+        adversary: the one that every figure here is against.
     """
 
     path: Path
     source: str
     lines: int
     head: str
-    runs: dict[str, Alternatives]
+    entries: list[Entry]
+    adversary: Adversary
 
     @classmethod
-    def read(cls, path: Path) -> Payments:
+    def read(cls, path: Path, adversary: Adversary) -> Payments:
         """Read and verify a whole ledger.
 
         Raises:
@@ -117,16 +120,26 @@ class Payments:
             lines += len(entries)
             source = segment.source
             head = segment.hashes[-1]
-        return cls(path, source, lines, head, runs_in(totals.entries))
+        return cls(path, source, lines, head, totals.entries, adversary)
+
+    @property
+    def run_ids(self) -> set[str]:
+        """Return the names of the runs that paid."""
+        return {entry.run.id for entry in self.entries}
+
+    @cached_property
+    def costs(self) -> list[Alternatives]:
+        """Return the cost of all runs, see `costs_in`."""
+        return costs_in(self.entries, self.adversary)
 
     def epsilon(self, delta: float, times: int = 1) -> float:
         """Return the ε of all that was paid for, `times` times, for an example at the peer that costs most."""
-        return epsilon_of_runs(list(self.runs.values()) * times, delta)
+        return epsilon_of_runs(self.costs * times, delta)
 
     def of_group(self, examples: int) -> list[Alternatives] | None:
-        """Return the cost of each run for several examples of one peer together, or None if it is not known."""
+        """Return the cost of all runs for several examples of one peer together, or None if it is not known."""
         runs = []
-        for alternatives in self.runs.values():
+        for alternatives in self.costs:
             groups = [of_group(releases, examples) for releases in alternatives]
             if any(releases is None for releases in groups):
                 return None
@@ -136,7 +149,7 @@ class Payments:
     @property
     def many(self) -> bool:
         """Return whether a composition takes long."""
-        mechanisms = {release.mechanism for run in self.runs.values() for releases in run for release in releases}
+        mechanisms = {release.mechanism for run in self.costs for releases in run for release in releases}
         return len(mechanisms) > MANY_MECHANISMS
 
 
@@ -187,7 +200,8 @@ class Evidence:
         if not _is_protected(rows):
             return cls(rows)
         try:
-            payments = [Payments.read(path) for path in ledgers_of(run)]
+            adversary = Adversary(rows[0].get("colluding"))
+            payments = [Payments.read(path, adversary) for path in ledgers_of(run)]
         except (BudgetError, ScenarioError) as error:
             return cls(rows, problem=f"The ledger could not be read: {error}.")
 
@@ -471,7 +485,7 @@ def _duration(group: RunGroup, run: Result, evidence: Evidence) -> Topic:
         "models are deleted, not when a peer leaves."
     ]
     if evidence.payments:
-        n_runs = sum(len(one.runs) for one in evidence.payments)
+        n_runs = sum(len(one.run_ids) for one in evidence.payments)
         count = "1 run" if n_runs == 1 else f"{n_runs} runs"
         points.append(f"The figures count all that the ledger holds today: {count} over these data.")
     by_summary = max(float(row["epsilon"]) for row in evidence.rows)
@@ -532,15 +546,29 @@ def together(groups: Sequence[RunGroup]) -> str | None:
     sentences = []
     for source in sorted({one.source for one, _ in by_path.values()}):
         parts = [(one, rows) for one, rows in by_path.values() if one.source == source]
-        runs = {run: alternatives for one, _ in parts for run, alternatives in one.runs.items()}
+        # One run may have paid in several ledgers, copies of one another: the last one counts.
+        runs = {entry.run.id: entries_of(one, entry.run.id) for one, _ in parts for entry in one.entries}
         if len(parts) > 1 and len(runs) > 1:
             deltas = {float(row["delta"]) for _, rows in parts for row in rows}
-            epsilon = max(epsilon_of_runs(list(runs.values()), delta) for delta in deltas)
+            costs = costs_in([entry for entries in runs.values() for entry in entries], _strongest(parts))
+            epsilon = max(epsilon_of_runs(costs, delta) for delta in deltas)
             sentences.append(
                 f"The {len(runs)} runs on {source} of this page have {len(parts)} ledgers, each of which counts its "
                 f"own runs only. To anyone who sees all of them they are one: together ε = {epsilon_text(epsilon)}."
             )
     return " ".join(sentences) or None
+
+
+def entries_of(one: Payments, run: str) -> list[Entry]:
+    """Return what a ledger holds of a run."""
+    return [entry for entry in one.entries if entry.run.id == run]
+
+
+def _strongest(parts: Sequence[tuple[Payments, Any]]) -> Adversary:
+    """Return the strongest of some ledgers' adversaries."""
+    numbers = [one.adversary.colluding for one, _ in parts]
+    known = [number for number in numbers if number is not None]
+    return Adversary(max(known) if len(known) == len(numbers) else None)
 
 
 def _assumptions(run: Result) -> Topic:

@@ -82,7 +82,9 @@ CLOCK = re.compile(
     rb"[a-z_/]*second[a-z_]*\W{1,5}[0-9.e-]+|[0-9.,]+ ?m?s\b|[0-9.,]+ peer steps"
     rb"|[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{5} UTC|\b[0-9a-f]{40}(?:-dirty)?\b"  # a page's date, the checkout's commit
     rb'|"inputs": \{[^}]*\}|"files": \{[^}]*\}'  # a cell's: times of files, digests of others here
-    rb'|[0-9]+ lines|[0-9,]+ payments?, verified; last line [0-9a-f]+|"head": \[[^]]*\]'  # a ledger's lines pay for as many steps as were taken in a while
+    # A ledger's lines pay for as many steps as were taken in a while.
+    rb'|[0-9]+ lines|"head": \[[^]]*\]'
+    rb"|[0-9,]+ payments?, verified; last line [0-9a-f]+"
 )
 
 COMMANDS = ("engine", "workers", "interrupted", "study")
