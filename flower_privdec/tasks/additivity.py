@@ -13,6 +13,10 @@ Let A_i be the gradient in example i's outputs if it is alone, and G_i the one i
 of which a sum has c_S = 1 and a mean c_S = 1 / |S|. A factor that depends on the batch alone, such as one over the
 number of examples that have a label, does not weigh examples against each other and is let pass.
 
+Nor may it keep anything of one example until it is called with the next: a private step would then move by what all
+others become. Objects are copied for each call; a function that remembers, in a list or in a variable around it, is
+refused.
+
 No number of a private example is used: outputs are those of the model on random inputs, targets are random.
 """
 
@@ -27,12 +31,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
+from flower_privdec.common.formatting import one_line
 
 ROWS = 7  # made-up examples of a trial; odd, so that no usual number of outputs broadcasts against it
 SEEDS = (0, 1, 2)
@@ -41,7 +46,8 @@ MOST_ALONE = 128  # of them, if each has to be called for by itself
 MOST_NUMBERS = 2**22  # in the outputs of a trial
 ROUNDED = 1e-6  # of a batch's gradients, below which one is zero
 TOLERANCE = 1e-3  # relative, of gradients in float32; weights that differ by less act as none
-NUMBERS = (("chances", "bits"), ("normal",), ("shares",))  # kinds of targets that are numbers, by trial
+NUMBERS = (("chances", "bits"), ("normal", "wide"), ("shares",))  # kinds of targets that are numbers, by trial
+WIDEST = 3.0  # power of ten up to which made-up numbers and counts go: a weight may depend on how large a target is
 SUM_REMEDY = (
     "give it reduction='sum', for a step divides by the expected batch anyway, or multiply each example's loss by its "
     "weight and take the mean"
@@ -59,6 +65,7 @@ class Trial:
         mixes: whether an example's gradient in a batch has another direction than alone, or one of the two is zero.
         weighs: whether examples of a batch are weighed otherwise than alone.
         counts: the same, only if they hold different numbers of positions, by padding or a mask.
+        remembers: whether the same example has another gradient after others.
     """
 
     ran: bool = False
@@ -67,6 +74,7 @@ class Trial:
     mixes: bool = False
     weighs: bool = False
     counts: bool = False
+    remembers: bool = False
 
     def add(self, alone: Tensor, batches: Iterator[tuple[Tensor, Tensor]], tolerance: float, *, ragged: bool) -> None:
         """Compare gradients.
@@ -140,6 +148,8 @@ def try_criterion(criterion: Callable[..., Any], outputs: Sequence[Tensor], targ
                 any(_try(trial, criterion, draw(count=count)) for count in draw.classes)
                 if seed == SEEDS[0]:
                     _try(trial, criterion, draw.more_classes())
+                if random_outputs[0].numel() == 1:
+                    _try(trial, criterion, draw(kind="counts"))
             else:
                 for kind in NUMBERS[seed % len(NUMBERS)]:
                     _try(trial, criterion, draw(kind=kind))
@@ -168,6 +178,11 @@ def _try(trial: Trial, criterion: Callable[..., Any], drawn: _Drawn) -> bool:
     except RAISED_BY_USERS:
         return False
 
+    if len(drawn.outputs) <= ROWS:
+        # With the same random numbers only what was kept of the calls since can make a difference.
+        after = _gradient(criterion, drawn, [0])
+        trial.remembers |= not torch.allclose(alone[:1], after, rtol=1e-5, atol=0, equal_nan=True)
+
     # Only examples that have a loss: one whose label is ignored is 0 / 0 alone.
     usable = torch.isfinite(alone).all(1).nonzero().flatten().tolist()
     random = not torch.equal(torch.nan_to_num(alone[:1]), torch.nan_to_num(again))
@@ -191,14 +206,14 @@ def _alone(criterion: Callable[..., Any], drawn: _Drawn) -> Tensor:
     """
     n = len(drawn.outputs)
     if n > ROWS:
-        fresh = _fresh(criterion)
+        copied = fresh(criterion)
         places = [place for place, leaf in enumerate(drawn.targets) if isinstance(leaf, Tensor)]
 
         def value(outputs: Tensor, *tensors: Tensor) -> Tensor:
             leaves = list(drawn.targets)
             for place, tensor in zip(places, tensors, strict=True):
                 leaves[place] = tensor[None]
-            loss: Tensor = fresh(outputs[None] * 1, *tree_unflatten(leaves, drawn.spec)).sum()
+            loss: Tensor = copied(outputs[None] * 1, *tree_unflatten(leaves, drawn.spec)).sum()
             return loss
 
         with suppress(*RAISED_BY_USERS), _seeded(drawn.outputs.device, 0):
@@ -208,9 +223,20 @@ def _alone(criterion: Callable[..., Any], drawn: _Drawn) -> Tensor:
     return torch.cat([_gradient(criterion, drawn, [row]) for row in range(min(n, MOST_ALONE))])
 
 
-def _fresh(criterion: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a criterion that keeps nothing of what it is called with: a copy, if it is a module."""
-    return copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
+def fresh(criterion: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a criterion, which takes along what it keeps of a call; a function is itself.
+
+    Raises:
+        ScenarioError: it cannot be copied.
+    """
+    try:
+        return copy.deepcopy(criterion)
+    except (TypeError, RuntimeError, ValueError) as error:  # of a lock, a file, a tensor that is no leaf
+        raise ScenarioError(
+            f"the criterion cannot be copied ({one_line(error)}), and a copy is called for each example, so that "
+            "nothing is kept of another: give a function, or an object without open files and locks",
+            code="loss.not-copied",
+        ) from error
 
 
 def _gradient(criterion: Callable[..., Any], drawn: _Drawn, rows: list[int], seed: int = 0) -> Tensor:
@@ -218,10 +244,10 @@ def _gradient(criterion: Callable[..., Any], drawn: _Drawn, rows: list[int], see
     outputs = drawn.outputs[rows].clone().requires_grad_()
     leaves = [leaf[rows].clone() if isinstance(leaf, Tensor) else leaf for leaf in drawn.targets]
     targets = tree_unflatten(leaves, drawn.spec)
-    fresh = _fresh(criterion)
+    copied = fresh(criterion)
     with torch.enable_grad(), _seeded(outputs.device, seed):
         # Another tensor than the leaf: a criterion may change its outputs in place.
-        loss = fresh(outputs * 1, *targets).sum()
+        loss = copied(outputs * 1, *targets).sum()
         if not loss.requires_grad:
             return torch.zeros(len(rows), outputs[0].numel())
         (gradient,) = torch.autograd.grad(loss, [outputs], allow_unused=True, materialize_grads=True)
@@ -268,7 +294,7 @@ class _Draw:
 
         Args:
             count: of classes; by default the likeliest.
-            kind: of numbers; by default chances.
+            kind: of numbers; by default chances, or classes if the target has some.
             flags: `weights` draws one for each example, `ones` are all 1, `some` are 0 or 1.
         """
         return self._drawn(self._outputs, count, kind, flags, ragged=ragged)
@@ -289,7 +315,7 @@ class _Draw:
             shape = (len(outputs), *leaf.shape[1:])
             if place != self._main:
                 values = self._flags(shape, leaf, flags)
-            elif self.classes:
+            elif self.classes and not kind:
                 values = self._labels(shape, count or self.classes[0], ragged=ragged)
             else:
                 values = self._numbers(shape, kind)
@@ -316,7 +342,11 @@ class _Draw:
             return torch.randint(2, shape, generator=self._generator)
         if kind in ("", "chances"):
             return torch.rand(shape, generator=self._generator).clamp(0.01, 0.99)
+        if kind == "counts":
+            return torch.pow(10.0, WIDEST * torch.rand(shape, generator=self._generator)).floor()
         numbers = torch.randn(shape, generator=self._generator)
+        if kind == "wide":
+            return numbers * torch.pow(10.0, WIDEST * torch.rand(shape, generator=self._generator))
         if kind == "shares" and len(shape) > 1:
             return numbers.softmax(-1)
         return numbers
@@ -423,6 +453,13 @@ def refuse(trial: Trial, what: str, *, remedy: str = SUM_REMEDY) -> None:
         what: the criterion, as an error names it.
         remedy: for weights that cancel.
     """
+    if trial.remembers:
+        raise ScenarioError(
+            f"{what} gives the same example another gradient after it was called with others: it keeps something of "
+            "each call, or draws random numbers that are not torch's, and private steps take each example alone: "
+            "compute the loss from the arguments only, and pass what changes between steps as one of them",
+            code="loss.remembers",
+        )
     if trial.ran and not trial.alive:
         wrong = "is not a number" if trial.nan else "is zero"
         raise ScenarioError(

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chunks, upper
 from flower_privdec.models import fix_norms
+from flower_privdec.tasks.additivity import fresh
 from flower_privdec.tasks.losses import no_custom_vmap_rules
 
 WAYS = ("auto", "vmap", "loop")
@@ -37,8 +38,8 @@ class ClippedSum:
     where g_b is the gradient of criterion(model(x_b), y_b), of example b as a batch of one (Abadi et al. 2016, Alg. 1).
     An example whose gradient is not finite, or beyond `protocol.LARGEST`, counts as zero. Model and criterion never see
     two examples together: `vmap` takes some at a time and lets none reach another, `loop` calls the model on one after
-    the other, on a fresh copy of it each time. State in either is discarded; state elsewhere, in globals or files, is
-    not.
+    the other, on a fresh copy of it each time. State in either is discarded; state elsewhere, in globals, files or
+    the variables around a function, is not.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ClippedSum:
     def loss(self, outputs: Tensor, targets: Sequence[Any]) -> Tensor:
         """Return the loss of a batch, without a gradient and without a change to the criterion."""
         with torch.no_grad():
-            loss: Tensor = without_revealing("the criterion", _fresh(self._criterion), [outputs.detach(), *targets])
+            loss: Tensor = without_revealing("the criterion", fresh(self._criterion), [outputs.detach(), *targets])
             return loss
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[Tensor, int]:
@@ -161,7 +162,7 @@ class ClippedSum:
 
     def _value(self, rebuild: Rebuild) -> Callable[..., Tensor]:
         """Return the loss of one example as a function of the parameters, by copies that keep nothing of another."""
-        module, criterion = fix_norms(copy.deepcopy(self._module)), _fresh(self._criterion)
+        module, criterion = fix_norms(copy.deepcopy(self._module)), fresh(self._criterion)
 
         def value(values: Values, *example: Tensor) -> Tensor:
             args, kwargs, targets = rebuild([tensor[None] for tensor in example])
@@ -173,11 +174,6 @@ class ClippedSum:
             return criterion(output, *targets).sum()
 
         return value
-
-
-def _fresh(criterion: Criterion) -> Criterion:
-    """Return a criterion that keeps nothing of what it is called with: a copy, where it is a module."""
-    return copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
 
 
 def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[list[Tensor], Rebuild]:

@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.models import fix_norms
-from flower_privdec.tasks.additivity import ROWS, SEEDS, Trial, refuse, try_criterion
+from flower_privdec.tasks.additivity import ROWS, SEEDS, Trial, fresh, refuse, try_criterion
 from flower_privdec.training_loop.clipped_sum import Criterion
 
 TARGET_NAMES = ("label", "labels", "target", "targets", "y")  # of a batch's entries, likeliest first
@@ -39,6 +39,8 @@ class CriterionTrial:
     """
 
     def __init__(self, module: nn.Module, criterion: Criterion) -> None:
+        """Look at a criterion; raises ScenarioError if it cannot be copied for each call."""
+        fresh(criterion)
         self._module, self._criterion = module, criterion
         self._trials: list[tuple[Any, Trial]] = []
         self._said = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,11 @@ def diverse(outputs: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(outputs, labels) + (share * share.log()).sum()
 
 
+def rare_values(outputs: Tensor, numbers: Tensor) -> Tensor:
+    weights = 1 + 99 * (numbers.abs() > 30).float()
+    return (weights * (outputs[:, 0] - numbers).square()).sum() / weights.sum()
+
+
 def rare(classes: int) -> nn.Module:
     weights = torch.ones(classes)
     weights[classes * 7 // 9] = 20
@@ -240,6 +246,8 @@ OTHERS: list[tuple[Callable[[], nn.Module], Tensor, Criterion, list[Tensor], str
     (one, X, balanced, [NUMBER], "loss.not-additive"),
     (fives, X, diverse, [LABEL], "loss.not-additive"),
     (one, X, nn.MSELoss(), [NUMBER], "loss.not-additive"),  # [n, 1] beside [n] is every pair
+    (one, X, rare_values, [NUMBER], "loss.not-additive"),
+    (one, X, rare_values, [LABEL], "loss.not-additive"),  # of counts
     (one, X, cox, [NUMBER, FLAG], "loss.no-gradient"),
     (one, X, cox, [NUMBER, NUMBER], "loss.no-gradient"),
     (one, X, pearson, [NUMBER], "loss.no-gradient"),
@@ -256,6 +264,70 @@ def test_losses_of_a_batch_are_refused(
     with raises(ScenarioError, code) as caught:
         CriterionTrial(model(), criterion).try_call([x], {}, targets)
     assert "\n" not in str(caught.value)
+
+
+class Remembering:
+    """A loss over a running mean of the losses before it, kept in a number, a tensor or a list."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = [kept]
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = functional.cross_entropy(outputs, labels)
+        before = self.kept[-1]
+        self.kept.append(float(loss) if isinstance(before, float) else loss.detach())
+        return loss * (1.0 if before < 5 else -1.0)
+
+
+def remembering() -> Criterion:
+    inside = Remembering(1.0)
+    return lambda outputs, labels: inside(outputs, labels) / inside.kept[-2]
+
+
+class Locked(Remembering):
+    """An object that cannot be copied."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(kept)
+        self.lock = threading.Lock()
+
+
+def test_a_function_that_remembers_other_examples_is_refused() -> None:
+    with raises(ScenarioError, "loss.remembers"):
+        CriterionTrial(fives(), remembering()).try_call([X], {}, [LABEL])
+
+
+def test_an_object_that_cannot_be_copied_for_each_example_is_refused() -> None:
+    with raises(ScenarioError, "loss.not-copied"):
+        CriterionTrial(fives(), Locked(1.0))
+
+
+def test_what_a_criterion_keeps_of_one_example_reaches_no_other(tmp_path: Path) -> None:
+    """One example with a loss of 1e6 would turn the gradients of all that come after it."""
+    x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)) / 10
+    y = torch.arange(50) % 5
+    releases = []
+    for place, first in enumerate((0.0, 1e6)):
+        torch.manual_seed(1)
+        data = x.clone()
+        data[0] = first
+        model = fives()
+        parts = private(
+            model,
+            torch.optim.SGD(model.parameters(), 1.0),
+            DataLoader(TensorDataset(data, y), 50),
+            Remembering(1.0),
+            ledger=tmp_path / f"{place}.jsonl",
+            delta=1e-5,
+            noise_multiplier=1e-9,
+        )
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        for features, labels in parts.data_loader:
+            parts.optimizer.zero_grad()
+            parts.criterion(parts.model(features), labels).backward()
+            parts.optimizer.step()
+        releases.append(50 * (before - nn.utils.parameters_to_vector(model.parameters()).detach()))
+    assert float((releases[0] - releases[1]).norm()) < 2.001  # C for each of the two
 
 
 REDUCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {  # of losses and weights; whether they add up
