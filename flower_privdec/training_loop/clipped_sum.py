@@ -171,7 +171,8 @@ class ClippedSum:
             if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
                 shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
                 raise ValueError(f"one example [1, ...] is turned into {shape}: it must be one tensor [1, ...]")
-            return criterion(output, *targets).sum()
+            loss: Tensor = criterion(output, *targets).sum()
+            return loss
 
         return value
 
