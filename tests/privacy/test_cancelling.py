@@ -14,6 +14,7 @@ import torch
 from command_line import privdec
 from dp_accounting.pld import PLDAccountant
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from raising import raises
 from tiny_scenario import Build
@@ -531,3 +532,37 @@ def test_a_peer_with_more_examples_than_planned_for_spends_less(size: int) -> No
     """Batches of 4, as `data.at_least: 20` plans them: a step's noise is the same, and an example's chance smaller."""
     planned, actual = (Release("poisson", 4 / examples, examples, 4, 1.0, steps=50) for examples in (20, size))
     assert 0 < accounting.epsilon([actual], 1e-3) < accounting.epsilon([planned], 1e-3)
+
+
+# --- what a ledger records of each number of colluders ---
+
+
+@given(st.integers(0, 2**32 - 1))
+@hypothesis_settings(max_examples=25)
+def test_recorded_noise_is_never_more_than_colluders_leave(seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    n = int(draws.integers(3, 8))
+    edges = np.array([pair for pair in combinations(range(n), 2) if draws.random() < 0.7] or [(0, 1)])
+    needed = np.exp(draws.normal(0, 0.4, (1, n)))
+    plan = PairPlan(edges, int(draws.integers(n)), float(np.exp(draws.normal(0.5, 1))), needed, np.ones(n), True)
+
+    recorded = plan.left_against()
+    for colluding in range(n):
+        exact = plan.left(colluding)
+        assert exact is not None
+        (bound,) = plan._left_at_least([colluding]).values()
+        assert (bound <= exact * (1 + 1e-9)).all()
+        assert (bound >= plan.own * (1 - 1e-9)).all()
+        if colluding in recorded:
+            assert (recorded[colluding] <= exact * (1 + 1e-6)).all()
+    values = [recorded[colluding].min() for colluding in sorted(recorded)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_many_peers_have_a_bound_for_every_recorded_number() -> None:
+    n = 40
+    edges = np.array(list(combinations(range(n), 2)))
+    plan = PairPlan(edges, 2, 4.0, np.ones((1, n)), np.ones(n), True)
+    recorded = plan.left_against()
+    assert sorted(recorded) == [0, 1, 2, 3, 4, 8, 16, 32]
+    assert plan.own.min() < recorded[32].min() < recorded[4].min() < recorded[2].min() == 1 < recorded[0].min()

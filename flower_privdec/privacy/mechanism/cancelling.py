@@ -149,12 +149,50 @@ def _least_square(needed: np.ndarray, squares: np.ndarray, colluding: int) -> fl
 
 
 def _bounded_square(needed: np.ndarray, squares: np.ndarray, colluding: int) -> float:
-    sizes = np.sort(needed**2)
-    share = min(1.0, sizes[-1] / sizes[: len(sizes) - colluding].sum())
-    lost = np.sort(squares, axis=1)[:, len(sizes) - colluding :].sum(axis=1).max()
-    second = float(np.linalg.eigvalsh(np.diag(squares.sum(axis=1)) - squares)[1])
-    gap = max(0.0, second * (1 - MARGIN) - lost) / sizes[-1]
+    ((share, gap),) = _gaps(needed, squares, [colluding])
     return _least(lambda square: share / square + (1 - share) / (square + gap))
+
+
+def _bounded_left(
+    needed: np.ndarray, profile: PairNoise, edges: np.ndarray, numbers: Sequence[int]
+) -> list[np.ndarray]:
+    """Return a lower bound on the noise that each peer has left, over V, against each of some numbers of colluders.
+
+    In a connected part no peer has less own noise than t V with t its least D_i / V_i, and more noise leaves more, so
+    the bound of `solve_pairs` holds with this t.
+
+    Args:
+        needed: V of a step, float64 [n_peers].
+        profile: its noise.
+        edges: the pairs, int64 [E, 2].
+        numbers: q of each bound.
+    """
+    n = len(needed)
+    squares = np.zeros((n, n))
+    squares[edges[:, 0], edges[:, 1]] = squares[edges[:, 1], edges[:, 0]] = profile.pair**2
+    bounds = [profile.own.copy() for _ in numbers]
+    for members in _connected_parts(squares > 0):
+        part = squares[np.ix_(members, members)]
+        square = float(profile.own[members].min()) ** 2
+        gaps = _gaps(needed[members], part, numbers)
+        for bound, (share, gap) in zip(bounds, gaps, strict=True):
+            left = (share / square + (1 - share) / (square + gap)) ** -0.5
+            bound[members] = np.maximum(bound[members], left)
+    return bounds
+
+
+def _gaps(needed: np.ndarray, squares: np.ndarray, numbers: Sequence[int]) -> list[tuple[float, float]]:
+    """Return v and λ of `solve_pairs` for each of some numbers of colluders, of a connected part."""
+    second = float(np.linalg.eigvalsh(np.diag(squares.sum(axis=1)) - squares)[1])
+    sizes = np.sort(needed**2)
+    ascending = np.sort(squares, axis=1)
+    gaps = []
+    for colluding in numbers:
+        honest = max(1, len(sizes) - colluding)
+        share = min(1.0, float(sizes[-1] / sizes[:honest].sum()))
+        lost = float(ascending[:, honest:].sum(axis=1).max())
+        gaps.append((share, max(0.0, second * (1 - MARGIN) - lost) / float(sizes[-1])))
+    return gaps
 
 
 def _scaled_laplacian(needed: np.ndarray, squares: np.ndarray) -> np.ndarray:
@@ -171,6 +209,11 @@ def _least(worst: Callable[[float], float]) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if worst(middle) <= 1 else (middle, high)
     return min(1.0, high * (1 + MARGIN))
+
+
+def _relative(needed: np.ndarray) -> np.ndarray:
+    """Return V of a step over the largest, as steps are solved."""
+    return np.asarray(needed / max(float(needed.max()), 1e-300))
 
 
 def _rounded_down(values: np.ndarray) -> np.ndarray:
@@ -272,7 +315,7 @@ class PairPlan:
             return None
         left = np.full((len(profiles), n), np.inf)
         for number, (step, profile) in enumerate(zip(first, profiles, strict=True)):
-            needed = self.needed[step] / max(float(self.needed[step].max()), 1e-300)
+            needed = _relative(self.needed[step])
             own, squares = np.where(needed > 0, profile.own * needed, 1.0), np.zeros((n, n))
             squares[self.edges[:, 0], self.edges[:, 1]] = squares[self.edges[:, 1], self.edges[:, 0]] = profile.pair**2
             units, sets = np.where(needed > 0, needed, 1.0), combinations(range(n), honest)
@@ -292,23 +335,34 @@ class PairPlan:
 
         Returns:
             float64 [steps, n_peers] each, a lower bound: never below the own noise, 1 at `colluding`, for which it was
-            solved. Numbers whose sets of colluders are too many are left out.
+            solved.
         """
         n = self.needed.shape[1]
+        numbers = {*RECORDED, *(2**power for power in range(3, n.bit_length()))} - {self.colluding}
+        exact = {colluding: self.left(colluding) for colluding in sorted(numbers) if colluding < n - 1}
+        bounds = self._left_at_least([colluding for colluding, left in exact.items() if left is None])
+
         left = {self.colluding: np.ones_like(self.needed)}
-        for colluding in sorted({*RECORDED, *(2**power for power in range(3, n.bit_length()))}):
-            if colluding >= n - 1 or colluding == self.colluding:
-                continue
-            exact = self.left(colluding)
-            if exact is None:
-                continue
+        for colluding, computed in exact.items():
             # Few digits, rounded down, so that equal peers stay equal and few mechanisms are composed.
-            least = _rounded_down(exact * (1 - MARGIN))
+            least = _rounded_down((bounds[colluding] if computed is None else computed) * (1 - MARGIN))
             if colluding < self.colluding:
                 left[colluding] = np.maximum(least, 1.0)
             else:
                 left[colluding] = np.clip(least, self.own, 1.0)
         return dict(sorted(left.items()))
+
+    def _left_at_least(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
+        """Return bounds for numbers of colluders whose sets are too many to be tried; see `_bounded_left`."""
+        if not numbers:
+            return {}
+        profile_of, profiles = self._solved
+        first = [int(np.argmax(profile_of == number)) for number in range(len(profiles))]
+        by_profile = [
+            _bounded_left(_relative(self.needed[step]), profile, self.edges, numbers)
+            for step, profile in zip(first, profiles, strict=True)
+        ]
+        return {number: np.stack([bounds[i] for bounds in by_profile])[profile_of] for i, number in enumerate(numbers)}
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[PairNoise]]:
