@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,11 @@ from flower_privdec.privacy.accountant.readings import (
     true_positive_rate,
 )
 from flower_privdec.privacy.ledger.ledger import Entry, Totals, costs_in, ledger_path, verified
-from flower_privdec.privacy.mechanism.events import Adversary
+from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary
 from flower_privdec.reporting import wording
 from flower_privdec.reporting.ledgers import ledgers_below
 from flower_privdec.reporting.run_folder import Result, RunGroup
+from flower_privdec.reporting.wording import at_most
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.05, 0.25)
 EXAMPLES_OF_ONE_PERSON = (1, 2, 5)
@@ -54,6 +55,9 @@ OBSERVERS = {
     "epsilon_of_replies_to_one": "one neighbour, by the replies to it only; it also hears the other messages, so this "
     "is no bound on all that it learns",
 }
+
+
+ADVERSARIES = {"epsilon_if_all_collude": EVERYBODY, "epsilon_of_replies_to_one": ONE_NEIGHBOUR}
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,12 @@ class Evidence:
                 )
         return cls(rows, payments)
 
+    def towards(self, key: str) -> Evidence:
+        """Return what is known against the adversary of another ε of the rows."""
+        rows = [row | {"epsilon": row[key]} for row in self.rows if key in row]
+        payments = [replace(one, adversary=ADVERSARIES[key]) for one in self.payments]
+        return replace(self, rows=rows, payments=payments)
+
     @cached_property
     def epsilon(self) -> float:
         """Return the largest ε of a peer, with all that the ledgers hold today."""
@@ -300,11 +310,6 @@ def _group_of_payments(one: Payments, examples: int, delta: float) -> tuple[floa
 # --- numbers as text: always an upper bound ---
 
 
-def at_most(chance: float) -> str:
-    """Return a chance in percent, rounded up: 0.6531 is `65.4 %`."""
-    return f"{min(100.0, math.ceil(1000 * chance - 1e-9) / 10):.1f} %"
-
-
 def at_least(chance: float) -> str:
     """Return a chance in percent, rounded down."""
     return f"{max(0.0, math.floor(1000 * chance + 1e-9) / 10):.1f} %"
@@ -365,11 +370,18 @@ def _may_be_published(run: Result) -> bool | None:
 
 def _short(run: Result, evidence: Evidence, right: float) -> list[str]:
     unit = _unit(evidence.rows)
+    helpers = "with the help of all other peers"
+    if (colluding := _colluding(evidence.rows)) is not None:
+        helpers = f"with the help of at most {colluding} other peers" if colluding else "without the help of any peer"
     short = [
         f"Suppose someone wants to know whether one given {unit} was used in this training. They see every message and "
-        f"every model, and know all other data. However they test it, they are right at most {at_most(right)} of the "
-        f"time if the {unit} is in the data by the toss of a coin; guessing is right 50 % of the time. {verdict(right)}"
+        f"every model, {helpers}, and know all other data. However they test it, they are right at most "
+        f"{at_most(right)} of the time if the {unit} is in the data by the toss of a coin; guessing is right 50 % of "
+        f"the time. {verdict(right)}"
     ]
+    if any("epsilon_if_all_collude" in row for row in evidence.rows):
+        by_all = evidence.towards("epsilon_if_all_collude").right_guesses()
+        short.append(f"If all other peers help, they are right at most {at_most(by_all)} of the time.")
     if not run.finished:
         short.append("The run is not finished. The figures are of what it has spent so far, and will grow.")
     published = _may_be_published(run)
@@ -446,16 +458,13 @@ def _observers(run: Result, evidence: Evidence) -> Topic:
         values = [row for row in evidence.rows if key in row]
         if not values:
             continue
+        text = observer
+        known = evidence
         if key == "epsilon":
-            chance = evidence.right_guesses()
             text = _main_observer(values)
-            spent = epsilon_text(evidence.epsilon)
         else:
-            pairs = [(float(row[key]), float(row["delta"])) for row in values]
-            chance = max(right_guesses([pair]) for pair in pairs)
-            text = observer
-            spent = epsilon_text(max(epsilon for epsilon, _ in pairs))
-        rows.append((text, spent, at_most(chance)))
+            known = evidence.towards(key)
+        rows.append((text, epsilon_text(known.epsilon), at_most(known.right_guesses())))
     blocks: list[str | list[str] | Table] = [
         Table(("who looks", "ε", "right at most"), rows),
         "Anyone who sees less, such as only the final model, can do no more. From the peer that holds them nothing is "
@@ -470,8 +479,13 @@ def _observers(run: Result, evidence: Evidence) -> Topic:
     return Topic("Towards which observers", blocks)
 
 
+def _colluding(rows: Sequence[dict[str, Any]]) -> int | None:
+    """Return how many peers may help the observer for the first ε to hold; None for all."""
+    return next((row["colluding"] for row in rows if row.get("colluding") is not None), None)
+
+
 def _main_observer(rows: Sequence[dict[str, Any]]) -> str:
-    colluding = next((row["colluding"] for row in rows if row.get("colluding") is not None), None)
+    colluding = _colluding(rows)
     if colluding is None:
         return OBSERVERS["epsilon"]
     if colluding == 0:
@@ -546,8 +560,13 @@ def together(groups: Sequence[RunGroup]) -> str | None:
     sentences = []
     for source in sorted({one.source for one, _ in by_path.values()}):
         parts = [(one, rows) for one, rows in by_path.values() if one.source == source]
-        # One run may have paid in several ledgers, copies of one another: the last one counts.
-        runs = {entry.run.id: entries_of(one, entry.run.id) for one, _ in parts for entry in one.entries}
+        # One run may have paid in several ledgers, copies of one another: the one that has most of it counts.
+        runs: dict[str, list[Entry]] = {}
+        for one, _ in parts:
+            for run_id in one.run_ids:
+                entries = entries_of(one, run_id)
+                if steps_paid(entries) > steps_paid(runs.get(run_id, [])):
+                    runs[run_id] = entries
         if len(parts) > 1 and len(runs) > 1:
             deltas = {float(row["delta"]) for _, rows in parts for row in rows}
             costs = costs_in([entry for entries in runs.values() for entry in entries], _strongest(parts))
@@ -562,6 +581,12 @@ def together(groups: Sequence[RunGroup]) -> str | None:
 def entries_of(one: Payments, run: str) -> list[Entry]:
     """Return what a ledger holds of a run."""
     return [entry for entry in one.entries if entry.run.id == run]
+
+
+def steps_paid(entries: Iterable[Entry]) -> int:
+    """Return how many steps of its peers some entries pay for."""
+    charges = [charge for entry in entries for charge in entry.charges]
+    return sum(release.steps * len(charge.peers) for charge in charges for release in charge.releases)
 
 
 def _strongest(parts: Sequence[tuple[Payments, Any]]) -> Adversary:
@@ -586,7 +611,7 @@ def _assumptions(run: Result) -> Topic:
         "The ledger is the one that the program wrote. Lines that were changed or removed from its middle are noticed; "
         "a folder put back from a backup is noticed only if a checkpoint or a neighbour has seen more of it.",
     ]
-    colluding = next((row.get("colluding") for row in run.summary["privacy"]), None)
+    colluding = _colluding(run.summary["privacy"])
     if colluding is not None:
         points.append(
             f"At most {colluding} peers share what they know. The issuer of the peers' certificates vouches that they "

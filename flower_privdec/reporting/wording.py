@@ -8,6 +8,7 @@ from typing import Any
 
 from flower_privdec.common.catalogue import ALONE
 from flower_privdec.common.formatting import NOTHING, epsilon_text, memory, number, peer_ranges, percent, setting
+from flower_privdec.privacy.accountant.readings import right_guesses
 from flower_privdec.privacy.mechanism.events import Adversary
 
 BEYOND = 700.0  # a larger ε: e^ε overflows a float
@@ -174,10 +175,24 @@ def meaning(summary: dict[str, Any]) -> str:
     pairs = next((row for row in rows if "colluding" in row), None)
     adversary = Adversary(None if pairs is None else pairs["colluding"])
     more = max((float(row["epsilon_if_all_collude"]) for row in rows if "epsilon_if_all_collude" in row), default=0.0)
-    return (
+    sentences = [
         f"For an adversary who sees every message and every model, with {adversary}, the use of any one {whose} "
         f"changes the odds of what they see by at most a factor of e^ε {factor}, except with a probability of about δ."
-    ) + (f" Should all other peers collude, ε = {epsilon_text(more)}." if pairs else "")
+    ]
+    if rows and largest < BEYOND:
+        # The factor is of outcomes that hardly ever happen, and frightens if nothing stands beside it.
+        right = max(right_guesses([(float(row["epsilon"]), float(row["delta"]))]) for row in rows)
+        sentences.append(
+            f"If it was used by the toss of a coin, they guess that right at most {at_most(right)} of the time."
+        )
+    if pairs:
+        sentences.append(f"Should all other peers collude, ε = {epsilon_text(more)}.")
+    return " ".join(sentences)
+
+
+def at_most(chance: float) -> str:
+    """Return a chance in percent, rounded up: 0.6531 is `65.4 %`."""
+    return f"{min(100.0, math.ceil(1000 * chance - 1e-9) / 10):.1f} %"
 
 
 def headline(summary: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import html
 import json
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from flower_privdec.privacy.accountant.readings import points_of, right_guesses,
 from flower_privdec.privacy.ledger.ledger import Charge, Ledger, RunName
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.reporting import page as page_of_runs
-from flower_privdec.reporting.data_protection import OBSERVERS, at_least, at_most, notice, verdict
+from flower_privdec.reporting.data_protection import ADVERSARIES, OBSERVERS, at_least, notice, verdict
 from flower_privdec.reporting.page import write_report
 from flower_privdec.reporting.run_folder import read_groups
+from flower_privdec.reporting.wording import at_most
 
 STEP = Release("poisson", 0.25, 180, 45, 1.4333)
 SPENT = epsilon([STEP.times(20)], 1e-3)  # 2.997
@@ -42,10 +44,10 @@ def charged_run(folder: Path, *overrides: str, steps: int = 20, run: str = "one"
     return folder
 
 
-def pay(folder: Path, steps: int, run: str) -> None:
+def pay(folder: Path, steps: int, run: str, step: Release = STEP) -> None:
     with Ledger(folder, "digits", durable=False) as ledger:
         ledger.append(
-            RunName(run, "scenario", "here"), 0, steps, [Charge((0, 1, 2, 3), ((((0, steps),), STEP.times(steps)),))]
+            RunName(run, "scenario", "here"), 0, steps, [Charge((0, 1, 2, 3), ((((0, steps),), step.times(steps)),))]
         )
 
 
@@ -192,13 +194,38 @@ def test_every_adversary_of_a_summary_has_a_line(tmp_path: Path) -> None:
     assert "neither a peer nor helped by one | 1.00" in page_of(make_run(tmp_path / "b", privacy=alone))
 
 
+def test_each_adversary_is_counted_at_the_noise_that_it_cannot_take_off(tmp_path: Path) -> None:
+    weak, strong = (epsilon([replace(STEP, noise_multiplier=noise).times(20)], 1e-3) for noise in (3.0, 1.4333))
+    rows = [privacy_row(peer, weak, colluding=2, epsilon_if_all_collude=strong) for peer in range(4)]
+    folder = make_run(tmp_path / "a", privacy=rows)
+    pay(folder / "ledger", 20, "one", replace(STEP, against=((2, 3.0),)))
+    text = page_of(folder)
+    few, everybody = (
+        at_most(right_guesses(points_of(partial(epsilon, [replace(STEP, noise_multiplier=noise).times(20)]))))
+        for noise in (3.0, 1.4333)
+    )
+    assert f"up to 2 other peers together | {epsilon_text(weak)} | {few} |" in text
+    assert f"all other peers together | {epsilon_text(strong)} | {everybody} |" in text
+    assert "with the help of at most 2 other peers" in text
+    assert f"However they test it, they are right at most {few}" in text
+    assert f"If all other peers help, they are right at most {everybody}" in text
+
+
+def test_of_copies_of_a_ledger_the_one_with_most_payments_counts(tmp_path: Path) -> None:
+    whole, cut = charged_run(tmp_path / "1"), charged_run(tmp_path / "2", steps=10, epsilon=0.1)
+    pay(tmp_path / "2" / "ledger", 5, "two")
+    both = epsilon_text(epsilon([STEP.times(25)], 1e-3))
+    for folders in ([whole, cut], [cut, whole]):
+        assert f"together ε = {both}" in page_of(*folders)
+
+
 def test_no_adversary_is_left_out() -> None:
     """Whatever ε a summary's row has, the page knows against whom it is."""
     scenario = small_scenario()
     spent = Spent([1.0] * 4, [1e-3] * 4, [None] * 4, [40] * 4, replies=[0.5] * 4, if_all_collude=[2.0] * 4, colluding=1)
     rows = privacy_rows(scenario, spent, UniformParticipation(4, 4), 40)
     printed = {key for row in rows for key in row if key.startswith("epsilon")}
-    assert printed == set(OBSERVERS)
+    assert printed == set(OBSERVERS) == {"epsilon", *ADVERSARIES}
 
 
 def test_a_run_under_way_says_so(tmp_path: Path) -> None:
