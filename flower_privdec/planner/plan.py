@@ -40,7 +40,7 @@ from flower_privdec.gradients.protocol import batchable, inputs_like, reason
 from flower_privdec.graph.mixing import MOST_MEASURED
 from flower_privdec.graph.topology import activity
 from flower_privdec.models import trained
-from flower_privdec.privacy.accountant.accounting import epsilon
+from flower_privdec.privacy.accountant.accounting import epsilon, loose_delta
 from flower_privdec.privacy.ledger.ledger import spending_of
 from flower_privdec.privacy.mechanism.cancelling import best_strength
 from flower_privdec.privacy.mechanism.paper import optimal_rounds
@@ -111,11 +111,9 @@ def privacy_warnings(experiment: Experiment) -> list[str]:
     delta = np.broadcast_to(private.delta, sizes.shape)
     loose = np.flatnonzero(delta * sizes >= 1)
     if len(loose):
-        warnings.append(
-            f"δ = {setting(float(delta[loose[0]]))} >= 1/J = 1/{sizes[loose[0]]} (peers "
-            f"{peer_ranges(loose.tolist())}): revealing one example outright would be allowed; take δ well below "
-            f"1/{sizes[loose].max()}"
-        )
+        first = loose[0]
+        peers = f" (peers {peer_ranges(loose.tolist())})"
+        warnings.append(loose_delta(float(delta[first]), int(sizes[first]), peers, int(sizes[loose].max())))
     account = plan.accounts[int(np.argmax(spent))]
     releases = [spend.release for spend in account.spends]
     if not math.isinf(max(spent)) and any(release.sampling == "uniform" for release in releases):

@@ -1,8 +1,8 @@
 """Tries a training loop's criterion on made-up examples before its first step is paid for.
 
-How a loop splits a batch into the model's inputs and the criterion's targets is known once it calls them, which is
-after the first payment. So the usual ways are tried before it, on random numbers of the shapes of one item; and if the
-loop then calls them with other shapes, these are tried before its first backward pass.
+How a loop splits a batch into the model's inputs and the criterion's targets is known once it calls them. So the usual
+ways are tried before, on random numbers of the shapes of one item; and if the loop then calls them with other shapes,
+these are tried before its first step, which is when the first batch is paid for.
 """
 
 from __future__ import annotations

@@ -1,257 +1,301 @@
 """What keeps the examples of a batch apart: checks of a data loader's items and rows, and GroupNorm for BatchNorm.
 
 Each item must be one example: read alone, drawn once, in a row that the others do not change. Example-level privacy
-bounds what one item of a dataset changes. A dataset whose items read others (pairs, triplets, standardisation by the
-data's own mean), one that holds an item several times, and a `collate_fn` that pads to the longest or mixes rows let
-one example change several rows of a batch, each of which is clipped on its own.
+bounds what one item of a dataset changes. If items read others (pairs, triplets, standardisation by the data's own
+mean), or one occurs several times, one example changes several rows of a batch, each of which is clipped on its own.
 
-What these checks cannot see: statistics of the data that were computed before the dataset was made, copies of an
-example under another index, and what a loop does to a batch that it was given.
+`separate_items` knows kinds of datasets whose items are apart by construction. Of every other one some items are read
+again here, from a copy in which one example stands in the place of all. That finds mistakes and proves nothing: ε then
+holds if item i reads example i only, which is said beside it.
+
+What these checks cannot see: what an item does too rarely, statistics of the data that were computed before the dataset
+was made, copies of an example under another index, other files, and what a loop does to a batch that it was given.
 """
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from flower_privdec.common.arguments import check_whole
 from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.models import is_constant_norm, keeps_statistics
+from flower_privdec.training_loop.clipped_sum import withheld
+from flower_privdec.training_loop.example_fetch import Collate, ExamplesAlone, MisfitError, copied, merged, same
+from flower_privdec.training_loop.separate_items import ItemPlaces, Items, look
+from flower_privdec.training_loop.stand_ins import Read, ReadWatch, StandIn, same_random_numbers
 
 PROBES = 8  # items of a dataset that are read before a run, evenly spaced
-_SEED = 20_000  # of the random numbers that a dataset draws while it is probed
+DRAWS = 64  # how often each is read with other random numbers, if it draws any
+_SEED = 20_000  # the first of these
 
 
-def check_examples(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
-    """Check a loader's dataset, and its `collate_fn` on a few items; return the `collate_fn` that checks each batch.
+@dataclass(frozen=True)
+class LoaderExamples:
+    """What a data loader reads, and what is known of it.
 
-    Raises:
-        ScenarioError: an item occurs twice, reads other items, or is changed by the others of its batch.
+    Attributes:
+        unproved: what is not proved to keep examples apart, by name; empty if all is.
     """
-    dataset: Any = loader.dataset
-    datasets: list[Any] = []
-    items = _indices(dataset, datasets)
-    examples, counts = np.unique(items, return_counts=True)
-    if counts.max() > 1:
-        raise ScenarioError(
-            f"{int((counts > 1).sum())} of {len(examples)} examples occur several times in the dataset, item "
-            f"{examples[counts.argmax()] % 2**40} {counts.max()} times: one example would count as several, each "
-            "clipped on its own; give every index once (Subset, ConcatDataset), and more passes in place of copies",
-            code="training-loop.repeated-example",
-        )
-    probes = sorted({index * len(dataset) // PROBES for index in range(PROBES)} & {*range(len(dataset))})
-    for probe in probes:
-        place, index = divmod(int(items[probe]), 2**40)
-        _check_alone(datasets[place], index)
-    if loader.collate_fn is default_collate:  # which stacks rows
-        return default_collate
-    collate = partial(_collate_apart, loader.collate_fn)
-    try:
-        with _same_random_numbers():
-            batch = collate([dataset[index] for index in probes])
-    except RAISED_BY_USERS:  # which the first batch will raise, without its message
-        return collate
-    if isinstance(batch, MixedBatch):
+
+    unproved: tuple[str, ...]
+    _loader: DataLoader[Any]
+    _items: Items
+    _places: ItemPlaces
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> LoaderExamples:
+        """Return what is known of a loader's examples before one is read.
+
+        Raises:
+            ScenarioError: an item occurs twice.
+        """
+        places = ItemPlaces()
+        items = look(loader.dataset, places)
+        unproved = list(items.unproved)
+        if loader.collate_fn is not default_collate:
+            unproved.append("the collate_fn")
+        if loader.worker_init_fn is not None:
+            unproved.append("the worker_init_fn")
+        _check_repeats(items.ids)
+        return cls(tuple(dict.fromkeys(unproved)), loader, items, places)
+
+    def checked(self) -> ExamplesAlone:
+        """Read some items to try the dataset and the `collate_fn`; return what makes batches of them.
+
+        Raises:
+            ScenarioError: an item occurs twice, reads other items, or is changed by the others of its batch.
+            RunError: an item cannot be read; the message is withheld.
+        """
+        items = self._items
+        ids = items.ids.copy()
+        for number, owner in enumerate(items.owners):
+            used = np.flatnonzero(items.owner == number)
+            if len(used):
+                count = max(2, PROBES // len(items.owners))
+                own = items.own[used]
+                through = _Trial(owner, self._places).of(_spaced(own, count))
+                if through is not None and len(np.unique(through[own])) < len(np.unique(ids[used])):
+                    ids[used] = through[own]
+        _check_repeats(ids)
+        dataset, collate = self._loader.dataset, self._loader.collate_fn
+        if collate is default_collate:
+            return ExamplesAlone(dataset, collate, items.rows, is_proved=not items.unproved)
+        return ExamplesAlone(dataset, collate, lists_of_items=self._tried_collate(collate))
+
+    def _tried_collate(self, collate: Collate) -> bool:
+        """Return whether a `collate_fn` makes lists of items, having tried it on a few.
+
+        Raises:
+            ScenarioError: a batch of several is not what it makes of each alone.
+            RunError: it fails; the message is withheld.
+        """
+        dataset: Any = self._loader.dataset
+        failure = ""
+        try:
+            with same_random_numbers(_SEED):
+                probes = [copied(dataset[index]) for index in _spaced(np.arange(len(dataset)), PROBES)]
+                together = collate([copied(probe) for probe in probes])
+                forwards = [copied(collate([copied(probe)])) for probe in probes]
+                backwards = [copied(collate([copied(probe)])) for probe in reversed(probes)]
+        except RAISED_BY_USERS as error:
+            failure = type(error).__name__
+        if failure:  # raised here, an error that does not carry the other one along
+            raise withheld("the dataset or the collate_fn", failure)
+        if all(map(same, forwards, reversed(backwards))):
+            for lists_of_items in (False, True):
+                try:
+                    if same(merged(forwards, lists_of_items), together):
+                        return lists_of_items
+                except MisfitError:
+                    continue
         raise mixed_batch()
-    return collate
 
 
-class MixedBatch:
-    """Stands for a batch whose rows depend on each other; an exception would lose its text in a worker."""
-
-
-def _collate_apart(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """Return the batch of a `collate_fn`; a MixedBatch unless each row is what the example gives alone."""
-    batch, alone = collate(samples), (collate([sample]) for sample in samples)
-    rows = all(_is_row(batch, one, row, len(samples)) for row, one in enumerate(alone))
-    return batch if rows else MixedBatch()
+def assumption_of(unproved: tuple[str, ...]) -> str:
+    """Return in words what ε assumes of the examples; empty if all is proved."""
+    if not unproved:
+        return ""
+    return f"if item i reads example i only, which is not proved of {', '.join(unproved)}"
 
 
 def mixed_batch() -> ScenarioError:
-    """Return the error of a `collate_fn` that lets examples reach each other."""
+    """Return the error of items that do not make rows, or of a `collate_fn` that lets them reach each other."""
     return ScenarioError(
-        "the collate_fn makes another row of an example among others than alone, so that one example changes the rows "
-        "of others, which are clipped each on its own: pad to a fixed length and pass a mask (not pad_sequence, which "
-        "pads to the longest), return tensors [examples, ...], scale by constants, mix no examples, and draw random "
-        "numbers in the dataset",
+        "the examples do not make rows of one shape, or the collate_fn makes another row of an example among others "
+        "than alone, so that one example would change the rows of others, which are clipped each on its own: pad to a "
+        "fixed length that is not of the data and pass a mask (not pad_sequence, which pads to the longest), return "
+        "tensors [examples, ...], scale by constants, mix no examples, and draw random numbers in the dataset",
         code="training-loop.collate-mixes",
     )
 
 
-def _is_row(batch: Any, alone: Any, row: int, size: int) -> bool:
-    """Return whether the part of a batch that belongs to one row is what `collate_fn` makes of that example alone."""
-    if type(batch) is not type(alone):
-        return False
-    if isinstance(batch, Tensor):
-        if batch.ndim == 0 or alone.ndim == 0 or len(batch) != size or len(alone) != 1:
-            return batch.ndim == 0 and _same(batch, alone)
-        return _same(batch[row], alone[0])
-    if isinstance(batch, np.ndarray):
-        return _is_row(torch.from_numpy(batch), torch.from_numpy(alone), row, size)
-    if isinstance(batch, Mapping):
-        return batch.keys() == alone.keys() and all(_is_row(batch[key], alone[key], row, size) for key in batch)
-    if isinstance(batch, list | tuple):
-        if len(batch) == len(alone) and all(_is_row(*pair, row, size) for pair in zip(batch, alone, strict=True)):
-            return True
-        return len(batch) == size and len(alone) == 1 and _same(batch[row], alone[0])
-    return _same(batch, alone)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two items are equal, bit for bit and NaN for NaN; what cannot be compared is not."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor | np.ndarray):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    try:
-        return bool(one == other) or bool(one != one and other != other)
-    except RAISED_BY_USERS:  # a comparison of a user's own type
-        return False
-
-
-def _indices(dataset: Any, datasets: list[Any]) -> np.ndarray:
-    """Return [items]: each item's index in the dataset beneath, plus 2^40 times that one's place in `datasets`."""
-    if type(dataset).__getitem__ is Subset.__getitem__:
-        return _indices(dataset.dataset, datasets)[np.asarray(dataset.indices, dtype=np.int64)]
-    if type(dataset).__getitem__ is ConcatDataset.__getitem__:
-        return np.concatenate([_indices(part, datasets) for part in dataset.datasets])
-    places = [place for place, other in enumerate(datasets) if other is dataset] or [len(datasets)]
-    if places == [len(datasets)]:
-        datasets.append(dataset)
-    return np.arange(len(dataset)) + (places[0] << 40)
-
-
-class _Watched(Dataset[Any]):
-    """A dataset within another one, which notes what indices are read."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset, self._read = dataset, set[int]()
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            self._read.update(range(*index.indices(len(self))))
-        elif isinstance(index, list | tuple | np.ndarray | Tensor | int | np.integer) and not isinstance(index, bool):
-            self._read.update(int(one) % len(self) for one in np.ravel(index))
-        return self._dataset[index]
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
-
-
-def _check_alone(dataset: Any, index: int) -> None:
-    """Refuse a dataset whose item at `index` depends on other items.
-
-    The dataset is copied, and every array, list or table of as many rows as it has items holds row `index` in all its
-    rows; datasets in it are watched, and its random generators repeat. An item that reads its own row alone stays as it
-    was.
-
-    Raises:
-        ScenarioError: it does not.
-    """
-    if not hasattr(dataset, "__dict__"):
-        return
-    watched: list[_Watched] = []
-    item, failed = None, False
-    try:
-        alone = copy.copy(dataset)
-        alone.__dict__.update(_alone(vars(dataset), len(dataset), index, watched))
-        with _same_random_numbers():
-            expected = _repeating(dataset)[index]
-        with _same_random_numbers():
-            repeatable = _same(expected, _repeating(dataset)[index])
-    except RAISED_BY_USERS:  # a class that cannot be copied, or an item that cannot be read, as its batch will raise
-        return
-    try:
-        with _same_random_numbers():
-            item = _repeating(alone)[index]
-    except RAISED_BY_USERS:
-        failed = True
-    if failed or (repeatable and not _same(item, expected)) or any(len(inner._read) > 1 for inner in watched):
+def _check_repeats(ids: np.ndarray) -> None:
+    """Raise ScenarioError if items are one example."""
+    examples, first, counts = np.unique(ids, return_index=True, return_counts=True)
+    if len(examples) < len(ids):
         raise ScenarioError(
-            f"item {index} of {type(dataset).__name__} depends on other items of it (pairs, triplets, or scaling by "
-            "the data's own mean?), so that one example changes several, each clipped on its own: make items of one "
-            "example each, and scale by constants",
-            code="training-loop.item-reads-others",
-        )
-    if len(watched) == 1 and watched[0]._read and len(watched[0]) < len(dataset) and repeatable:
-        raise ScenarioError(
-            f"{type(dataset).__name__} has {len(dataset)} items of the {len(watched[0])} of its "
-            f"{type(watched[0]._dataset).__name__}, so that some occur several times: give every example once, and "
-            "more passes in place of copies",
+            f"{int((counts > 1).sum())} of {len(examples)} examples occur several times in the dataset, item "
+            f"{first[counts.argmax()]} {counts.max()} times: one example would count as several, each "
+            "clipped on its own; give every index once (Subset, ConcatDataset), and more passes in place of copies",
             code="training-loop.repeated-example",
         )
 
 
-def _repeating(dataset: Any) -> Any:
-    """Return a copy of a dataset whose own random generators begin where they are now; raises what copying raises."""
-    repeating = copy.copy(dataset)
-    for name, value in vars(dataset).items():
-        if isinstance(value, torch.Generator):
-            repeating.__dict__[name] = torch.Generator(value.device).set_state(value.get_state())
-        elif isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
-            repeating.__dict__[name] = copy.deepcopy(value)
-    return repeating
+def _spaced(values: np.ndarray, count: int) -> list[int]:
+    """Return some values, evenly spaced."""
+    places = {number * len(values) // count for number in range(count)}
+    return [int(values[place]) for place in sorted(places)]
 
 
-def _alone(value: Any, rows: int, index: int, watched: list[_Watched]) -> Any:
-    """Return a value in which everything with as many rows as the dataset holds one row in all of them."""
-    if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim and len(value) == rows:
-        return value[index : index + 1].expand_as(value)
-    if isinstance(value, np.ndarray) and value.ndim and len(value) == rows:
-        return np.broadcast_to(value[index : index + 1], value.shape)
-    if hasattr(value, "iloc") and len(value) == rows:  # a table or a column of pandas
-        return value.iloc[[index] * rows].set_axis(value.index)
-    if type(value) in (list, tuple):
-        arrays = any(isinstance(part, Tensor | np.ndarray) and part.ndim and len(part) == rows for part in value)
-        same = [value[index]] * rows if len(value) == rows and not arrays else None
-        return type(value)(same or [_alone(part, rows, index, watched) for part in value])
-    if type(value) is dict:
-        if len(value) == rows and index in value:
-            return dict.fromkeys(value, value[index])
-        return {key: _alone(part, rows, index, watched) for key, part in value.items()}
-    if (isinstance(value, Dataset) and hasattr(value, "__len__")) or type(value).__module__.startswith("datasets."):
-        watched.append(_Watched(value))
-        return watched[-1]
-    return value
+class _Trial:
+    """Reads items of a dataset whose class is a user's own, from copies of it."""
 
+    def __init__(self, dataset: Any, places: ItemPlaces) -> None:
+        self._dataset, self._places = dataset, places
 
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Draw the same random numbers each time, and leave the generators as they were."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
-        random.seed(_SEED)
-        np.random.seed(_SEED)  # noqa: NPY002
-        torch.manual_seed(_SEED)
+    def of(self, probes: list[int]) -> np.ndarray | None:
+        """Try some items; return the numbers of the examples that items are, of a dataset within, if they are known.
+
+        Raises:
+            ScenarioError: an item reads others, or there are more items than examples.
+            RunError: an item cannot be read.
+        """
+        reads: list[tuple[int, ReadWatch, int]] = []
+        integers: list[np.ndarray] = []
+        for place, probe in enumerate(probes):
+            others = [probes[place - 1], probes[place - len(probes) // 2]]
+            alone = self._alone(probe, [other for other in others if other != probe])
+            if alone is None:
+                return None
+            reads += [(probe, watch, int(next(iter(watch.read)))) for watch in alone.watched if watch.read]
+            integers = alone.integers
+        return self._examples_within(reads, integers, len(probes))
+
+    def _alone(self, index: int, others: list[int]) -> StandIn | None:
+        """Return the copy in which an item is the same though one example stands for all; None if none can be made."""
+        dataset = self._dataset
+        rows = len(dataset)
+        name = type(dataset).__name__
+
+        def read(copy: Any) -> Any:
+            return copy[index]
+
+        failure = ""
         try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)  # noqa: NPY002
+            plain = StandIn(dataset, rows)
+            expected, drew = plain.read(read, _SEED)
+            fresh, _ = StandIn(dataset, rows).read(read, _SEED)
+        except RAISED_BY_USERS as error:
+            failure = type(error).__name__
+        if failure:
+            self._check_readable(index)
+            return None  # the copy fails, and the dataset does not
+        repeats = same(expected, fresh)
+        if repeats and len(others) > 1 and not self._is_same_after(read, others):
+            raise _reads_others(index, name)
+
+        # An item may read its row under another number, which then stands in an array of as many.
+        candidates = [index, *(int(numbers[index]) for numbers in plain.integers)]
+        draws = DRAWS if drew or not repeats else 1
+        for row in dict.fromkeys(row for row in candidates if 0 <= row < rows):
+            alone = StandIn(dataset, rows, row)
+            if self._is_unchanged(alone, read, draws, repeats):
+                expects = {row, *candidates}
+                strays = any(not watch.read <= expects and len(watch.dataset) == rows for watch in alone.watched)
+                if strays and repeats and self._depends_on_row(read, expected, row):
+                    break  # it has a row of its own, and another one's item
+                return alone
+        raise _reads_others(index, name)
+
+    def _depends_on_row(self, read: Read, expected: Any, row: int) -> bool:
+        """Return whether an item changes if another row than its own stands for all."""
+        rows = len(self._dataset)
+        try:
+            item, _ = StandIn(self._dataset, rows, (row + 1) % rows).read(read, _SEED)
+        except RAISED_BY_USERS:
+            return True
+        return not same(item, expected)
+
+    def _is_unchanged(self, alone: StandIn, read: Read, draws: int, repeats: bool) -> bool:
+        """Return whether items of a copy are those of the dataset, and read one item of each dataset within."""
+        plain = StandIn(self._dataset, len(self._dataset))
+        for seed in range(_SEED, _SEED + draws):
+            expected, _ = plain.read(read, seed)
+            try:
+                item, _ = alone.read(read, seed)
+            except RAISED_BY_USERS:
+                return False
+            if (repeats and not same(item, expected)) or any(len(watch.read) > 1 for watch in alone.watched):
+                return False
+        return True
+
+    def _is_same_after(self, read: Read, others: list[int]) -> bool:
+        """Return whether an item is the same whichever other one was read before."""
+        items = []
+        for other in others:
+            copy = StandIn(self._dataset, len(self._dataset))
+            copy.read(lambda dataset, other=other: dataset[other], _SEED)  # type: ignore[misc]
+            items.append(copy.read(read, _SEED)[0])
+        return all(same(items[0], item) for item in items[1:])
+
+    def _check_readable(self, index: int) -> None:
+        """Raise RunError if an item cannot be read; its message is withheld."""
+        failure = ""
+        try:
+            with same_random_numbers(_SEED):
+                self._dataset[index]
+        except RAISED_BY_USERS as error:
+            failure = type(error).__name__
+        if failure:  # raised here, an error that does not carry the other one along
+            raise withheld("the dataset", failure)
+
+    def _examples_within(
+        self, reads: list[tuple[int, ReadWatch, int]], integers: list[np.ndarray], probes: int
+    ) -> np.ndarray | None:
+        """Return the numbers of the examples of a dataset within, by the items that read them; None if unknown."""
+        count = len(self._dataset)
+        known: np.ndarray | None = None
+        within = {id(watch.dataset): watch.dataset for _, watch, _ in reads}
+        for key, dataset in within.items():
+            items = look(dataset, self._places)
+            pairs = [(probe, row) for probe, watch, row in reads if id(watch.dataset) == key]
+            for number, owner in enumerate(items.owners):
+                rows = [row for _, row in pairs if items.owner[row] == number]
+                if rows:
+                    _Trial(owner, self._places).of(sorted({int(items.own[row]) for row in rows}))
+
+            examples = len(np.unique(items.ids))
+            if examples < count and len(pairs) == probes:
+                raise ScenarioError(
+                    f"{type(self._dataset).__name__} has {count} items of the {examples} examples of its "
+                    f"{type(dataset).__name__}, so that some occur several times: give every example once, and more "
+                    "passes in place of copies",
+                    code="training-loop.repeated-example",
+                )
+            for numbers in (np.arange(count), *integers):
+                fits = numbers.min() >= 0 and numbers.max() < len(items.ids)
+                if fits and all(numbers[probe] == row for probe, row in pairs) and len(pairs) == probes:
+                    ids = items.ids[numbers]
+                    if known is None or len(np.unique(ids)) < len(np.unique(known)):
+                        known = ids
+        return known
+
+
+def _reads_others(index: int, name: str) -> ScenarioError:
+    return ScenarioError(
+        f"item {index} of {name} depends on other items of it (pairs, triplets, mixup, or scaling by the data's own "
+        "mean?), so that one example changes several, each clipped on its own: make items of one example each, and "
+        "scale by constants",
+        code="training-loop.item-reads-others",
+    )
 
 
 def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
@@ -269,7 +313,7 @@ def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
         ScenarioError: the model is none, `groups` is no whole number or below 1, or a lazy layer does not know its
             channels yet.
 
-    Examples:
+    LoaderExamples:
         >>> group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups
         4
     """

@@ -18,6 +18,7 @@ from flower_privdec.common.catalogue import LEAST_WEIGHT, MOST_WEIGHT
 from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.gradients.protocol import RowsOfBatch
+from flower_privdec.privacy.accountant.accounting import loose_delta
 from flower_privdec.privacy.noise import build_deployed_noise, build_noise
 from flower_privdec.tasks.losses import LOSSES, Loss
 from flower_privdec.training_loop.private_loop import LINES, PEER, PrivacyBudget, check_options, seed_of
@@ -92,7 +93,7 @@ def fit_privately(
         learning_rate: η.
         batch_size: the expected size of a Poisson batch.
         insecure_seed: INSECURE: batches and noise from a seed. For tests alone.
-        report: called with a line on ε, its unit and what was charged.
+        report: called with a line on ε, its unit and what was charged; and before, with a warning if δ is too large.
 
     Returns:
         The budget, whose `epsilon(entries())` is what is spent.
@@ -140,6 +141,8 @@ def fit_privately(
             "would grow without end: it must be < 2; lower the learning rate or alpha, or raise C",
             code=MODEL,
         )
+    if warning := loose_delta(delta, size):
+        report(f"warning: {warning}")
     for block, first in budget.paid(count, max(1, count // LINES), report):
         for number, drawn in enumerate(budget.draw(block, first, seed), start=first):
             total, index = torch.zeros_like(row), torch.from_numpy(drawn[: len(drawn) - behind])

@@ -16,7 +16,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError,
 from flower_privdec.common.formatting import epsilon_text, one_line, setting
 from flower_privdec.data.peer_data import draw_poisson
 from flower_privdec.models import fix_norms, is_constant_norm, keeps_statistics
-from flower_privdec.privacy.accountant.accounting import check_delta, epsilon, epsilon_of_runs
+from flower_privdec.privacy.accountant.accounting import check_delta, epsilon, epsilon_of_runs, loose_delta
 from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
 from flower_privdec.privacy.ledger.ledger import (
     Account,
@@ -55,7 +55,8 @@ from flower_privdec.privacy.noise import NoiseSource, build_deployed_noise, buil
 from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
 from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion, withheld
 from flower_privdec.training_loop.criterion_checks import CriterionTrial, check_finite
-from flower_privdec.training_loop.example_checks import MixedBatch, check_examples, mixed_batch
+from flower_privdec.training_loop.example_checks import LoaderExamples, assumption_of, mixed_batch
+from flower_privdec.training_loop.example_fetch import ExamplesAlone, MixedBatch, as_it_is
 
 DTYPES = (torch.float32, torch.float64)
 LINES = 16  # about so many ledger entries a pass
@@ -179,7 +180,8 @@ def private(
             BatchNorm that is frozen stays in eval mode, whatever mode the model is in.
         optimizer: any over parameters of the model, used without a closure. What it does not hold is not trained.
         data_loader: over a map-style dataset; `batch_size` becomes the expected size. Shuffling and `drop_last`
-            give way to Poisson sampling; the number of batches stays.
+            give way to Poisson sampling; the number of batches stays. Each example is read by `dataset[i]`, and given
+            to `collate_fn` without others.
         criterion: called as criterion(outputs, targets, ...); for an example alone the loss of that example. It must
             add up over examples, as a sum or a mean does, which is tried on made-up ones.
         ledger: the file in which all steps over this peer's data are counted, `.jsonl`, made if missing. One for each
@@ -198,7 +200,8 @@ def private(
         hardened: round the noise exactly, and add what covers the rounding of sums, so that no digit shows a sum. With
             a batch of 60 a step of a small MLP takes an eighth longer, and that of a CNN a twenty-fifth.
         insecure_seed: INSECURE: batches and noise from a seed, so that who knows it sees through them. For tests alone.
-        report: called with a line on ε, its unit and what was charged, after each pass over the loader.
+        report: called with a line on ε, its unit, what it assumes and what was charged, after each pass over the
+            loader; and before, with a warning if δ is too large to mean anything.
 
     Returns:
         What unpacks into model, optimizer, data_loader, criterion.
@@ -208,8 +211,10 @@ def private(
         BudgetError: from the loader, before a batch is read, when the budget is spent; `allowed` says so before.
 
     Privacy: unit one example, adjacency zero-out (an example's clipped gradient against 0; the number of examples is
-        public), against an adversary who sees the model after every step. Not covered: figures of private examples that
-        the loop computes itself, from the model's outputs or from `show_loss`; what it does to a batch as a whole
+        public), against an adversary who sees the model after every step. It assumes that item i of the dataset reads
+        example i only, and every summary says so, unless `separate_items` proves it. Not covered: figures of private
+        examples that the loop computes itself, from the model's outputs or from `show_loss`; what it does to a batch
+        as a whole
         before the model sees it (normalising by its own mean, mixing its examples); what `example_checks` cannot see;
         what reached the model or the optimizer's state before; the same person behind several examples.
 
@@ -224,8 +229,18 @@ def private(
     if rounds is not None and steps is None:
         steps = rounds * local_epochs * len(data_loader)
     size = len(data_loader.dataset)  # type: ignore[arg-type]
+    examples = LoaderExamples.of(data_loader)
     budget = PrivacyBudget.of(
-        ledger, size, data_loader.batch_size or 1, epsilon, delta, steps, noise_multiplier, insecure_seed, show_loss
+        ledger,
+        size,
+        data_loader.batch_size or 1,
+        epsilon,
+        delta,
+        steps,
+        noise_multiplier,
+        insecure_seed,
+        show_loss,
+        assumption_of(examples.unproved),
     )
     larger = _noise_inflation(budget.release, next(iter(parameters.values())).dtype) if hardened else 0.0
     if hardened and insecure_seed is not None:
@@ -233,11 +248,11 @@ def private(
             "hardened=True is for noise of the operating system: leave out insecure_seed", code=ARGUMENT
         )
     spent = budget.remaining_steps(budget.entries()) < 1  # then no example is read
-    collate = data_loader.collate_fn if spent else check_examples(data_loader)
+    alone = ExamplesAlone(data_loader.dataset, data_loader.collate_fn) if spent else examples.checked()
     trial = CriterionTrial(model, criterion)
     if not spent:
         check_finite(data_loader.dataset)
-        trial.before_payment(data_loader, collate)
+        trial.before_payment(data_loader, data_loader.collate_fn)
     seed = seed_of(insecure_seed)
     watch = budget.watch
     shown: dict[str, Any] = {} if watch is None else {"behind": watch.behind, "show": watch.show}
@@ -253,7 +268,9 @@ def private(
         expected_batch=budget.release.batch_size,
         watch=watch,
     )
-    loader = PrivateLoader(data_loader, noised, budget, collate, reserve=reserve, seed=seed, report=report)
+    loader = PrivateLoader(data_loader, noised, budget, alone, reserve=reserve, seed=seed, report=report)
+    if warning := loose_delta(delta, size):
+        report(f"warning: {warning}")
     loss = PrivateCriterion(criterion, clipped_sum, noised, trial, show_loss)
     return ExamplePrivacy(PrivateModel(model, clipped_sum, noised), optimizer, loader, loss, noised, budget)
 
@@ -403,15 +420,19 @@ class PrivateLoader:
         loader: DataLoader[Any],
         steps: NoisedSteps,
         budget: PrivacyBudget,
-        collate: Callable[[list[Any]], Any],
+        alone: ExamplesAlone,
         *,
         reserve: int | None,
         seed: bytes | None,
         report: Callable[[str], None],
     ) -> None:
-        """Draw from a loader's dataset, by a key or else from the operating system's entropy; see `private`."""
+        """Draw from a loader's dataset, by a key or else from the operating system's entropy; see `private`.
+
+        Args:
+            alone: makes batches of the loader's dataset.
+        """
         self._loader, self._steps, self._budget, self._seed, self._report = loader, steps, budget, seed, report
-        self._collate = collate
+        self._alone = alone
         self._reserve = reserve or (len(loader) if loader.num_workers else max(1, len(loader) // LINES))
 
     def __len__(self) -> int:
@@ -423,17 +444,21 @@ class PrivateLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        with closing(self._budget.paid(len(self), self._reserve, self._report)) as blocks:
-            for count, first in blocks:
+        with Payments(self._budget, len(self), self._reserve, self._report) as payments:
+            self._steps.pay = payments.pay
+            for count, first in payments.blocks():
+                # The first batch of all shows whether loop, model and criterion work: it is paid for when its noise is
+                # added, so that a mistake costs nothing. Every other is paid for before it is drawn.
+                if self._steps.has_released:
+                    payments.pay()
                 yield from self._batches(count, first)
 
     def _batches(self, count: int, first: int) -> Iterator[Any]:
-        """Yield the batches of some steps that are paid."""
+        """Yield the batches of some steps."""
         batches_drawn = self._budget.draw(count, first, self._seed)
         drawn = [batch.tolist() for batch in batches_drawn if len(batch)]
         options: Mapping[str, Any] = {name: getattr(self._loader, name) for name in LOADER_OPTIONS}
-        dataset = self._loader.dataset
-        batches = iter(DataLoader(dataset, batch_sampler=drawn, collate_fn=self._collate, **options))
+        batches = iter(DataLoader(self._alone, batch_sampler=drawn, collate_fn=as_it_is, **options))
         for number, size in enumerate(map(len, batches_drawn), start=first):
             if size == 0:
                 self._steps.step_on_noise(number)
@@ -444,8 +469,10 @@ class PrivateLoader:
             except RAISED_BY_USERS as error:
                 failure = type(error).__name__
             if failure:  # raised here, an error that does not carry the other one along
+                self._steps.pay()
                 raise withheld("the dataset or the collate_fn", failure)
             if isinstance(batch, MixedBatch):
+                self._steps.pay()
                 raise mixed_batch()
             self._steps.draw(size, number)
             yield batch
@@ -482,7 +509,8 @@ class PrivateModel(nn.Module):
         """
         if not torch.is_grad_enabled():
             return fix_norms(copy.deepcopy(self.module))(*args, **kwargs)
-        output = self._clipped_sum.outputs(args, kwargs)
+        with self._steps.paying_for_errors():
+            output = self._clipped_sum.outputs(args, kwargs)
         if not isinstance(output, Tensor):
             kind = type(output).__name__
             raise ScenarioError(f"the model returns a {kind}: it must return one tensor [examples, ...]", code=MODEL)
@@ -543,8 +571,11 @@ class PrivateCriterion(nn.Module):
                 code=PAST,
             )
         self._trial.try_call(call.args, call.kwargs, targets)
-        shown = self._clipped_sum.loss(outputs, targets) if self._show_loss else torch.full((), math.nan)
-        total, examples = (None, 0) if call.of is None else self._clipped_sum(call.args, call.kwargs, targets)
+        with self._steps.paying_for_errors():
+            shown = self._clipped_sum.loss(outputs, targets) if self._show_loss else torch.full((), math.nan)
+            total, examples = (None, 0) if call.of is None else self._clipped_sum(call.args, call.kwargs, targets)
+        if self._show_loss:
+            self._steps.pay()
         arrive = partial(self._steps.arrive, total, examples, call.of)
         loss: Tensor = _Loss.apply(torch.zeros((), requires_grad=True), shown, arrive)
         return loss if self._show_loss else loss.as_subclass(PrivateLoss)
@@ -634,8 +665,10 @@ class NoisedSteps:
 
     Attributes:
         drawn: the batch that awaits its step, or None.
+        pay: pays for the steps whose batches are being drawn, once; called before anything of their examples leaves.
+        has_released: whether a step was taken.
 
-    Privacy: one release of the step's mechanism, charged by the caller of `draw`.
+    Privacy: one release of the step's mechanism, which `pay` charges before the noise is added.
     """
 
     def __init__(
@@ -657,6 +690,8 @@ class NoisedSteps:
         self._std, self._divisor = noise_multiplier * clip_norm, expected_batch
         self._clip_norm, self._watch = clip_norm, watch
         self.drawn: Drawn | None = None
+        self.pay: Callable[[], None] = _nothing_due
+        self.has_released = False
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         setattr(optimizer, MARK, self)
         for name, parameter in parameters.items():
@@ -708,6 +743,15 @@ class NoisedSteps:
         assert self.drawn is not None
         self.drawn.total = total
 
+    @contextmanager
+    def paying_for_errors(self) -> Iterator[None]:
+        """Pay before an error that only private examples cause goes on; others tell nothing of them."""
+        try:
+            yield
+        except RunError:
+            self.pay()
+            raise
+
     def step_on_noise(self, number: int) -> None:
         """Take the step of an empty batch: noise alone."""
         self.draw(0, number)
@@ -749,7 +793,9 @@ class NoisedSteps:
 
     @torch.no_grad()
     def _release(self, drawn: Drawn) -> None:
-        """Add noise to a batch's sum, and set the parameters' gradients to its mean."""
+        """Pay for a batch, add noise to its sum, and set the parameters' gradients to its mean."""
+        self.pay()
+        self.has_released = True
         like = next(iter(self._parameters.values()))
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         row = like.new_zeros(sum(sizes)) if drawn.total is None else drawn.total.clone()
@@ -760,6 +806,10 @@ class NoisedSteps:
         row /= self._divisor
         for parameter, part in zip(self._parameters.values(), row.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter).clone()
+
+
+def _nothing_due() -> None:
+    """Pay for nothing: without a loader, the caller of `draw` has charged."""
 
 
 def _guard(name: str, parameter: Tensor, owner: NoisedSteps) -> None:
@@ -797,6 +847,7 @@ class PrivacyBudget:
         limit: an upper bound on the steps that remain.
         insecure: whether batches and noise come from a seed, so that there is no ε against those who know it.
         loss_shown: whether the loop is shown the losses of private batches, which ε does not cover.
+        assumption: what ε assumes of the examples, in words; empty if their items are proved separate.
         watch: of an observer of the loop, see `LOOPS`.
     """
 
@@ -809,6 +860,7 @@ class PrivacyBudget:
     limit: int = UNLIMITED
     insecure: bool = False
     loss_shown: bool = False
+    assumption: str = ""
     watch: LoopWatch | None = None
 
     @classmethod
@@ -823,6 +875,7 @@ class PrivacyBudget:
         noise_multiplier: float | None,
         insecure_seed: int | None,
         loss_shown: bool = False,
+        assumption: str = "",
     ) -> PrivacyBudget:
         """Return the budget of Poisson batches, its noise given or solved, and note it for the peer around.
 
@@ -830,6 +883,7 @@ class PrivacyBudget:
             size: how many examples there are.
             batch_size: the expected batch.
             ledger, epsilon, delta, steps, noise_multiplier, insecure_seed, loss_shown: see `private`.
+            assumption: what ε assumes of the examples, in words.
 
         Raises:
             ScenarioError: no noise can be solved for.
@@ -839,7 +893,8 @@ class PrivacyBudget:
         release = Release(sampling, rate, size, batch, noise_multiplier=noise_multiplier or 1.0)
         insecure = insecure_seed is not None
         place = (path.parent, path.name.removesuffix(".jsonl"))
-        budget = cls(*place, release, epsilon, delta, steps, insecure=insecure, loss_shown=loss_shown)
+        budget = cls(*place, release, epsilon, delta, steps)
+        budget = replace(budget, insecure=insecure, loss_shown=loss_shown, assumption=assumption)
         if noise_multiplier is None:
             budget = budget.with_noise_solved()
         elif epsilon is not None and steps is None:
@@ -847,7 +902,8 @@ class PrivacyBudget:
         if (observer := LOOPS.observer()) is not None:
             budget = replace(budget, watch=observer.admit(budget))
         caveat = "; batches and noise from a seed, INSECURE" * insecure
-        note_budget(budget.path.absolute(), delta, caveat + "; the loop was shown private losses" * loss_shown)
+        caveat += "; the loop was shown private losses" * loss_shown
+        note_budget(budget.path.absolute(), delta, caveat, assumption)
         return budget
 
     def paid(self, steps: int, reserve: int, report: Callable[[str], None]) -> Generator[tuple[int, int], None, None]:
@@ -861,26 +917,10 @@ class PrivacyBudget:
         Raises:
             BudgetError: the budget allows no more.
         """
-        done = 0
-        with Ledger(self.folder, self.source) as ledger:
-            taken, remaining = self.taken(ledger.entries), self.remaining_steps(ledger.entries)
-            run = RunName(secrets.token_hex(16), "example-level", f"torch {torch.__version__}")
-            try:
-                while done < steps:
-                    count = min(reserve, steps - done, remaining - done)
-                    if count < 1:
-                        raise BudgetError(
-                            f"{ledger.path}: the privacy budget is spent, and no batch was read: "
-                            f"{self.statement(ledger.entries)}; check `allowed` before training",
-                            code="ledger.budget-spent",
-                        )
-                    spend = Spend(done, done + count, self.release.times(count))
-                    ledger.append(run, done, done + count, [Charge.of([0], [spend])])
-                    yield count, taken + done
-                    done += count
-            finally:
-                if done:
-                    report(self.statement(ledger.entries))
+        with Payments(self, steps, reserve, report) as payments:
+            for block in payments.blocks():
+                payments.pay()
+                yield block
 
     def draw(self, steps: int, first: int, seed: bytes | None) -> list[np.ndarray]:
         """Return the examples of each of some steps' Poisson batches, ascending.
@@ -960,6 +1000,90 @@ class PrivacyBudget:
         rest += "" if self.budget is None and self.steps is None else f", {self.remaining_steps(entries):,} steps left"
         warning = "INSECURE, drawn from a seed: " if self.insecure else ""
         spent = f"ε = {epsilon_text(self.epsilon(entries))} at δ = {setting(self.delta)}"
-        unit = "unit: example; adjacency: zero-out"
+        unit = f"unit: example; adjacency: zero-out; {self.assumption or 'items: proved separate'}"
         shown = "; not covered: the loop was shown private losses" if self.loss_shown else ""
         return f"{warning}{spent} ({unit}; charged: {charged or 'nothing yet'}; {rest}; ledger: {self.path}{shown})"
+
+
+class Payments:
+    """Pays for one pass over a loader, block by block; a context manager.
+
+    The ledger is locked from the first payment on, and made by it if there is none: what fails before leaves nothing.
+    """
+
+    def __init__(self, budget: PrivacyBudget, steps: int, reserve: int, report: Callable[[str], None]) -> None:
+        """Pay for steps of a budget; see `PrivacyBudget.paid`."""
+        self._budget, self._steps, self._reserve, self._report = budget, steps, reserve, report
+        self._run = RunName(secrets.token_hex(16), "example-level", f"torch {torch.__version__}")
+        self._ledger: Ledger | None = None
+        self._done = 0  # steps of blocks before
+        self._due = 0  # steps of this block that are not paid
+        self._has_paid = False
+        self._is_over = False
+
+    def __enter__(self) -> Payments:
+        if self._budget.path.exists():
+            self._ledger = self._opened()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        if self._ledger is None:
+            return
+        try:
+            if self._has_paid:
+                self._report(self._budget.statement(self._ledger.entries))
+        finally:
+            self._close()
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield blocks of steps that the budget allows: how many, and the number of the first of all runs.
+
+        Raises:
+            BudgetError: the budget allows no more.
+        """
+        entries = self._budget.entries() if self._ledger is None else self._ledger.entries
+        taken = self._budget.taken(entries)
+        remaining = self._budget.remaining_steps(entries)
+        while self._done < self._steps:
+            self._due = min(self._reserve, self._steps - self._done, remaining - self._done)
+            if self._due < 1:
+                raise self._spent()
+            count = self._due
+            yield count, taken + self._done
+            self._done += count
+
+    def pay(self) -> None:
+        """Charge the block on disk, unless that was done.
+
+        Raises:
+            BudgetError: the ledger is in use, or another process has spent the budget meanwhile.
+        """
+        if self._due == 0:
+            return
+        if self._ledger is None:
+            self._ledger = self._opened()
+            if self._budget.remaining_steps(self._ledger.entries) < self._due:
+                raise self._spent()
+        spend = Spend(self._done, self._done + self._due, self._budget.release.times(self._due))
+        self._ledger.append(self._run, self._done, self._done + self._due, [Charge.of([0], [spend])])
+        self._due = 0
+        self._has_paid = True
+        if self._is_over:  # a batch of an iterator that is closed
+            self._close()
+
+    def _close(self) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
+
+    def _opened(self) -> Ledger:
+        return Ledger(self._budget.folder, self._budget.source)
+
+    def _spent(self) -> BudgetError:
+        entries = self._budget.entries() if self._ledger is None else self._ledger.entries
+        return BudgetError(
+            f"{self._budget.path}: the privacy budget is spent, and no batch was read: "
+            f"{self._budget.statement(entries)}; check `allowed` before training",
+            code="ledger.budget-spent",
+        )

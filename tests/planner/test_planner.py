@@ -211,7 +211,7 @@ def test_best_signal_follows_its_formula(build: Build) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["privacy.delta=0.02"], "δ = 0.02 >= 1/J = 1/60 (peers 0-3)"),
+        (["privacy.delta=0.02"], "δ = 0.02 >= 1/60 (peers 0-3): revealing one example outright would be allowed"),
         (["privacy.epsilon=20"], "ε reaches 20.0, above 10"),
         (["privacy.epsilon=0.05"], "signal to noise over the whole run is"),
         (["privacy=none"], "privacy is none"),

@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.training_loop import ExamplePrivacy, private
-from flower_privdec.training_loop.example_checks import check_examples
+from flower_privdec.training_loop.example_checks import LoaderExamples
 
 N = 24
 
@@ -183,7 +183,7 @@ def states() -> list[Any]:
 @pytest.mark.parametrize(("rows", "collate"), [(SEQUENCES, padded_to_four), (data(), of_dicts), (data(), None)])
 def test_a_batch_of_rows_is_taken_as_it_is(rows: Any, collate: Any, tmp_path: Path) -> None:
     before = states()
-    batch = check_examples(DataLoader(rows, 6, collate_fn=collate))(list(rows)[:6])
+    batch = LoaderExamples.of(DataLoader(rows, 6, collate_fn=collate)).checked().__getitems__(range(6))
     assert states() == before
     assert repr(batch) == repr((collate or default_collate)(list(rows)[:6]))
 
@@ -265,7 +265,7 @@ class OwnMixup(Items):
 
 class Shifted(Items):
     def __getitem__(self, index: int) -> Any:
-        return self.inner[(index + 3) % N][0], self.y[index]
+        return self.inner[(index + 3) % N]
 
 
 class Repeating(Dataset[Any]):

@@ -24,7 +24,15 @@ from raising import raises
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.gradients.protocol import LARGEST
@@ -693,6 +701,114 @@ def test_the_noise_of_the_ledger_is_kept_where_the_solution_is_lost(
     assert again.allowed == 16
 
 
+class OfTwo(nn.Linear):
+    """A model that returns more than one tensor, as many of transformers do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+def of_another_width(parts: ExamplePrivacy) -> None:
+    loop(parts)
+
+
+def of_another_name(parts: ExamplePrivacy) -> None:
+    for batch in parts.data_loader:
+        parts.model(batch["image"])
+
+
+def of_accumulated(parts: ExamplePrivacy) -> None:
+    for x, y in parts.data_loader:
+        parts.criterion(parts.model(x), y).backward()
+
+
+def of_scaled(parts: ExamplePrivacy) -> None:
+    for x, y in parts.data_loader:
+        (parts.criterion(parts.model(x), y) / 4).backward()
+
+
+def of_other_targets(parts: ExamplePrivacy) -> None:
+    for x, y in parts.data_loader:
+        parts.criterion(parts.model(x), torch.stack([y.float()] * 7)).backward()
+
+
+def of_a_read_loss(parts: ExamplePrivacy) -> None:
+    for x, y in parts.data_loader:
+        print(parts.criterion(parts.model(x), y))
+
+
+def of_memory(parts: ExamplePrivacy) -> None:
+    for _ in parts.data_loader:
+        raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("mistake", "model", "error"),
+    [
+        (of_another_width, lambda: nn.Linear(6, 3), ScenarioError),
+        (of_another_width, lambda: OfTwo(5, 3), ScenarioError),
+        (of_another_name, lambda: nn.Linear(5, 3), TypeError),
+        (of_accumulated, lambda: nn.Linear(5, 3), RunError),
+        (of_scaled, lambda: nn.Linear(5, 3), RunError),
+        (of_other_targets, lambda: nn.Linear(5, 3), ScenarioError),
+        (of_a_read_loss, lambda: nn.Linear(5, 3), RunError),
+        (of_memory, lambda: nn.Linear(5, 3), MemoryError),
+    ],
+)
+def test_a_mistake_in_the_first_batch_costs_nothing(
+    mistake: Callable[[ExamplePrivacy], None], model: Any, error: Any, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    folder = tmp_path / "ledgers"
+    loader = DataLoader(data(), 40)
+    parts = setup(tmp_path, model(), loader=loader, ledger=folder / "a.jsonl", report=said.append)
+    with pytest.raises(error):
+        mistake(parts)
+    assert not folder.exists()
+    parts.close()
+    right = setup(tmp_path, nn.Linear(5, 3), loader=loader, ledger=folder / "a.jsonl")
+    loop(right)
+    with pytest.raises(error):
+        mistake(setup(tmp_path, model(), loader=loader, ledger=folder / "a.jsonl"))
+    assert len((folder / "a.jsonl").read_text().splitlines()) == 2  # the header and the payment of the loop that works
+    assert said == []
+
+
+def test_an_error_that_only_private_examples_cause_is_paid_for(tmp_path: Path) -> None:
+    parts = setup(tmp_path, nn.Linear(5, 2), loader=DataLoader(data(), 40))  # a class too many
+    with raises(RunError, "training-loop.withheld"):
+        loop(parts)
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_loss_that_is_shown_is_paid_for_before(tmp_path: Path) -> None:
+    parts = setup(tmp_path, loader=DataLoader(data(), 40), show_loss=True)
+    x, y = next(iter(parts.data_loader))
+    assert not list(tmp_path.iterdir())
+    parts.criterion(parts.model(x), y)
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_batch_of_an_iterator_that_is_gone_is_paid_for_once(tmp_path: Path) -> None:
+    parts = setup(tmp_path, loader=DataLoader(data(), 40))
+    x, y = next(iter(parts.data_loader))
+    parts.criterion(parts.model(x), y).backward()
+    parts.optimizer.step()
+    assert parts.epsilon > 0
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
+    loop(setup(tmp_path, loader=DataLoader(data(), 40)))  # its lock is gone too
+
+
+def test_a_delta_that_would_allow_to_publish_an_example_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    setup(tmp_path, delta=0.025, report=said.append)
+    assert said == [
+        "warning: δ = 0.025 >= 1/40: revealing one example outright would be allowed; take δ well below 1/40"
+    ]
+    setup(tmp_path, delta=0.024, report=said.append)
+    assert len(said) == 1
+
+
 def test_a_step_is_on_disk_before_its_batch_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paid: list[int] = []
     original = os.urandom
@@ -700,7 +816,8 @@ def test_a_step_is_on_disk_before_its_batch_is_drawn(tmp_path: Path, monkeypatch
     parts = setup(tmp_path)
 
     def lines() -> int:
-        return len((tmp_path / "a.jsonl").read_text().splitlines()) - 1
+        path = tmp_path / "a.jsonl"
+        return len(path.read_text().splitlines()) - 1 if path.exists() else 0
 
     def drawing(count: int) -> bytes:
         if count == 32:
@@ -708,9 +825,11 @@ def test_a_step_is_on_disk_before_its_batch_is_drawn(tmp_path: Path, monkeypatch
         return original(count)
 
     monkeypatch.setattr("flower_privdec.training_loop.private_loop.os.urandom", drawing)
+    added: list[int] = []
+    monkeypatch.setattr(parts._steps._noise, "add_", lambda *_: added.append(lines()))
     loop(parts)
-    assert [number for number in paid if number] == sorted(paid)
-    assert set(paid) == {1, 2, 3, 4}
+    assert paid == [0, 2, 3, 4]  # the first batch shows whether the loop works, and is paid for before its noise
+    assert added == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
@@ -1059,7 +1178,19 @@ def test_the_error_of_a_loader_on_private_examples_is_withheld(workers: int, tmp
     def telling(examples: list[Any]) -> Any:
         raise ValueError(f"secret {examples}")
 
-    parts = setup(tmp_path, loader=DataLoader(data(), 10, collate_fn=telling, num_workers=workers))
+    with raises(RunError, "training-loop.withheld", names="collate_fn.* ValueError") as caught:
+        setup(tmp_path, loader=DataLoader(data(), 10, collate_fn=telling, num_workers=workers))
+    assert "secret" not in str(caught.value)
+    assert caught.value.__context__ is None
+
+    def telling_later(examples: list[Any]) -> Any:
+        if examples[0][0][0] == 7:
+            raise ValueError(f"secret {examples}")
+        return default_collate(examples)
+
+    x, y = batch((5,), 3, 40)
+    x[1] = 7  # which no probe reads
+    parts = setup(tmp_path, loader=DataLoader(TensorDataset(x, y), 40, collate_fn=telling_later, num_workers=workers))
     with raises(RunError, "training-loop.withheld", names="collate_fn.* ValueError") as caught:
         loop(parts)
     assert "secret" not in str(caught.value)

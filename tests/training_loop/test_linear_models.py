@@ -332,3 +332,12 @@ def test_a_flower_peer_of_scikit_learn_ends_with_the_examples_epsilon(tmp_path: 
     assert all(5.5 < report.epsilon <= 6.0 for report in strategy.reports.values())
     assert all("unit: one example" in report.app_spent for report in strategy.reports.values())
     assert np.abs(result.arrays.to_numpy_ndarrays()[0]).max() > 0
+
+
+def test_a_delta_that_would_allow_to_publish_an_example_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    for number, delta in enumerate((1 / 60, 0.016)):
+        options: dict[str, Any] = {"delta": delta, "noise_multiplier": 2.0, "report": said.append}
+        fit_privately(Ridge(), X, SCORES[:, 0], ledger=tmp_path / f"{number}", rounds=1, **options)
+    warned = [">= 1/60: revealing one example outright" in line for line in said]
+    assert warned == [True, False, False]

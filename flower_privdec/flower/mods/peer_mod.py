@@ -283,23 +283,23 @@ class RequestHandler:
         self._witness: LedgerWitness | None = None
         self._reporters: set[int] = set()
 
-    def note_app_budgets(self, budgets: Iterable[tuple[Path, float, str]]) -> None:
+    def note_app_budgets(self, budgets: Iterable[tuple[Path, float, str, str]]) -> None:
         """Remember which ledgers of examples the app's training pays into, for `PeerReport.app_spent`."""
         if self.state is not None:
-            noted = {str(path): (delta, caveat) for path, delta, caveat in budgets}
+            noted = {str(path): (delta, caveat, assumption) for path, delta, caveat, assumption in budgets}
             self.state.app_ledgers = self.state.app_ledgers | noted
 
     def _app_spent(self) -> tuple[str, float]:
         """Return what the app's own ledgers hold, in words and as ε, when the run ends; nothing before."""
         ledgers = {} if self.state is None or self.request.kind != DELIVER else self.state.app_ledgers
         words, largest = [], 0.0
-        for name, (delta, caveat) in ledgers.items():
+        for name, (delta, caveat, assumption) in ledgers.items():
             path = Path(name)
             spent = epsilon_of_runs(costs_in(read_entries(path.parent, path.stem)), delta)
             largest = max(largest, math.inf if caveat else spent)
             words.append(
-                f"epsilon = {spent:.4g} at delta = {delta:g} (unit: one example; adjacency: zero-out; by the app's own "
-                f"ledger {path.name}{caveat})"
+                f"epsilon = {spent:.4g} at delta = {delta:g} (unit: one example; adjacency: zero-out; "
+                f"{assumption and assumption + '; '}by the app's own ledger {path.name}{caveat})"
             )
         return " and ".join(words), largest
 

@@ -257,7 +257,7 @@ class PeerState:
         local_arrays: of the record that never leaves the peer (`PeerRequest.local_record`); empty where there is none.
         adopted: over a server, the model that it sent last; empty where there is none.
         examples: the number of examples by which its next update counts.
-        app_ledgers: δ and a caveat of each ledger of examples that the app's own training pays into, by its path.
+        app_ledgers: δ, caveats and assumptions of each ledger of examples that the app's own training pays into.
         first_weight: what it brings into the run: 1, or its number of examples; where it came later, or its state was
             an old copy, with its first share.
         average: of dual averaging, over the models with which it took part; empty before the first.
@@ -280,7 +280,7 @@ class PeerState:
     adopted: dict[str, np.ndarray] = field(default_factory=dict)
     examples: float = 1.0
     first_weight: float = 1.0
-    app_ledgers: dict[str, tuple[float, str]] = field(default_factory=dict)
+    app_ledgers: dict[str, tuple[float, str, str]] = field(default_factory=dict)
     average: np.ndarray = field(default_factory=lambda: np.empty(0))
     average_weight: float = 0.0
     dual: tuple[DualStep, int] | None = None
@@ -577,7 +577,10 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
         first_weight=float(facts["examples"][1]),
         average=tensors["average"],
         average_weight=float(facts["average_weight"]),
-        app_ledgers={path: (float(delta), str(caveat)) for path, (delta, caveat) in facts["app_ledgers"].items()},
+        app_ledgers={
+            path: (float(delta), str(caveat), str(assumption))
+            for path, (delta, caveat, assumption) in facts["app_ledgers"].items()
+        },
     )
 
 

@@ -296,7 +296,8 @@ class _LocalSteps(DataLoader[Any]):
     """A loader's data in as many batches as a round has local steps, for `private`."""
 
     def __init__(self, loader: DataLoader[Any], steps: int) -> None:
-        super().__init__(loader.dataset, loader.batch_size, **{name: getattr(loader, name) for name in LOADER_OPTIONS})
+        options = {name: getattr(loader, name) for name in (*LOADER_OPTIONS, "collate_fn")}
+        super().__init__(loader.dataset, loader.batch_size, **options)
         self._steps = steps
 
     def __len__(self) -> int:

@@ -40,6 +40,7 @@ from itertools import chain, product
 import numpy as np
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.formatting import setting
 from flower_privdec.common.user_code import require
 from flower_privdec.privacy.accountant.composition import (
     composed_epsilon,
@@ -91,6 +92,22 @@ def check_delta(delta: float) -> None:
     if delta < LEAST_DELTA:
         message = f"privacy.delta={delta} must be at least {LEAST_DELTA:g}; use about one over 10 times the examples"
         raise ScenarioError(message, code="privacy.delta")
+
+
+def loose_delta(delta: float, examples: int, of: str = "", most: int | None = None) -> str:
+    """Return a warning of a δ with which one example could be published as it is; empty if it is below one over them.
+
+    Args:
+        examples: how many there are.
+        of: whose, such as " (peers 0-3)".
+        most: of the peer that has most, if there are several.
+    """
+    if delta * examples < 1:
+        return ""
+    return (
+        f"δ = {setting(delta)} >= 1/{examples}{of}: revealing one example outright would be allowed; take δ well below "
+        f"1/{most or examples}"
+    )
 
 
 @lru_cache(maxsize=8192)

@@ -644,13 +644,13 @@ def read_entries(directory: Path | str, source: str) -> list[Entry]:
     return [*segment.before.entries, *entries]
 
 
-_noted: ContextVar[list[tuple[Path, float, str]] | None] = ContextVar("noted", default=None)
+_noted: ContextVar[list[tuple[Path, float, str, str]] | None] = ContextVar("noted", default=None)
 
 
 @contextmanager
-def noting_budgets() -> Iterator[list[tuple[Path, float, str]]]:
-    """Yield a list that gets the ledger, δ and caveats of each budget that a training loop opens inside."""
-    noted: list[tuple[Path, float, str]] = []
+def noting_budgets() -> Iterator[list[tuple[Path, float, str, str]]]:
+    """Yield a list that gets the ledger, δ, caveats and assumptions of each budget that a loop opens inside."""
+    noted: list[tuple[Path, float, str, str]] = []
     token = _noted.set(noted)
     try:
         yield noted
@@ -658,16 +658,17 @@ def noting_budgets() -> Iterator[list[tuple[Path, float, str]]]:
         _noted.reset(token)
 
 
-def note_budget(path: Path, delta: float, caveat: str = "") -> None:
+def note_budget(path: Path, delta: float, caveat: str = "", assumption: str = "") -> None:
     """Note a budget for `noting_budgets`, where one is around.
 
     Args:
         path: of its ledger.
         delta: δ of its ε.
         caveat: what ε does not cover, to be said beside it.
+        assumption: what ε holds under, to be said beside it.
     """
     if (noted := _noted.get()) is not None:
-        noted.append((path, delta, caveat))
+        noted.append((path, delta, caveat, assumption))
 
 
 def ledger_path(directory: Path | str, source: str) -> Path:

@@ -1,0 +1,359 @@
+"""What is known of a dataset without reading it: which kinds keep their items apart, and which items are one example.
+
+Example-level privacy bounds what one *item* of a dataset changes. For the kinds that are recognised here an item is a
+row of an array, a table or a list, or a file of its own, so that nothing that stands in another item can reach it: it
+is *proved*. Code of a user's own, such as a dataset class or a transform, may read what it likes. Then ε holds if item
+i reads example i only, and every summary says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+PLACES = 2**40  # more than any dataset has items
+PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)  # values that hold nothing of another item
+
+# Of torchvision.datasets: an item is row i of `data`, or the file that `samples` names at i.
+OF_ARRAYS = ("MNIST", "FashionMNIST", "KMNIST", "EMNIST", "QMNIST", "CIFAR10", "CIFAR100", "SVHN", "STL10", "USPS")
+OF_FILES = ("DatasetFolder", "ImageFolder")
+# Of torchvision.transforms: these call a function of the user's, or take a batch.
+NOT_OF_AN_ITEM = ("Lambda", "MixUp", "CutMix")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tensors whose rows can be taken in one go, since rows are all that items are.
+
+    Attributes:
+        tensors: of as many rows each.
+        index: of each item's row, int64 [items].
+        is_tuple: whether an item is a tuple of rows, rather than one row.
+    """
+
+    tensors: tuple[Tensor, ...]
+    index: np.ndarray
+    is_tuple: bool
+
+
+@dataclass(frozen=True)
+class Items:
+    """What is known of a dataset's items.
+
+    Attributes:
+        ids: of the example that each item is; items with one number are one example. int64 [items].
+        unproved: the datasets and transforms that are not proved to keep items apart, by name.
+        owners: the datasets among those of which items can be read to try them.
+        owner: of each item: its place in `owners`, or -1. int64 [items].
+        own: of each item: its index in its owner. int64 [items].
+        rows: if all items are rows of tensors.
+    """
+
+    ids: np.ndarray
+    unproved: tuple[str, ...] = ()
+    owners: tuple[Any, ...] = ()
+    owner: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    own: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    rows: Rows | None = None
+
+    @classmethod
+    def proved(cls, ids: np.ndarray, rows: Rows | None = None) -> Items:
+        """Return items that are apart by construction."""
+        return cls(ids, (), (), np.full(len(ids), -1), np.zeros(len(ids), dtype=np.int64), rows)
+
+    @classmethod
+    def opaque(cls, ids: np.ndarray, dataset: Any, *unproved: str) -> Items:
+        """Return items of which only reading them can tell anything."""
+        return cls(ids, unproved, (dataset,), np.zeros(len(ids), dtype=np.int64), np.arange(len(ids)))
+
+    def __getitem__(self, index: np.ndarray) -> Items:
+        """Return what is known of some of these items."""
+        rows = self.rows
+        if rows is not None:
+            rows = Rows(rows.tensors, rows.index[index], rows.is_tuple)
+        return Items(self.ids[index], self.unproved, self.owners, self.owner[index], self.own[index], rows)
+
+
+@dataclass
+class ItemPlaces:
+    """Numbers for the memory and the objects that items lie in, the same number for the same place."""
+
+    numbers: dict[Any, int] = field(default_factory=dict)
+    held: list[Any] = field(default_factory=list)  # so that no other object gets its id meanwhile
+
+    def ids(self, place: Any, offsets: np.ndarray | range) -> np.ndarray:
+        """Return numbers for offsets within a place: negative ones, while addresses in memory are positive."""
+        number = self.numbers.setdefault(place, len(self.numbers) + 1)
+        return np.asarray(offsets, dtype=np.int64) - number * PLACES
+
+    def of(self, owner: Any, count: int) -> np.ndarray:
+        """Return numbers for an object's items."""
+        self.held.append(owner)
+        return self.ids(id(owner), range(count))
+
+
+def look(dataset: Any, places: ItemPlaces) -> Items:
+    """Return what is known of a dataset's items, through the wrappers of torch."""
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return _of_tensors(dataset, dataset.tensors, places)
+    if kind is Tensor:
+        return _of_tensors(dataset, (dataset,), places)
+    if kind in (np.ndarray, np.memmap):
+        return _of_array(dataset, places)
+    if kind in (list, tuple):
+        return _of_list(dataset, places)
+    if getattr(kind, "__getitem__", None) is Subset.__getitem__:
+        return _of_subset(dataset, places)
+    if getattr(kind, "__getitem__", None) is ConcatDataset.__getitem__:
+        return _of_parts(dataset, places)
+    if kind is StackDataset:
+        return _of_stack(dataset, places)
+    if is_table(dataset):
+        return _of_table(dataset, places)
+    if is_of(dataset, "torchvision.datasets", (*OF_ARRAYS, *OF_FILES)):
+        return _of_torchvision(dataset, places)
+    return Items.opaque(places.of(dataset, len(dataset)), dataset, kind.__name__)
+
+
+def is_table(dataset: Any) -> bool:
+    """Return whether this is a table of Hugging Face's `datasets`, of that very class."""
+    return type(dataset).__module__ == "datasets.arrow_dataset" and type(dataset).__name__ == "Dataset"
+
+
+def is_of(value: Any, module: str, names: Sequence[str]) -> bool:
+    """Return whether a value's class is one of a library's own, by name, and not derived from it."""
+    library = sys.modules.get(module)
+    return library is not None and any(type(value) is getattr(library, name, None) for name in names)
+
+
+def are_rows_apart(array: Tensor | np.ndarray) -> bool:
+    """Return whether no two rows of an array share memory, as sliding windows and expanded rows do."""
+    if isinstance(array, Tensor):
+        if array.layout is not torch.strided:
+            return False
+        strides = array.stride()
+    else:
+        strides = tuple(stride // max(array.itemsize, 1) for stride in array.strides)
+
+    axes = sorted((abs(stride), size) for stride, size in zip(strides, array.shape, strict=True) if size > 1)
+    reach = 0  # the place of the last element that the axes so far reach
+    for stride, size in axes:
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
+def row_addresses(array: Tensor | np.ndarray) -> np.ndarray | None:
+    """Return where each row of an array begins in memory, int64 [rows]; None if it holds none there."""
+    if isinstance(array, Tensor):
+        if array.layout is not torch.strided or array.numel() == 0 or array.ndim == 0 or array.data_ptr() == 0:
+            return None
+        first = array.data_ptr()
+        stride = array.stride(0) * array.element_size()
+    else:
+        if array.dtype.hasobject or array.size == 0 or array.ndim == 0:
+            return None
+        first = array.__array_interface__["data"][0]
+        stride = array.strides[0]
+    return first + stride * np.arange(len(array), dtype=np.int64)
+
+
+def _of_tensors(dataset: Any, tensors: Sequence[Tensor], places: ItemPlaces) -> Items:
+    if not all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors):
+        return Items.opaque(places.of(dataset, len(dataset)), dataset, f"a {type(dataset).__name__} of other classes")
+
+    # Labels may be one number for all, expanded: the widest tensor tells examples apart.
+    widest = max(tensors, key=lambda tensor: tensor.numel())
+    ids = row_addresses(widest)
+    if ids is None:
+        ids = places.of(dataset, len(dataset))
+    places.held.append(dataset)
+
+    if not all(len(tensor) == 1 or are_rows_apart(tensor) or _is_constant(tensor) for tensor in tensors):
+        return Items.opaque(ids, dataset, "a tensor whose rows share memory")
+    rows = Rows(tuple(tensors), np.arange(len(ids)), type(dataset) is TensorDataset)
+    return Items.proved(ids, rows)
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Return whether all rows of a tensor are one row, as one label for all is."""
+    return tensor.layout is torch.strided and tensor.stride(0) == 0
+
+
+def _of_array(dataset: np.ndarray, places: ItemPlaces) -> Items:
+    ids = row_addresses(dataset)
+    if ids is None:
+        ids = places.of(dataset, len(dataset))
+    places.held.append(dataset)
+    if dataset.dtype.hasobject or not are_rows_apart(dataset):
+        return Items.opaque(ids, dataset, "an array whose rows share memory")
+    return Items.proved(ids)
+
+
+def _of_list(dataset: Sequence[Any], places: ItemPlaces) -> Items:
+    """Return what is known of a list of items: apart if they are plain values, none of which shares memory."""
+    places.held.append(dataset)
+
+    # Python keeps one object for equal constants: only other objects tell that two items are one.
+    ids = places.ids(id(dataset), range(len(dataset)))
+    own = np.array([0 if _is_constant_value(item) else id(item) for item in dataset], dtype=np.int64)
+    ids = np.where(own > 0, own, ids)
+
+    name = type(dataset).__name__
+    spans: list[tuple[int, int, int]] = []
+    if not all(_is_plain(item, number, spans) for number, item in enumerate(dataset)):
+        return Items.opaque(ids, dataset, f"a {name} of {type(dataset[0]).__name__}")
+    spans.sort()
+    reach, owner = 0, -1
+    for start, end, number in spans:
+        if start < reach and number != owner:
+            return Items.opaque(ids, dataset, f"a {name} of arrays that share memory")
+        if end > reach:
+            reach = end
+            owner = number
+    return Items.proved(ids)
+
+
+def _is_constant_value(value: Any) -> bool:
+    kind = type(value)
+    return kind in PLAIN or (kind is tuple and all(map(_is_constant_value, value)))
+
+
+def _is_plain(value: Any, number: int, spans: list[tuple[int, int, int]]) -> bool:
+    """Return whether a value is made of numbers, words and arrays; append the memory of these and the item's number."""
+    kind = type(value)
+    if kind in PLAIN:
+        return True
+    if kind is dict:
+        return all(_is_plain(part, number, spans) for part in value.values())
+    if kind in (list, tuple):
+        return all(_is_plain(part, number, spans) for part in value)
+    if kind is Tensor and value.layout is torch.strided:
+        if value.numel():
+            start = value.data_ptr()
+            last = value.numel() - 1
+            if not value.is_contiguous():
+                last = sum(stride * (size - 1) for stride, size in zip(value.stride(), value.shape, strict=True))
+            spans.append((start, start + (last + 1) * value.element_size(), number))
+        return True
+    if kind is np.ndarray and not value.dtype.hasobject:
+        if value.size:
+            start, end = np.lib.array_utils.byte_bounds(value)
+            spans.append((start, end, number))
+        return True
+    return kind.__module__.startswith("PIL.") or isinstance(value, np.generic)
+
+
+def _of_subset(dataset: Any, places: ItemPlaces) -> Items:
+    inner = look(dataset.dataset, places)
+    index = np.asarray(dataset.indices, dtype=np.int64).reshape(-1)
+    index = np.where(index < 0, index + len(inner.ids), index)
+    return _named(inner[index], dataset, Subset)
+
+
+def _of_parts(dataset: Any, places: ItemPlaces) -> Items:
+    looks = [look(part, places) for part in dataset.datasets]
+    owners: list[Any] = []
+    owner = []
+    for part in looks:
+        owner.append(np.where(part.owner < 0, -1, part.owner + len(owners)))
+        owners += part.owners
+    unproved = tuple(dict.fromkeys(name for part in looks for name in part.unproved))
+    ids = np.concatenate([part.ids for part in looks])
+    own = np.concatenate([part.own for part in looks])
+    return _named(Items(ids, unproved, tuple(owners), np.concatenate(owner), own), dataset, ConcatDataset)
+
+
+def _named(items: Items, dataset: Any, kind: type) -> Items:
+    """Return items with the name of their dataset among the unproved, if it is not of that very class."""
+    if type(dataset) is kind:
+        return items
+    return replace(items, unproved=(*items.unproved, type(dataset).__name__), rows=None)
+
+
+def _of_stack(dataset: Any, places: ItemPlaces) -> Items:
+    parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+    looks = [look(part, places) for part in parts]
+
+    # An example that occurs twice in one part occurs twice in the whole.
+    ids = min(looks, key=lambda part: len(np.unique(part.ids))).ids
+    unproved = tuple(dict.fromkeys(name for part in looks for name in part.unproved))
+    return Items.opaque(ids, dataset, *unproved) if unproved else Items.proved(ids)
+
+
+def _of_table(dataset: Any, places: ItemPlaces) -> Items:
+    """Return what is known of a Hugging Face table: rows of Arrow, formatted one by one unless a transform is set."""
+    places.held.append(dataset)
+    table = dataset.data
+    numbers = []
+    done = 0
+    for chunk in table.column(0).chunks if table.num_columns else []:
+        buffers = [buffer.address for buffer in chunk.buffers() if buffer is not None]
+        if buffers:  # the same memory, whichever selection or concatenation it stands in
+            numbers.append(places.ids(("buffer", buffers[-1]), chunk.offset + np.arange(len(chunk))))
+        else:
+            numbers.append(places.ids(("table", id(dataset)), done + np.arange(len(chunk))))
+        done += len(chunk)
+    ids = np.concatenate(numbers) if numbers else places.of(dataset, table.num_rows)
+    if dataset._indices is not None:
+        ids = ids[dataset._indices.column(0).to_numpy().astype(np.int64)]
+    if dataset._format_type == "custom":
+        return Items.opaque(ids, dataset, "the transform of a Dataset")
+    return Items.proved(ids)
+
+
+def _of_torchvision(dataset: Any, places: ItemPlaces) -> Items:
+    library = sys.modules["torchvision.datasets"]
+    name = type(dataset).__name__
+    places.held.append(dataset)
+    unproved = []
+    ids: np.ndarray | None
+    if is_of(dataset, "torchvision.datasets", OF_FILES):
+        ids = np.array([places.ids(("file", str(sample[0])), range(1))[0] for sample in dataset.samples])
+        if dataset.loader not in (library.folder.default_loader, library.folder.pil_loader):
+            unproved.append(f"the loader of {name}")
+    else:
+        data = dataset.data
+        is_array = type(data) in (Tensor, np.ndarray)
+        ids = row_addresses(data) if is_array else None
+        if ids is None or not are_rows_apart(data):
+            unproved.append(name)
+    transforms = [vars(dataset).get(role) for role in ("transform", "target_transform", "transforms")]
+    if not all(map(_is_transform_of_an_item, transforms)):
+        unproved.append(f"the transform of {name}")
+    if ids is None:
+        ids = places.of(dataset, len(dataset))
+    return Items.opaque(ids, dataset, *unproved) if unproved else Items.proved(ids)
+
+
+def _is_transform_of_an_item(transform: Any) -> bool:
+    """Return whether a transform is torchvision's own, down to its parts, and works on one item."""
+    kind = type(transform)
+    if transform is None or transform in (int, float, str):
+        return True
+    if kind is nn.Sequential:
+        return all(map(_is_transform_of_an_item, transform))
+    if kind.__module__ == "torchvision.datasets.vision":  # a pair of two transforms
+        return _is_transform_of_an_item(transform.transform) and _is_transform_of_an_item(transform.target_transform)
+    if not kind.__module__.startswith("torchvision.transforms.") or kind.__name__ in NOT_OF_AN_ITEM:
+        return False
+    parts = [part for value in vars(transform).values() for part in _parts(value)]
+    return all(_is_transform_of_an_item(part) for part in parts if callable(part) and not isinstance(part, type))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return the parts of a transform's attribute that may be transforms."""
+    if isinstance(value, list | tuple | nn.ModuleList):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    return [value]
