@@ -444,7 +444,7 @@ class PrivateLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        with Payments(self._budget, len(self), self._reserve, self._report) as payments:
+        with LoopPayments(self._budget, len(self), self._reserve, self._report) as payments:
             self._steps.pay = payments.pay
             for count, first in payments.blocks():
                 # The first batch of all shows whether loop, model and criterion work: it is paid for when its noise is
@@ -917,7 +917,7 @@ class PrivacyBudget:
         Raises:
             BudgetError: the budget allows no more.
         """
-        with Payments(self, steps, reserve, report) as payments:
+        with LoopPayments(self, steps, reserve, report) as payments:
             for block in payments.blocks():
                 payments.pay()
                 yield block
@@ -1005,7 +1005,7 @@ class PrivacyBudget:
         return f"{warning}{spent} ({unit}; charged: {charged or 'nothing yet'}; {rest}; ledger: {self.path}{shown})"
 
 
-class Payments:
+class LoopPayments:
     """Pays for one pass over a loader, block by block; a context manager.
 
     The ledger is locked from the first payment on, and made by it if there is none: what fails before leaves nothing.
@@ -1021,7 +1021,7 @@ class Payments:
         self._has_paid = False
         self._is_over = False
 
-    def __enter__(self) -> Payments:
+    def __enter__(self) -> LoopPayments:
         if self._budget.path.exists():
             self._ledger = self._opened()
         return self
