@@ -59,7 +59,8 @@ class Trial:
     """What a criterion did on made-up examples.
 
     Attributes:
-        ran: whether it could be called on any of them.
+        ran: whether it could be called on any of them alone.
+        together: whether it could be called on several.
         alive: whether any example alone had a gradient that is finite and not zero.
         nan: whether any example alone had a gradient that is not finite.
         mixes: whether an example's gradient in a batch has another direction than alone, or one of the two is zero.
@@ -69,6 +70,7 @@ class Trial:
     """
 
     ran: bool = False
+    together: bool = False
     alive: bool = False
     nan: bool = False
     mixes: bool = False
@@ -76,7 +78,7 @@ class Trial:
     counts: bool = False
     remembers: bool = False
 
-    def add(self, alone: Tensor, batches: Iterator[tuple[Tensor, Tensor]], tolerance: float, *, ragged: bool) -> None:
+    def add(self, alone: Tensor, batches: Sequence[tuple[Tensor, Tensor]], tolerance: float, *, ragged: bool) -> None:
         """Compare gradients.
 
         Args:
@@ -89,12 +91,12 @@ class Trial:
         finite = torch.isfinite(alone).all(1)
         self.nan |= not bool(finite.all())
         largest = 0.0
-        for rows, together in batches:
-            mixes, weighs = compare(alone[rows], together, tolerance)
+        for rows, gradients in batches:
+            mixes, weighs = compare(alone[rows], gradients, tolerance)
             self.mixes |= mixes
             self.weighs |= weighs and not ragged
             self.counts |= weighs and ragged
-            largest = max(largest, float(torch.nan_to_num(together).abs().max()))
+            largest = max(largest, float(torch.nan_to_num(gradients).abs().max()))
 
         # Differences of equal numbers may be rounded to a little more than zero.
         self.alive |= bool((finite & (alone.abs().amax(1) > ROUNDED * largest)).any())
@@ -187,15 +189,14 @@ def _try(trial: Trial, criterion: Callable[..., Any], drawn: _Drawn) -> bool:
     usable = torch.isfinite(alone).all(1).nonzero().flatten().tolist()
     random = not torch.equal(torch.nan_to_num(alone[:1]), torch.nan_to_num(again))
     pairs = [list(pair) for pair in zip(usable[::2], usable[1::2], strict=False)]
-    sets = [] if random or len(usable) < 2 else [*pairs[: ROWS // 2], usable]
+    sets = [*pairs[: ROWS // 2], usable] if len(usable) > 1 else []
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for rows in sets:
-            yield torch.tensor(rows), _gradient(criterion, drawn, rows)
-
-    tolerance = max(TOLERANCE, 32 * torch.finfo(drawn.outputs.dtype).eps)
+    batches: list[tuple[Tensor, Tensor]] = []
     with suppress(*RAISED_BY_USERS):  # it takes one example and not several, as what is written for one may
-        trial.add(alone, batches(), tolerance, ragged=drawn.ragged)
+        batches = [(torch.tensor(rows), _gradient(criterion, drawn, rows)) for rows in sets]
+    tolerance = max(TOLERANCE, 32 * torch.finfo(drawn.outputs.dtype).eps)
+    trial.together |= bool(batches)
+    trial.add(alone, [] if random else batches, tolerance, ragged=drawn.ragged)
     return True
 
 

@@ -46,7 +46,7 @@ class CriterionTrial:
         self._said = False
 
     def before_payment(self, loader: DataLoader[Any], collate: Callable[[list[Any]], Any]) -> None:
-        """Try the criterion on the usual ways to call it, up to the first one that works; see `try_call`.
+        """Try the criterion in the usual ways to call it, and refuse it if it adds up in none of those that work.
 
         Raises:
             ScenarioError: it does not add up.
@@ -56,20 +56,36 @@ class CriterionTrial:
                 batch = tree_map(_blank, collate([loader.dataset[0]]))
         except RAISED_BY_USERS:  # which the first batch will raise, without its message
             return
-        doubtful: ScenarioError | None = None
-        for args, kwargs, targets, sure in usual_calls(batch, self._module):
+        calls = list(usual_calls(batch, self._module))
+        for likely in (True, False):
+            refusals = []
+            for args, kwargs, targets, is_likely in calls:
+                if is_likely == likely:
+                    refusals += self._refusals(args, kwargs, targets)
+            if None in refusals:
+                return
+            if refusals:
+                raise refusals[0]
+
+    def _refusals(self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> list[Any]:
+        """Return what is wrong with each way to call the criterion that works, None if nothing is.
+
+        Many loops give targets [n] another axis beside outputs [n, 1].
+        """
+        ways = [targets]
+        if targets and isinstance(targets[0], Tensor) and targets[0].ndim == 1:
+            ways.append([targets[0][:, None], *targets[1:]])
+        refusals: list[ScenarioError | None] = []
+        for way in ways:
             try:
-                if self.try_call(args, kwargs, targets):
-                    return
+                if self.try_call(args, kwargs, way):
+                    refusals.append(None)
             except ScenarioError as error:
-                if sure:
-                    raise
-                doubtful = doubtful or error
-        if doubtful is not None:
-            raise doubtful
+                refusals.append(error)
+        return refusals
 
     def try_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> bool:
-        """Try the criterion on random numbers of the shapes of some arguments; return whether it could be called.
+        """Try the criterion on random numbers of the shapes of some arguments; return whether it took several examples.
 
         Raises:
             ScenarioError: it does not add up.
@@ -88,7 +104,7 @@ class CriterionTrial:
                 "weights of positions sum over them and divide by a constant",
                 name_of(self._criterion),
             )
-        return trial.ran
+        return trial.together
 
     def _tried_on(self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Trial:
         """Return what the criterion did; nothing if the model or the criterion cannot be called so."""
@@ -118,16 +134,18 @@ def usual_calls(batch: Any, module: nn.Module) -> Iterator[Call]:
 
     Each is args and kwargs of the model, the criterion's targets, and whether no other way is likely if this one works.
     """
+    if isinstance(batch, list | tuple) and len(batch) == 1:
+        (batch,) = batch
     if isinstance(batch, Tensor):
         yield [batch], {}, [batch], True
         return
     if isinstance(batch, Mapping):
         names = [name for name in TARGET_NAMES if name in batch]
         others = [name for name in reversed(list(batch)) if name not in names]
-        known = inspect.signature(module.forward).parameters
+        known = _names_of(module)
         for target in (*names, *others):
             inputs = {name: value for name, value in batch.items() if name != target}
-            given = {name: value for name, value in inputs.items() if name in known}
+            given = {name: value for name, value in inputs.items() if known is None or name in known}
             if given:
                 yield [], given, [batch[target]], target in names
             for value in inputs.values():
@@ -141,6 +159,17 @@ def usual_calls(batch: Any, module: nn.Module) -> Iterator[Call]:
             yield [], dict(batch[0]), list(batch[1:]), True
     yield [batch[0]], {}, [batch[-1]], False
     yield [batch[0]], {}, [batch[0]], False
+
+
+def _names_of(module: nn.Module) -> set[str] | None:
+    """Return the names of a model's arguments; None if it takes any."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # of what is not written in Python
+        return set()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters}
 
 
 def _outputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> Any:

@@ -345,7 +345,7 @@ REDUCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {  # of
 POSITIVE = st.floats(0.1, 10)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     reduction=st.sampled_from(list(REDUCTIONS)),
     parts=st.tuples(POSITIVE, POSITIVE, POSITIVE),
@@ -488,6 +488,11 @@ class Named(nn.Module):
         return image * mask
 
 
+class AnyNames(nn.Module):
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return inputs["a"]
+
+
 @pytest.mark.parametrize(
     ("batch", "model", "expected"),
     [
@@ -499,17 +504,43 @@ class Named(nn.Module):
         ({"img": 1, "label": 2}, fives(), ([1], {}, [2])),
         ({"image": 1, "mask": 2, "y": 3}, Named(), ([], {"image": 1, "mask": 2}, [3])),
         (X, fives(), ([X], {}, [X])),
+        ([X], fives(), ([X], {}, [X])),
+        ({"a": 1, "b": 2, "labels": 3}, AnyNames(), ([], {"a": 1, "b": 2}, [3])),
     ],
 )
 def test_usual_ways_to_call_are_known(batch: Any, model: nn.Module, expected: Any) -> None:
     assert expected in [call[:3] for call in usual_calls(batch, model)]
 
 
-def test_a_wrong_guess_of_the_target_refuses_nothing(tmp_path: Path) -> None:
-    """[n, 1] beside [n] does not add up, but the loop never calls its criterion so."""
-    rows = [{"x": torch.rand(4), "dose": torch.rand(1), "age": torch.rand(())} for _ in range(40)]
-    parts = wrapped(tmp_path, nn.MSELoss(), DataLoader(rows, batch_size=10), one())  # type: ignore[arg-type]
-    batch = next(iter(parts.data_loader))
-    parts.criterion(parts.model(batch["x"]), batch["dose"])
-    with raises(ScenarioError, "loss.not-additive"):
-        parts.criterion(parts.model(batch["x"]), batch["age"])
+def test_a_criterion_that_counts_its_calls_is_not_judged_by_them() -> None:
+    calls = []
+
+    def annealed(outputs: Tensor, labels: Tensor) -> Tensor:
+        calls.append(1)
+        return len(calls) / 1000 * functional.cross_entropy(outputs, labels)
+
+    assert CriterionTrial(fives(), annealed).try_call([X], {}, [LABEL])
+
+
+def doses() -> Any:
+    return [{"x": torch.rand(4), "dose": torch.rand(1), "age": torch.rand(())} for _ in range(40)]
+
+
+def test_what_a_loop_may_do_to_its_batch_is_not_refused_before(tmp_path: Path) -> None:
+    """Outputs [n, 1] beside targets [n] do not add up, and many loops give the targets another axis."""
+    x, y = torch.rand(40, 4), torch.rand(40)
+    for number, (data, column) in enumerate(((doses(), "dose"), (TensorDataset(x, y), 1))):
+        folder = tmp_path / str(number)
+        parts = wrapped(folder, nn.MSELoss(), DataLoader(data, batch_size=10), one())
+        batch = next(iter(parts.data_loader))
+        inputs = batch["x" if column == "dose" else 0]
+        parts.criterion(parts.model(inputs), batch[column].reshape(-1, 1))
+        with raises(ScenarioError, "loss.not-additive"):
+            parts.criterion(parts.model(inputs), batch[column].reshape(-1))
+
+
+def test_an_autoencoder_beside_labels_is_tried_as_the_loop_calls_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4))
+    parts = wrapped(tmp_path, nn.MSELoss(), model=model)
+    x, _ = next(iter(parts.data_loader))
+    parts.criterion(parts.model(x), x)
