@@ -512,16 +512,6 @@ def test_usual_ways_to_call_are_known(batch: Any, model: nn.Module, expected: An
     assert expected in [call[:3] for call in usual_calls(batch, model)]
 
 
-def test_a_criterion_that_counts_its_calls_is_not_judged_by_them() -> None:
-    calls = []
-
-    def annealed(outputs: Tensor, labels: Tensor) -> Tensor:
-        calls.append(1)
-        return len(calls) / 1000 * functional.cross_entropy(outputs, labels)
-
-    assert CriterionTrial(fives(), annealed).try_call([X], {}, [LABEL])
-
-
 def doses() -> Any:
     return [{"x": torch.rand(4), "dose": torch.rand(1), "age": torch.rand(())} for _ in range(40)]
 
