@@ -25,6 +25,9 @@ from flower_privdec.common.formatting import number
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.status import spent_text
+from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
+from flower_privdec.privacy.ledger.ledger import costs_in, read_entries
+from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
 from flower_privdec.privacy.noise import deployed
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.privacy.noise.deployed import SharedNoise
@@ -88,7 +91,12 @@ def test_a_peer_that_dies_uses_no_draw_again(point, moment: int, tiny: Tiny, tmp
     for status in (one, other):
         assert status["epsilon_if_all_collude"] > status["epsilon"]
         assert f"({number(status['epsilon_if_all_collude'])} if all others collude)" in spent_text(status)
-    assert one["epsilon_if_all_collude"] > other["epsilon_if_all_collude"]  # it paid for a step more
+    # It paid for a step twice, and its budget then has no room for its last one: both paid for as many.
+    assert one["epsilon_if_all_collude"] == other["epsilon_if_all_collude"]
+    for device, status in ((theirs[1], one), (theirs[0], other)):
+        entries = read_entries(device.folder / "ledger", "digits")
+        for adversary, key in ((Adversary(1), "epsilon"), (EVERYBODY, "epsilon_if_all_collude")):
+            assert status[key] == pytest.approx(epsilon_of_runs(costs_in(entries, adversary), 1e-3))
     assert max(Counter(key for key, *_ in shared).values()) <= 2
 
 

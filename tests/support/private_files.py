@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 # What a run states of itself, and what others need to know of a peer. Nothing else is for other users.
-PUBLIC = ("scenario.yaml", "network.yaml", "metrics.jsonl", "summary.json", "*.pem", "identity.pub", "*.svg")
+PUBLIC = ("scenario.yaml", "network.yaml", "metrics.jsonl", "summary.json", "*.pem", "identity.pub", "*.svg", "*.png")
 
 
 @contextmanager
