@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,61 @@ def are_rows_apart(array: Tensor | np.ndarray) -> bool:
     return True
 
 
+def share_rows(arrays: Sequence[Tensor | np.ndarray]) -> bool:
+    """Return whether row i of one array may lie in the memory of another's row j, as in a series beside the next values.
+
+    Each is taken to have its own rows apart, see `are_rows_apart`, or to be one row for all items.
+    """
+    layouts = [layout for array in arrays if (layout := _layout(array)) is not None]
+    return any(_share(one, other) for one, other in combinations(layouts, 2))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where an array lies: bytes from `start` to before `end`; rows have `width` bytes, `pitch` after each other."""
+
+    device: str
+    start: int
+    end: int
+    pitch: int
+    width: int
+    strides: tuple[int, ...]
+
+
+def _layout(array: Tensor | np.ndarray) -> _Layout | None:
+    """Return where an array lies; None if it holds nothing."""
+    if row_addresses(array) is None:
+        return None
+    if isinstance(array, Tensor):
+        device = str(array.device)
+        start = array.data_ptr()
+        strides = tuple(stride * array.element_size() for stride in array.stride())
+        size = array.element_size()
+    else:
+        device = "cpu"
+        start = int(array.__array_interface__["data"][0])
+        strides = array.strides
+        size = array.itemsize
+
+    below = sum(min(0, stride) * (length - 1) for stride, length in zip(strides, array.shape, strict=True))
+    above = sum(max(0, stride) * (length - 1) for stride, length in zip(strides, array.shape, strict=True))
+    width = size + sum(abs(stride) * (length - 1) for stride, length in zip(strides[1:], array.shape[1:], strict=True))
+    return _Layout(device, start + below, start + above + size, strides[0], width, strides)
+
+
+def _share(one: _Layout, other: _Layout) -> bool:
+    if one.device != other.device or one.end <= other.start or other.end <= one.start:
+        return False
+    if one.start == other.start and one.strides == other.strides:
+        return one.pitch == 0  # the same cells for the same items
+    if one.pitch != other.pitch or one.pitch <= 0:
+        return True
+
+    # Columns of one table: both rows i lie within one row of it.
+    first = min(one.start, other.start)
+    return max(one.start + one.width, other.start + other.width) - first > one.pitch
+
+
 def row_addresses(array: Tensor | np.ndarray) -> np.ndarray | None:
     """Return where each row of an array begins in memory, int64 [rows]; None if it holds none there."""
     if isinstance(array, Tensor):
@@ -180,6 +236,8 @@ def _of_tensors(dataset: Any, tensors: Sequence[Tensor], places: ItemPlaces) -> 
 
     if not all(len(tensor) == 1 or are_rows_apart(tensor) or _is_constant(tensor) for tensor in tensors):
         return Items.opaque(ids, dataset, "a tensor whose rows share memory")
+    if share_rows(tensors):
+        return Items.opaque(ids, dataset, "tensors that share memory")
     rows = Rows(tuple(tensors), np.arange(len(ids)), type(dataset) is TensorDataset)
     return Items.proved(ids, rows)
 
@@ -203,9 +261,9 @@ def _of_list(dataset: Sequence[Any], places: ItemPlaces) -> Items:
     """Return what is known of a list of items: apart if they are plain values, none of which shares memory."""
     places.held.append(dataset)
 
-    # Python keeps one object for equal constants: only other objects tell that two items are one.
+    # Python keeps one object for equal numbers and words: only other objects tell that two items are one.
     ids = places.ids(id(dataset), range(len(dataset)))
-    own = np.array([0 if _is_constant_value(item) else id(item) for item in dataset], dtype=np.int64)
+    own = np.array([0 if type(item) in PLAIN or item == () else id(item) for item in dataset], dtype=np.int64)
     ids = np.where(own > 0, own, ids)
 
     name = type(dataset).__name__
@@ -216,16 +274,11 @@ def _of_list(dataset: Sequence[Any], places: ItemPlaces) -> Items:
     reach, owner = 0, -1
     for start, end, number in spans:
         if start < reach and number != owner:
-            return Items.opaque(ids, dataset, f"a {name} of arrays that share memory")
+            return Items.opaque(ids, dataset, f"a {name} of items that share memory")
         if end > reach:
             reach = end
             owner = number
     return Items.proved(ids)
-
-
-def _is_constant_value(value: Any) -> bool:
-    kind = type(value)
-    return kind in PLAIN or (kind is tuple and all(map(_is_constant_value, value)))
 
 
 def _is_plain(value: Any, number: int, spans: list[tuple[int, int, int]]) -> bool:
@@ -233,6 +286,8 @@ def _is_plain(value: Any, number: int, spans: list[tuple[int, int, int]]) -> boo
     kind = type(value)
     if kind in PLAIN:
         return True
+    if kind in (dict, list) and value:  # one that is in two items shows each what is in the other
+        spans.append((id(value), id(value) + 1, number))
     if kind is dict:
         return all(_is_plain(part, number, spans) for part in value.values())
     if kind in (list, tuple):
@@ -287,7 +342,29 @@ def _of_stack(dataset: Any, places: ItemPlaces) -> Items:
     # An example that occurs twice in one part occurs twice in the whole.
     ids = min(looks, key=lambda part: len(np.unique(part.ids))).ids
     unproved = tuple(dict.fromkeys(name for part in looks for name in part.unproved))
+    if not unproved and (share_rows(_arrays_in(parts)) or _at_several_places([part.ids for part in looks])):
+        unproved = ("parts of a StackDataset that share memory",)
     return Items.opaque(ids, dataset, *unproved) if unproved else Items.proved(ids)
+
+
+def _arrays_in(parts: Iterable[Any]) -> list[Tensor | np.ndarray]:
+    """Return the arrays that parts of a dataset are, or are made of."""
+    arrays: list[Tensor | np.ndarray] = []
+    for part in parts:
+        if type(part) is TensorDataset:
+            arrays += part.tensors
+        elif isinstance(part, Tensor | np.ndarray):
+            arrays.append(part)
+    return arrays
+
+
+def _at_several_places(ids: Sequence[np.ndarray]) -> bool:
+    """Return whether an example is in other items of one part than of another."""
+    for one, other in combinations(ids, 2):
+        _, place, other_place = np.intersect1d(one, other, return_indices=True)
+        if bool((place != other_place).any()):
+            return True
+    return False
 
 
 def _of_table(dataset: Any, places: ItemPlaces) -> Items:

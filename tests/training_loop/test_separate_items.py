@@ -24,6 +24,7 @@ from torchvision.transforms import v2
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.training_loop import private
 from flower_privdec.training_loop.private_loop import PrivacyBudget
+from flower_privdec.training_loop.separate_items import ItemPlaces, look
 
 N, WIDTH = 60, 4
 Read = Callable[[Any, int], Any]
@@ -256,6 +257,39 @@ def test_what_is_not_proved_is_assumed_beside_epsilon_and_keeps_the_law(
     assert 0 < change <= 1 + 1e-5
 
 
+SERIES = torch.randn(N + 1, 3)
+LISTS = [[0.5 * number] for number in range(N + 1)]
+SHARING: dict[str, Any] = {
+    "a series and its next values": TensorDataset(SERIES[:-1], SERIES[1:]),
+    "a series and one value of the next row": TensorDataset(SERIES[:-1], SERIES[1:, 0]),
+    "rows from the last to the first": TensorDataset(SERIES[:N], torch.as_strided(SERIES, (N, 3), (1, N))),
+    "one row beside all": TensorDataset(SERIES[:N], SERIES[:1].expand(N, 3)),
+    "a stack": StackDataset(SERIES[:-1], SERIES[1:]),
+    "a stack of arrays": StackDataset(SERIES.numpy()[:-1], SERIES.numpy()[1:, 0]),
+    "a stack of a dataset and a part of it": (
+        lambda whole: StackDataset(Subset(whole, range(N)), Subset(whole, range(1, N + 1)))
+    )(TensorDataset(SERIES)),
+    "tensors in several items": [(SERIES[i], SERIES[i + 1]) for i in range(N)],
+    "lists in several items": [(LISTS[i], LISTS[i + 1]) for i in range(N)],
+    "dicts in several items": [{"own": LISTS[i], "of another": {"x": LISTS[i + 1]}} for i in range(N)],
+}
+APART: dict[str, Any] = {
+    "columns of one table": TensorDataset(SERIES[:, :2], SERIES[:, 2]),
+    "columns of a column-major table": TensorDataset(SERIES.T.contiguous().T[:, :2], SERIES.T.contiguous().T[:, 2]),
+    "a tensor twice": TensorDataset(SERIES, SERIES, SERIES[:, :2]),
+    "arrays": StackDataset(SERIES.numpy()[:, :2], SERIES.numpy()[:, 2].copy()),
+    "an array and words": StackDataset(SERIES.numpy(), ["a"] * (N + 1)),
+    "equal numbers": [(LISTS[i], 1) for i in range(N)],
+}
+
+
+def test_what_items_share_is_seen_across_tensors_stacks_and_lists() -> None:
+    looks = {kind: look(dataset, ItemPlaces()) for kind, dataset in (SHARING | APART).items()}
+    assert {kind for kind, items in looks.items() if items.unproved} == set(SHARING)
+    assert all("share memory" in name for items in looks.values() for name in items.unproved)
+    assert all(len(np.unique(items.ids)) == len(items.ids) for items in looks.values())
+
+
 def test_rows_that_share_memory_are_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     windows = torch.arange(N + WIDTH - 1.0).unfold(0, WIDTH, 1)
     for number, dataset in enumerate([TensorDataset(windows, torch.arange(N) % 2), [(row, 1) for row in windows]]):
@@ -389,6 +423,7 @@ REPEATED: dict[str, Callable[[], Any]] = {
     )(*features(False)),
     "an expanded row": lambda: TensorDataset(torch.randn(1, WIDTH).expand(N, WIDTH), torch.arange(N) % 2),
     "one object many times": lambda: [(features(False)[0][0], 1)] * 10,
+    "words many times": lambda: [(f"visit {number}", number % 2) for number in range(9)] * 3,
     "rows that balance": lambda: Oversampled(standing(False), [0, 1, 2, 3, 3, 4, 5, 6]),
     "a part of rows that balance": lambda: Subset(Oversampled(standing(False), np.arange(N) // 2), [2, 3, 8]),
     "a table's selection": lambda: table(False).select([1, 2, 3, 1]),
