@@ -57,6 +57,21 @@ def test_every_kernel_clips_the_weighted_gradients(loss: str, name: str, kind: s
     assert expected.norm() > 0 or weights[int(y[0, 0])] == 0
 
 
+def test_the_kernel_of_sparse_examples_weighs_them_too() -> None:
+    loss = replace(LOSSES["cross-entropy"], width=CLASSES).weighted((0.0, 30.0, 1.0, 0.25))
+    module = module_of("linear")
+    dense, sparse = (build_kernel(module, loss, SHAPE, sparse=is_sparse) for is_sparse in (False, True))
+    x = torch.randn(1, 5, *SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    columns = torch.arange(x[0, 0].numel(), dtype=torch.float64).expand(1, 5, -1)
+    y, weight = targets_of(loss, (1, 5), 3), torch.ones(1, 5, dtype=torch.float64)
+    params, clip = flatten(module).double()[None], torch.tensor([2.0], dtype=torch.float64)
+    rest = (params, Batch(x, y, weight), clip, torch.ones(1, dtype=torch.float64))
+    expected, _ = added(dense, *rest)
+    packed = Batch(torch.stack([columns, x.flatten(2)], 2), y, weight)
+    torch.testing.assert_close(added(sparse, params, packed, *rest[2:])[0], expected)
+    assert expected.norm() > 1
+
+
 @pytest.mark.parametrize("own", ["weighed", "summed"])
 @pytest.mark.parametrize("model", ["{name: softmax}", "{module: 'user_models:unproved'}"])
 def test_weights_are_what_a_loss_of_ones_own_makes_of_them(
