@@ -270,15 +270,24 @@ def try_loss(loss: Loss, outputs: int) -> None:
         )
     trial = Trial(ran=True)
     for targets in _random_targets(loss, outputs):
-        x = torch.randn(len(targets), outputs, generator=torch.Generator().manual_seed(1))
-        with suppress(*RAISED_BY_USERS), torch.random.fork_rng(devices=[]):
-            gradients = vmap(grad(one))(x, targets)
-            finite = torch.isfinite(gradients).all(1)
-            trial.nan |= not bool(finite.all())
-            trial.alive |= bool((finite & gradients.any(1)).any())
+        for x in _random_outputs(len(targets), outputs):
+            with suppress(*RAISED_BY_USERS), torch.random.fork_rng(devices=[]):
+                gradients = vmap(grad(one))(x, targets)
+                finite = torch.isfinite(gradients).all(1)
+                trial.nan |= not bool(finite.all())
+                trial.alive |= bool((finite & gradients.any(1)).any())
     trial.weighs = loss.targets == "classes" and weights_cancel(one, outputs, loss.width or outputs)
     remedy = "give task.class_weights in the place of its own, or reduction='sum'"
     refuse(trial, f"task.loss.module={loss.name!r}", remedy=remedy)
+
+
+def _random_outputs(count: int, outputs: int) -> Iterator[Tensor]:
+    """Yield outputs of some examples, of the kinds that a model could have: any numbers, chances, shares, their logs."""
+    x = torch.randn(count, outputs, generator=torch.Generator().manual_seed(1))
+    yield x
+    yield x.sigmoid()
+    yield x.softmax(-1)
+    yield x.log_softmax(-1)
 
 
 def _random_targets(loss: Loss, outputs: int) -> Iterator[Tensor]:

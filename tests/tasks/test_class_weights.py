@@ -142,7 +142,7 @@ def test_weights_that_cannot_be_are_refused(build: Build, setting: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "weighed", "summed", "norm", "huge"])
+@pytest.mark.parametrize("name", ["cross_entropy", "weighed", "summed", "norm", "huge", "of_chances"])
 def test_own_losses_that_stand_for_one_example_are_accepted(name: str) -> None:
     try_loss(replace(own_loss(f"user_tasks:{name}", "classes"), width=10), 10)
 
