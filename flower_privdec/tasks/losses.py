@@ -268,12 +268,13 @@ def try_loss(loss: Loss, outputs: int) -> None:
             f"task.loss.module={loss.name!r} returns {shape} for an example: it must be one number",
             code="loss.not-a-number",
         )
-    trial = Trial(ran=True)
+    trial = Trial()
     for targets in _random_targets(loss, outputs):
         for x in _random_outputs(len(targets), outputs):
             with suppress(*RAISED_BY_USERS), torch.random.fork_rng(devices=[]):
                 gradients = vmap(grad(one))(x, targets)
                 finite = torch.isfinite(gradients).all(1)
+                trial.ran = True
                 trial.nan |= not bool(finite.all())
                 trial.alive |= bool((finite & gradients.any(1)).any())
     trial.weighs = loss.targets == "classes" and weights_cancel(one, outputs, loss.width or outputs)
@@ -282,7 +283,7 @@ def try_loss(loss: Loss, outputs: int) -> None:
 
 
 def _random_outputs(count: int, outputs: int) -> Iterator[Tensor]:
-    """Yield outputs of some examples, of the kinds that a model could have: any numbers, chances, shares, their logs."""
+    """Yield outputs of some examples, of the kinds that models have: any numbers, chances, shares, and their logs."""
     x = torch.randn(count, outputs, generator=torch.Generator().manual_seed(1))
     yield x
     yield x.sigmoid()
