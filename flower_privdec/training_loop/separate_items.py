@@ -154,7 +154,7 @@ def are_rows_apart(array: Tensor | np.ndarray) -> bool:
 
 
 def share_rows(arrays: Sequence[Tensor | np.ndarray]) -> bool:
-    """Return whether row i of one array may lie in the memory of another's row j, as in a series beside the next values.
+    """Return whether row i of one array may share memory with another's row j, as in a series beside its next values.
 
     Each is taken to have its own rows apart, see `are_rows_apart`, or to be one row for all items.
     """
