@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping
@@ -47,6 +48,7 @@ from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.scenario import Scenario, numbers_hash, own_parts
 from flower_privdec.scenario.sections import CancellingSection, placed, steps_per_round
 
+OWN_DIGITS = 6  # of factors of own noise: solvers on two machines differ by less than 1e-13
 ENGINE = "engine"  # the runtime in which one process hosts all peers
 NETWORK = "network"  # that in which each peer is a process of its own, and agrees on secrets with its neighbours
 COMPARABLE = "comparable"  # the generator whose keys are the same in every runtime and on every machine
@@ -361,7 +363,9 @@ def pair_run(experiment: Experiment) -> bytes:
     """Return what decides the plan of pairs: with another one, a peer would count on noise that others do not add."""
     plan = None if experiment.own.protection is None else experiment.own.protection.pairs
     sizes = [] if plan is None else plan.sizes.tolist()
-    return repr((numbers_hash(experiment.scenario), sizes, __version__)).encode()
+    # Solved by each peer for itself: what every one adds has to be what the others count on.
+    own = b"" if plan is None else np.round(plan.own, OWN_DIGITS).tobytes()
+    return repr((numbers_hash(experiment.scenario), sizes, hashlib.sha256(own).hexdigest(), __version__)).encode()
 
 
 def partners(scenario: Scenario, peers: np.ndarray) -> dict[int, int]:

@@ -36,10 +36,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import networkx as nx
 import numpy as np
 import torch
+from scipy.optimize import linprog
 from torch import Tensor
 
 from flower_privdec.core import advance
@@ -48,6 +50,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import Account
+from flower_privdec.privacy.mechanism.cancelling import LARGEST_SHAPED, PairPlan, noise_left
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.scenario.sections import OwnSection
@@ -58,6 +61,7 @@ MIXED_LINEARLY = (  # algorithms whose messages are linear in what was released
 )
 MOST_SOURCES = 1024  # peers times steps: the projectors take its cube for each observer
 SEEN = 1e-9  # of a projector, below which nothing is seen
+MOST_CUTS, NEARLY = 30, 1e-4  # linear programs in a row, and by how much each must raise the bound
 DIGITS = 1e4  # to which noise is rounded down, so that few mechanisms are composed
 
 
@@ -215,6 +219,48 @@ def with_noise_times(account: Account, factors: np.ndarray) -> list[Release]:
                 noise = seen.noise_multiplier * float(factor)
                 releases.append(replace(seen, noise_multiplier=noise, steps=int(count)))
     return releases
+
+
+def least_own_noise(plan: PairPlan, step: int) -> float | None:
+    """Return a lower bound on the own noise in the sum, sqrt(Σ D²), with the pairs of a step; None for too many sets.
+
+    The noise left at peer i, min_{x: x_i = 1} x' Σ_H x, has to be V_i² at least. So every x gives a linear condition on
+    D², and the least sum under some of these conditions is a bound for whoever solves for D, by whatever method.
+    """
+    needed = plan.needed[step]
+    active = np.flatnonzero(needed > 0)
+    honest = max(1, len(active) - plan.colluding)
+    if not len(active) or math.comb(len(active), honest) * honest**3 > LARGEST_SHAPED:
+        return None
+
+    unit = float(needed.max())
+    upper = np.square(needed[active] / unit)
+    own = plan.own[step, active] * needed[active]
+    pair = plan.pair_std(step, active, own / plan.weights[active]) / unit
+    squares = np.zeros((len(needed), len(needed)))
+    for (one, other), std in zip(plan.edges.tolist(), pair.tolist(), strict=True):
+        squares[one, other] = squares[other, one] = std**2
+    squares = squares[np.ix_(active, active)]
+    sets = np.array(list(combinations(range(len(active)), honest)))
+
+    slopes, values = list[np.ndarray](), list[float]()
+    variances, bound = np.square(own / unit), 0.0
+    for _ in range(MOST_CUTS):
+        inverse, left = noise_left(np.maximum(variances, SEEN * upper), squares, sets)
+        for peer in range(len(active)):
+            its_own = np.where(sets == peer, left, np.inf)
+            one, row = np.unravel_index(int(its_own.argmin()), left.shape)
+            x = np.zeros(len(active))
+            x[sets[one]] = inverse[one, row] * left[one, row]
+            part = squares[np.ix_(sets[one], sets[one])]
+            between = x[sets[one]] @ (np.diag(part.sum(axis=1)) - part) @ x[sets[one]]
+            slopes.append(np.square(x))
+            values.append(float(upper[peer] - between))
+        solved = linprog(np.ones(len(active)), A_ub=-np.array(slopes), b_ub=-np.array(values))
+        if not solved.success or solved.fun < bound * (1 + NEARLY):
+            break
+        variances, bound = solved.x, float(solved.fun)
+    return unit * math.sqrt(bound)
 
 
 def by_colluders(experiment: Experiment) -> list[tuple[int, float]]:

@@ -40,6 +40,7 @@ from flower_privdec.gradients.protocol import batchable, inputs_like, reason
 from flower_privdec.graph.mixing import MOST_MEASURED
 from flower_privdec.graph.topology import activity
 from flower_privdec.models import trained
+from flower_privdec.planner.pairwise import least_own_noise
 from flower_privdec.privacy.accountant.accounting import epsilon, loose_delta
 from flower_privdec.privacy.ledger.ledger import spending_of
 from flower_privdec.privacy.mechanism.cancelling import best_strength
@@ -537,6 +538,13 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
         section = section.model_copy(update={"size": size, "rate": None, "small_peers": "full"})
     smaller = sampler.like(section=section, partition_sizes=examples.sizes)
     own = replace(experiment.own, examples=examples, sampler=smaller)
+    protection = own.protection
+    if protection is not None and protection.pairs is not None:
+        # Noise of pairs is planned for the sizes of batches, which by a rate differ between peers.
+        before = protection.pairs
+        pairs = before.for_batches(smaller.normalizer / sampler.normalizer)
+        multipliers = protection.noise_multipliers / before.own * pairs.own
+        own = replace(own, protection=replace(protection, pairs=pairs, noise_multipliers=multipliers))
     return replace(experiment, own=own), float(sampler.partition_sizes.max() / examples.sizes.max())
 
 
@@ -565,6 +573,7 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
     degrees = np.bincount(pairs.edges.ravel(), minlength=experiment.scenario.n_peers)
     first = int(pairs.needed.any(axis=1).argmax())
     own, needed = pairs.own[first], pairs.needed[first]
+    least = least_own_noise(pairs, first)
     alone, active = float(np.linalg.norm(needed)) or 1.0, max(1, int((needed > 0).sum()))
     return {
         "colluding": pairs.colluding,
@@ -573,6 +582,7 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
         "network_strength": best_strength(pairs.trades, deployed=True) if pairs.trades else pairs.strength,
         "mode_advice": _mode_advice(experiment),
         "mean_noise": float(np.linalg.norm(own * needed)) / alone,
+        "least_mean_noise": None if least is None else least / alone,
         "trusted_server": float(1 / np.sqrt(active)),
         "trades": [
             {
@@ -608,8 +618,8 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         the other values of `optimum`;
         pairs: of noise that cancels between peers its strength, and that which it has on a network, mode_advice where a
             network needs another mode than the scenario's, the number of
-            secrets of a peer (least and most), the noise of the mean over that of independent noise, what a trusted
-            server's would be, and the trades of other strengths: that noise, and how much the pairs' noise is in the
+            secrets of a peer (least and most), the noise of the mean over that of independent noise, a lower bound on
+            that with these pairs (None for too many sets of colluders), what a trusted server's would be, and the trades of other strengths: that noise, and how much the pairs' noise is in the
             peers' models at their steps, over the noise that each would need by itself; None without;
         gradients: which kernel computes them, and why that one;
         memory (its parts), tables (bytes of each kind, for privsgp-vr), table (the one used) and workers (how many

@@ -514,15 +514,17 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
     pairs = plan["pairs"]
     if pairs is None:
         return
-    least, most = pairs["secrets_of_a_peer"]
-    others = f"{least}" if least == most else f"{least} to {most}"
+    fewest, most = pairs["secrets_of_a_peer"]
+    others = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     strength, deployed = pairs["strength"], pairs["network_strength"]
     network = "" if deployed == strength else f"; on a network strength {number(deployed)}, for peers may restart"
+    bound = pairs["least_mean_noise"]
+    least = "" if bound is None else f"these pairs allow no less than {percent(bound)}; "
     yield (
         "pairs",
         f"strength {number(strength)}, secrets with {others} peers each, of which {pairs['colluding']} may "
         f"collude: {percent(pairs['mean_noise'])} of independent noise is left in the mean "
-        f"(a trusted server: {percent(pairs['trusted_server'])}){network}",
+        f"({least}a trusted server: {percent(pairs['trusted_server'])}){network}",
     )
     if pairs["mode_advice"] is not None:
         yield "", pairs["mode_advice"]

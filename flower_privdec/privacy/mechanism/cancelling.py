@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, islice
 
@@ -59,6 +59,12 @@ AT_ONCE = 2**22  # numbers of the matrices that are decomposed at once
 MARGIN = 1e-9  # of squares, above the rounding of eigenvalues: no peer has less noise than it needs
 ROUNDING = 1e-14  # of eigenvalues, over the largest
 HALVINGS = 60
+LARGEST_SHAPED = 5e6  # of that work, up to which peers have factors of their own: it is done some thirty times
+SPARED = 1.03  # times the least noise in the sum: for that much more, own noise is left if all others collude
+RELAXED = 0.995  # of the noise that peers need: they have it with the largest own noise by itself
+LAST_GAP, BARRIERS, NEWTON_STEPS, LEAST_STEP = 3e-3, 8, 3, 1e-3  # the last share of Σ d that is not yet gained
+BOOSTS = (1.005, 1.02, 1.1, 1.5, math.inf)  # of a shape, until it is enough
+GRID = 2.0**12  # to which a shape is rounded, as factors of V
 STRENGTHS = tuple(float(2 ** (number / 2)) for number in range(-4, 9))  # 1/4 to 16
 HORIZON = 64  # rounds: 16 peers on directed-exponential then take strength 1 at one mixing step and 1.4 at two;
 # an MLP on MNIST did best at 1 (of 0.5 to 4), and at 1 to 2 (of 0.5 to 2)
@@ -74,7 +80,7 @@ class PairNoise:
     """The noise of one step.
 
     Attributes:
-        own: D_i / V_i in (0, 1], float64 [n_peers]; 1 where a peer has no pair.
+        own: D_i / V_i in (0, 1], which need not be the same for all, float64 [n_peers]; 1 where a peer has no pair.
         pair: c_ij of each pair in the units of V, float64 [E]; 0 where one of the two is idle.
     """
 
@@ -87,11 +93,13 @@ def solve_pairs(needed: np.ndarray, edges: np.ndarray, colluding: int, strength:
 
         c_ij = strength sqrt(V_i V_j) / (deg_i deg_j)^(1/4)
 
-    Own noise is t V_i with one t for each connected part of the graph of pairs: the least for which
-    [Σ_H^{-1}]_ii <= 1 / V_i² for each i in each set H that q colluders leave of the part.
+    Own noise is t s_i with one t for each connected part of the graph of pairs: the least for which
+    [Σ_H^{-1}]_ii <= 1 / V_i² for each i in each set H that q colluders leave of the part. The shape s is V, one factor
+    for all peers of the part; if that leaves some of them more noise than they need, `_shape` looks for one that leaves
+    less in the sum. Whatever the shape is, the condition on t is what protects the peers.
 
-    Where these sets are too many for LARGEST_WORK, t solves v / t² + (1 - v) / (t² + λ) = 1, a bound over all of them,
-    with v = max_i V_i² / Σ_H V² at most and
+    If these sets are too many for LARGEST_WORK, s is V and t solves v / t² + (1 - v) / (t² + λ) = 1, a bound over all
+    of them, with v = max_i V_i² / Σ_H V² at most and
 
         λ_2(V^{-1} L_H V^{-1}) >= λ = (λ_2(L) - max_i (the q largest c_ij² of i)) / max V².
 
@@ -112,8 +120,8 @@ def solve_pairs(needed: np.ndarray, edges: np.ndarray, colluding: int, strength:
     squares = np.zeros((len(needed), len(needed)))
     squares[ends[:, 0], ends[:, 1]] = squares[ends[:, 1], ends[:, 0]] = pair[both] ** 2
     for members in _connected_parts(squares > 0):
-        part, least = np.ix_(members, members), min(colluding, len(members) - 1)
-        own[members] = math.sqrt(_least_square(needed[members], squares[part], least))
+        needs, between = needed[members], squares[np.ix_(members, members)]
+        own[members] = _own_noise(needs, between, min(colluding, len(members) - 1)) / needs
     return PairNoise(own, pair)
 
 
@@ -129,23 +137,170 @@ def _connected_parts(joined: np.ndarray) -> list[np.ndarray]:
     return [part for part in parts if len(part) > 1]
 
 
-def _least_square(needed: np.ndarray, squares: np.ndarray, colluding: int) -> float:
-    """Return t² of a connected part, from V and the c_ij² of its members."""
-    m, honest = len(needed), len(needed) - colluding
-    is_symmetric = np.ptp(needed) == 0 and np.ptp(squares[~np.eye(m, dtype=bool)]) == 0
-    count = 1 if is_symmetric else math.comb(m, honest)
+def _own_noise(needed: np.ndarray, squares: np.ndarray, colluding: int) -> np.ndarray:
+    """Return the own noise D of a connected part, from V and the c_ij² of its members."""
+    honest = len(needed) - colluding
+    is_symmetric = np.ptp(needed) == 0 and np.ptp(squares[~np.eye(len(needed), dtype=bool)]) == 0
+    count = 1 if is_symmetric else math.comb(len(needed), honest)
     if count * honest**3 > LARGEST_WORK:
-        return _bounded_square(needed, squares, colluding)
-    sets, largest = islice(combinations(range(m), honest), count), 0.0
+        return math.sqrt(_bounded_square(needed, squares, colluding)) * needed
+
+    sets = _honest_sets(len(needed), honest, count)
+    square = _least_square(needed, squares, sets, needed)
+    assert square is not None, "own noise of V is enough without any pairs"
+    uniform = math.sqrt(square) * needed
+    if is_symmetric or count * honest**3 > LARGEST_SHAPED:
+        return uniform
+
+    largest = float(needed.max())  # solved in its units, so that equal steps of other sizes have equal shapes
+    shape = _shape(needed / largest, squares / largest**2, sets, uniform / largest)
+    if shape is None:
+        return uniform
+    for boost in BOOSTS:
+        shaped = np.minimum(boost * shape * largest, needed)
+        square = _least_square(needed, squares, sets, shaped)
+        if square is not None:
+            return _spared(math.sqrt(square) * shaped, uniform, needed)
+    return uniform
+
+
+def _spared(shaped: np.ndarray, uniform: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    """Return own noise with as large a least factor D_i / V_i as SPARED times the noise of the shaped one allows.
+
+    For the sum hardly matters what the peers add that need little, and to them it matters if all others collude.
+    """
+    allowed = SPARED * float(np.square(shaped).sum())
+    if float(np.square(uniform).sum()) <= allowed:
+        return uniform
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        is_allowed = float(np.square(np.maximum(shaped, middle * needed)).sum()) <= allowed
+        low, high = (middle, high) if is_allowed else (low, middle)
+    spared: np.ndarray = np.maximum(shaped, low * needed)
+    return spared
+
+
+def _honest_sets(members: int, honest: int, count: int) -> list[np.ndarray]:
+    """Return the first sets that colluders leave of a part, int64 [AT_ONCE or fewer, honest] at a time."""
+    sets, batches = islice(combinations(range(members), honest), count), []
     while batch := list(islice(sets, max(1, AT_ONCE // honest**2))):
-        chosen = np.array(batch)
-        values, vectors = np.linalg.eigh(
-            _scaled_laplacian(needed[chosen], squares[chosen[:, :, None], chosen[:, None]])
-        )
+        batches.append(np.array(batch))
+    return batches
+
+
+def _least_square(
+    needed: np.ndarray, squares: np.ndarray, sets: Sequence[np.ndarray], shape: np.ndarray
+) -> float | None:
+    """Return the least t² <= 1 with which own noise t s is enough against all sets; None if s itself is not.
+
+    With Σ_H = S (t² + S^{-1} L_H S^{-1}) S and the eigenvalues λ and eigenvectors u of the scaled Laplacian,
+    V_i² [Σ_H^{-1}]_ii = (V_i / s_i)² Σ_k u_ik² / (t² + λ_k).
+    """
+    largest, ratios = 0.0, np.square(needed / shape)
+    for chosen in sets:
+        values, vectors = np.linalg.eigh(_scaled_laplacian(shape[chosen], squares[chosen[:, :, None], chosen[:, None]]))
         values = np.clip(values - ROUNDING * values[:, -1:], 0.0, None)  # never above the true ones
-        shares, values = vectors**2, values[:, None]  # [sets, peers, eigenvalues]
-        largest = max(largest, _least(lambda square: float((shares / (square + values)).sum(axis=2).max())))  # noqa: B023
+        shares = vectors**2 * ratios[chosen][:, :, None]  # [sets, peers, eigenvalues]
+        values = values[:, None]
+
+        def worst(square: float, shares: np.ndarray = shares, values: np.ndarray = values) -> float:
+            return float((shares / (square + values)).sum(axis=2).max())
+
+        if worst(1.0) > 1 + MARGIN:
+            return None
+        largest = max(largest, _least(worst))
     return largest
+
+
+def _shape(
+    needed: np.ndarray, squares: np.ndarray, sets: Sequence[np.ndarray], uniform: np.ndarray
+) -> np.ndarray | None:
+    """Return proportions of own noise that leave little in the sum; None if one factor for all is as good.
+
+    The sum carries Σ_i d_i with d = D². The noise that peer i has, 1 / [Σ_H^{-1}]_ii = min_{x: x_i = 1} x' Σ_H x, is a
+    minimum of linear functions of d and so concave: the d that are enough form a convex set. The least sum in it is
+    found by Newton's method with a logarithmic barrier, which has one solution, so that every peer computes the same.
+    No d_i is above V_i², with which a peer needs nobody, nor below its share V_i² / m of a trusted server's noise, so
+    that something is left if all others collude.
+
+    Args:
+        uniform: the own noise with one factor for all.
+    """
+    least = np.full(len(needed), np.inf)
+    for chosen in sets:
+        std = noise_left(np.square(uniform), squares, chosen)[1] ** 0.5
+        np.minimum.at(least, chosen, std / needed[chosen])
+    if least.max() < math.sqrt(SPARED):
+        return None
+
+    honest = sets[0].shape[1]
+    upper, lower, relaxed = needed**2, needed**2 / honest, needed**2 * RELAXED
+    constraints = sum(chosen.size for chosen in sets) + 2 * len(needed)
+    variances = upper * (1 + RELAXED) / 2
+    for gap in np.geomspace(1.0, LAST_GAP, BARRIERS):
+        weight = gap * float(variances.sum()) / constraints
+        for _ in range(NEWTON_STEPS):
+            step = _newton_step(variances, squares, sets, (lower, upper, relaxed), weight)
+            size = 1.0
+            while size > LEAST_STEP and not _is_inside(variances + size * step, squares, sets, (lower, upper, relaxed)):
+                size /= 2
+            if size > LEAST_STEP:
+                variances = variances + size * step
+    ratios = np.sqrt(variances) / needed
+    return np.asarray(np.ceil(ratios * GRID) / GRID * needed)  # the roundings of two machines give one shape
+
+
+Bounds = tuple[np.ndarray, np.ndarray, np.ndarray]  # of d from below and above, and of the noise left from below
+
+
+def noise_left(variances: np.ndarray, squares: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return Σ_H^{-1} of some sets, and 1 / [Σ_H^{-1}]_ii, in variances: d of own noise and c_ij² between peers.
+
+    Args:
+        variances: d, float64 [n].
+        squares: c_ij², float64 [n, n].
+        chosen: the members of each set, int64 [sets, honest].
+    """
+    between = squares[chosen[:, :, None], chosen[:, None]]
+    diagonal = variances[chosen] + between.sum(axis=2)
+    inverse = np.linalg.inv(np.eye(chosen.shape[1]) * diagonal[:, None] - between)
+    return inverse, 1 / np.diagonal(inverse, axis1=1, axis2=2)
+
+
+def _is_inside(variances: np.ndarray, squares: np.ndarray, sets: Sequence[np.ndarray], bounds: Bounds) -> bool:
+    """Return whether d is strictly within all bounds."""
+    lower, upper, relaxed = bounds
+    if (variances <= lower).any() or (variances >= upper).any():
+        return False
+    return all((noise_left(variances, squares, chosen)[1] > relaxed[chosen]).all() for chosen in sets)
+
+
+def _newton_step(
+    variances: np.ndarray, squares: np.ndarray, sets: Sequence[np.ndarray], bounds: Bounds, weight: float
+) -> np.ndarray:
+    """Return Newton's step for Σ d less weight times the sum of the logarithms of all distances to bounds.
+
+    With M = Σ_H^{-1} and x_k = M_ik / M_ii, the noise left at i has the derivatives x_k² by d_k, and
+    -2 x_k x_l (M_kl - M_ik M_il / M_ii) by d_k and d_l.
+    """
+    lower, upper, relaxed = bounds
+    gradient = 1 - weight / (variances - lower) + weight / (upper - variances)
+    curvature = np.diag(weight / (variances - lower) ** 2 + weight / (upper - variances) ** 2)
+    for chosen in sets:
+        inverse, left = noise_left(variances, squares, chosen)
+        harmonic = inverse * left[:, :, None]  # x of each peer i, in the row i
+        slopes = harmonic**2
+        force = weight / (left - relaxed[chosen])
+        np.add.at(gradient, chosen, -(force[:, :, None] * slopes).sum(axis=1))
+
+        pulled = (force / math.sqrt(weight))[:, :, None] * slopes
+        bent = inverse * (harmonic.transpose(0, 2, 1) @ (force[:, :, None] * harmonic))
+        bent -= slopes.transpose(0, 2, 1) @ ((force / left)[:, :, None] * slopes)
+        second = pulled.transpose(0, 2, 1) @ pulled + 2 * bent
+        np.add.at(curvature, (chosen[:, :, None], chosen[:, None]), second)
+    step: np.ndarray = np.linalg.solve(curvature, -gradient)
+    return step
 
 
 def _bounded_square(needed: np.ndarray, squares: np.ndarray, colluding: int) -> float:
@@ -371,6 +526,10 @@ class PairPlan:
         different, profile_of = np.unique(relative, axis=0, return_inverse=True)
         solved = [solve_pairs(row, self.edges, self.colluding, self.strength) for row in different]
         return profile_of.ravel(), solved
+
+    def for_batches(self, times: np.ndarray) -> PairPlan:
+        """Return the plan for peers whose batches are other times as large as those that it was made for, [n_peers]."""
+        return replace(self, needed=self.needed / times)
 
     def pair_std(self, step: int, peers: np.ndarray, std: np.ndarray) -> np.ndarray:
         """Return c_ij of every pair, in the units of what the network conserves, float64 [E].
