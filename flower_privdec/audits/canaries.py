@@ -191,7 +191,7 @@ class Observer:
         pairs, count = self._mechanism.plan, len(own)
         weights, place = pairs.weights[noised.peers], np.full(len(pairs.weights), -1)
         place[noised.peers] = np.arange(count)
-        shared, rows = pairs.pair_std(noised.step, noised.peers, own / weights), place[pairs.edges]
+        shared, rows = pairs.pair_std(noised.step, noised.peers, own / weights, noised.name), place[pairs.edges]
         here = np.flatnonzero((rows >= 0).all(axis=1) & (shared > 0))
         key = np.round(np.concatenate([own, shared]) / own.max(), 9).tobytes() + noised.peers.tobytes()
         if key not in self._views:

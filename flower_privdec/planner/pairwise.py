@@ -225,7 +225,7 @@ def least_own_noise(plan: PairPlan, step: int) -> float | None:
     """Return a lower bound on the own noise in the sum, sqrt(Σ D²), with the pairs of a step; None for too many sets.
 
     The noise left at peer i, min_{x: x_i = 1} x' Σ_H x, has to be V_i² at least. So every x gives a linear condition on
-    D², and the least sum under some of these conditions is a bound for whoever solves for D, by whatever method.
+    D², and the least sum under some of these conditions is a bound, by whatever method D is solved for.
     """
     needed = plan.needed[step]
     active = np.flatnonzero(needed > 0)

@@ -617,10 +617,11 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
             expected_rounds (None where all peers are active in all rounds) and claimed_after_quarters;
         the other values of `optimum`;
         pairs: of noise that cancels between peers its strength, and that which it has on a network, mode_advice where a
-            network needs another mode than the scenario's, the number of
-            secrets of a peer (least and most), the noise of the mean over that of independent noise, a lower bound on
-            that with these pairs (None for too many sets of colluders), what a trusted server's would be, and the trades of other strengths: that noise, and how much the pairs' noise is in the
-            peers' models at their steps, over the noise that each would need by itself; None without;
+            network needs another mode than the scenario's, the number of secrets of a peer (least and most), the noise
+            of the mean over that of independent noise, a lower bound on that with these pairs (None for too many sets
+            of colluders), what a trusted server's would be, and the trades of other strengths: that noise, and how much
+            the pairs' noise is in the peers' models at their steps, over the noise that each would need by itself; None
+            without;
         gradients: which kernel computes them, and why that one;
         memory (its parts), tables (bytes of each kind, for privsgp-vr), table (the one used) and workers (how many
             processes here); infinite ε is the string "inf".

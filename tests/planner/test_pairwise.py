@@ -137,9 +137,7 @@ def test_by_colluders_it_is_the_plans_epsilon_at_its_own_number_and_its_largest_
     plan, figures = experiment.own.protection, dict(by_colluders(experiment))
     assert plan is not None
     planned = max(plan.epsilons(3))
-    assert (
-        figures[1] <= planned * 1.001
-    )  # one factor of all peers' own noise: those with more budget have more than they need
+    assert figures[1] <= planned * 1.001  # peers with more budget may have more noise left than they need
     assert figures[1] == pytest.approx(planned, rel=1e-3) or budget != "3"
     assert figures[3] == pytest.approx(max(plan.epsilons(3, EVERYBODY)), rel=1e-3)
     assert list(figures.values()) == sorted(figures.values())

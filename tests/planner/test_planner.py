@@ -313,3 +313,31 @@ def test_a_first_round_that_compiles_is_not_taken_for_every_round(build, monkeyp
     seconds, share = planner.estimate_seconds(build("rounds=100", "evaluation.every=50"))
     assert seconds == pytest.approx(100 * 0.5 + 2 * 0.25)
     assert share == pytest.approx(0.5 / 50.5)
+
+
+CANCELLING = "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0, secrets: complete}"
+
+
+@pytest.mark.parametrize("table", ["snapshot", "factored", "dense", "blocks"])
+@pytest.mark.parametrize("rates", ["0.5", "[0.1, 0.5, 0.5, 1.0]"], ids=["one rate", "four rates"])
+def test_time_is_estimated_where_pairs_are_planned_for_other_batches(build: Build, table: str, rates: str) -> None:
+    """A table is filled from a part of the examples, with batches of one size that the noise of pairs was not for."""
+    sizes = "data.partition={kind: sizes, sizes: [20, 40, 60, 80]}"
+    lines = [vr(table), f"algorithm.learning_rate={rates}", sizes, CANCELLING, "data.batch={rate: 0.2}"]
+    if table == "blocks":
+        lines[-1] = "data.batch={sampling: blocks, size: 4}"
+    seconds, _ = planner.estimate_seconds(build(*lines))
+    assert seconds > 0
+
+
+def test_the_noise_in_the_mean_is_near_the_least_that_its_pairs_allow(build: Build) -> None:
+    """Budgets that differ: the solver and the linear programs of the plan know nothing of each other."""
+    experiment = build("privacy.epsilon=[1, 2, 4, 8]", CANCELLING)
+    facts = planner.pair_facts(experiment)
+    assert facts["least_mean_noise"] <= facts["mean_noise"] <= 1.05 * facts["least_mean_noise"]
+    assert "these pairs allow no less than" in console.plan_text(make_plan(experiment), verbose=True)
+
+
+def test_a_bound_over_too_many_sets_is_left_out(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flower_privdec.planner.pairwise.LARGEST_SHAPED", 0)
+    assert planner.pair_facts(build(CANCELLING))["least_mean_noise"] is None

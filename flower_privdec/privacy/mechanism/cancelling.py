@@ -45,7 +45,7 @@ Source: Allouah et al. 2024 (Decor, arXiv:2405.01031) for the mechanism; the cov
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, islice
@@ -221,7 +221,7 @@ def _shape(
     The sum carries Σ_i d_i with d = D². The noise that peer i has, 1 / [Σ_H^{-1}]_ii = min_{x: x_i = 1} x' Σ_H x, is a
     minimum of linear functions of d and so concave: the d that are enough form a convex set. The least sum in it is
     found by Newton's method with a logarithmic barrier, which has one solution, so that every peer computes the same.
-    No d_i is above V_i², with which a peer needs nobody, nor below its share V_i² / m of a trusted server's noise, so
+    No d_i is above V_i², with which a peer needs no other, nor below its share V_i² / m of a trusted server's noise, so
     that something is left if all others collude.
 
     Args:
@@ -439,6 +439,8 @@ class PairPlan:
         weights: how often a row of each peer counts in what the network conserves, float64 [n_peers].
         same_rates: whether all learning rates are equal, so that an algorithm may leave them out.
         sizes: how many examples each peer has, as far as the plan knows, int64 [n_peers].
+        factors: for each kind of step the noise of its sums over that of the step, by name; None for 1.
+        kind_of: which kind every step is of, int64 [steps].
     """
 
     edges: np.ndarray
@@ -449,6 +451,8 @@ class PairPlan:
     same_rates: bool
     trades: tuple[Trade, ...] = ()
     sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    factors: tuple[Mapping[str, float | None] | None, ...] = (None,)
+    kind_of: np.ndarray | None = None
 
     @cached_property
     def own(self) -> np.ndarray:
@@ -527,16 +531,22 @@ class PairPlan:
         solved = [solve_pairs(row, self.edges, self.colluding, self.strength) for row in different]
         return profile_of.ravel(), solved
 
+    def _factor(self, step: int, name: str) -> float:
+        """Return the noise of a sum of a step over that of the step."""
+        kind = self.factors[0 if self.kind_of is None else int(self.kind_of[step])]
+        return 1.0 if kind is None else kind.get(name) or 1.0
+
     def for_batches(self, times: np.ndarray) -> PairPlan:
         """Return the plan for peers whose batches are other times as large as those that it was made for, [n_peers]."""
         return replace(self, needed=self.needed / times)
 
-    def pair_std(self, step: int, peers: np.ndarray, std: np.ndarray) -> np.ndarray:
+    def pair_std(self, step: int, peers: np.ndarray, std: np.ndarray, name: str = "gradient") -> np.ndarray:
         """Return c_ij of every pair, in the units of what the network conserves, float64 [E].
 
         Args:
             peers: some active peers, int64 [r].
             std: of their own noise, in the units of their rows, [r].
+            name: of the sum that it is added to.
 
         Raises:
             RunError: their noise has not the proportions that were planned.
@@ -546,7 +556,7 @@ class PairPlan:
         if largest == 0:
             return np.zeros(len(self.edges))
         scales = std * self.weights[peers] / (self.own[step, peers] * self.needed[step, peers])
-        wanted = scales.mean() if self.same_rates else 1.0
+        wanted = scales.mean() if self.same_rates else self._factor(step, name)
         if (np.abs(scales - wanted) > SAME_SCALE * wanted).any():
             raise RunError(
                 f"step {step}: the noise of peers {peers[:3].tolist()} is {scales[:3].tolist()} times the planned one, "

@@ -336,15 +336,15 @@ def build_protection(
         noise[:, row] = scales[row] * schedule.noise_shape
         accounts.append(replace(account, peer=int(peers[row])))
         claims.append(claim)
+    kinds, kind_of = _kinds(list(by_drawing.values()))
     clip_norms, plan = schedule.clip_factor[:, None] * schedule.clip_norm[peers], None
     if pair is not None:
-        plan = pair(np.where(active, clip_norms * noise, 0.0))
+        plan = replace(pair(np.where(active, clip_norms * noise, 0.0)), factors=kinds, kind_of=kind_of)
         noise *= plan.own
         accounts = _paired(accounts, mechanisms, active, scales, plan)
     if before is not None:
         clip_norms = np.concatenate([before.clip_norms[:first], clip_norms[first:]])
         noise[:first] = before.noise_multipliers[:first]
-    kinds, kind_of = _kinds(list(by_drawing.values()))
     to_some = {part.name for m in mechanisms for kind in m.kinds for part in kind or () if part.to == "neighbour"}
     return Protection(
         clip_norms=clip_norms,

@@ -41,7 +41,7 @@ class CancellingNoise(NoiseMechanism):
         row_of = np.full(len(self.plan.weights), -1)
         row_of[peers] = np.arange(len(peers))
         rows = row_of[edges]  # [E, 2], -1 of peers that are not among these
-        pair = self.plan.pair_std(noised.step, peers, std.double().cpu().numpy())
+        pair = self.plan.pair_std(noised.step, peers, std.double().cpu().numpy(), noised.name)
         chosen = np.flatnonzero((pair > 0) & (rows >= 0).any(axis=1))
         if noised.secrets.simulated:
             super().add_(out, std, noised)
