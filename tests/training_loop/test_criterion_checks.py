@@ -432,6 +432,7 @@ def test_what_the_loop_does_otherwise_is_tried_before_its_first_gradient(tmp_pat
     with raises(ScenarioError, "loss.not-additive"):
         criterion(net(x), y, y)
     assert torch.equal(net.weight, before)
+    assert not any(tmp_path.iterdir())  # the first batch is paid for when its noise is added
 
 
 def test_a_trial_sees_no_private_number_and_changes_no_generator(tmp_path: Path) -> None:
