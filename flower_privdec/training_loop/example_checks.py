@@ -75,16 +75,9 @@ class LoaderExamples:
             RunError: an item cannot be read; the message is withheld.
         """
         items = self._items
-        ids = items.ids.copy()
-        for number, owner in enumerate(items.owners):
-            used = np.flatnonzero(items.owner == number)
-            if len(used):
-                count = max(2, PROBES // len(items.owners))
-                own = items.own[used]
-                through = _Trial(owner, self._places).of(_spaced(own, count))
-                if through is not None and len(np.unique(through[own])) < len(np.unique(ids[used])):
-                    ids[used] = through[own]
-        _check_repeats(ids)
+        count = max(2, PROBES // max(1, len(items.owners)))
+        probes = [_spaced(np.flatnonzero(items.owner == number), count) for number in range(len(items.owners))]
+        _check_repeats(_tried(items, [place for some in probes for place in some], self._places))
         dataset, collate = self._loader.dataset, self._loader.collate_fn
         if collate is default_collate:
             return ExamplesAlone(dataset, collate, items.rows, is_proved=not items.unproved)
@@ -149,6 +142,25 @@ def _check_repeats(ids: np.ndarray) -> None:
         )
 
 
+def _tried(items: Items, probes: list[int], places: ItemPlaces) -> np.ndarray:
+    """Try some items; return the numbers of the examples that items are, as far as they can be followed.
+
+    Raises:
+        ScenarioError: see `_Trial.of`.
+        RunError: see `_Trial.of`.
+    """
+    ids = items.ids.copy()
+    for number, owner in enumerate(items.owners):
+        own = sorted({int(items.own[probe]) for probe in probes if items.owner[probe] == number})
+        within = _Trial(owner, places).of(own) if own else None
+        if within is not None:
+            used = items.owner == number
+            followed = within[items.own[used]]
+            if len(np.unique(followed)) < len(np.unique(ids[used])):
+                ids[used] = followed
+    return ids
+
+
 def _spaced(values: np.ndarray, count: int) -> list[int]:
     """Return some values, evenly spaced."""
     places = {number * len(values) // count for number in range(count)}
@@ -177,6 +189,8 @@ class _Trial:
                 return None
             reads += [(probe, watch, int(next(iter(watch.read)))) for watch in alone.watched if watch.read]
             integers = alone.integers
+            for items in alone.lists:
+                _check_repeats(look(items, self._places).ids)
         return self._examples_within(reads, integers, len(probes))
 
     def _alone(self, index: int, others: list[int]) -> StandIn | None:
@@ -265,27 +279,26 @@ class _Trial:
         known: np.ndarray | None = None
         within = {id(watch.dataset): watch.dataset for _, watch, _ in reads}
         for key, dataset in within.items():
-            items = look(dataset, self._places)
             pairs = [(probe, row) for probe, watch, row in reads if id(watch.dataset) == key]
-            for number, owner in enumerate(items.owners):
-                rows = [row for _, row in pairs if items.owner[row] == number]
-                if rows:
-                    _Trial(owner, self._places).of(sorted({int(items.own[row]) for row in rows}))
+            ids = _tried(look(dataset, self._places), [row for _, row in pairs], self._places)
+            if len(pairs) < probes:  # an item may do without it
+                continue
+            is_followed = False
+            for numbers in (np.arange(count), *integers):
+                fits = numbers.min() >= 0 and numbers.max() < len(ids)
+                if fits and all(numbers[probe] == row for probe, row in pairs):
+                    is_followed = True
+                    if known is None or len(np.unique(ids[numbers])) < len(np.unique(known)):
+                        known = ids[numbers]
 
-            examples = len(np.unique(items.ids))
-            if examples < count and len(pairs) == probes:
+            examples = len(np.unique(ids))
+            if examples < count and not is_followed:
                 raise ScenarioError(
                     f"{type(self._dataset).__name__} has {count} items of the {examples} examples of its "
                     f"{type(dataset).__name__}, so that some occur several times: give every example once, and more "
                     "passes in place of copies",
                     code="training-loop.repeated-example",
                 )
-            for numbers in (np.arange(count), *integers):
-                fits = numbers.min() >= 0 and numbers.max() < len(items.ids)
-                if fits and all(numbers[probe] == row for probe, row in pairs) and len(pairs) == probes:
-                    ids = items.ids[numbers]
-                    if known is None or len(np.unique(ids)) < len(np.unique(known)):
-                        known = ids
         return known
 
 

@@ -30,6 +30,7 @@ from flower_privdec.training_loop.separate_items import PLAIN, is_table
 DEPTH = 8  # of objects within objects that are copied
 LONG = 1_000  # of longer lists only the list is copied, and not what is in it
 LIBRARIES = {"torch", "numpy", "pandas", "pyarrow", "polars", "PIL", "datasets", "torchvision", "scipy", "sklearn"}
+LIBRARIES |= {"transformers", "tokenizers", "h5py", "zarr", "lmdb", "flwr", "flwr_datasets"}
 LIBRARIES |= sys.stdlib_module_names - {"__main__"}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 HOLDERS = (nn.Module, Dataset, types.SimpleNamespace)  # classes of libraries that hold what a user gives them
@@ -42,6 +43,7 @@ class StandIn:
     Attributes:
         copy: of what was given.
         watched: datasets within, by the order in which they were met.
+        lists: of as many tuples, lists or dicts, which may be the items themselves.
         integers: arrays of as many whole numbers as the dataset has items, which may say what each reads.
     """
 
@@ -57,6 +59,7 @@ class StandIn:
         self._generators: list[Any] = []
         self.watched: list[ReadWatch] = []
         self.integers: list[np.ndarray] = []
+        self.lists: list[Any] = []
         self.copy = self._of(subject, DEPTH)
 
     def read(self, read: Read, seed: int) -> tuple[Any, bool]:
@@ -84,7 +87,11 @@ class StandIn:
             return value
         if id(value) not in self._done:
             self._done[id(value)] = (value, value)  # where a circle of references ends
-            self._done[id(value)] = (value, self._new(value, depth - 1))
+            try:
+                new = self._new(value, depth - 1)
+            except RAISED_BY_USERS:  # a class whose objects cannot be copied or measured: it stays as it is
+                new = value
+            self._done[id(value)] = (value, new)
         return self._done[id(value)][1]
 
     def _new(self, value: Any, depth: int) -> Any:
@@ -94,7 +101,8 @@ class StandIn:
             return self._watched(value, depth)
         if is_table(value):
             return self._table(value, depth)
-        if isinstance(value, Sized):
+        is_number = isinstance(value, Tensor | np.ndarray) and value.ndim == 0
+        if isinstance(value, Sized) and not is_number:
             self._note_integers(value)
             one_row = self._one_row(value)
             if one_row is not None:
@@ -132,6 +140,8 @@ class StandIn:
         if len(value) != self._rows or not isinstance(value, Tensor | np.ndarray | list | tuple | range):
             return
         if isinstance(value, list | tuple) and not all(type(part) is int for part in value):
+            if value is not self._top and all(isinstance(part, tuple | list | dict) for part in value):
+                self.lists.append(value)
             return
         array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
         if array.ndim == 1 and array.dtype.kind in "iu":

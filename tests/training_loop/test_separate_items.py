@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import types
 from collections.abc import Callable
@@ -181,6 +182,7 @@ class Rows(Dataset[Any]):
         self.table = datasets.Dataset.from_dict({"x": x.tolist()})
         self.pairs = TensorDataset(x, y)
         self.order = torch.arange(N).flip(0)
+        self.scale, self.file = torch.tensor(2.0), open(os.devnull, "rb")  # noqa: SIM115 (which no copy has)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -424,6 +426,8 @@ REPEATED: dict[str, Callable[[], Any]] = {
     "an expanded row": lambda: TensorDataset(torch.randn(1, WIDTH).expand(N, WIDTH), torch.arange(N) % 2),
     "one object many times": lambda: [(features(False)[0][0], 1)] * 10,
     "words many times": lambda: [(f"visit {number}", number % 2) for number in range(9)] * 3,
+    "a transform around rows that balance": lambda: Transformed(Oversampled(standing(False), [0, 1, 2, 3, 3, 4, 5, 6])),
+    "a list that balances": lambda: Transformed([item for item in standing(False) for _ in range(2)]),
     "rows that balance": lambda: Oversampled(standing(False), [0, 1, 2, 3, 3, 4, 5, 6]),
     "a part of rows that balance": lambda: Subset(Oversampled(standing(False), np.arange(N) // 2), [2, 3, 8]),
     "a table's selection": lambda: table(False).select([1, 2, 3, 1]),
@@ -440,6 +444,13 @@ def test_an_example_that_occurs_several_times_is_refused(
     with raises(ScenarioError, "training-loop.repeated-example", "once"):
         moved(lambda changed: REPEATED[kind](), tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_part_of_copies_that_holds_none_twice_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(changed: bool) -> Any:
+        return Subset(Transformed(ConcatDataset([standing(changed)] * 2)), range(N // 2, N // 2 + N))
+
+    assert 0 < moved(once, tmp_path, monkeypatch)[0] <= 1 + 1e-5
 
 
 def test_trying_a_dataset_leaves_no_row_of_another_in_it(tmp_path: Path) -> None:
