@@ -263,7 +263,8 @@ def _of_list(dataset: Sequence[Any], places: ItemPlaces) -> Items:
 
     # Python keeps one object for equal numbers and words: only other objects tell that two items are one.
     ids = places.ids(id(dataset), range(len(dataset)))
-    own = np.array([0 if type(item) in PLAIN or item == () else id(item) for item in dataset], dtype=np.int64)
+    is_one_object = [type(item) in PLAIN or (type(item) is tuple and not item) for item in dataset]
+    own = np.array([0 if is_one else id(item) for is_one, item in zip(is_one_object, dataset, strict=True)])
     ids = np.where(own > 0, own, ids)
 
     name = type(dataset).__name__

@@ -24,6 +24,7 @@ from torchvision.transforms import v2
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.training_loop import private
+from flower_privdec.training_loop.example_checks import LoaderExamples
 from flower_privdec.training_loop.private_loop import PrivacyBudget
 from flower_privdec.training_loop.separate_items import ItemPlaces, look
 
@@ -444,6 +445,12 @@ def test_an_example_that_occurs_several_times_is_refused(
     with raises(ScenarioError, "training-loop.repeated-example", "once"):
         moved(lambda changed: REPEATED[kind](), tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("item", [np.ones, torch.ones, lambda width: np.ones(0), lambda width: [1.0, width], str])
+def test_lists_of_any_plain_values_are_proved(item: Callable[[int], Any]) -> None:
+    examples = LoaderExamples.of(DataLoader([item(3) for _ in range(4)], 2))  # type: ignore[arg-type]
+    assert examples.unproved == ()
 
 
 def test_a_part_of_copies_that_holds_none_twice_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
