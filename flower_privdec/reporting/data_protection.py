@@ -400,8 +400,11 @@ def _short(run: Result, evidence: Evidence, right: float) -> list[str]:
 
 def _protected(run: Result, evidence: Evidence) -> Topic:
     summary = run.summary
+    whose = f"{summary['n_peers']} peers"
+    if len(evidence.rows) == 1 and summary["n_peers"] > 1 and summary["privacy"]:
+        whose = f"peer {evidence.rows[0]['peer']}, one of {whose}"
     peers = (
-        f"The data of {summary['n_peers']} peers (devices or sites that keep their data and train together): each "
+        f"The data of {whose} (devices or sites that keep their data and train together): each "
         "peer's examples are protected from everybody else, the other peers included. They never leave the peer. What "
         "leaves is sums of what many examples would change in the model, each cut to one size, with random noise "
         "added."
@@ -499,9 +502,10 @@ def _duration(group: RunGroup, run: Result, evidence: Evidence) -> Topic:
         "models are deleted, not when a peer leaves."
     ]
     if evidence.payments:
-        n_runs = sum(len(one.run_ids) for one in evidence.payments)
+        n_runs = max(len(one.run_ids) for one in evidence.payments)
         count = "1 run" if n_runs == 1 else f"{n_runs} runs"
-        points.append(f"The figures count all that the ledger holds today: {count} over these data.")
+        which = "the ledger holds" if len(evidence.payments) == 1 else "the peers' own ledgers hold"
+        points.append(f"The figures count all that {which} today: {count} over these data.")
     by_summary = max(float(row["epsilon"]) for row in evidence.rows)
     if evidence.epsilon > by_summary * (1 + SAME):
         points.append(

@@ -17,6 +17,7 @@ import numpy as np
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, peer_ranges, setting, shown
 from flower_privdec.experiment.recorder import read_metrics
+from flower_privdec.experiment.view import MAY
 from flower_privdec.reporting.wording import main_metric
 from flower_privdec.scenario import Scenario, load_scenario, seedless_hash
 
@@ -75,6 +76,8 @@ def _read_summary(path: Path, scenario: Scenario) -> dict[str, Any] | None:
         return None
     try:
         summary = json.loads(path.read_bytes())
+        if isinstance(summary, dict) and "peer" in summary and "privacy" not in summary:
+            return _of_one_peer(summary, scenario)
         missing = [key for key in [*NEEDED, *scenario.task.kinds()] if key not in summary]
         if not isinstance(summary, dict) or missing:
             raise ValueError(f"it lacks {', '.join(missing)}" if missing else "it is no mapping")
@@ -95,6 +98,36 @@ def _read_summary(path: Path, scenario: Scenario) -> dict[str, Any] | None:
             code="reporting.summary-damaged",
         ) from error
     return {**summary, "finished": summary.get("stopped_by", "budget") == "budget"}
+
+
+def _of_one_peer(status: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
+    """Return a summary from that of a deployed peer, which knows its own ε and nothing of the others' models.
+
+    Raises:
+        ValueError, TypeError: it is no peer's.
+    """
+    peer, done = status["peer"], status.get("round")
+    if type(peer) is not int or not 0 <= peer < scenario.n_peers or type(done) is not int:
+        raise ValueError(f"its peer is {shown(peer, 40)} and its round {shown(done, 40)}")
+    summary = _unfinished(scenario, [])
+    summary |= {"runtime": "network", "rounds_done": done, "finished": done >= scenario.rounds}
+    if "noise" in status:
+        summary |= {"noise": status["noise"], "publishable": MAY in str(status["noise"])}
+
+    private = scenario.private
+    row: dict[str, Any] = {"peer": peer, "epsilon": status.get("epsilon"), "delta": 0.0}
+    row |= {"unit": "example", "adjacency": "zero-out", "calibration": "none", "claimed_epsilon": None}
+    if private is None:
+        row["epsilon"] = "inf"
+    else:
+        delta = np.broadcast_to(np.asarray(private.delta, dtype=float), (scenario.n_peers,))[peer]
+        row |= {"delta": float(delta), "calibration": private.calibration}
+        row["scope"] = f"all runs in {private.ledger}" if private.ledger else "this run alone"
+    if status.get("colluding") is not None:
+        row |= {name: status[name] for name in ("colluding", "epsilon_if_all_collude")}
+    if not _is_guarantee(row):
+        raise ValueError(f"its epsilon is {shown(row['epsilon'], 40)}")
+    return summary | {"privacy": [row]}
 
 
 def _is_guarantee(row: Any) -> bool:

@@ -20,6 +20,7 @@ import flower_privdec as fp
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.experiment.spent import Spent, privacy_rows
+from flower_privdec.experiment.view import NOISE
 from flower_privdec.graph.topology import UniformParticipation
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.readings import points_of, right_guesses, true_positive_rate
@@ -247,6 +248,30 @@ def test_a_summary_whose_epsilon_is_no_number_is_refused(tmp_path: Path, odd: An
         folder = make_run(tmp_path / name, privacy=[privacy_row(0) | {name: odd}])
         with raises(ScenarioError, "reporting.summary-damaged"):
             write_report([folder], tmp_path / "officer.md")
+
+
+def device(folder: Path, *overrides: str, **changes: Any) -> Path:
+    """Make the folder of a deployed peer, with a ledger of its own."""
+    make_run(folder, *overrides, done=0)
+    status: dict[str, Any] = {"name": "small", "peer": 2, "round": 40, "rounds": 40, "epsilon": SPENT}
+    status |= {"colluding": None, "epsilon_if_all_collude": None, "noise": NOISE["system"]}
+    (folder / "summary.json").write_text(json.dumps(status | changes))
+    pay(folder / "ledger", 20, "one")
+    return folder
+
+
+def test_a_devices_owner_gets_the_page_from_its_folder(tmp_path: Path) -> None:
+    text = page_of(device(tmp_path / "a"))
+    assert "The data of peer 2, one of 4 peers" in text
+    assert f"right at most {at_most(right_guesses(points_of(partial(epsilon, [STEP.times(20)]))))}" in text
+    assert "may not be published" not in text
+    assert "Nothing of this run" not in text
+    assert "The run is not finished" in page_of(device(tmp_path / "b", round=20))
+    assert "There is no protection" in page_of(device(tmp_path / "c", "privacy=none", epsilon="inf"))
+    with raises(ScenarioError, "reporting.summary-damaged"):
+        page_of(device(tmp_path / "d", epsilon=math.nan))
+    with raises(ScenarioError, "reporting.summary-damaged"):
+        page_of(device(tmp_path / "e", peer=4))
 
 
 def test_names_are_no_markup_in_the_text(tmp_path: Path) -> None:
