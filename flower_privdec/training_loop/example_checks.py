@@ -94,7 +94,8 @@ class LoaderExamples:
         failure = ""
         try:
             with same_random_numbers(_SEED):
-                probes = [copied(dataset[index]) for index in _spaced(np.arange(len(dataset)), PROBES)]
+                indices = _spaced(np.arange(len(dataset)), PROBES)
+                probes = [copied(dataset[index]) for index in indices]
                 together = collate([copied(probe) for probe in probes])
                 forwards = [copied(collate([copied(probe)])) for probe in probes]
                 backwards = [copied(collate([copied(probe)])) for probe in reversed(probes)]
@@ -102,6 +103,8 @@ class LoaderExamples:
             failure = type(error).__name__
         if failure:  # raised here, an error that does not carry the other one along
             raise withheld("the dataset or the collate_fn", failure)
+        if not all(self._reads_one(collate, index, probe) for index, probe in zip(indices, probes, strict=True)):
+            raise mixed_batch()
         if all(map(same, forwards, reversed(backwards))):
             for lists_of_items in (False, True):
                 try:
@@ -110,6 +113,37 @@ class LoaderExamples:
                 except MisfitError:
                     continue
         raise mixed_batch()
+
+    def _reads_one(self, collate: Collate, index: int, item: Any) -> bool:
+        """Return whether a `collate_fn` makes the same of an item though one example stands for all it reaches."""
+        rows = len(self._items.ids)
+
+        def read(copy: Any) -> Any:
+            return copy([copied(item)])
+
+        plain = StandIn(collate, rows)
+        alone = StandIn(collate, rows, index)
+        try:
+            expected, drew = plain.read(read, _SEED)
+            repeats = same(expected, StandIn(collate, rows).read(read, _SEED)[0])
+        except RAISED_BY_USERS:  # the copy fails, and what it was made of does not
+            return True
+        for seed in range(_SEED, _SEED + (DRAWS if drew or not repeats else 1)):
+            expected, _ = plain.read(read, seed)
+            try:
+                batch, _ = alone.read(read, seed)
+            except RAISED_BY_USERS:
+                return False
+            if (repeats and not same(batch, expected)) or any(
+                self._is_another(index, watch) for watch in alone.watched
+            ):
+                return False
+        return True
+
+    def _is_another(self, index: int, watch: ReadWatch) -> bool:
+        """Return whether an example of these other than one item's was read from a dataset."""
+        ids = look(watch.dataset, self._places).ids
+        return any(ids[place] in self._items.ids and ids[place] != self._items.ids[index] for place in watch.read)
 
 
 def assumption_of(unproved: tuple[str, ...]) -> str:

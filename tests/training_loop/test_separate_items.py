@@ -489,6 +489,23 @@ def test_the_collate_function_is_assumed_to_read_its_item_only(tmp_path: Path, m
     assert f"{ASSUMED}, which is not proved of the collate_fn" in line
 
 
+@pytest.mark.parametrize("pool", ["tensor", "dataset", "public"])
+def test_a_collate_function_that_reads_other_examples_is_refused(pool: str, tmp_path: Path) -> None:
+    data = standing(False)
+    other = {"tensor": data.tensors[0], "dataset": data, "public": TensorDataset(torch.randn(9, WIDTH))}[pool]
+
+    def collate(items: list[Any]) -> Any:
+        mixed = [x + torch.as_tensor(other[3][0]) for x, _ in items]
+        return torch.stack(mixed), torch.stack([y for _, y in items])
+
+    examples = LoaderExamples.of(DataLoader(data, 6, collate_fn=collate))
+    if pool == "public":
+        examples.checked()
+    else:
+        with raises(ScenarioError, "training-loop.collate-mixes"):
+            examples.checked()
+
+
 def test_a_collate_function_that_remembers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = [torch.zeros(WIDTH)]
 
