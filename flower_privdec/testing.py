@@ -279,11 +279,15 @@ def _check_noise(step: Released, row: int, name: str, multiplier: float, std: fl
     where = f"step {step.step}: sum {name!r} of peer {step.peers[row]}"
     expected = multiplier * float(step.unit[row])
     message = f"{where} has noise {std}, and must have {expected}"
-    _hold(abs((std or 0.0) - expected) <= 1e-9 * expected, message, "law.noise")
-    noise = step.after[name][row] - step.before[name][row] - step.raw[name][row]
+    after = step.after[name][row]
+    rounding = max(1e-9, 8 * torch.finfo(after.dtype).eps)  # relative
+    _hold(abs((std or 0.0) - expected) <= rounding * expected, message, "law.noise")
+
+    noise = after - step.before[name][row] - step.raw[name][row]
     size = float(noise.norm()) / math.sqrt(len(noise))
     message = f"{where}: its noise of {expected} was not added"
-    _hold(size > 0.1 * expected if expected else size < 1e-9, message, "law.noise")
+    nothing = max(1e-9, rounding * float(after.norm()))
+    _hold(size > 0.1 * expected if expected else size <= nothing, message, "law.noise")
 
 
 # --- nothing else leaves ---

@@ -110,7 +110,11 @@ class PDSL(CrossGradients):
                 code="pdsl.validation",
             )
         if loss.targets != "classes":
-            raise ScenarioError(f"algorithm.name=pdsl weighs by accuracy, and the task's loss takes {loss.targets}")
+            raise ScenarioError(
+                f"algorithm.name=pdsl weighs by accuracy, and the task's loss takes {loss.targets}: use dp-cga, which "
+                "weighs by none",
+                code="pdsl.no-classes",
+            )
         if count is not None and count > len(public.validation.y):
             raise ScenarioError(
                 f"algorithm.validation_subsample={count} must be at most data.validation={len(public.validation.y)}",

@@ -127,7 +127,10 @@ def _with_features(public: PublicSet, section: FeaturesSection | None) -> Public
     if section is None:
         return public
     if public.n_tokens is not None:
-        raise ScenarioError("features are made of images, and the data are tokens: remove the section features")
+        raise ScenarioError(
+            "features are made of images, and the data are tokens: remove the section features",
+            code="features.no-images",
+        )
     held = None if public.validation is None else _with_features(public.validation, section)
     return replace(public, x=apply_features(public.x, section), validation=held)
 

@@ -1791,7 +1791,8 @@ class Scenario(LocatedFile):
         blocks = isinstance(algorithm, VRSection) and algorithm.table == "blocks"
         if blocks != (self.data.batch.sampling == "blocks"):
             raise ArgumentError(
-                "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other",
+                "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other: set both, or "
+                "set data.batch.sampling=poisson and leave algorithm.table out",
                 code="batch.blocks",
             )
         if algorithm.name == "dp-sgd" and self.n_peers > 1:

@@ -11,7 +11,7 @@ import pytest
 from ports import own_addresses
 from raising import raises
 from routing_peers import Step, client, first, sets_its_values_once, values_of, zeros
-from together_grid import TogetherGrid
+from tools.battery.together_grid import TogetherGrid
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, Mesh

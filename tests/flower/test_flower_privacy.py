@@ -22,7 +22,7 @@ from private_files import closed_files, umask_of_none
 from raising import raises
 from shards_in_turn import in_turn
 from tiny_scenario import Build, Tiny
-from together_grid import TogetherGrid
+from tools.battery.together_grid import TogetherGrid
 from variants import VARIANTS, settings_for
 
 from flower_privdec import testing

@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 from ports import own_addresses
 from raising import raises
 from tiny_scenario import Tiny
-from together_grid import TogetherGrid
+from tools.battery.together_grid import TogetherGrid
 
 from flower_privdec import load_run
 from flower_privdec.common.errors import RunError, ScenarioError

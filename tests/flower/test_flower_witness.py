@@ -18,7 +18,7 @@ import pytest
 from flwr.app import Message
 from ports import own_addresses
 from routing_peers import client, zeros
-from together_grid import TogetherGrid
+from tools.battery.together_grid import TogetherGrid
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower import Gossip, LocalGrid, Mesh, PushSum

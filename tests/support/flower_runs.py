@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.clientapp import ClientApp
-from together_grid import TogetherGrid
+from tools.battery.together_grid import TogetherGrid
 from torch import Tensor
 
 from flower_privdec.flower.apps.client_app import client_app

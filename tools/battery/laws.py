@@ -1,0 +1,553 @@
+"""The laws that every row obeys that runs, and how a row that is refused goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import stat
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
+from flower_privdec.experiment import Experiment
+from flower_privdec.planner.plan import make_plan
+from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
+from flower_privdec.scenario import Scenario, to_yaml
+from flower_privdec.scenario.sections import OwnSection
+from flower_privdec.testing import BrokenLaw, assert_noise, assert_sensitivity
+from tools.battery.independent import Step, counted
+from tools.battery.ledgers import composed_ledger
+from tools.battery.measured import ALL, Measured, bounds, composed, measuring
+from tools.battery.rows import Case, more_rounds, run_row
+
+ABOVE = 1.02  # what a printed ε may be, over an independent one
+BELOW = 1 - 1e-6
+REFUSALS = (ScenarioError, BudgetError)
+
+
+class Broken(Exception):  # noqa: N818 (a law's, not the program's)
+    """A law does not hold for a row.
+
+    Attributes:
+        law: its name.
+    """
+
+    def __init__(self, law: str, text: str) -> None:
+        super().__init__(text)
+        self.law = law
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A law that a row broke.
+
+    Attributes:
+        law: its name.
+        text: what was seen.
+        row: the levels that are not plain.
+    """
+
+    law: str
+    text: str
+    row: str
+
+    def __str__(self) -> str:
+        return f"[{self.law}] {self.text}\n    {self.row}"
+
+
+@dataclass
+class Outcome:
+    """What became of a row.
+
+    Attributes:
+        refusal: why it was refused; None if it ran.
+        is_late: whether it had run, and was to go on.
+        violations: the laws that it broke.
+    """
+
+    refusal: PrivdecError | None = None
+    is_late: bool = False
+    violations: list[Violation] = field(default_factory=list)
+
+
+def hold(condition: bool, law: str, text: str) -> None:
+    """Raise Broken unless a law holds."""
+    if not condition:
+        raise Broken(law, text)
+
+
+@contextmanager
+def quiet() -> Iterator[list[str]]:
+    """Keep the package's warnings to the user in a list, and let Python's own be errors."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("", "flwr")]
+    before = [logger.handlers for logger in loggers]
+    for logger in loggers:
+        logger.handlers = [handler]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield lines
+    finally:
+        for logger, handlers in zip(loggers, before, strict=True):
+            logger.handlers = handlers
+
+
+def refusal_of(case: Case) -> PrivdecError | None:
+    """Return why a row is refused before any work, None if it builds; what a runtime refuses comes later."""
+    case.write(in_yaml=False)
+    with quiet(), case.entered():
+        try:
+            Experiment.build(case.scenario("python"))
+        except REFUSALS as error:
+            return error
+    return None
+
+
+class LateRefusal(Exception):  # noqa: N818 (a refusal is no error of the program)
+    """A run that had ended was to go on, and was refused.
+
+    Attributes:
+        refusal: why.
+    """
+
+    def __init__(self, refusal: PrivdecError) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+def try_case(case: Case) -> Outcome:
+    """Write a row, and run it by all laws."""
+    outcome = Outcome()
+    shutil.rmtree(case.folder, ignore_errors=True)
+    case.write()
+    with quiet(), case.entered(), trying(case, outcome):
+        _try(case, outcome)
+    return outcome
+
+
+@contextmanager
+def trying(case: Case, outcome: Outcome) -> Iterator[None]:
+    """Note what a law, or a refusal, has to say of what is done inside."""
+    try:
+        yield
+    except Broken as error:
+        outcome.violations.append(violation(case, error.law, str(error)))
+    except LateRefusal as error:
+        outcome.refusal = error.refusal
+        outcome.is_late = True
+    except REFUSALS as error:
+        outcome.refusal = error
+        outcome.violations += _after_refusal(case, error)
+    except RunError as error:
+        outcome.violations.append(violation(case, "a run that starts ends", f"{error.code}: {error}"))
+    except BrokenLaw as error:
+        outcome.violations.append(violation(case, error.code, str(error)))
+    except Exception:
+        text = "".join(traceback.format_exc().splitlines(keepends=True)[-9:])
+        outcome.violations.append(violation(case, "no traceback", text))
+
+
+def violation(case: Case, law: str, text: str) -> Violation:
+    plain = Case.of((0,) * len(case.names), case.folder).names
+    levels = {name: level for name, level in case.meaning.items() if level != plain[name]}
+    return Violation(law, text, json.dumps(levels, ensure_ascii=False))
+
+
+def _after_refusal(case: Case, error: PrivdecError) -> list[Violation]:
+    """Return what a refusal should not have left."""
+    violations = []
+    if not error.code:
+        violations.append(violation(case, "a refusal has a code", str(error)))
+    if "\n" in str(error) or len(str(error)) > 900:
+        violations.append(violation(case, "a refusal is one line", str(error)))
+    left = [path for name in ("out", "ledgers") for path in (case.folder / name).rglob("*") if path.is_file()]
+    if left:
+        violations.append(violation(case, "a refusal leaves nothing", f"{error.code}: {left[:3]}: {error}"))
+    return violations
+
+
+# --- one row ---
+
+
+def _try(case: Case, outcome: Outcome) -> None:
+    scenario = case.scenario()
+    experiment = Experiment.build(scenario)
+    runtime, ending = case.option("runtime", "engine"), case.option("ending", "")
+    out = case.folder / "out"
+
+    def law(check: Callable[..., object], *arguments: Any) -> None:
+        with trying(case, outcome):
+            check(*arguments)
+
+    law(_forms_agree, case, scenario)
+    law(_keys, case, experiment)
+    is_plain = runtime == "engine" and scenario.compute.generator != "system" and not ending
+    if is_plain:
+        with measuring(experiment) as measured:
+            summary = run_row(experiment, out, runtime)
+    else:
+        summary = _run_with_ending(case, experiment, out, runtime, ending)
+        measured = _reference(case, experiment)
+    if summary is None:
+        raise Broken("a run that starts ends", "it has no summary")
+    if scenario.private is not None:
+        law(_epsilon_holds, experiment, summary, [measured], ending)
+        law(_laws_of_noise, experiment)
+        law(_ledger_agrees, experiment, summary, out)
+    law(_plan_agrees, case, experiment, summary, ending)
+    law(_files_are_private, out)
+    if not is_plain:
+        law(_runtimes_agree, case, scenario, out, runtime, ending)
+    second = case.option("second")
+    if second is not None:
+        law(_second_run, case, second, measured, out)
+
+
+def _reference(case: Case, experiment: Experiment) -> Measured:
+    """Return what the engine's straight run measures, with noise from keys; its ledger is its own."""
+    reference = experiment
+    scenario = experiment.scenario
+    if scenario.compute.generator == "system" or (scenario.private is not None and scenario.private.ledger):
+        private = scenario.private
+        changed: dict[str, Any] = {"compute": scenario.compute.model_copy(update={"generator": None})}
+        if private is not None:
+            changed["privacy"] = private.model_copy(update={"ledger": None})
+        reference = Experiment.build(scenario.model_copy(update=changed))
+    with measuring(reference) as measured:
+        run_row(reference, case.folder / "reference", "engine")
+    return measured
+
+
+def _run_with_ending(
+    case: Case, experiment: Experiment, out: Path, runtime: str, ending: str
+) -> dict[str, Any] | None:
+    if not ending:
+        return run_row(experiment, out, runtime)
+    if ending == "more rounds":
+        run_row(experiment, out, runtime)
+        before = _contents(out)
+        try:
+            longer = more_rounds(case, experiment.scenario, out)
+            return run_row(Experiment.build(longer), out, runtime, resume=True)
+        except REFUSALS as error:
+            hold(_contents(out) == before, "a refusal leaves nothing", f"{error.code} changed the run's folder: {error}")
+            raise LateRefusal(error) from error
+    first = run_row(experiment, out, runtime, ends=ending)
+    hold(
+        first is None or "stopped_at" in first or "rounds_done" in first,
+        "a stopped run is a stopped one",
+        f"its summary has no stopped_at: {first and list(first)}",
+    )
+    return run_row(Experiment.build(case.scenario()), out, runtime, resume=True)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """Return what the files of a folder hold."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# --- the laws ---
+
+
+def _plain_text(case: Case, scenario: Scenario) -> str:
+    return to_yaml(scenario).replace(f"{case.folder}/", "").replace(str(case.folder), "")
+
+
+def _forms_agree(case: Case, scenario: Scenario) -> None:
+    """YAML, `--set` and Python make one scenario."""
+    if case.has_objects:
+        return
+    expected = yaml.safe_load(_plain_text(case, scenario))
+    for form in ("file", "settings", "python"):
+        if case.option("place") == "elsewhere" and form != "file":
+            continue
+        other = yaml.safe_load(_plain_text(case, case.scenario(form)))
+        differing = [f"{key}: {other.get(key)}" for key in expected.keys() | other if expected.get(key) != other.get(key)]
+        hold(not differing, "yaml, --set and Python agree", f"as {form}: {differing[:3]}")
+
+
+def _keys(case: Case, experiment: Experiment) -> None:
+    """What changes numbers changes keys, and what changes nothing does not."""
+    edit = case.option("edit")
+    if edit is None or not experiment.own.keys or experiment.scenario.compute.generator == "system":
+        return
+    before = {experiment.own.run.id, *experiment.own.keys.values()}
+    other = case
+    undo: Callable[[], None] | None = None
+    if edit == "setting":
+        other = case.other(seeds={"run": 99})
+    elif edit != "nothing":
+        undo = _edit(case, edit)
+    try:
+        case.forget()
+        after = Experiment.build(other.scenario()).own
+    finally:
+        if undo is not None:
+            undo()
+            case.forget()
+    shared = before & {after.run.id, *after.keys.values()}
+    if edit == "nothing":
+        hold(len(shared) == len(before), "the same run has the same keys", "a second build has others")
+    else:
+        hold(not shared, "what changes numbers changes keys", f"after an edit of the {edit} {len(shared)} keys are the same")
+
+
+def _edit(case: Case, edit: str) -> Callable[[], None]:
+    """Change a file of the row; return what takes it back."""
+    if edit == "model's dict":
+        from tools.battery import parts
+
+        original = parts.Scaled.__init__
+
+        def changed(module: Any, inputs: int, outputs: int, factor: float) -> None:
+            original(module, inputs, outputs, factor)
+            module.settings["nested"][0]["power"] = 2.0
+
+        parts.Scaled.__init__ = changed  # type: ignore[method-assign]
+        return lambda: setattr(parts.Scaled, "__init__", original)
+    name = {
+        **{"graph file": "edges.txt", "secrets file": "secrets.txt"},
+        **{"loss's source": f"{case.module}.py", "model's source": f"{case.module}.py"},
+        **{"file that the loss reads": "read.json", "file that the graph reads": "read.json"},
+    }.get(edit)
+    if edit == "graph file" and case.meaning["graph"] == "directed file":
+        name = "arcs.txt"
+    if name is None:
+        name = _data_file(case, train=edit == "example")
+    if name is None:
+        return lambda: None
+    path = case.path_of(name)
+    if not path.exists():
+        path = case.folder / name
+    changed = path / "cat" / "0.png" if path.is_dir() else path
+    before = changed.read_bytes()
+    _change(path, edit)
+    return lambda: changed.write_bytes(before) and None
+
+
+def _data_file(case: Case, *, train: bool) -> str | None:
+    data = case.data()["data"]
+    value = data["root" if train else "test"] if data.get("test") or train else data["root"]
+    return str(value).replace("{peer}", "1")
+
+
+def _change(path: Path, edit: str) -> None:
+    if path.is_dir():
+        (path / "cat" / "0.png").write_bytes((path / "cat" / "1.png").read_bytes())
+    elif path.suffix == ".npz":
+        with np.load(path) as file:
+            arrays = dict(file)
+        x = arrays["x_train" if edit == "example" else "x_test"]
+        x[0, 0] += 0.5
+        np.savez(path, **arrays)
+    elif path.suffix == ".txt":
+        lines = path.read_text().splitlines()
+        lines[-1] = "1 3" if len(lines) > 4 else "0 2"
+        path.write_text("\n".join(["0 1", "1 2", "2 3", "3 0", lines[-1]]) + "\n")
+    elif path.suffix == ".py":
+        path.write_text(path.read_text().replace("SHIFT = 0.25", "SHIFT = 0.75"))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps({"factor": 0.25}))
+    elif path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        table = parquet.read_table(path)
+        ages = table["age"].to_pylist()
+        ages[0] += 1
+        parquet.write_table(table.set_column(0, "age", [ages]), path)
+    else:
+        lines = path.read_text().splitlines()
+        lines[1] = lines[1].replace(lines[1].split(",")[0], "33") if "," in lines[1] else lines[1].replace("1:", "1:9")
+        path.write_text("\n".join(lines) + "\n")
+
+
+def _adversaries(row: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the name of each ε of a summary's row, and how many peers its adversary colludes with."""
+    yield "epsilon", row.get("colluding", ALL)
+    if "epsilon_if_all_collude" in row:
+        yield "epsilon_if_all_collude", ALL
+
+
+def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], runs: list[Measured], ending: str) -> None:
+    """Each printed ε is at least an independent composition of all that was released, and at most 2 % above."""
+    system = experiment.scenario.compute.generator == "system"
+    replanned = ending == "more rounds"
+    plan = experiment.own.protection
+    undeclared = plan is not None and None in plan.kinds  # its noise costs ε = ∞, whatever it is
+    again = system and bool(ending)  # steps that were taken again are charged again
+    for row in summary["privacy"]:
+        peer, delta = row["peer"], row["delta"]
+        for name, colluding in _adversaries(row):
+            if replanned:
+                continue
+            # Of other runs the dearest peer counts: an example may have been there.
+            low, high = _bounds_of(runs, peer, colluding, delta)
+            if undeclared:
+                high = math.inf
+            _between(float(row[name]), low, math.inf if again else high, name, peer)
+        if "epsilon_of_replies_to_one" in row and not replanned:
+            low, high = _bounds_of_replies(runs, peer, delta)
+            _between(float(row["epsilon_of_replies_to_one"]), low, math.inf if again else high, "epsilon of replies", peer)
+
+
+def _bounds_of(runs: list[Measured], peer: int, colluding: int, delta: float) -> tuple[float, float]:
+    """Return bounds of the ε of a peer's last run and all others, at the same peer and at the dearest."""
+    last, others = runs[-1], runs[:-1]
+    own = composed(last, peer, colluding)
+    lows, highs = [], []
+    choices: list[list[list[list[Step]]]] = [[]]
+    for other in others:
+        peers = range(len(other.experiment.own.peers))
+        kinds = {counted(composed(other, one, colluding)[1]): composed(other, one, colluding) for one in peers}
+        choices = [[*chosen, part] for chosen in choices for part in kinds.values()]
+    for chosen in choices:
+        highs.append(bounds([own, *chosen], delta)[1])
+    same = [composed(other, min(peer, len(other.experiment.own.peers) - 1), colluding) for other in others]
+    lows.append(bounds([own, *same], delta)[0])
+    return max(lows), max(highs)
+
+
+def _bounds_of_replies(runs: list[Measured], peer: int, delta: float) -> tuple[float, float]:
+    lows, highs = [0.0], [0.0]
+    receivers = {cost.receiver for run in runs for cost in run.costs(peer)} - {None}
+    for receiver in receivers:
+        low, high = bounds([composed(run, peer, ALL, receiver) for run in runs], delta)
+        lows.append(low)
+        highs.append(high)
+    whole = bounds([composed(run, peer, ALL) for run in runs], delta)[1]
+    return max(lows), whole
+
+
+def _between(printed: float, low: float, high: float, name: str, peer: int) -> None:
+    text = f"{name} of peer {peer} is {printed:.5g}; independently it is {low:.5g} to {high:.5g}"
+    hold(printed >= low * BELOW or math.isclose(printed, low), "no ε is below the truth", text)
+    hold(printed <= high * ABOVE + 1e-9 or high == math.inf, "no ε is 2 % above the truth", text)
+
+
+def _laws_of_noise(experiment: Experiment) -> None:
+    """Noise measured is noise planned, and no example moves a release by more than declared."""
+    plan = experiment.own.protection
+    if plan is None or experiment.scenario.compute.generator == "system":
+        return
+    noise = experiment.scenario.private and experiment.scenario.private.noise
+    if not isinstance(noise, OwnSection):
+        assert_noise(experiment, 2)
+    dtype = experiment.initial.dtype
+    if dtype == torch.float64 and experiment.mixing is not None:
+        assert_sensitivity(experiment, 2)
+
+
+def _plan_agrees(case: Case, experiment: Experiment, summary: dict[str, Any], ending: str) -> None:
+    """The plan has the ε that the summary has."""
+    if ending or case.option("second") is not None:
+        return
+    facts = make_plan(Experiment.build(case.scenario()))
+    for planned, row in zip(facts["peers"], summary["privacy"], strict=True):
+        expected, printed = float(planned["epsilon"]), float(row["epsilon"])
+        system = experiment.scenario.compute.generator == "system"
+        text = f"peer {row['peer']}: planned {expected}, printed {printed}"
+        if facts.get("ledger") is None or not system:
+            hold(math.isclose(expected, printed, rel_tol=1e-9), "plan and summary agree", text)
+
+
+def _ledger_agrees(experiment: Experiment, summary: dict[str, Any], out: Path) -> None:
+    """`privdec ledger` has the largest ε of the summary, and what the file's own lines compose to."""
+    private = experiment.scenario.private
+    if private is None:
+        return
+    deltas = {row["delta"] for row in summary["privacy"]}
+    if len(deltas) > 1:
+        return
+    (delta,) = deltas
+    folders = [Path(private.ledger) if private.ledger else out, out.with_name(out.name + "-nodes")]
+    folder = next(one for one in folders if one.exists() and any(one.rglob("*.jsonl")) and (one != out or (out / "ledger").exists()))
+    paths = ledgers_below(folder)
+    facts = [ledger_facts(path, delta) for path in paths]
+    largest = max(float(one["epsilon"]) for one in facts)
+    printed = max(float(row["epsilon"]) for row in summary["privacy"])
+    text = f"the ledger has {largest}, the summary {printed}"
+    hold(math.isclose(largest, printed, rel_tol=1e-6), "ledger and summary agree", text)
+    for path, one in zip(paths, facts, strict=True):
+        below, above = composed_ledger(path, delta)
+        text = f"`privdec ledger` prints {one['epsilon']}, its lines cost {below:.5g} to {above:.5g}"
+        value = float(one["epsilon"])
+        hold(below * BELOW <= value <= above * ABOVE + 1e-9, "a ledger's ε is that of its lines", text)
+
+
+def _files_are_private(out: Path) -> None:
+    """Nobody else may read what a run keeps for itself."""
+    for folder in (out, out.with_name(out.name + "-nodes")):
+        for path in folder.rglob("*") if folder.exists() else ():
+            keeps = path.name.startswith("checkpoint") or path.suffix in (".key", ".sealed")
+            if path.is_file() and keeps:
+                mode = stat.S_IMODE(path.stat().st_mode)
+                hold(mode & 0o077 == 0, "files are private", f"{path.name} has mode {mode:o}")
+
+
+def _rows_of(out: Path) -> dict[str, Tensor]:
+    return load_file(out / "checkpoint")
+
+
+def _runtimes_agree(case: Case, scenario: Scenario, out: Path, runtime: str, ending: str) -> None:
+    """Engine, workers and Flower, straight and resumed, take one trajectory, or say that they do not."""
+    same_keys = scenario.compute.generator == "comparable" or scenario.private is None or runtime in ("engine", "workers", "cohort")
+    if scenario.compute.generator == "system" or not same_keys or ending == "more rounds":
+        return
+    reference = case.folder / "reference"
+    expected, rows = _rows_of(reference), _rows_of(out)
+    exact = runtime in ("engine", "workers", "cohort")
+    tolerance = 1e-9 if scenario.compute.dtype == "float64" else 1e-4
+    for name in rows.keys() & expected.keys():
+        one, other = rows[name], expected[name]
+        if one.shape != other.shape:
+            continue
+        equal = torch.equal(one, other) if exact else torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+        law = "straight and resumed agree" if ending else "runtimes agree"
+        hold(equal, law, f"{name} differs by {float((one - other).abs().max()):.3g}")
+
+
+def _second_run(case: Case, changed: dict[str, Any], first: Measured, out: Path) -> None:
+    """Another run over the same data: what it prints counts both."""
+    more = {key.replace(".", "__"): value for key, value in changed.items()}
+    start = more.get("model__from")
+    if start is not None:
+        more["model__from"] = str(out)
+    shared = "privacy.ledger" in case.settings()
+    second = case.other(**more)
+    if start is not None:
+        for key in ("name", "module", "arguments", "init"):
+            second.removed.add(f"model.{key}")
+    try:
+        again = Experiment.build(second.scenario())
+    except REFUSALS as error:
+        hold("\n" not in str(error), "a refusal is one line", str(error))
+        return
+    other = case.folder / "second" / "out"
+    if again.scenario.compute.generator == "system":
+        return
+    try:
+        with measuring(again) as measured:
+            summary = run_row(again, other, "engine")
+    except REFUSALS as error:
+        hold(error.code in ("ledger.spent-elsewhere", "ledger.no-step"), "a refusal is before the start", f"{error.code}: {error}")
+        return
+    assert summary is not None
+    counts_both = (shared or start is not None) and again.own.run.id != first.experiment.own.run.id
+    runs = [first, measured] if counts_both else [measured]
+    _epsilon_holds(again, summary, runs, "")

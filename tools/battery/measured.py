@@ -1,0 +1,239 @@
+"""What a run's releases cost, from the noise that was drawn and from nothing that was planned.
+
+Every draw of normals is watched, with the noise of pairs. Of each step and each set of colluders the covariance of what
+is left gives the noise that hides a peer's sum; see `privacy.mechanism.cancelling` for why it is this one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from torch import Tensor
+
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.view import drawings_of
+from flower_privdec.privacy.noise import NoisedSum
+from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.philox import PhiloxNoise
+from flower_privdec.testing import Released, recording
+from tools.battery.independent import Step, bracket, counted
+
+ALL = -1  # colluders: all other peers
+Draw = tuple[int, int, str, int | None]  # step, peer, sum, receiver
+
+
+@dataclass
+class Draws:
+    """What was drawn.
+
+    Attributes:
+        own: the standard deviation of each peer's own noise.
+        pairs: of each step and sum, the noise of each pair: its two ends, and what each multiplies the normals by.
+    """
+
+    own: dict[Draw, float] = field(default_factory=dict)
+    pairs: dict[tuple[int, str], list[tuple[tuple[int, int], tuple[float, float]]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+
+@contextmanager
+def watching_draws() -> Iterator[Draws]:
+    """Record all noise that this process draws from keys inside."""
+    draws = Draws()
+    own, add_pairs, share = PhiloxNoise.add_, CancellingNoise.add_pairs_, PhiloxNoise.add_shared_
+    under_way: list[NoisedSum] = []
+
+    def add_(
+        source: PhiloxNoise,
+        out: Tensor,
+        std: Tensor,
+        step: int,
+        peers: np.ndarray,
+        purpose: str = "noise",
+        receivers: np.ndarray | None = None,
+    ) -> None:
+        own(source, out, std, step, peers, purpose, receivers)
+        each = [None] * len(peers) if receivers is None else receivers.tolist()
+        for peer, receiver, scale in zip(peers.tolist(), each, std.tolist(), strict=True):
+            draws.own[step, peer, purpose, receiver] = float(scale)
+
+    def add_pairs_(noise: CancellingNoise, out: Tensor, noised: NoisedSum, *rest: Any) -> None:
+        under_way.append(noised)
+        add_pairs(noise, out, noised, *rest)
+        under_way.pop()
+
+    def add_shared_(
+        source: PhiloxNoise, out: Tensor, ends: np.ndarray, scales: np.ndarray, step: int, *rest: Any
+    ) -> None:
+        share(source, out, ends, scales, step, *rest)
+        noised = under_way[-1]
+        for rows, factors in zip(ends.tolist(), scales.tolist(), strict=True):
+            peers = (int(noised.peers[rows[0]]), int(noised.peers[rows[1]]))
+            draws.pairs[step, noised.name].append((peers, (factors[0], factors[1])))
+
+    with (
+        patch.object(PhiloxNoise, "add_", add_),
+        patch.object(CancellingNoise, "add_pairs_", add_pairs_),
+        patch.object(PhiloxNoise, "add_shared_", add_shared_),
+    ):
+        yield draws
+
+
+@dataclass
+class Measured:
+    """The private steps of one run, as they were taken.
+
+    Attributes:
+        experiment: the run's.
+        steps: in order.
+        draws: all noise.
+    """
+
+    experiment: Experiment
+    steps: list[Released]
+    draws: Draws
+
+    def costs(self, peer: int, colluding: int = ALL) -> list[Cost]:
+        """Return what each step costs a peer, towards as many colluders as see all messages."""
+        drawing = drawings_of(self.experiment, self.experiment.own.peers, self.experiment.own.sampler)[peer]
+        costs = []
+        for step in self.steps:
+            rows = np.flatnonzero(step.peers == peer)
+            declared = self.experiment.algorithm.released(step.step, drawing)
+            if len(rows) == 0:
+                continue
+            if declared is None:
+                costs.append(Cost(step.step, math.inf, math.inf, None))
+                continue
+            for row in rows.tolist():
+                receiver = None if step.receivers is None else int(step.receivers[row])
+                for part in declared:
+                    if part.name not in step.public:
+                        continue
+                    noise = self._left(step, peer, part.name, receiver, colluding)
+                    unit = float(step.unit[row])
+                    drawn = math.inf if noise == 0 else part.drawn * unit / noise
+                    idle = math.inf if noise == 0 else part.idle * unit / noise
+                    costs.append(Cost(step.step, drawn, idle if part.idle else 0.0, receiver))
+        return costs
+
+    def _left(self, step: Released, peer: int, name: str, receiver: int | None, colluding: int) -> float:
+        """Return the noise that is left of a peer's sum, the least over all sets of colluders."""
+        own = self.draws.own.get((step.step, peer, name, receiver), 0.0)
+        pairs = self.draws.pairs.get((step.step, name), [])
+        others = [other for other in dict.fromkeys(step.peers.tolist()) if other != peer]
+        if colluding == ALL or not pairs or colluding >= len(others):
+            return own
+        least = math.inf
+        for colluders in combinations(others, colluding):
+            honest = [peer, *(other for other in others if other not in colluders)]
+            place = {one: number for number, one in enumerate(honest)}
+            stds = [self.draws.own.get((step.step, one, name, receiver), 0.0) for one in honest]
+            covariance = np.diag(np.square(stds))
+            for (one, other), (first, second) in pairs:
+                if one in place and other in place:
+                    vector = np.zeros(len(honest))
+                    vector[place[one]] = first
+                    vector[place[other]] = second
+                    covariance += np.outer(vector, vector)
+            if min(stds) == 0:
+                return own
+            unit = stds[0]
+            least = min(least, unit * float(np.linalg.inv(covariance / unit**2)[0, 0]) ** -0.5)
+        return least
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One sum of one step of a peer.
+
+    Attributes:
+        step: its number.
+        drawn, idle: how far an example moves it, over the noise that is left.
+        receiver: who alone gets it.
+    """
+
+    step: int
+    drawn: float
+    idle: float
+    receiver: int | None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a peer draws, from the scenario and the number of its examples.
+
+    Attributes:
+        rate: an example's chance.
+        epoch: of shuffle, how many steps an epoch has.
+        is_exact: whether the truth is known; else a bound from below and one from above.
+    """
+
+    rate: float
+    epoch: int = 1
+    is_exact: bool = True
+
+    @classmethod
+    def of(cls, experiment: Experiment, peer: int) -> Sampling:
+        """Return how a peer of an experiment draws."""
+        batch, count = experiment.scenario.data.batch, len(experiment.own.examples.parts[peer])
+        size = batch.size or 0
+        if batch.small_peers == "full" and size >= count:
+            return cls(1.0)
+        if batch.sampling == "poisson":
+            return cls(batch.rate if batch.rate is not None else min(1.0, size / count))
+        if batch.sampling == "shuffle":
+            return cls(1.0, epoch=max(1, count // size))
+        if batch.sampling == "full" or size >= count:
+            return cls(1.0)
+        if batch.sampling == "uniform":
+            return cls(size / count, is_exact=False)
+        return cls(1 / (count // size), is_exact=False)
+
+
+def composed(measured: Measured, peer: int, colluding: int = ALL, receiver: int | None = None) -> list[list[Step]]:
+    """Return a peer's steps as an accountant takes them: those that bound ε from below, and those from above.
+
+    Args:
+        receiver: whose messages alone are seen.
+    """
+    sampling = Sampling.of(measured.experiment, peer)
+    squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for cost in measured.costs(peer, colluding):
+        if receiver is None or cost.receiver == receiver:
+            squares[cost.step][0] += cost.drawn**2
+            squares[cost.step][1] += cost.idle**2
+    if sampling.epoch > 1 or measured.experiment.scenario.data.batch.sampling == "shuffle":
+        epochs: dict[int, float] = defaultdict(float)
+        for step, (drawn, _) in squares.items():
+            epochs[step // sampling.epoch] = max(epochs[step // sampling.epoch], drawn)
+        steps: list[Step] = [(1.0, math.sqrt(drawn), 0.0) for drawn in epochs.values()]
+        return [steps, steps]
+    below: list[Step] = [(sampling.rate, math.sqrt(drawn), math.sqrt(idle)) for drawn, idle in squares.values()]
+    if sampling.is_exact:
+        return [below, below]
+    return [below, [(1.0, drawn, 0.0) for _, drawn, _ in below]]
+
+
+def bounds(parts: Sequence[list[list[Step]]], delta: float) -> tuple[float, float]:
+    """Return a lower and an upper bound of the ε of several runs' steps together, see `composed`."""
+    below, above = ([step for part in parts for step in part[which]] for which in (0, 1))
+    return bracket(counted(below), delta)[0], bracket(counted(above), delta)[1]
+
+
+@contextmanager
+def measuring(experiment: Experiment) -> Iterator[Measured]:
+    """Measure the private steps that are taken inside, in this thread."""
+    with watching_draws() as draws, recording() as tape:
+        yield Measured(experiment, tape.steps, draws)
+
+
