@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from flower_privdec.common.errors import PrivdecError
 from tools.battery.covering import Array, Part, Row, cause
-from tools.battery.laws import Outcome, Violation, refusal_of, try_case
+from tools.battery.laws import Outcome, Violation, refusal_of, try_case, trying
 from tools.battery.levels import DECISIVE, FACTORS, LEVELS, NAMES, applies
 from tools.battery.remedies import follow
 from tools.battery.rows import Case
@@ -43,8 +43,8 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"{self.ran} rows ran and {self.refused} were refused ({len(self.refusals)} reasons); {self.tuples:,} tuples "
-            f"covered, {self.left:,} left; {len(self.violations)} violations; {self.seconds:.1f} CPU seconds"
+            f"{self.ran} rows ran and {self.refused} were refused ({len(self.refusals)} reasons); {self.tuples:,} "
+            f"tuples covered, {self.left:,} left; {len(self.violations)} violations; {self.seconds:.1f} CPU seconds"
         )
 
 
@@ -72,46 +72,74 @@ def sweep(
         until: returns whether to end.
         say: takes a line for each refusal and each violation.
     """
-    array = Array([len(FACTORS[name]) for name in NAMES], applies, strength, seed, DECISIVE)
-    report, started = Report(), time.process_time()
-    for part in known:
-        array.refuse(part)
-    with tempfile.TemporaryDirectory(prefix="battery-") as folder, patch.object(os, "fsync", os.fstat):
+    array, report, started = new_array(strength, seed, known), Report(), time.process_time()
+    with tempfile.TemporaryDirectory(prefix="battery-") as temporary, patch.object(os, "fsync", os.fstat):
+        folder = Path(temporary).resolve() / "row"
         for number, row in enumerate(array.rows()):
             if (rows is not None and number >= rows) or until():
                 break
-            case = Case.of(row, Path(folder).resolve() / "row", number)
-            outcome = Outcome(refusal_of(case)) if builds_only else try_case(case)
-            _count(report, outcome, say)
+            case = Case.of(row, folder, number)
+            outcome = _built(case) if builds_only else try_row(row, folder, number)
+            report.violations += outcome.violations
+            for violation in outcome.violations:
+                say(str(violation))
             if outcome.refusal is None:
                 report.ran += 1
                 array.accept(row)
                 continue
             report.refused += 1
             report.refusals[outcome.refusal.code] += 1
-            first = outcome.refusal if builds_only else refusal_of(case)
-            before_runtime = first is not None and first.code == outcome.refusal.code
-            parts = causes(case, row, outcome.refusal, before_runtime=before_runtime)
+            parts = causes(case, row, outcome.refusal, before_runtime=is_refused_before_runtime(case, outcome.refusal))
             for part in parts:
                 array.refuse(part)
                 report.reasons[part] = outcome.refusal.code
             more = f" (and {len(parts) - 1} others alike)" if len(parts) > 1 else ""
             say(f"refused: {text_of(parts[0])}{more}: {outcome.refusal.code}: {outcome.refusal}")
-            if outcome.is_late:
-                continue
-            followed = follow(case, outcome.refusal, before_runtime=before_runtime)
-            if followed is not None:
-                report.violations.append(followed)
-                say(str(followed))
     report.tuples, report.left = array.covered, len(array.uncovered)
     report.seconds = time.process_time() - started
     return report
 
 
-def _count(report: Report, outcome: Outcome, say: Callable[[str], None]) -> None:
-    report.violations += outcome.violations
-    for violation in outcome.violations:
-        say(str(violation))
+def new_array(strength: int, seed: int, known: Iterable[Part] = ()) -> Array:
+    """Return an array over all factors.
+
+    Args:
+        known: see `sweep`.
+    """
+    array = Array([len(FACTORS[name]) for name in NAMES], applies, strength, seed, DECISIVE)
+    for part in known:
+        array.refuse(part)
+    return array
+
+
+def try_row(row: Row, folder: Path, number: int = 0) -> Outcome:
+    """Run a row by all laws; if it is refused, follow the remedies.
+
+    Args:
+        folder: the row's own, which is removed first.
+        number: of the row, which the name of its module has.
+    """
+    case = Case.of(row, folder, number)
+    outcome = try_case(case)
+    if outcome.refusal is not None and not outcome.is_late:
+        before_runtime = is_refused_before_runtime(case, outcome.refusal)
+        violation = follow(case, outcome.refusal, before_runtime=before_runtime)
+        outcome.violations += [] if violation is None else [violation]
+    return outcome
+
+
+def is_refused_before_runtime(case: Case, refusal: PrivdecError) -> bool:
+    """Return whether a row that is refused is refused before anything runs."""
+    first = refusal_of(case)
+    return first is not None and first.code == refusal.code
+
+
+def _built(case: Case) -> Outcome:
+    """Build a row, and do not run it."""
+    outcome = Outcome()
+    with trying(case, outcome):
+        outcome.refusal = refusal_of(case)
+    return outcome
 
 
 def causes(case: Case, row: Row, refusal: PrivdecError, *, before_runtime: bool) -> list[Part]:
@@ -127,6 +155,8 @@ def causes(case: Case, row: Row, refusal: PrivdecError, *, before_runtime: bool)
         return other_refusal is not None and other_refusal.code == refusal.code
 
     part = cause(row, PLAIN, still)
+    if len(part) == 1 and before_runtime:
+        part = _widened(part, lambda other: refusal_of(Case.of(other, case.folder, case.number)) is None)
     alike = [part]
     if not before_runtime:
         return alike
@@ -137,3 +167,16 @@ def causes(case: Case, row: Row, refusal: PrivdecError, *, before_runtime: bool)
             if another != level and still(tuple(levels.get(number, PLAIN[number]) for number in range(len(row)))):
                 alike.append(changed)
     return alike
+
+
+def _widened(part: Part, fits: Callable[[Row], bool]) -> Part:
+    """Return a level that is refused beside plain ones, with the plain one that it cannot be beside."""
+    for name in ("graph", "calibration", "algorithm", "noise", "data", "model", "sampling"):
+        factor = NAMES.index(name)
+        if factor in dict(part):
+            continue
+        for level in range(1, len(FACTORS[name])):
+            levels = {**dict(part), factor: level}
+            if len(applies(levels)) == 2 and fits(tuple(levels.get(one, PLAIN[one]) for one in range(len(PLAIN)))):
+                return part | {(factor, PLAIN[factor])}
+    return part

@@ -1,7 +1,7 @@
 """Arrays that cover every pair, or triple, of what can be chosen, grown around what is refused.
 
-A row gives each factor a level. A refused pair hides all others of its row, so rows are not drawn beforehand: a row that
-is refused is reduced to the few levels that cause it, these are remembered, and the row is repaired and tried again.
+A row gives each factor a level. A refused pair hides all others of its row, so rows are not drawn beforehand: a row
+that is refused is reduced to the few levels that cause it, which no later row has together.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Array:
         return any(part <= items for part in candidates)
 
     def _filled(self, chosen: dict[int, int]) -> Row | None:
-        """Return a row with some levels, of which the others cover as many tuples more as they can; None if none fits."""
+        """Return a row with some levels and others that cover as many more tuples as they can; None if none fits."""
         wanted = list(chosen)
         rest = [factor for factor in range(len(self.sizes)) if factor not in chosen]
         self._draw.shuffle(rest)

@@ -2,8 +2,8 @@
 
 A step is (1 - q) N(i, σ²) + q N(d, σ²) against N(0, σ²), see `events.Release.event`. Its privacy loss rises with the
 noise, so how much of it lies between two losses is a difference of normal distributions. Rounded down to a grid these
-give an ε that is too small, rounded up one that is too large; both differ from the truth by less than a step of the grid
-for each step of the run.
+give an ε that is too small, rounded up one that is too large; both differ from the truth by less than a step of the
+grid for each step of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BINS = 15_000  # over the largest loss of a step
 
 @lru_cache(maxsize=4096)
 def bracket(steps: frozenset[tuple[Step, int]], delta: float) -> tuple[float, float]:
-    """Return a lower and an upper bound of ε at a δ, for steps and how often each is taken; (inf, inf) without noise."""
+    """Return a lower and an upper bound of ε at a δ, for steps and how often each is taken; infinite without noise."""
     kinds = [(step, count) for step, count in steps if step[1] > 0 and count]
     if not kinds:
         return 0.0, 0.0

@@ -111,7 +111,7 @@ def quiet() -> Iterator[list[str]]:
 def refusal_of(case: Case) -> PrivdecError | None:
     """Return why a row is refused before any work, None if it builds; what a runtime refuses comes later."""
     case.write(in_yaml=False)
-    with quiet(), case.entered():
+    with quiet(), case.entered(at_home=True):
         try:
             Experiment.build(case.scenario("python"))
         except REFUSALS as error:
@@ -234,9 +234,7 @@ def _reference(case: Case, experiment: Experiment) -> Measured:
     return measured
 
 
-def _run_with_ending(
-    case: Case, experiment: Experiment, out: Path, runtime: str, ending: str
-) -> dict[str, Any] | None:
+def _run_with_ending(case: Case, experiment: Experiment, out: Path, runtime: str, ending: str) -> dict[str, Any] | None:
     if not ending:
         return run_row(experiment, out, runtime)
     if ending == "more rounds":
@@ -246,7 +244,9 @@ def _run_with_ending(
             longer = more_rounds(case, experiment.scenario, out)
             return run_row(Experiment.build(longer), out, runtime, resume=True)
         except REFUSALS as error:
-            hold(_contents(out) == before, "a refusal leaves nothing", f"{error.code} changed the run's folder: {error}")
+            hold(
+                _contents(out) == before, "a refusal leaves nothing", f"{error.code} changed the run's folder: {error}"
+            )
             raise LateRefusal(error) from error
     first = run_row(experiment, out, runtime, ends=ending)
     hold(
@@ -278,7 +278,9 @@ def _forms_agree(case: Case, scenario: Scenario) -> None:
         if case.option("place") == "elsewhere" and form != "file":
             continue
         other = yaml.safe_load(_plain_text(case, case.scenario(form)))
-        differing = [f"{key}: {other.get(key)}" for key in expected.keys() | other if expected.get(key) != other.get(key)]
+        differing = [
+            f"{key}: {other.get(key)}" for key in expected.keys() | other if expected.get(key) != other.get(key)
+        ]
         hold(not differing, "yaml, --set and Python agree", f"as {form}: {differing[:3]}")
 
 
@@ -305,7 +307,11 @@ def _keys(case: Case, experiment: Experiment) -> None:
     if edit == "nothing":
         hold(len(shared) == len(before), "the same run has the same keys", "a second build has others")
     else:
-        hold(not shared, "what changes numbers changes keys", f"after an edit of the {edit} {len(shared)} keys are the same")
+        hold(
+            not shared,
+            "what changes numbers changes keys",
+            f"after an edit of the {edit} {len(shared)} keys are the same",
+        )
 
 
 def _edit(case: Case, edit: str) -> Callable[[], None]:
@@ -403,7 +409,9 @@ def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], runs: list[M
             _between(float(row[name]), low, math.inf if again else high, name, peer)
         if "epsilon_of_replies_to_one" in row and not replanned:
             low, high = _bounds_of_replies(runs, peer, delta)
-            _between(float(row["epsilon_of_replies_to_one"]), low, math.inf if again else high, "epsilon of replies", peer)
+            _between(
+                float(row["epsilon_of_replies_to_one"]), low, math.inf if again else high, "epsilon of replies", peer
+            )
 
 
 def _bounds_of(runs: list[Measured], peer: int, colluding: int, delta: float) -> tuple[float, float]:
@@ -476,7 +484,11 @@ def _ledger_agrees(experiment: Experiment, summary: dict[str, Any], out: Path) -
         return
     (delta,) = deltas
     folders = [Path(private.ledger) if private.ledger else out, out.with_name(out.name + "-nodes")]
-    folder = next(one for one in folders if one.exists() and any(one.rglob("*.jsonl")) and (one != out or (out / "ledger").exists()))
+    folder = next(
+        one
+        for one in folders
+        if one.exists() and any(one.rglob("*.jsonl")) and (one != out or (out / "ledger").exists())
+    )
     paths = ledgers_below(folder)
     facts = [ledger_facts(path, delta) for path in paths]
     largest = max(float(one["epsilon"]) for one in facts)
@@ -506,7 +518,11 @@ def _rows_of(out: Path) -> dict[str, Tensor]:
 
 def _runtimes_agree(case: Case, scenario: Scenario, out: Path, runtime: str, ending: str) -> None:
     """Engine, workers and Flower, straight and resumed, take one trajectory, or say that they do not."""
-    same_keys = scenario.compute.generator == "comparable" or scenario.private is None or runtime in ("engine", "workers", "cohort")
+    same_keys = (
+        scenario.compute.generator == "comparable"
+        or scenario.private is None
+        or runtime in ("engine", "workers", "cohort")
+    )
     if scenario.compute.generator == "system" or not same_keys or ending == "more rounds":
         return
     reference = case.folder / "reference"
@@ -545,7 +561,11 @@ def _second_run(case: Case, changed: dict[str, Any], first: Measured, out: Path)
         with measuring(again) as measured:
             summary = run_row(again, other, "engine")
     except REFUSALS as error:
-        hold(error.code in ("ledger.spent-elsewhere", "ledger.no-step"), "a refusal is before the start", f"{error.code}: {error}")
+        hold(
+            error.code in ("ledger.spent-elsewhere", "ledger.no-step"),
+            "a refusal is before the start",
+            f"{error.code}: {error}",
+        )
         return
     assert summary is not None
     counts_both = (shared or start is not None) and again.own.run.id != first.experiment.own.run.id

@@ -46,8 +46,12 @@ KINDS = {
     "npz": DataKind("classes", parts.FEATURES, parts.CLASSES, files={"data.root": "rows.npz"}),
     "csv": DataKind("classes", 4, 2, files={"data.root": "rows.csv", "data.test": "test.csv"}),
     "parquet": DataKind("numbers", 4, 1, files={"data.root": "rows.parquet", "data.test": "test.parquet"}),
-    "svmlight": DataKind("classes", parts.FEATURES, parts.CLASSES, files={"data.root": "rows.svm", "data.test": "test.svm"}),
-    "image-folder": DataKind("classes", 108, 2, is_image=True, files={"data.root": "images", "data.test": "images-test"}),
+    "svmlight": DataKind(
+        "classes", parts.FEATURES, parts.CLASSES, files={"data.root": "rows.svm", "data.test": "test.svm"}
+    ),
+    "image-folder": DataKind(
+        "classes", 108, 2, is_image=True, files={"data.root": "images", "data.test": "images-test"}
+    ),
     "function": DataKind("classes", parts.FEATURES, parts.CLASSES),
     "arrays": DataKind("classes", parts.FEATURES, parts.CLASSES),
     "arrays-per-peer": DataKind("classes", parts.FEATURES, parts.CLASSES),
@@ -104,11 +108,11 @@ def _algorithms() -> dict[str, Level]:
 
 
 GRAPHS: dict[str, Level] = {
-    "directed-exponential": {},
+    "complete": {"topology.name": "complete"},
+    "directed-exponential": {"topology.name": "directed-exponential"},
     "ring": {"topology.name": "ring"},
     "directed-exponential-full": {"topology.name": "directed-exponential-full"},
     "directed-ring": {"topology.name": "directed-ring"},
-    "complete": {"topology.name": "complete"},
     "bipartite": {"topology.name": "bipartite"},
     "star": {"topology.name": "star"},
     "torus": {"topology.name": "torus"},
@@ -215,8 +219,8 @@ def _usual_loss(facts: Facts) -> str:
 
 def _other_loss(facts: Facts) -> str:
     if facts.data.targets == "classes":
-        return "hinge" if facts.data.outputs == 2 else "squared-hinge"
-    return {"numbers": "huber", "labels": "mae"}[facts.data.targets]
+        return "hinge" if facts.data.outputs == 2 else "cross-entropy"
+    return {"numbers": "huber", "labels": "binary-cross-entropy"}[facts.data.targets]
 
 
 LOSSES: dict[str, Level] = {
@@ -415,7 +419,5 @@ def applies(chosen: Mapping[int, int]) -> list[int]:
     return [
         factor
         for factor, level in chosen.items()
-        if all(
-            other not in chosen or chosen[other] in allowed for other, allowed in _NEEDS_OF.get((factor, level), ())
-        )
+        if all(other not in chosen or chosen[other] in allowed for other, allowed in _NEEDS_OF.get((factor, level), ()))
     ]

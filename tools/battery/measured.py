@@ -235,5 +235,3 @@ def measuring(experiment: Experiment) -> Iterator[Measured]:
     """Measure the private steps that are taken inside, in this thread."""
     with watching_draws() as draws, recording() as tape:
         yield Measured(experiment, tape.steps, draws)
-
-

@@ -1,7 +1,7 @@
 """Follow the remedies of refusals, as a user would who does what the line says.
 
-A line is read by a few forms: `set K=V`, `leave K out`, `remove it`, `K must be V`, `use X or Y`, `raise it`, `give one a
-peer`. A name that is recommended belongs to the key that the line is about, or to the catalogue that has it.
+A line is read by a few forms: `set K=V`, `leave K out`, `remove it`, `K must be V`, `use X or Y`, `raise it`, `give one
+a peer`. A name that is recommended belongs to the key that the line is about, or to the catalogue that has it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def applied(case: Case, remedy: Remedy) -> Case:
         removed = {one for one in removed if one != key and not one.startswith(f"{key}.")}
         section, _, leaf = key.partition(".")
         if key == "algorithm.name":
-            changed["algorithm"] = {"name": value} if value in catalogue.DUAL else {"name": value, "learning_rate": RATE}
+            changed["algorithm"] = (
+                {"name": value} if value in catalogue.DUAL else {"name": value, "learning_rate": RATE}
+            )
             removed |= {one for one in case.settings() if one.startswith("algorithm.")}
         elif leaf == "name":
             changed[section] = {"name": value}
@@ -169,7 +171,7 @@ def _value(data: Data, key: str) -> Any:
 
 def _full(key: str, data: Data, about: str) -> str:
     """Return the whole path of a key that a line names by its last part."""
-    if "." in key or key in data:
+    if "." in key or key in data or key == "features":
         return key
     section = about.rpartition(".")[0] or about
     for candidate in (f"{section}.{key}", f"{about}.{key}", *(f"{name}.{key}" for name in data)):
@@ -180,7 +182,9 @@ def _full(key: str, data: Data, about: str) -> str:
 
 def _settings(text: str, data: Data, about: str) -> Iterator[Remedy]:
     """Yield what is to be set to a value."""
-    for match in re.finditer(rf"\bset ({KEY})=([^\s,;]+?)(?: and (?!leave)({KEY}))?(?=[\s,;]|$)(?:,? and leave ({KEY}) out)?", text):
+    for match in re.finditer(
+        rf"\bset ({KEY})=([^\s,;]+?)(?: and (?!leave)({KEY}))?(?=[\s,;]|$)(?:,? and leave ({KEY}) out)?", text
+    ):
         changes = [(match[1], yaml.safe_load(match[2]))]
         if match[3]:
             changes.append((match[3], VALUES[match[3]]))
@@ -216,6 +220,8 @@ def _removals(text: str, data: Data, about: str) -> Iterator[Remedy]:
 def _numbers(text: str, data: Data, about: str) -> Iterator[Remedy]:
     """Yield numbers that are larger or smaller, or as many as there are peers."""
     value = _value(data, about)
+    if "must have an undirected graph" in text:
+        yield Remedy((("topology.name", "ring"), ("participation.kind", "all")))
     server = re.search(r"must be on topology ([a-z-]+)", text)
     if server:
         yield Remedy((("topology.name", server[1]),))

@@ -33,7 +33,11 @@ from tools.battery.levels import FACTORS, LEVELS, NAMES, Facts, applies
 from tools.battery.together_grid import TogetherGrid
 
 N_PEERS, ROUNDS, STOPS_AT = 4, 4, 2
-HOSTS: dict[str, tuple[Callable[..., Any], int]] = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "sharded": (Sharded, 2)}
+HOSTS: dict[str, tuple[Callable[..., Any], int]] = {
+    "cohort": (CohortRun, 1),
+    "relay": (Relay, 4),
+    "sharded": (Sharded, 2),
+}
 ODD = "files of ward é=1, [x]"
 Data = dict[str, Any]
 
@@ -53,7 +57,9 @@ BASE: Data = {
 
 def written(value: Any) -> str:
     """Return a value as `--set` takes it."""
-    text: str = yaml.dump(value, Dumper=yaml.CSafeDumper, sort_keys=False, default_flow_style=True, width=10**6, allow_unicode=True)
+    text: str = yaml.dump(
+        value, Dumper=yaml.CSafeDumper, sort_keys=False, default_flow_style=True, width=10**6, allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -111,7 +117,8 @@ class Case:
         n_peers = 1 if meaning.get("algorithm") == "dp-sgd" else N_PEERS
         facts = Facts(meaning | {"data": self.names["data"]}, n_peers)
         settings: Data = {}
-        for factor, level in meaning.items():
+        for factor in NAMES:
+            level = meaning.get(factor, LEVELS[factor][0])
             for key, value in FACTORS[factor][level].items():
                 if key.startswith("@"):
                     continue
@@ -219,10 +226,14 @@ class Case:
         return Case(self.names, self.folder, self.number, {**self.changed, **more}, set(self.removed), is_varied=True)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run where the row's command would run, and import its module from there."""
+    def entered(self, *, at_home: bool = False) -> Iterator[None]:
+        """Run where the row's command would run, and import its module from there.
+
+        Args:
+            at_home: run in the row's folder, wherever its command would run.
+        """
         before = Path.cwd()
-        elsewhere = self.option("place") == "elsewhere" and self.option("written", "file") == "file"
+        elsewhere = self.option("place") == "elsewhere" and self.option("written", "file") == "file" and not at_home
         where = self.folder / "elsewhere" if elsewhere and not self.has_objects else self.folder
         where.mkdir(exist_ok=True)
         os.chdir(where)
@@ -398,9 +409,7 @@ def run_row(
         return None
 
 
-def _run_under_flower(
-    scenario: Scenario, out: Path, host: str, resume: bool, ends: str
-) -> dict[str, Any] | None:
+def _run_under_flower(scenario: Scenario, out: Path, host: str, resume: bool, ends: str) -> dict[str, Any] | None:
     strategy, nodes = HOSTS[host]
     grid = TogetherGrid if host == "sharded" else LocalGrid
     app = _dying(host) if ends else client_app()
@@ -438,4 +447,6 @@ def more_rounds(case: Case, scenario: Scenario, out: Path) -> Scenario:
     if private is not None and private.epsilon is not None:
         twice = private.epsilon
         changed["privacy.epsilon"] = [2 * one for one in twice] if isinstance(twice, tuple) else 2 * twice
-    return with_more_rounds(case.other(**{key.replace(".", "__"): value for key, value in changed.items()}).scenario(), out)
+    return with_more_rounds(
+        case.other(**{key.replace(".", "__"): value for key, value in changed.items()}).scenario(), out
+    )

@@ -1,0 +1,54 @@
+"""Rows of a covering array over everything that a scenario can choose; `python -m tools.battery` tries all pairs."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tools.battery.battery import PLAIN, new_array, try_row
+from tools.battery.covering import Row
+from tools.battery.laws import Outcome, try_case
+from tools.battery.levels import LEVELS, NAMES, applies
+from tools.battery.refused import known
+from tools.battery.rows import Case
+
+CASES, ROWS = 24, 5  # of each case
+
+
+@cache
+def rows() -> list[Row]:
+    """Return the first rows of an array, as if none were refused beside what is known to be."""
+    array, some = new_array(2, seed=1, known=known()), []
+    for row in islice(array.rows(), CASES * ROWS):
+        array.accept(row)
+        some.append(row)
+    return some
+
+
+def row_of(**levels: str) -> Row:
+    """Return a plain row but for some levels, by the names of their factors (`_` for a space)."""
+    chosen = {name.replace("_", " "): level for name, level in levels.items()}
+    return tuple(LEVELS[name].index(chosen.get(name, LEVELS[name][0])) for name in NAMES)
+
+
+@pytest.mark.parametrize("number", range(CASES))
+def test_rows_run_by_all_laws_or_are_refused_with_a_remedy_that_works(number: int, tmp_path: Path) -> None:
+    violations = []
+    for row in rows()[number * ROWS : (number + 1) * ROWS]:
+        violations += try_row(row, tmp_path / "row", number).violations
+    assert not violations, "\n".join(map(str, violations))
+
+
+def test_the_plain_row_runs(tmp_path: Path) -> None:
+    outcome = try_case(Case.of(PLAIN, tmp_path / "row"))
+    assert outcome == Outcome()
+
+
+def test_what_means_nothing_counts_for_nothing() -> None:
+    row = row_of(noise="none", calibration="paper", hardened="yes")
+    meaning = {NAMES[factor] for factor in applies(dict(enumerate(row)))}
+    assert not meaning & {"calibration", "hardened", "second", "edit"}
+    assert {"noise", "algorithm", "place"} <= meaning
