@@ -28,6 +28,7 @@ from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.sections import OwnSection
 from flower_privdec.testing import BrokenLaw, assert_noise, assert_sensitivity
+from tools.battery import parts
 from tools.battery.independent import Step, counted
 from tools.battery.ledgers import composed_ledger
 from tools.battery.measured import ALL, Measured, bounds, composed, measuring
@@ -317,16 +318,8 @@ def _keys(case: Case, experiment: Experiment) -> None:
 def _edit(case: Case, edit: str) -> Callable[[], None]:
     """Change a file of the row; return what takes it back."""
     if edit == "model's dict":
-        from tools.battery import parts
-
-        original = parts.Scaled.__init__
-
-        def changed(module: Any, inputs: int, outputs: int, factor: float) -> None:
-            original(module, inputs, outputs, factor)
-            module.settings["nested"][0]["power"] = 2.0
-
-        parts.Scaled.__init__ = changed  # type: ignore[method-assign]
-        return lambda: setattr(parts.Scaled, "__init__", original)
+        parts.POWER = 2.0
+        return lambda: setattr(parts, "POWER", 1.0)
     name = {
         **{"graph file": "edges.txt", "secrets file": "secrets.txt"},
         **{"loss's source": f"{case.module}.py", "model's source": f"{case.module}.py"},
@@ -341,10 +334,14 @@ def _edit(case: Case, edit: str) -> Callable[[], None]:
     path = case.path_of(name)
     if not path.exists():
         path = case.folder / name
-    changed = path / "cat" / "0.png" if path.is_dir() else path
-    before = changed.read_bytes()
+    edited = path / "cat" / "0.png" if path.is_dir() else path
+    before = edited.read_bytes()
     _change(path, edit)
-    return lambda: changed.write_bytes(before) and None
+
+    def undo() -> None:
+        edited.write_bytes(before)
+
+    return undo
 
 
 def _data_file(case: Case, *, train: bool) -> str | None:

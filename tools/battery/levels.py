@@ -84,9 +84,11 @@ class Facts:
 
 
 def _algorithms() -> dict[str, Level]:
-    plain = ("privsgp", "sgp", "d-psgd", "dp2-sgd", "dp-dpsgd", "adp2-sgd", "muffliato", "dp-net-fleet", "local")
-    plain += ("dp-sgd", "dyn-d2p", "dyn-c-d2p", "dyn-mu-d2p", "const-d2p", "fedavg", "fedprox", "scaffold")
-    plain += ("feddeper", "feddeper*", "pdsl", "dp-cga", "privsgp-vr")
+    plain = (
+        *("privsgp", "sgp", "d-psgd", "dp2-sgd", "dp-dpsgd", "adp2-sgd", "muffliato", "dp-net-fleet", "local"),
+        *("dp-sgd", "dyn-d2p", "dyn-c-d2p", "dyn-mu-d2p", "const-d2p", "fedavg", "fedprox", "scaffold"),
+        *("feddeper", "feddeper*", "pdsl", "dp-cga", "privsgp-vr"),
+    )
     levels: dict[str, Level] = {name: {"algorithm": {"name": name, "learning_rate": RATE}} for name in plain}
     for name in ("fedavg", "fedprox", "scaffold", "feddeper", "feddeper*", "dp-net-fleet"):
         levels[name] = {**levels[name], "algorithm.local_steps": 2}
@@ -237,12 +239,10 @@ LOSSES: dict[str, Level] = {
     },
 }
 
-_SIZED = {"inputs": lambda facts: facts.data.inputs or 1, "outputs": lambda facts: facts.data.outputs}
-
 
 def _own_model(module: str, **more: Any) -> Level:
     def section(facts: Facts) -> dict[str, Any]:
-        sizes = {key: value(facts) for key, value in _SIZED.items()}
+        sizes = {"inputs": facts.data.inputs or 1, "outputs": facts.data.outputs}
         return {"module": module, "arguments": {**sizes, **more}}
 
     return {"model": section}

@@ -160,9 +160,9 @@ class Case:
         files = self.folder / {"odd": ODD, "linked": "real"}.get(place, "")
         files.mkdir(exist_ok=True)
         text = str(self.data())
-        for name, write in FILES.items():
-            if name in text:
-                write(files)
+        for name, (write, seed, count) in FILES.items():
+            if f"'{name}'" in text:
+                write(files / name, seed, count)
                 if place == "linked":
                     for path in files.iterdir():
                         if not (self.folder / path.name).exists():
@@ -345,25 +345,33 @@ def _write_images(folder: Path, seed: int, count: int) -> None:
             Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number}.png")
 
 
-def _write_peers(folder: Path) -> None:
+def _write_peers(path: Path, _seed: int, _count: int) -> None:
     for peer in range(N_PEERS):
-        _write_npz(folder / f"peer-{peer}.npz", 10 + peer, 18 + peer)
+        _write_npz(path.with_name(f"peer-{peer}.npz"), 10 + peer, 18 + peer)
 
 
-FILES: dict[str, Callable[[Path], None]] = {
-    "rows.npz": lambda folder: _write_npz(folder / "rows.npz", 1, 80),
-    "peer-{peer}.npz": _write_peers,
-    "rows.csv": lambda folder: _write_csv(folder / "rows.csv", 1, 80),
-    "test.csv": lambda folder: _write_csv(folder / "test.csv", 2, 42),
-    "rows.parquet": lambda folder: _write_parquet(folder / "rows.parquet", 1, 80),
-    "test.parquet": lambda folder: _write_parquet(folder / "test.parquet", 2, 42),
-    "rows.svm": lambda folder: _write_svmlight(folder / "rows.svm", 1, 80),
-    "test.svm": lambda folder: _write_svmlight(folder / "test.svm", 2, 42),
-    "images'": lambda folder: _write_images(folder / "images", 1, 80),
-    "images-test": lambda folder: _write_images(folder / "images-test", 2, 40),
-    "edges.txt": lambda folder: (folder / "edges.txt").write_text("0 1\n1 2\n2 3\n3 0\n") and None,
-    "arcs.txt": lambda folder: (folder / "arcs.txt").write_text("0 1\n1 2\n2 3\n3 0\n0 2\n") and None,
-    "secrets.txt": lambda folder: (folder / "secrets.txt").write_text("0 1\n1 2\n2 3\n3 0\n0 2\n") and None,
+def _writing(text: str) -> Callable[[Path, int, int], None]:
+    def write(path: Path, _seed: int, _count: int) -> None:
+        path.write_text(text)
+
+    return write
+
+
+RING = "0 1\n1 2\n2 3\n3 0\n"
+FILES: dict[str, tuple[Callable[[Path, int, int], None], int, int]] = {  # by name: what writes it, a seed, how many
+    "rows.npz": (_write_npz, 1, 80),
+    "peer-{peer}.npz": (_write_peers, 0, 0),
+    "rows.csv": (_write_csv, 1, 80),
+    "test.csv": (_write_csv, 2, 42),
+    "rows.parquet": (_write_parquet, 1, 80),
+    "test.parquet": (_write_parquet, 2, 42),
+    "rows.svm": (_write_svmlight, 1, 80),
+    "test.svm": (_write_svmlight, 2, 42),
+    "images": (_write_images, 1, 80),
+    "images-test": (_write_images, 2, 40),
+    "edges.txt": (_writing(RING), 0, 0),
+    "arcs.txt": (_writing(RING + "0 2\n"), 0, 0),
+    "secrets.txt": (_writing(RING + "0 2\n"), 0, 0),
 }
 
 
