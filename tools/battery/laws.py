@@ -36,6 +36,7 @@ from tools.battery.rows import Case, more_rounds, run_row
 
 ABOVE = 1.02  # what a printed ε may be, over an independent one
 BELOW = 1 - 1e-6
+SMALL = 2e-3  # of an ε, below the grid of the independent one
 REFUSALS = (ScenarioError, BudgetError)
 
 
@@ -203,14 +204,14 @@ def _try(case: Case, outcome: Outcome) -> None:
         with measuring(experiment) as measured:
             summary = run_row(experiment, out, runtime)
     else:
-        summary = _run_with_ending(case, experiment, out, runtime, ending)
         measured = _reference(case, experiment)
+        summary = _run_with_ending(case, experiment, out, runtime, ending)
     if summary is None:
         raise Broken("a run that starts ends", "it has no summary")
     if scenario.private is not None:
         law(_epsilon_holds, experiment, summary, [measured], ending)
         law(_laws_of_noise, experiment)
-        law(_ledger_agrees, experiment, summary, out)
+        law(_ledger_agrees, experiment, summary, out, ending)
     law(_plan_agrees, case, experiment, summary, ending)
     law(_files_are_private, out)
     if not is_plain:
@@ -224,14 +225,13 @@ def _reference(case: Case, experiment: Experiment) -> Measured:
     """Return what the engine's straight run measures, with noise from keys; its ledger is its own."""
     reference = experiment
     scenario = experiment.scenario
-    if scenario.compute.generator == "system" or (scenario.private is not None and scenario.private.ledger):
-        private = scenario.private
-        changed: dict[str, Any] = {"compute": scenario.compute.model_copy(update={"generator": None})}
-        if private is not None:
-            changed["privacy"] = private.model_copy(update={"ledger": None})
+    if scenario.compute.generator == "system":
+        changed = {"compute": scenario.compute.model_copy(update={"generator": None})}
         reference = Experiment.build(scenario.model_copy(update=changed))
     with measuring(reference) as measured:
         run_row(reference, case.folder / "reference", "engine")
+    if scenario.private is not None and scenario.private.ledger:
+        shutil.rmtree(scenario.private.ledger)  # what the row itself charges is counted apart
     return measured
 
 
@@ -397,17 +397,17 @@ def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], runs: list[M
     for row in summary["privacy"]:
         peer, delta = row["peer"], row["delta"]
         for name, colluding in _adversaries(row):
-            if replanned:
-                continue
+            if replanned or again:
+                continue  # the ledger says which steps were taken
             # Of other runs the dearest peer counts: an example may have been there.
             low, high = _bounds_of(runs, peer, colluding, delta)
             if undeclared:
                 high = math.inf
-            _between(float(row[name]), low, math.inf if again else high, name, peer)
-        if "epsilon_of_replies_to_one" in row and not replanned:
+            _between(float(row[name]), low, high, name, peer)
+        if "epsilon_of_replies_to_one" in row and not (replanned or again):
             low, high = _bounds_of_replies(runs, peer, delta)
             _between(
-                float(row["epsilon_of_replies_to_one"]), low, math.inf if again else high, "epsilon of replies", peer
+                float(row["epsilon_of_replies_to_one"]), low, high, "epsilon of replies", peer
             )
 
 
@@ -441,8 +441,8 @@ def _bounds_of_replies(runs: list[Measured], peer: int, delta: float) -> tuple[f
 
 def _between(printed: float, low: float, high: float, name: str, peer: int) -> None:
     text = f"{name} of peer {peer} is {printed:.5g}; independently it is {low:.5g} to {high:.5g}"
-    hold(printed >= low * BELOW or math.isclose(printed, low), "no ε is below the truth", text)
-    hold(printed <= high * ABOVE + 1e-9 or high == math.inf, "no ε is 2 % above the truth", text)
+    hold(printed >= low * BELOW - SMALL, "no ε is below the truth", text)
+    hold(printed <= high * ABOVE + SMALL, "no ε is 2 % above the truth", text)
 
 
 def _laws_of_noise(experiment: Experiment) -> None:
@@ -471,7 +471,7 @@ def _plan_agrees(case: Case, experiment: Experiment, summary: dict[str, Any], en
             hold(math.isclose(expected, printed, rel_tol=1e-9), "plan and summary agree", text)
 
 
-def _ledger_agrees(experiment: Experiment, summary: dict[str, Any], out: Path) -> None:
+def _ledger_agrees(experiment: Experiment, summary: dict[str, Any], out: Path, ending: str) -> None:
     """`privdec ledger` has the largest ε of the summary, and what the file's own lines compose to."""
     private = experiment.scenario.private
     if private is None:
@@ -491,12 +491,15 @@ def _ledger_agrees(experiment: Experiment, summary: dict[str, Any], out: Path) -
     largest = max(float(one["epsilon"]) for one in facts)
     printed = max(float(row["epsilon"]) for row in summary["privacy"])
     text = f"the ledger has {largest}, the summary {printed}"
-    hold(math.isclose(largest, printed, rel_tol=1e-6), "ledger and summary agree", text)
+    agree = math.isclose(largest, printed, rel_tol=1e-6)
+    if ending == "more rounds":  # two runs, in each of which the dearest peer counts
+        agree = agree or largest > printed
+    hold(agree, "ledger and summary agree", text)
     for path, one in zip(paths, facts, strict=True):
         below, above = composed_ledger(path, delta)
         text = f"`privdec ledger` prints {one['epsilon']}, its lines cost {below:.5g} to {above:.5g}"
         value = float(one["epsilon"])
-        hold(below * BELOW <= value <= above * ABOVE + 1e-9, "a ledger's ε is that of its lines", text)
+        hold(below * BELOW - SMALL <= value <= above * ABOVE + SMALL, "a ledger's ε is that of its lines", text)
 
 
 def _files_are_private(out: Path) -> None:

@@ -242,7 +242,8 @@ LOSSES: dict[str, Level] = {
 
 def _own_model(module: str, **more: Any) -> Level:
     def section(facts: Facts) -> dict[str, Any]:
-        sizes = {"inputs": facts.data.inputs or 1, "outputs": facts.data.outputs}
+        is_margin = facts.row.get("loss") == "other" and facts.data.outputs == 2  # hinge
+        sizes = {"inputs": facts.data.inputs or 1, "outputs": 1 if is_margin else facts.data.outputs}
         return {"module": module, "arguments": {**sizes, **more}}
 
     return {"model": section}

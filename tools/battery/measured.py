@@ -109,7 +109,7 @@ class Measured:
         for step in self.steps:
             rows = np.flatnonzero(step.peers == peer)
             declared = self.experiment.algorithm.released(step.step, drawing)
-            if len(rows) == 0:
+            if len(rows) == 0 or self._is_spent(step, peer, rows):
                 continue
             if declared is None:
                 costs.append(Cost(step.step, math.inf, math.inf, None))
@@ -125,6 +125,15 @@ class Measured:
                     idle = math.inf if noise == 0 else part.idle * unit / noise
                     costs.append(Cost(step.step, drawn, idle if part.idle else 0.0, receiver))
         return costs
+
+    def _is_spent(self, step: Released, peer: int, rows: np.ndarray) -> bool:
+        """Return whether a peer whose budget is spent adds the noise that it shares, and nothing of an example."""
+        plan = self.experiment.own.protection
+        if plan is None or plan.pairs is None:
+            return False
+        spends = plan.accounts[peer].spends
+        ends = spends[-1].to_step if spends else 0
+        return step.step >= ends and not any(step.raw[name][rows].any() for name in step.public)
 
     def _left(self, step: Released, peer: int, name: str, receiver: int | None, colluding: int) -> float:
         """Return the noise that is left of a peer's sum, the least over all sets of colluders."""
@@ -186,6 +195,9 @@ class Sampling:
     def of(cls, experiment: Experiment, peer: int) -> Sampling:
         """Return how a peer of an experiment draws."""
         batch, count = experiment.scenario.data.batch, len(experiment.own.examples.parts[peer])
+        plan, least = experiment.own.protection, experiment.scenario.data.at_least
+        if least is not None and plan is not None and plan.pairs is not None:
+            count = least  # peers that share noise are charged as if they had no more
         size = batch.size or 0
         if batch.small_peers == "full" and size >= count:
             return cls(1.0)

@@ -71,7 +71,10 @@ def follow(case: Case, error: PrivdecError, *, before_runtime: bool = True) -> V
 
     def refused(tried: Case) -> PrivdecError | None:
         left[0] -= 1
-        return refusal_of(tried) if before_runtime else try_case(tried).refusal
+        if before_runtime:
+            return refusal_of(tried)
+        outcome = try_case(tried)
+        return None if outcome.is_late else outcome.refusal
 
     def works(tried: Case, refusal: PrivdecError, deep: int, seen: frozenset[str]) -> bool:
         if not chain or len(chain) < DEEPEST:
