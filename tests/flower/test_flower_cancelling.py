@@ -20,7 +20,6 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 from ports import own_addresses
 from raising import raises
 from tiny_scenario import Tiny
-from tools.battery.together_grid import TogetherGrid
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.engine.run import run
@@ -38,6 +37,7 @@ from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.privacy.noise.deployed import SharedNoise, SystemNoise
 from flower_privdec.scenario import Scenario
+from tools.battery.together_grid import TogetherGrid
 
 COMPLETE = ["topology.name=complete", "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0}", "rounds=4"]
 DIRECTED = [

@@ -11,7 +11,6 @@ import pytest
 from ports import own_addresses
 from raising import raises
 from routing_peers import Step, client, first, sets_its_values_once, values_of, zeros
-from tools.battery.together_grid import TogetherGrid
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, Mesh
@@ -19,6 +18,7 @@ from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, _checked_scenario, run_mesh
 from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario.loading import parse_app_scenario
+from tools.battery.together_grid import TogetherGrid
 
 
 def grid_of(

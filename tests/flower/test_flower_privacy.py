@@ -22,7 +22,6 @@ from private_files import closed_files, umask_of_none
 from raising import raises
 from shards_in_turn import in_turn
 from tiny_scenario import Build, Tiny
-from tools.battery.together_grid import TogetherGrid
 from variants import VARIANTS, settings_for
 
 from flower_privdec import testing
@@ -45,6 +44,7 @@ from flower_privdec.privacy.ledger.ledger import read_chain, runs_in
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.loading import scenario_hash, without_folders
 from flower_privdec.testing import BrokenLaw, Seen
+from tools.battery.together_grid import TogetherGrid
 
 HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "sharded": (Sharded, 2)}
 BLOCKS = "{name: privsgp-vr, table: blocks, learning_rate: 0.1}"

@@ -12,7 +12,6 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 from ports import own_addresses
 from raising import raises
 from tiny_scenario import Tiny
-from tools.battery.together_grid import TogetherGrid
 
 from flower_privdec import load_run
 from flower_privdec.common.errors import RunError, ScenarioError
@@ -27,6 +26,7 @@ from flower_privdec.flower.launch.launcher import flower_run
 from flower_privdec.flower.launch.local_grid import with_id
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.scenario import Scenario, to_yaml
+from tools.battery.together_grid import TogetherGrid
 
 
 def test_a_shard_that_fails_is_named_and_the_run_goes_on_from_the_round_that_all_have(

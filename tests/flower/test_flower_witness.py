@@ -18,7 +18,6 @@ import pytest
 from flwr.app import Message
 from ports import own_addresses
 from routing_peers import client, zeros
-from tools.battery.together_grid import TogetherGrid
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower import Gossip, LocalGrid, Mesh, PushSum
@@ -29,6 +28,7 @@ from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.frames import FrameHeader
 from flower_privdec.pushsum.witness import LedgerReport
 from flower_privdec.scenario.loading import parse_app_scenario
+from tools.battery.together_grid import TogetherGrid
 
 RELAYS = [PushSum, Gossip]
 Forge = Callable[[int, str, bytes], bytes | None]  # receiver, name, frame -> what is delivered in its place

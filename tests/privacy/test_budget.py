@@ -223,3 +223,28 @@ def test_rounds_in_which_a_peer_takes_no_part_are_no_shortfall() -> None:
     planned[4] -= 1
     note = shortfall(participation, planned.tolist(), 20)
     assert str(note).startswith(f"the budget of peers 4 ends after {planned[4]} of their {planned[4] + 1} rounds")
+
+
+LOCAL_STEPS = ["algorithm={name: fedavg, learning_rate: 0.1, local_steps: 4}", "data.batch={sampling: full}"]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["its own ledger", "after another run"])
+def test_a_round_of_which_a_part_fits_is_neither_begun_nor_paid(build: Build, tmp_path: Path, shared: bool) -> None:
+    noise = "privacy={epsilon: 6.0, delta: 1.0e-3, noise_multiplier: 2.0, ledger: %s}" % (tmp_path / "ledgers")
+    if shared:
+        run(build(*LOCAL_STEPS, noise, "rounds=1", "seed=9"), tmp_path / "first", lean=True)
+    experiment = build(*LOCAL_STEPS, noise)
+    summary = run(experiment, tmp_path / "run", lean=True)
+    entries = read_chain(tmp_path / "ledgers" / "digits.jsonl")[1]
+    own = [entry for entry in entries if entry.run.id == experiment.own.run.id]
+    for row in summary["privacy"]:
+        steps = sum(
+            release.steps for entry in own for c in entry.charges if row["peer"] in c.peers for release in c.releases
+        )
+        assert 0 < row["rounds_run"] < 6
+        assert steps == 4 * row["rounds_run"], "a step was paid and not taken"
+
+
+def test_a_budget_below_the_cost_of_a_round_is_refused(build: Build) -> None:
+    with raises(ScenarioError, "privacy.budget", "first round of 4 steps costs"):
+        build(*LOCAL_STEPS, "privacy={epsilon: 2.5, delta: 1.0e-3, noise_multiplier: 2.0}")

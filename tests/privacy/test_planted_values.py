@@ -244,10 +244,10 @@ def flower(host: str) -> Callable[[Path, Path], Outputs]:
         pytest.importorskip("flwr")
         from flower_runs import HOSTS
         from shards_in_turn import in_turn
-        from tools.battery.together_grid import TogetherGrid
 
         from flower_privdec.flower.apps import client_app as clients
         from flower_privdec.flower.launch.local_grid import LocalGrid
+        from tools.battery.together_grid import TogetherGrid
 
         clients._build.cache_clear()
         answers, strategy = [], HOSTS[host][0]

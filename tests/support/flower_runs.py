@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.clientapp import ClientApp
-from tools.battery.together_grid import TogetherGrid
 from torch import Tensor
 
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.server_app import CohortRun, Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import Scenario
+from tools.battery.together_grid import TogetherGrid
 
 HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "sharded": (Sharded, 2)}
 

@@ -406,9 +406,7 @@ def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], runs: list[M
             _between(float(row[name]), low, high, name, peer)
         if "epsilon_of_replies_to_one" in row and not (replanned or again):
             low, high = _bounds_of_replies(runs, peer, delta)
-            _between(
-                float(row["epsilon_of_replies_to_one"]), low, high, "epsilon of replies", peer
-            )
+            _between(float(row["epsilon_of_replies_to_one"]), low, high, "epsilon of replies", peer)
 
 
 def _bounds_of(runs: list[Measured], peer: int, colluding: int, delta: float) -> tuple[float, float]:

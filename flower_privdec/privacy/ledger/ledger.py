@@ -915,6 +915,7 @@ class Account:
         budget: ε, or None for no limit (everything is still recorded).
         delta: δ of the budget.
         adversary: the one that the budget is to hold against.
+        at_once: how many steps are taken all or none, as those of a round are.
     """
 
     peer: int
@@ -922,6 +923,7 @@ class Account:
     budget: float | None
     delta: float
     adversary: Adversary = EVERYBODY
+    at_once: int = 1
 
     def releases(self, start: int, stop: int) -> tuple[Release, ...]:
         """Return the releases of steps [start, stop), equal mechanisms together."""
@@ -988,7 +990,12 @@ class Spending:
             if key not in limit_of:
                 fits = partial(self._fits, account)
                 all_fit = covered >= self.steps or fits(self.steps)
-                limit_of[key] = self.steps if all_fit else last_that_fits(fits, covered, self.steps)
+                limit = self.steps
+                if not all_fit:
+                    limit = last_that_fits(fits, covered, self.steps)
+                    # A round of which a part fits is not begun, and so it is not paid for.
+                    limit = max(covered, limit - limit % account.at_once)
+                limit_of[key] = limit
             limits.append(limit_of[key])
         self.limits = np.array(limits, dtype=np.int64)
 

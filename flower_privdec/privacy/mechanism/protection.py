@@ -411,16 +411,21 @@ class _Solver:
         else:
             scale = scale_for_budget(lambda scale: [*past, *mechanism.releases(active, scale)], budget, delta)
         budget = None if claim else budget
-        account = Account(0, paid + _cut(mechanism.spends(active, scale), self.first, len(active)), budget, delta)
+        planned = _cut(mechanism.spends(active, scale), self.first, len(active))
+        per_round = self.algorithm.steps_per_round
+        account = Account(0, paid + planned, budget, delta, at_once=per_round)
         if budget is not None and cost(account, len(active)) > budget:  # the noise was not solved for
             last = last_that_fits(lambda stop: cost(account, stop) <= budget, self.first, len(active))
+            last -= last % per_round  # a round of which a part fits is not begun
             parts = (spend.between(0, last) for spend in account.spends)
             present = tuple(part for part in parts if part is not None)
             if present == paid:
                 next_step = account.spends[len(paid)].from_step
+                end = next_step - next_step % per_round + per_round
+                what = "step" if per_round == 1 else f"round of {per_round} steps"
                 raise ScenarioError(
-                    f"privacy.epsilon={budget:g} is below what a peer's first step costs, "
-                    f"{cost(account, next_step + 1):.3g}; raise it or privacy.noise_multiplier",
+                    f"privacy.epsilon={budget:g} is below what a peer's first {what} costs, "
+                    f"{cost(account, end):.3g}; raise it or privacy.noise_multiplier",
                     code="privacy.budget",
                 )
             account = replace(account, spends=present)
