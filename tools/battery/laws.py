@@ -215,7 +215,7 @@ def _try(case: Case, outcome: Outcome) -> None:
     law(_plan_agrees, case, experiment, summary, ending)
     law(_files_are_private, out)
     if not is_plain:
-        law(_runtimes_agree, case, scenario, out, runtime, ending)
+        law(_runtimes_agree, case, experiment, out, runtime, ending)
     second = case.option("second")
     if second is not None:
         law(_second_run, case, second, measured, out)
@@ -383,7 +383,7 @@ def _change(path: Path, edit: str) -> None:
 def _adversaries(row: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """Yield the name of each ε of a summary's row, and how many peers its adversary colludes with."""
     yield "epsilon", row.get("colluding", ALL)
-    if "epsilon_if_all_collude" in row:
+    if "epsilon_if_all_collude" in row and "unit" in row:  # a network's peers choose another strength of pairs
         yield "epsilon_if_all_collude", ALL
 
 
@@ -417,6 +417,8 @@ def _bounds_of(runs: list[Measured], peer: int, colluding: int, delta: float) ->
     choices: list[list[list[list[Step]]]] = [[]]
     for other in others:
         peers = range(len(other.experiment.own.peers))
+        if other.experiment.own.run.partition == last.experiment.own.run.partition:
+            peers = range(peer, peer + 1)  # which holds the same examples in both
         kinds = {counted(composed(other, one, colluding)[1]): composed(other, one, colluding) for one in peers}
         choices = [[*chosen, part] for chosen in choices for part in kinds.values()]
     for chosen in choices:
@@ -478,26 +480,24 @@ def _ledger_agrees(experiment: Experiment, summary: dict[str, Any], out: Path, e
     if len(deltas) > 1:
         return
     (delta,) = deltas
-    folders = [Path(private.ledger) if private.ledger else out, out.with_name(out.name + "-nodes")]
-    folder = next(
-        one
-        for one in folders
-        if one.exists() and any(one.rglob("*.jsonl")) and (one != out or (out / "ledger").exists())
-    )
-    paths = ledgers_below(folder)
-    facts = [ledger_facts(path, delta) for path in paths]
-    largest = max(float(one["epsilon"]) for one in facts)
-    printed = max(float(row["epsilon"]) for row in summary["privacy"])
-    text = f"the ledger has {largest}, the summary {printed}"
-    agree = math.isclose(largest, printed, rel_tol=1e-6)
-    if ending == "more rounds":  # two runs, in each of which the dearest peer counts
-        agree = agree or largest > printed
-    hold(agree, "ledger and summary agree", text)
-    for path, one in zip(paths, facts, strict=True):
-        below, above = composed_ledger(path, delta)
-        text = f"`privdec ledger` prints {one['epsilon']}, its lines cost {below:.5g} to {above:.5g}"
-        value = float(one["epsilon"])
-        hold(below * BELOW - SMALL <= value <= above * ABOVE + SMALL, "a ledger's ε is that of its lines", text)
+    folder = Path(private.ledger) if private.ledger else out
+    nodes = out.with_name(out.name + "-nodes")  # which keep a ledger each
+    paths = ledgers_below(nodes if nodes.exists() and any(nodes.rglob("ledger")) else folder)
+    for name, colluding in _adversaries(summary["privacy"][0]):
+        against = None if colluding == ALL else colluding
+        facts = [ledger_facts(path, delta, colluding=against) for path in paths]
+        largest = max(float(one["epsilon"]) for one in facts)
+        printed = max(float(row[name]) for row in summary["privacy"])
+        text = f"{name}: the ledger has {largest}, the summary {printed}"
+        agree = math.isclose(largest, printed, rel_tol=1e-6, abs_tol=1e-9)
+        if ending == "more rounds":  # runs of other partitions, in each of which the dearest peer counts
+            agree = agree or largest > printed
+        hold(agree, "ledger and summary agree", text)
+        for path, one in zip(paths, facts, strict=True):
+            below, above = composed_ledger(path, delta, against)
+            text = f"`privdec ledger` prints {one['epsilon']}, its lines cost {below:.5g} to {above:.5g}"
+            value = float(one["epsilon"])
+            hold(below * BELOW - SMALL <= value <= above * ABOVE + SMALL, "a ledger's ε is that of its lines", text)
 
 
 def _files_are_private(out: Path) -> None:
@@ -514,8 +514,9 @@ def _rows_of(out: Path) -> dict[str, Tensor]:
     return load_file(out / "checkpoint")
 
 
-def _runtimes_agree(case: Case, scenario: Scenario, out: Path, runtime: str, ending: str) -> None:
-    """Engine, workers and Flower, straight and resumed, take one trajectory, or say that they do not."""
+def _runtimes_agree(case: Case, experiment: Experiment, out: Path, runtime: str, ending: str) -> None:
+    """Engine, workers, Flower and a network, straight and resumed, take one trajectory, or say that they do not."""
+    scenario = experiment.scenario
     same_keys = (
         scenario.compute.generator == "comparable"
         or scenario.private is None
@@ -525,6 +526,8 @@ def _runtimes_agree(case: Case, scenario: Scenario, out: Path, runtime: str, end
         return
     reference = case.folder / "reference"
     expected, rows = _rows_of(reference), _rows_of(out)
+    if runtime == "network" and experiment.own.protection is not None and experiment.own.protection.pairs is not None:
+        return  # whose peers agree on secrets of their own
     exact = runtime in ("engine", "workers", "cohort")
     tolerance = 1e-9 if scenario.compute.dtype == "float64" else 1e-4
     for name in rows.keys() & expected.keys():

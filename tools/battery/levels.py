@@ -354,7 +354,11 @@ FACTORS: dict[str, dict[str, Level]] = {
     "written as": {"file": {}, "settings": {"@written": "settings"}, "python": {"@written": "python"}},
     "runtime": {
         "engine": {},
-        **{name: {"@runtime": name} for name in ("workers", "cohort", "relay", "sharded", "network")},
+        **{name: {"@runtime": name} for name in ("workers", "cohort", "relay", "sharded")},
+        "network": {
+            "@runtime": "network",
+            "network": {"mode": "synchronous", "start": 20.0, "give_up": 20.0, "deadline": 20.0},
+        },
     },
     "ending": {"straight": {}, **{name: {"@ending": name} for name in ("stopped", "killed", "more rounds")}},
     "second": {
@@ -391,6 +395,10 @@ NEEDS: list[tuple[str, set[str] | None, str, Needs]] = [
     ("edit", {"model's source"}, "model", lambda level: level == "written"),
     ("edit", {"example", "test set"}, "data", _FILES),
     ("edit", {"model's dict"}, "model", lambda level: level == "own dict"),
+    ("ledger", {"shared"}, "runtime", lambda level: level != "network"),  # each peer has a machine of its own
+    ("generator", {"system"}, "runtime", lambda level: level != "network"),  # whose peers draw from keys here
+    ("ending", {"stopped", "killed", "more rounds"}, "runtime", lambda level: level != "network"),
+    ("second", None, "runtime", lambda level: level != "network"),
     ("mixing", None, "graph", lambda level: level != "server"),
     ("mixing", None, "algorithm", lambda level: level not in ("local", "dp-sgd")),
     ("graph", None, "algorithm", lambda level: level not in ("local", "dp-sgd")),

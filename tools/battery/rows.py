@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from safetensors.torch import save_file
+from torch import Tensor
 
 from flower_privdec.api.scenarios import make_scenario
 from flower_privdec.common.errors import RunError
@@ -26,11 +30,14 @@ from flower_privdec.experiment.recorder import with_more_rounds
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.server_app import CohortRun, Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.network.transport.transport import MemoryNetwork
 from flower_privdec.scenario import Scenario, load_scenario
 from flower_privdec.scenario.loading import PATHS, put
 from tools.battery import parts
 from tools.battery.levels import FACTORS, LEVELS, NAMES, Facts, applies
-from tools.battery.together_grid import TogetherGrid
+from tools.battery.together_grid import TogetherGrid, parsing_in_turn
 
 N_PEERS, ROUNDS, STOPS_AT = 4, 4, 2
 HOSTS: dict[str, tuple[Callable[..., Any], int]] = {
@@ -393,6 +400,8 @@ def run_row(
     Returns:
         The summary; None of a run that was killed.
     """
+    if runtime == "network":
+        return _run_on_network(experiment.scenario, out)
     if runtime in HOSTS:
         return _run_under_flower(experiment.scenario, out, runtime, resume, ends)
     workers = 2 if runtime == "workers" else None
@@ -429,6 +438,43 @@ def _run_under_flower(scenario: Scenario, out: Path, host: str, resume: bool, en
         raise
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
+
+
+def _run_on_network(scenario: Scenario, out: Path) -> dict[str, Any]:
+    """Run all peers as threads that call each other, and return what they state as a summary has it."""
+    network = MemoryNetwork()
+    peers = []
+    for number in range(scenario.n_peers):
+        folder, transport = out / f"peer-{number}", network.transport(number)
+        peers.append(running_peer(scenario, PeerDevice(number, folder, insecure_seeds=True, transport=transport)))
+    try:
+        with parsing_in_turn(), ThreadPoolExecutor(len(peers)) as pool:
+            stated = list(pool.map(_to_its_end, peers))
+    finally:
+        for peer in peers:
+            peer.close()
+    rows = {name: torch.cat([each[name] for _, each in stated]) for name in stated[0][1]}
+    save_file(rows, out / "checkpoint")
+    (out / "checkpoint").chmod(0o600)
+    private = scenario.private
+    deltas: Any = 0.0 if private is None else private.delta
+    privacy = []
+    for number, (status, _) in enumerate(stated):
+        delta = deltas[number] if isinstance(deltas, tuple) else deltas
+        row = {"peer": number, "epsilon": status["epsilon"], "delta": delta}
+        if status["colluding"] is not None:
+            row |= {name: status[name] for name in ("colluding", "epsilon_if_all_collude")}
+        privacy.append(row)
+    return {"privacy": privacy}
+
+
+def _to_its_end(peer: RunningPeer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        peer.open()
+        peer.run()
+        return peer.trainer.status(peer.state), peer.state.rows
+    finally:
+        peer.close()
 
 
 def _dying(host: str) -> ClientApp:
