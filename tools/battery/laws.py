@@ -10,10 +10,11 @@ import stat
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Experiment, recorder, view
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
 from flower_privdec.scenario import Scenario, to_yaml
@@ -199,8 +200,31 @@ def _try(case: Case, outcome: Outcome) -> None:
 
     law(_forms_agree, case, scenario)
     law(_keys, case, experiment)
-    is_plain = runtime == "engine" and scenario.compute.generator != "system" and not ending
-    if is_plain:
+    with one_salt():
+        measured, summary = _run(case, experiment)
+    if scenario.private is not None:
+        law(_epsilon_holds, experiment, summary, [measured], ending)
+        law(_laws_of_noise, experiment)
+        law(_ledger_agrees, experiment, summary, out, ending)
+    law(_plan_agrees, case, experiment, summary, ending)
+    law(_files_are_private, out)
+    if not _is_plain(case, scenario):
+        law(_runtimes_agree, case, experiment, out, runtime, ending)
+    second = case.option("second")
+    if second is not None:
+        law(_second_run, case, second, measured, out)
+
+
+def _is_plain(case: Case, scenario: Scenario) -> bool:
+    """Return whether the row's run is one that can be measured itself."""
+    runtime, ending = case.option("runtime", "engine"), case.option("ending", "")
+    return runtime == "engine" and scenario.compute.generator != "system" and not ending
+
+
+def _run(case: Case, experiment: Experiment) -> tuple[Measured, dict[str, Any]]:
+    """Run a row; return what was measured, of it or of the same run in the engine, and its summary."""
+    runtime, ending, out = case.option("runtime", "engine"), case.option("ending", ""), case.folder / "out"
+    if _is_plain(case, experiment.scenario):
         with measuring(experiment) as measured:
             summary = run_row(experiment, out, runtime)
     else:
@@ -208,17 +232,21 @@ def _try(case: Case, outcome: Outcome) -> None:
         summary = _run_with_ending(case, experiment, out, runtime, ending)
     if summary is None:
         raise Broken("a run that starts ends", "it has no summary")
-    if scenario.private is not None:
-        law(_epsilon_holds, experiment, summary, [measured], ending)
-        law(_laws_of_noise, experiment)
-        law(_ledger_agrees, experiment, summary, out, ending)
-    law(_plan_agrees, case, experiment, summary, ending)
-    law(_files_are_private, out)
-    if not is_plain:
-        law(_runtimes_agree, case, experiment, out, runtime, ending)
-    second = case.option("second")
-    if second is not None:
-        law(_second_run, case, second, measured, out)
+    return measured, summary
+
+
+@contextmanager
+def one_salt() -> Iterator[None]:
+    """Let the runs inside that have code of a user's own have one salt, so that they can be compared."""
+    with ExitStack() as stack:
+        for module in (view, recorder):
+            stack.enter_context(patch.object(module, "new_salt", lambda: "of all runs of a row"))
+        yield
+
+
+def _is_salted(experiment: Experiment) -> bool:
+    """Return whether a run draws from a salt of its own, for it has code that may do anything."""
+    return experiment.own.unsalted is not None
 
 
 def _reference(case: Case, experiment: Experiment) -> Measured:
@@ -305,7 +333,7 @@ def _keys(case: Case, experiment: Experiment) -> None:
             undo()
             case.forget()
     shared = before & {after.run.id, *after.keys.values()}
-    if edit == "nothing":
+    if edit == "nothing" and not _is_salted(experiment):
         hold(len(shared) == len(before), "the same run has the same keys", "a second build has others")
     else:
         hold(
@@ -569,6 +597,7 @@ def _second_run(case: Case, changed: dict[str, Any], first: Measured, out: Path)
         )
         return
     assert summary is not None
-    counts_both = (shared or start is not None) and again.own.run.id != first.experiment.own.run.id
+    is_other = _is_salted(again) or again.own.run.id != first.experiment.own.run.id
+    counts_both = (shared or start is not None) and is_other
     runs = [first, measured] if counts_both else [measured]
     _epsilon_holds(again, summary, runs, "")

@@ -14,7 +14,7 @@ Charges = dict[str, dict[int, list[dict[str, Any]]]]  # by partition of the data
 
 
 def charges(path: Path) -> Charges:
-    """Return all that a ledger of one segment charges; runs over one partition together, in which peers are the same."""
+    """Return all that a ledger of one segment charges, by partition, in which each peer holds the same examples."""
     by_partition: Charges = defaultdict(lambda: defaultdict(list))
     last: dict[str, Any] = {}
     header, *lines = map(json.loads, path.read_text().splitlines())
