@@ -239,6 +239,10 @@ def test_spoilt_noise_is_found(build: Build, mutant: Callable[..., None], refusa
         testing.assert_noise(experiment, 3)
 
 
+def test_noise_that_is_rounded_to_float32_is_noise_as_planned(build: Build) -> None:
+    testing.assert_noise(build("compute.dtype=float32", "privacy.clip_norm=100"), 3)
+
+
 def around_the_door(cohort: Cohort, state: State) -> None:
     """Add a gradient to the model that nobody noised."""
     batch = cohort.data.batch(state.round_index, cohort.peers)

@@ -1,4 +1,4 @@
-"""Try rows of a covering array: `python -m tools.battery --strength 3 --seed 7 --minutes 10`."""
+"""Try the rows of a covering array: `python -m tools.battery --strength 3 --seed 7 --minutes 10`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ import sys
 import time
 
 from tools.battery.battery import sweep
+from tools.battery.refused import known, write
 
 
 def main() -> None:
     """Grow an array of a strength by a seed; exit with 1 if a row breaks a law."""
     parser = argparse.ArgumentParser(prog="python -m tools.battery", description=sys.modules[__name__].__doc__)
-    parser.add_argument("--strength", type=int, default=2, choices=(1, 2, 3))
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=int)
+    parser.add_argument("--strength", type=int, default=2, choices=(1, 2, 3), help="2 for pairs, 3 for triples")
+    parser.add_argument("--seed", type=int, default=1, help="of the order in which rows are grown")
+    parser.add_argument("--rows", type=int, help="the most to try")
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--fresh", action="store_true", help="find out again what refused.txt has")
+    parser.add_argument("--learn", action="store_true", help="build the rows only, and write refused.txt")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
+    before = {} if options.fresh else known()
     report = sweep(
         options.strength,
         options.seed,
         rows=options.rows,
+        known=before,
+        builds_only=options.learn,
         until=lambda: time.monotonic() > end,
         say=lambda text: print(text, flush=True),
     )
     print(report)
     for code, count in report.refusals.most_common():
         print(f"{count:6d}  {code}")
+    if options.learn:
+        write({**before, **report.reasons})
     if report.violations:
         sys.exit(1)
 
