@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor
 
+from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.view import drawings_of
 from flower_privdec.privacy.noise import NoisedSum
@@ -96,11 +97,13 @@ class Measured:
         experiment: the run's.
         steps: in order.
         draws: all noise.
+        active: by round, which peers were to take steps, within their budgets.
     """
 
     experiment: Experiment
     steps: list[Released]
     draws: Draws
+    active: dict[int, np.ndarray]
 
     def costs(self, peer: int, colluding: int = ALL) -> list[Cost]:
         """Return what each step costs a peer, towards as many colluders as see all messages."""
@@ -128,12 +131,9 @@ class Measured:
 
     def _is_spent(self, step: Released, peer: int, rows: np.ndarray) -> bool:
         """Return whether a peer whose budget is spent adds the noise that it shares, and nothing of an example."""
-        plan = self.experiment.own.protection
-        if plan is None or plan.pairs is None:
-            return False
-        spends = plan.accounts[peer].spends
-        ends = spends[-1].to_step if spends else 0
-        return step.step >= ends and not any(step.raw[name][rows].any() for name in step.public)
+        active = self.active.get(step.step // self.experiment.algorithm.steps_per_round)
+        is_active = active is None or bool(active[peer])
+        return not is_active and not any(step.raw[name][rows].any() for name in step.public)
 
     def _left(self, step: Released, peer: int, name: str, receiver: int | None, colluding: int) -> float:
         """Return the noise that is left of a peer's sum, the least over all sets of colluders."""
@@ -220,10 +220,12 @@ def composed(measured: Measured, peer: int, colluding: int = ALL, receiver: int 
     """
     sampling = Sampling.of(measured.experiment, peer)
     squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    ratios: dict[int, float] = defaultdict(float)
     for cost in measured.costs(peer, colluding):
         if receiver is None or cost.receiver == receiver:
             squares[cost.step][0] += cost.drawn**2
             squares[cost.step][1] += cost.idle**2
+            ratios[cost.step] = max(ratios[cost.step], cost.idle / cost.drawn if cost.idle else 0.0)
     if sampling.epoch > 1 or measured.experiment.scenario.data.batch.sampling == "shuffle":
         epochs: dict[int, float] = defaultdict(float)
         for step, (drawn, _) in squares.items():
@@ -232,7 +234,9 @@ def composed(measured: Measured, peer: int, colluding: int = ALL, receiver: int 
         return [steps, steps]
     below: list[Step] = [(sampling.rate, math.sqrt(drawn), math.sqrt(idle)) for drawn, idle in squares.values()]
     if sampling.is_exact:
-        return [below, below]
+        # Sums of which an idle example moves some more than others: all are charged as the one that it moves most.
+        drawn_of = {step: math.sqrt(drawn) for step, (drawn, _) in squares.items()}
+        return [below, [(sampling.rate, drawn, ratios[step] * drawn) for step, drawn in drawn_of.items()]]
     return [below, [(1.0, drawn, 0.0) for _, drawn, _ in below]]
 
 
@@ -245,5 +249,12 @@ def bounds(parts: Sequence[list[list[Step]]], delta: float) -> tuple[float, floa
 @contextmanager
 def measuring(experiment: Experiment) -> Iterator[Measured]:
     """Measure the private steps that are taken inside, in this thread."""
-    with watching_draws() as draws, recording() as tape:
-        yield Measured(experiment, tape.steps, draws)
+    active: dict[int, np.ndarray] = {}
+    original = Cohort.active
+
+    def is_active(cohort: Cohort, round_index: int) -> np.ndarray:
+        active[round_index] = original(cohort, round_index)
+        return active[round_index]
+
+    with watching_draws() as draws, recording() as tape, patch.object(Cohort, "active", is_active):
+        yield Measured(experiment, tape.steps, draws, active)

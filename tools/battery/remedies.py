@@ -200,7 +200,7 @@ def _settings(text: str, data: Data, about: str) -> Iterator[Remedy]:
         yield Remedy(((_full(match[1], data, about), yaml.safe_load(match[2])),))
     for match in re.finditer(r"set its (\w+) to ([\w-]+)", text):
         yield Remedy(((f"algorithm.{match[1]}", match[2]),))
-    for match in re.finditer(rf"(?:give|add|needs) ({KEY})\b", text):
+    for match in re.finditer(rf"(?:give|add|needs|set) ({KEY})\b", text):
         key = _full(match[1], data, about)
         if key in VALUES:
             yield Remedy(((key, VALUES[key]),))
