@@ -370,6 +370,13 @@ def check_hosting(scenario: Scenario, *, simulated: bool) -> None:
         ScenarioError: with the setting, and what to take in its place.
     """
     private, batch = scenario.private, scenario.data.batch
+    cancelling = private is not None and isinstance(private.noise, CancellingSection)
+    if cancelling and scenario.data.each_its_own and scenario.data.at_least is None:
+        raise ScenarioError(
+            "privacy.noise.kind=cancelling needs the number of every peer's examples, and no node has those of other "
+            "peers: set data.at_least, a number that each peer has, or use cohort mode",
+            code="noise.cancelling-sizes",
+        )
     if private is not None and private.ledger is not None:
         raise ScenarioError(
             f"privacy.ledger={private.ledger} is not for relay mode or shards, where each node keeps a ledger of its "

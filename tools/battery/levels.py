@@ -425,8 +425,14 @@ DECISIVE = [NAMES.index(name) for name in dict.fromkeys(other for _, _, other, _
 
 def applies(chosen: Mapping[int, int]) -> list[int]:
     """Return which of some factors mean something beside the others, each with the number of its level."""
-    return [
-        factor
-        for factor, level in chosen.items()
-        if all(other not in chosen or chosen[other] in allowed for other, allowed in _NEEDS_OF.get((factor, level), ()))
-    ]
+    meaning = dict(chosen)
+    while True:
+        idle = [
+            factor
+            for factor, level in meaning.items()
+            for other, allowed in _NEEDS_OF.get((factor, level), ())
+            if other in chosen and (other not in meaning or meaning[other] not in allowed)
+        ]
+        if not idle:
+            return list(meaning)
+        meaning = {factor: level for factor, level in meaning.items() if factor not in idle}

@@ -401,7 +401,7 @@ def run_row(
         The summary; None of a run that was killed.
     """
     if runtime == "network":
-        return _run_on_network(experiment.scenario, out)
+        return _run_on_network(experiment, out)
     if runtime in HOSTS:
         return _run_under_flower(experiment.scenario, out, runtime, resume, ends)
     workers = 2 if runtime == "workers" else None
@@ -440,13 +440,14 @@ def _run_under_flower(scenario: Scenario, out: Path, host: str, resume: bool, en
     return summary
 
 
-def _run_on_network(scenario: Scenario, out: Path) -> dict[str, Any]:
+def _run_on_network(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Run all peers as threads that call each other, and return what they state as a summary has it."""
-    network = MemoryNetwork()
+    scenario, network = experiment.scenario, MemoryNetwork()
+    insecure = experiment.own.unsalted is None  # with code of a user's own, peers draw from their operating systems
     peers = []
     for number in range(scenario.n_peers):
         folder, transport = out / f"peer-{number}", network.transport(number)
-        peers.append(running_peer(scenario, PeerDevice(number, folder, insecure_seeds=True, transport=transport)))
+        peers.append(running_peer(scenario, PeerDevice(number, folder, insecure_seeds=insecure, transport=transport)))
     try:
         with parsing_in_turn(), ThreadPoolExecutor(len(peers)) as pool:
             stated = list(pool.map(_to_its_end, peers))
