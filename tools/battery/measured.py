@@ -115,7 +115,7 @@ class Measured:
             if len(rows) == 0 or self._is_spent(step, peer, rows):
                 continue
             if declared is None:
-                costs.append(Cost(step.step, math.inf, math.inf, None))
+                costs.append(Cost(step.step, math.inf, math.inf, None, everything=False))
                 continue
             for row in rows.tolist():
                 receiver = None if step.receivers is None else int(step.receivers[row])
@@ -126,7 +126,8 @@ class Measured:
                     unit = float(step.unit[row])
                     drawn = math.inf if noise == 0 else part.drawn * unit / noise
                     idle = math.inf if noise == 0 else part.idle * unit / noise
-                    costs.append(Cost(step.step, drawn, idle if part.idle else 0.0, receiver))
+                    everything = part.over == "all"
+                    costs.append(Cost(step.step, drawn, idle if part.idle else 0.0, receiver, everything))
         return costs
 
     def _is_spent(self, step: Released, peer: int, rows: np.ndarray) -> bool:
@@ -169,12 +170,14 @@ class Cost:
         step: its number.
         drawn, idle: how far an example moves it, over the noise that is left.
         receiver: who alone gets it.
+        everything: whether it is over all examples, whatever is drawn.
     """
 
     step: int
     drawn: float
     idle: float
     receiver: int | None
+    everything: bool
 
 
 @dataclass(frozen=True)
@@ -221,8 +224,10 @@ def composed(measured: Measured, peer: int, colluding: int = ALL, receiver: int 
     sampling = Sampling.of(measured.experiment, peer)
     squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     ratios: dict[int, float] = defaultdict(float)
+    rates: dict[int, float] = {}
     for cost in measured.costs(peer, colluding):
         if receiver is None or cost.receiver == receiver:
+            rates[cost.step] = 1.0 if cost.everything else sampling.rate
             squares[cost.step][0] += cost.drawn**2
             squares[cost.step][1] += cost.idle**2
             ratios[cost.step] = max(ratios[cost.step], cost.idle / cost.drawn if cost.idle else 0.0)
@@ -232,12 +237,12 @@ def composed(measured: Measured, peer: int, colluding: int = ALL, receiver: int 
             epochs[step // sampling.epoch] = max(epochs[step // sampling.epoch], drawn)
         steps: list[Step] = [(1.0, math.sqrt(drawn), 0.0) for drawn in epochs.values()]
         return [steps, steps]
-    below: list[Step] = [(sampling.rate, math.sqrt(drawn), math.sqrt(idle)) for drawn, idle in squares.values()]
-    if sampling.is_exact:
-        # Sums of which an idle example moves some more than others: all are charged as the one that it moves most.
-        drawn_of = {step: math.sqrt(drawn) for step, (drawn, _) in squares.items()}
-        return [below, [(sampling.rate, drawn, ratios[step] * drawn) for step, drawn in drawn_of.items()]]
-    return [below, [(1.0, drawn, 0.0) for _, drawn, _ in below]]
+    drawn_of = {step: math.sqrt(drawn) for step, (drawn, _) in squares.items()}
+    below: list[Step] = [(rates[step], drawn_of[step], math.sqrt(idle)) for step, (_, idle) in squares.items()]
+    if not sampling.is_exact:
+        return [below, [(1.0, drawn, 0.0) for drawn in drawn_of.values()]]
+    # Sums of which an idle example moves some more than others: all are charged as the one that it moves most.
+    return [below, [(rates[step], drawn, ratios[step] * drawn) for step, drawn in drawn_of.items()]]
 
 
 def bounds(parts: Sequence[list[list[Step]]], delta: float) -> tuple[float, float]:
