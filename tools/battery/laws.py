@@ -158,6 +158,8 @@ def trying(case: Case, outcome: Outcome) -> Iterator[None]:
         outcome.refusal = error
         outcome.violations += _after_refusal(case, error)
     except RunError as error:
+        if error.code == "run.diverged":
+            return  # as it may with so much noise, and it says so
         outcome.violations.append(violation(case, "a run that starts ends", f"{error.code}: {error}"))
     except BrokenLaw as error:
         outcome.violations.append(violation(case, error.code, str(error)))
@@ -540,7 +542,7 @@ def _ledger_agrees(experiment: Experiment, summary: dict[str, Any], out: Path, e
 
 
 def _files_are_private(out: Path) -> None:
-    """Nobody else may read what a run keeps for itself."""
+    """No other user may read what a run keeps for itself."""
     for folder in (out, out.with_name(out.name + "-nodes")):
         for path in folder.rglob("*") if folder.exists() else ():
             keeps = path.name.startswith("checkpoint") or path.suffix in (".key", ".sealed")

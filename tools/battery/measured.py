@@ -63,8 +63,8 @@ def watching_draws() -> Iterator[Draws]:
         receivers: np.ndarray | None = None,
     ) -> None:
         own(source, out, std, step, peers, purpose, receivers)
-        each = [None] * len(peers) if receivers is None else receivers.tolist()
-        for peer, receiver, scale in zip(peers.tolist(), each, std.tolist(), strict=True):
+        to = [None] * len(peers) if receivers is None else receivers.tolist()
+        for peer, receiver, scale in zip(peers.tolist(), to, std.tolist(), strict=True):
             draws.own[step, peer, purpose, receiver] = float(scale)
 
     def add_pairs_(noise: CancellingNoise, out: Tensor, noised: NoisedSum, *rest: Any) -> None:

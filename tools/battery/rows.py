@@ -456,7 +456,7 @@ def _run_on_network(experiment: Experiment, out: Path) -> dict[str, Any]:
     finally:
         for peer in peers:
             peer.close()
-    rows = {name: torch.cat([each[name] for _, each in stated]) for name in stated[0][1]}
+    rows = {name: torch.cat([of_peer[name] for _, of_peer in stated]) for name in stated[0][1]}
     save_file(rows, out / "checkpoint")
     (out / "checkpoint").chmod(0o600)
     private = scenario.private

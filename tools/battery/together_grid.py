@@ -41,10 +41,10 @@ class TogetherGrid(LocalGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Let all messages be answered, each in a thread of its own; return their ids."""
-        asked = [with_id(message) for message in messages]
-        ids = [message.metadata.message_id for message in asked]
-        if asked:
-            calls = [partial(copy_context().run, self._deliver, message) for message in asked]
-            with parsing_in_turn(), ThreadPoolExecutor(len(asked)) as threads:
+        sent = [with_id(message) for message in messages]
+        ids = [message.metadata.message_id for message in sent]
+        if sent:
+            calls = [partial(copy_context().run, self._deliver, message) for message in sent]
+            with parsing_in_turn(), ThreadPoolExecutor(len(sent)) as threads:
                 self._replies |= dict(zip(ids, threads.map(lambda call: call(), calls), strict=True))
         return ids
