@@ -140,7 +140,9 @@ class Measured:
         """Return the noise that is left of a peer's sum, the least over all sets of colluders."""
         own = self.draws.own.get((step.step, peer, name, receiver), 0.0)
         pairs = self.draws.pairs.get((step.step, name), [])
-        others = [other for other in dict.fromkeys(step.peers.tolist()) if other != peer]
+        # Peers whose budgets are spent release their noise in a record of their own.
+        everybody = sorted({one for record in self.steps if record.step == step.step for one in record.peers.tolist()})
+        others = [other for other in everybody if other != peer]
         if colluding == ALL or not pairs or colluding >= len(others):
             return own
         least = math.inf
