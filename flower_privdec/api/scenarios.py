@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,11 +24,20 @@ from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
 from flower_privdec.data.readers import PLAIN_PIXELS, channels_first, scale_pixels
 from flower_privdec.data.table_files import from_frame
-from flower_privdec.experiment.run_key import object_hash
+from flower_privdec.experiment.run_key import content_of, object_hash
 from flower_privdec.graph.topology import Topology, networkx
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.findings import Location
-from flower_privdec.scenario.loading import DEEPEST, file_form, find_scenario, put, read_text, read_yaml, validated
+from flower_privdec.scenario.loading import (
+    DEEPEST,
+    anchor,
+    file_form,
+    find_scenario,
+    put,
+    read_text,
+    read_yaml,
+    validated,
+)
 from flower_privdec.scenario.sections import PEER, TableSection, TaskSection, own_modules
 
 Pair = tuple[np.ndarray, np.ndarray]
@@ -186,7 +196,7 @@ def name_objects(data: Data) -> list[Given]:
         The named objects; a name is valid for as long as its object is referenced.
 
     Raises:
-        ScenarioError: an object of a wrong kind, or one whose content cannot be hashed.
+        ScenarioError: an object of a wrong kind.
     """
     namer = _Namer()
     namer.name_section(data, "algorithm", namer.code)
@@ -238,12 +248,8 @@ class _Namer:
             return f"{module}:{name}"
         try:
             content = object_hash(value)
-        except ScenarioError as error:
-            raise ScenarioError(
-                f"{key}={label}: {error}; give it numbers, text, arrays, functions and classes alone, or put it into a "
-                "module and name that",
-                code=error.code,
-            ) from error
+        except ScenarioError:  # it holds a lock, a generator, ...: no other object is taken for it
+            return self._register(give(value, label, secrets.token_bytes(32)))
         return self._register(give(value, label, content, partial(object_hash, value)))
 
     def topology(self, value: Any, key: str) -> str:
@@ -254,7 +260,11 @@ class _Namer:
             graph = networkx().freeze(value.copy())
             content = object_hash((type(value).__name__, list(graph.nodes), list(graph.edges)))
             return self._register(give(lambda n_peers: graph, "graph", content, lambda: content))
-        return self._register(give(lambda n_peers: value, "graph", object_hash(value), partial(object_hash, value)))
+
+        def graph(n_peers: int) -> Any:
+            return value
+
+        return self.code(graph, key)
 
     def metric(self, value: Any) -> Any:
         """Name a metric; its label is the function's name by default."""
@@ -280,7 +290,8 @@ class _Namer:
                 )
         read = _frame_reader(section, task)
         arrays = Arrays.of(section.pop("train"), section.pop("test", None), read)
-        section["dataset"] = {"module": self._register(give(arrays, "data", object_hash((arrays.train, arrays.test))))}
+        content = content_of([array for pair in (*arrays.train, arrays.test) for array in pair])
+        section["dataset"] = {"module": self._register(give(arrays, "data", content))}
         if arrays.per_peer:
             section |= {"root": PEER, "test": "test"}
 
@@ -308,7 +319,7 @@ Settings = Mapping[str, Any]
 
 
 def load_scenario(path: str | Path, settings: Settings | None = None, /, **sections: Any) -> Scenario:
-    """Read a scenario file.
+    """Read a scenario file, whose relative paths begin in its folder; those that are given here begin where it runs.
 
     Args:
         path: of the file, or the name of a bundled scenario such as `digits`.
@@ -320,6 +331,7 @@ def load_scenario(path: str | Path, settings: Settings | None = None, /, **secti
     """
     path = find_scenario(as_path(path, "path"))
     data, lines = read_yaml(read_text(path), str(path))
+    anchor(data, path.parent)
     return _checked(data, str(path), settings, sections, lines)
 
 
@@ -349,9 +361,8 @@ def make_scenario(
     Raises:
         ScenarioError: naming the value, the rule and the remedy.
 
-    Privacy: a run's noise is keyed by a hash of the objects: the code of functions and classes, the globals and
-        closures they use, and the data. An object that cannot be hashed is refused, and so is a run after one has
-        changed. With `privacy.ledger`, data arrays need `data.source`, the name under which the ledger counts them.
+    Privacy: a run's noise is keyed by the data and the graph that are given; with any other object, and with code of a
+        module of your own, it is drawn for the one run only. A run is refused after an object was seen to change. With `privacy.ledger`, data arrays need `data.source`, the name under which the ledger counts them.
 
     Examples:
         >>> sections = {"name": "small", "n_peers": 4, "rounds": 10, "model": {"name": "softmax"}, "privacy": "none"}

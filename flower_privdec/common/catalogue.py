@@ -172,6 +172,7 @@ DATASETS = Choice(
         "svmlight": "your own: root and test are svmlight files (plain, .gz, .bz2) of n_features features, kept sparse",
     }
 )
+OWN_DATA = ("npz", "csv", "parquet", "image-folder", "svmlight")  # of the datasets, formats of a user's own files
 PARTITIONS = Choice(
     {
         "iid": "equal random shares; sizes differ by one example at most",

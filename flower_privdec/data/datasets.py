@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.catalogue import DATASETS, PARTITIONS, Targets, fitting
+from flower_privdec.common.catalogue import DATASETS, OWN_DATA, PARTITIONS, Targets, fitting
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
@@ -180,7 +180,9 @@ _READERS: dict[str, Callable[..., Source]] = DATASETS.bind(
         "image-folder": read_image_folder,
     }
 )
-OWN = "own"  # the ledger's name of all data of users' functions: a renamed function must not start at ε = 0
+# The ledger's name of all data of a user's own: the same rows in another format, or from a renamed function, must not
+# start at ε = 0.
+OWN = "own"
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,8 +190,8 @@ class PublicSet:
     """The public test set, and the form of all examples.
 
     Attributes:
-        name: its name in DATASETS, `data.source`, or `own`, under which a ledger counts every part, order and file of
-            it.
+        name: its name in DATASETS, or of data of a user's own `data.source` or `own`, under which a ledger counts
+            every part, order, format and file of it.
         x: features, float32 [N, *input_shape], or compressed rows of them, or tokens, int64.
         y: classes, int64 [N], of 0..n_classes-1; or numbers or labels, float32 [N, n_classes].
         n_classes: how many classes there are, or how many numbers or labels an example has.
@@ -265,7 +267,9 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
 
 def name_of(section: DataSection) -> str:
     """Return the name under which a ledger counts a dataset."""
-    return section.dataset if isinstance(section.dataset, str) else section.source or OWN
+    if isinstance(section.dataset, str) and section.dataset not in OWN_DATA:
+        return section.dataset
+    return section.source or OWN
 
 
 def read_public(section: DataSection, seed: int, targets: Targets = "classes") -> PublicSet:

@@ -20,6 +20,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.checkpoint import read_checkpoint
 from flower_privdec.experiment.recorder import CHECKPOINT, OnMetrics, Recorder, again
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, ledger_folder
+from flower_privdec.experiment.view import SALTED
 from flower_privdec.privacy.ledger.ledger import Head, check_ledger_there
 from flower_privdec.scenario.sections import own_modules
 
@@ -58,10 +59,16 @@ class Run:
         workers: int | None = None,
     ) -> None:
         torch.set_num_threads(experiment.scenario.compute.threads)
-        self.experiment = experiment
         self.recorder = Recorder(experiment, experiment.own, out, runtime, resume, lean)
+
+        # The folder's checkpoint may have the salt of the run that is resumed.
+        assert self.recorder.own is not None
+        experiment = replace(experiment, own=self.recorder.own)
+        self.experiment = experiment
         if experiment.own.from_system:
             _log.warning(SYSTEM)
+        elif self.recorder.salted_for:
+            _log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
         ledger, checkpoint = ledger_folder(experiment.scenario, out, experiment.inherited), self.recorder.checkpoint
         steps, every = experiment.algorithm.steps_per_round, experiment.scenario.evaluation.every
         if checkpoint is not None:

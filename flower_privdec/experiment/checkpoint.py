@@ -50,6 +50,7 @@ class Checkpoint:
         transport: the transport's own state, as JSON can hold it, by name.
         carried: its tensors.
         metrics: how many bytes metrics.jsonl had, and their hash, where a folder keeps that file beside it.
+        salt: what is in the keys of a run whose code is the user's own, see `run_key`; "" of others.
     """
 
     state: State
@@ -60,6 +61,7 @@ class Checkpoint:
     transport: Mapping[str, Any] = field(default_factory=dict)
     carried: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: tuple[int, str] | None = None
+    salt: str = ""
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -77,6 +79,7 @@ def described(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor]
     facts: dict[str, Any] = {
         "scenario": checkpoint.scenario,
         "run": asdict(checkpoint.run),
+        "salt": checkpoint.salt,
         "seconds": checkpoint.seconds,
         "head": checkpoint.head,
         "metrics": checkpoint.metrics,
@@ -175,6 +178,7 @@ class _Facts(BaseModel):
 
     scenario: str
     run: RunName
+    salt: str = ""
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     head: tuple[Count, str] | None
     metrics: tuple[Count, str] | None
@@ -209,7 +213,17 @@ def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
         edges[name] = Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), values[name])
     state = State(np.asarray(peers, dtype=np.int64), checked.round_index, checked.at, tensors, edges)
     head, transport = checked.head, checked.transport
-    return Checkpoint(state, checked.scenario, checked.run, checked.seconds, head, transport, carried, checked.metrics)
+    return Checkpoint(
+        state=state,
+        scenario=checked.scenario,
+        run=checked.run,
+        seconds=checked.seconds,
+        head=head,
+        transport=transport,
+        carried=carried,
+        metrics=checked.metrics,
+        salt=checked.salt,
+    )
 
 
 NAMES = {

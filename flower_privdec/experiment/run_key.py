@@ -1,10 +1,13 @@
 """The key of a run: a hash of all that determines its numbers, from which its noise and batches are drawn.
 
-Two runs that differ in anything (algorithm, budget, seed, one pixel of a peer's data, a line of the model's code,
+Two runs that differ in anything (algorithm, budget, seed, one pixel of some peer's data, an edge of a graph's file,
 device, versions, how sums are rounded) have different keys and share no draw, so that no noise cancels between them;
 the same run has the same keys and gives the same bits.
 
-That includes the code of users' models, functions and objects. An object whose content cannot be hashed is refused.
+A key is made of what was built: the edges of graphs, tensors, examples. What code of a user's own computes cannot be
+known: it may read a file whenever it is called. A run with such code has a random *salt* in its keys, so that no other
+run shares its noise, and keeps it in its checkpoint, so that it can be resumed. What can be seen of the code is in the
+key too, but only to refuse a run that would go on with other code.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ import dis
 import functools
 import hashlib
 import inspect
+import os
 import pickle
+import secrets
 import sys
-import sysconfig
 import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +40,7 @@ from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.common.user_code import Given
 from flower_privdec.data import Examples, PublicSet
 from flower_privdec.experiment.checkpoint import numbers_of
+from flower_privdec.graph.topology import CompleteTopology, RandomEdges, StaticTopology, Topology
 from flower_privdec.privacy.noise import has_triton
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 
@@ -59,7 +64,13 @@ def environment(source: str, device: torch.device) -> str:
 
 
 def shared_secret(
-    scenario: str, environment: str, public: PublicSet, initial: Tensor, module: nn.Module, parts: Sequence[object]
+    scenario: str,
+    environment: str,
+    public: PublicSet,
+    initial: Tensor,
+    module: nn.Module,
+    graphs: Iterable[bytes],
+    parts: Sequence[object],
 ) -> bytes:
     """Return a hash of what all peers of a run have in common.
 
@@ -68,26 +79,67 @@ def shared_secret(
         environment: see the function of that name.
         public: the test set, and what of it is for validation, which some algorithms look at.
         module, initial: the model, and its parameters before round 0, [d].
+        graphs: the edges on which models are mixed, and those of pairs that share secrets, see `edges_of`.
         parts: what else of the run a user may have written: classes, functions, objects of any class, and what was
             given in Python; of data that was given each peer hashes its own.
     """
     sets = [public] if public.validation is None else [public, public.validation]
     tested = b"".join(fingerprint(dataset.x, dataset.y) for dataset in sets)
-    model = hashlib.blake2b(initial.detach().cpu().numpy().data, digest_size=KEY_BYTES).digest()
+    model = hashlib.blake2b(numbers_of(initial), digest_size=KEY_BYTES).digest()
     named = [part for part in parts if not isinstance(part, Given)]
     contents = [part.content for part in parts if isinstance(part, Given) and part.tell is not None]
     code = [*code_of([*module.modules(), *named]), *contents]
-    return _hash(scenario.encode(), environment.encode(), tested, model, *code, *held_by(module))
+    drawn_on = _hash(*graphs)
+    return _hash(scenario.encode(), environment.encode(), tested, model, drawn_on, *code, *held_by(module))
+
+
+def edges_of(topology: Topology | None) -> bytes:
+    """Return what a graph is: its kind, and the edges of all its rounds together.
+
+    Which of them a round uses follows from the scenario. Those of a complete graph follow from the number of peers, and
+    may be too many to list.
+    """
+    if topology is None:
+        return b""
+    kind = f"{type(topology).__name__} {topology.name} {topology.directed} ".encode()
+    graph = topology.supergraph if isinstance(topology, RandomEdges) else topology
+    if isinstance(graph, CompleteTopology):
+        return kind
+    return kind + np.ascontiguousarray(graph.support(), dtype=np.int64).tobytes()
+
+
+def is_known_by_its_edges(topology: Topology | None) -> bool:
+    """Return whether `edges_of` tells a graph from all others that a user's own function could return."""
+    return topology is None or type(topology) in (StaticTopology, CompleteTopology)
+
+
+def new_salt() -> str:
+    """Return a random salt for one run, 32 bytes in hexadecimal digits."""
+    return secrets.token_hex(KEY_BYTES)
+
+
+def salted(keys: Mapping[int, bytes], salt: str) -> dict[int, bytes]:
+    """Return keys that no run with another salt has."""
+    return {peer: _hash(key, salt.encode()) for peer, key in keys.items()}
 
 
 def fingerprint(x: Features, y: Tensor) -> bytes:
     """Return the BLAKE2b hash of examples in their order; private, for it confirms a guess of all of them."""
-    kind = "compressed rows" if isinstance(x, SparseRows) else str(x.dtype)
-    digest = hashlib.blake2b(repr((tuple(x.shape), kind)).encode(), digest_size=KEY_BYTES)
-    for part in x.content() if isinstance(x, SparseRows) else [x.contiguous().numpy()]:
-        digest.update(part.data)
-    digest.update(y.contiguous().numpy().data)
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    compressed = isinstance(x, SparseRows)
+    arrays = [torch.from_numpy(part) for part in x.content()] if isinstance(x, SparseRows) else [x]
+
+    # Each array goes after its type and shape, so that no two sets of arrays are the same bytes.
+    digest.update(repr((tuple(x.shape), compressed)).encode())
+    for array in (*arrays, y):
+        digest.update(f"{array.dtype} {tuple(array.shape)} ".encode())
+        digest.update(numbers_of(array))
     return digest.digest()
+
+
+def content_of(arrays: Iterable[np.ndarray]) -> bytes:
+    """Return a hash of arrays, of what type and shape they are and what they hold."""
+    return tensors_hash({str(place): torch.from_numpy(array) for place, array in enumerate(arrays)}).encode()
 
 
 def fingerprints(examples: Examples, peers: np.ndarray) -> dict[int, bytes]:
@@ -98,11 +150,19 @@ def fingerprints(examples: Examples, peers: np.ndarray) -> dict[int, bytes]:
     return prints
 
 
+def all_data(prints: Mapping[int, bytes]) -> bytes:
+    """Return a hash of the data of all peers of a simulation, from their fingerprints.
+
+    Privacy: a peer's later steps begin at what others sent it, so that other data of another peer change its numbers.
+    """
+    return _hash(*(prints[peer] for peer in sorted(prints)))
+
+
 def own_keys(shared: bytes, prints: Mapping[int, bytes]) -> dict[int, bytes]:
     """Return the key of each peer in this run, from which its noise and its batches are drawn.
 
     Args:
-        shared: see `shared_secret`.
+        shared: see `shared_secret`; in a simulation with `all_data`.
         prints: the fingerprint of each peer's examples, by global id.
     """
     return {peer: _hash(shared, str(peer).encode(), own) for peer, own in prints.items()}
@@ -125,7 +185,7 @@ def data_id(public: PublicSet, initial: Tensor, examples: Examples) -> str:
     It confirms a guess of all examples at once, and stays with the checkpoints of those who have them.
     """
     sets = [public] if public.validation is None else [public, public.validation]
-    model = initial.detach().cpu().contiguous().numpy().tobytes()
+    model = bytes(numbers_of(initial))
     parts = [fingerprint(*examples_of(examples, rows)) for rows in examples.parts]
     return _hash(b"data", model, *(fingerprint(dataset.x, dataset.y) for dataset in sets), *parts).hex()[:32]
 
@@ -149,7 +209,7 @@ def _hash(*parts: bytes) -> bytes:
 
 
 SHIPPED = ("torch", "flower_privdec", "builtins")  # packages that stand in the environment with their versions
-_INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_STANDARD = Path(os.__file__).resolve().parent  # the folder of the standard library
 # CPython 3.11 counts the recursion of `ast.parse` per interpreter: two threads that parse at once may fail.
 _PARSING = threading.Lock()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -202,12 +262,24 @@ def _sources(waiting: set[str]) -> Iterator[bytes]:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module is identified by a version: shipped with this package, compiled in, or installed."""
+    """Return whether a module is identified by a version: shipped with this package, compiled in, or installed.
+
+    Installed is what lies beside the facts of a distribution, in whichever folder of `sys.path`: of the interpreter, of
+    a user, of another environment. What is installed in editable mode lies elsewhere, and its source counts.
+    """
     package = module.partition(".")[0]
     path = _file(package)
     if package in SHIPPED or package in sys.builtin_module_names:
         return True
-    return path is not None and any(path.is_relative_to(folder) for folder in _INSTALLED)
+    if path is None:
+        return False
+    folder = path.parents[1] if path.name == "__init__.py" else path.parent
+    return path.is_relative_to(_STANDARD) or _has_distributions(folder)
+
+
+@functools.cache
+def _has_distributions(folder: Path) -> bool:
+    return any(folder.glob("*.dist-info/METADATA"))
 
 
 def _file(name: str) -> Path | None:
@@ -247,9 +319,9 @@ def held_by(module: nn.Module) -> Iterator[bytes]:
         yield f"{path} {type(part).__module__}.{type(part).__qualname__}".encode()
         for name, value in sorted(held.items()):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                data = value.detach().cpu().contiguous()
-                content = f"{data.dtype} {tuple(data.shape)}".encode() + hashlib.sha256(data.numpy().data).digest()
-                yield name.encode() + content
+                if value.layout is torch.strided:
+                    content = f"{value.dtype} {tuple(value.shape)}".encode()
+                    yield name.encode() + content + hashlib.sha256(numbers_of(value)).digest()
             elif all(isinstance(part, _PLAIN) for part in (value if isinstance(value, tuple | list) else (value,))):
                 yield name.encode() + repr(value).encode()
 

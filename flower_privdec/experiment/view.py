@@ -19,6 +19,7 @@ from flower_privdec import __version__
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import memory
 from flower_privdec.common.machine import HEADROOM, available_bytes, check_room, cpu_model
+from flower_privdec.common.user_code import without_tokens
 from flower_privdec.core import Exchange, Mix, Reply, State
 from flower_privdec.core.cohort import Cohort, LearningRate, Validation
 from flower_privdec.data import Examples, PeerData, Sampler, read_examples
@@ -28,12 +29,17 @@ from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.run_key import (
     KEY_BYTES,
     SEEDED,
+    all_data,
     data_id,
+    edges_of,
     environment,
     fingerprints,
+    is_known_by_its_edges,
+    new_salt,
     own_keys,
     partition_name,
     run_id,
+    salted,
     shared_secret,
 )
 from flower_privdec.gradients.protocol import inputs_like, layer_outputs
@@ -46,7 +52,7 @@ from flower_privdec.privacy.mechanism.protection import Protection, build_protec
 from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.scenario import Scenario, numbers_hash, own_parts
-from flower_privdec.scenario.sections import CancellingSection, placed, steps_per_round
+from flower_privdec.scenario.sections import CancellingSection, own_modules, placed, steps_per_round
 
 OWN_DIGITS = 6  # of factors of own noise: solvers on two machines differ by less than 1e-13
 ENGINE = "engine"  # the runtime in which one process hosts all peers
@@ -68,6 +74,7 @@ class OwnParts:
         protection: their clipping, noise and accounts; None without privacy.
         noise_inflation: by how much hardened noise is larger; None where it is not asked for.
         from_system: whether batches and noise are the operating system's, and never the same twice.
+        unsalted: keys before a salt went into them, of these peers and of those elsewhere; None of a run without one.
     """
 
     peers: np.ndarray
@@ -79,6 +86,15 @@ class OwnParts:
     from_system: bool = False
     noise_inflation: float | None = None
     elsewhere: Mapping[int, bytes] = field(default_factory=dict)
+    unsalted: tuple[Mapping[int, bytes], Mapping[int, bytes]] | None = None
+
+    def with_salt(self, salt: str) -> OwnParts:
+        """Return the same with the keys of a run that has this salt; a run without a salt stays as it is."""
+        if self.unsalted is None:
+            return self
+        keys, elsewhere = (salted(some, salt) for some in self.unsalted)
+        run = replace(self.run, id=_id_of(keys, self.run))
+        return replace(self, keys=keys, elsewhere=elsewhere, run=run, sampler=self.sampler.like(keys=keys))
 
     @property
     def pairs_id(self) -> str:
@@ -100,6 +116,7 @@ class OwnParts:
         runtime: str = ENGINE,
         *,
         whole: bool = False,
+        salt: str | None = None,
     ) -> OwnParts:
         """Read, name and protect what is some peers' own.
 
@@ -111,6 +128,7 @@ class OwnParts:
             root: where their data lie, in place of the scenario's `data.root`.
             runtime: which processes of a simulation host which peers: it decides how sums are rounded, see `rounding`.
             whole: whether all data there are the one peer's own, so that nothing is partitioned.
+            salt: that of the run, where other processes host other peers of it; a new one if all are hosted here.
 
         Raises:
             ScenarioError: when their data cannot be had or do not fit, or a budget cannot be kept.
@@ -131,11 +149,9 @@ class OwnParts:
                 code="data.at-least",
             )
         from_system = secret is not None or scenario.compute.generator == "system"
-        keys, run = _name_run(agreement, examples, peers, secret, from_system, runtime)
-        elsewhere = dict[int, bytes]()
-        if len(peers) < scenario.n_peers and runtime != NETWORK and not from_system and len(secret_pairs(scenario)):
-            others = np.setdiff1d(np.arange(scenario.n_peers), peers)
-            elsewhere, _ = _name_run(agreement, _read(agreement, others, root), others, None, False, runtime)
+        keys, elsewhere, run = _name_run(
+            agreement, examples, peers, secret, from_system, runtime, root=root, whole=whole
+        )
         seeds = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
         # Keyed by the run where there is privacy; else by the seed, whatever is run with it.
         sampler = Sampler(scenario.data.batch, examples.sizes, seeds if scenario.private is None else keys, peers)
@@ -170,7 +186,19 @@ class OwnParts:
             check_number_range(
                 protection, replace(agreement.learning_rate, base=rates), examples.sizes, sampler.normalizer
             )
-        return OwnParts(peers, examples, sampler, keys, run, protection, from_system, larger, elsewhere)
+        own = OwnParts(peers, examples, sampler, keys, run, protection, from_system, larger, elsewhere)
+        if not without_content(agreement) or from_system:
+            return own
+        if salt is None and len(peers) < scenario.n_peers:
+            remedy = "set compute.generator=system, or run all peers in one process (`privdec run`)"
+            if runtime == NETWORK:
+                remedy = "leave --insecure-seeds out"
+            raise ScenarioError(
+                f"{' and '.join(without_content(agreement))}: a run with code of one's own has a random salt in the "
+                f"keys of its noise, which this process of it was not given; {remedy}",
+                code="run.salt",
+            )
+        return replace(own, unsalted=(keys, elsewhere)).with_salt(salt or new_salt())
 
 
 def _read(agreement: Agreement, peers: np.ndarray, root: str | None, *, whole: bool = False) -> Examples:
@@ -183,32 +211,80 @@ def _read(agreement: Agreement, peers: np.ndarray, root: str | None, *, whole: b
     return replace(examples, x=apply_features(examples.x, scenario.features))
 
 
+def without_content(agreement: Agreement) -> list[str]:
+    """Return the keys of a private scenario that name code of a user's own, whose content cannot be in a run's key.
+
+    Data are in it as they were read, and a graph by its edges, whichever code made them; metrics decide no number.
+    """
+    if agreement.scenario.private is None:
+        return []
+    mixing = agreement.mixing
+    graph_known = mixing is None or is_known_by_its_edges(mixing.topology)
+    names = []
+    for key, module in own_modules(agreement.scenario):
+        if key.startswith(("data.", "task.metrics.", "privacy.noise.")) or module.startswith("flower_privdec."):
+            continue
+        if not (key.startswith("topology.") and graph_known):
+            names.append(f"{key}={without_tokens(module)!r}")
+    return names
+
+
 def _name_run(
-    agreement: Agreement, examples: Examples, peers: np.ndarray, secret: bytes | None, from_system: bool, runtime: str
-) -> tuple[dict[int, bytes], RunName]:
-    """Return every peer's key, and what ledgers and checkpoints call the run; without privacy there are no keys."""
-    private = agreement.scenario.private
+    agreement: Agreement,
+    examples: Examples,
+    peers: np.ndarray,
+    secret: bytes | None,
+    from_system: bool,
+    runtime: str,
+    *,
+    root: str | None,
+    whole: bool,
+) -> tuple[dict[int, bytes], dict[int, bytes], RunName]:
+    """Name a run, without a salt.
+
+    Returns:
+        Every peer's key; those of peers hosted elsewhere, if a simulation needs them; and what ledgers and checkpoints
+        call the run. Without privacy there are no keys.
+    """
+    scenario, private = agreement.scenario, agreement.scenario.private
     hardened = private is not None and bool(private.hardened)
     name = public_name(agreement, noise_source(from_system, hardened))
     if private is None:
         # Nothing is drawn from it, and a run still does not go on with other data than it began with.
-        return {}, replace(name, id=data_id(agreement.public, agreement.initial, examples))
-    comparable = not from_system and agreement.scenario.compute.generator == COMPARABLE
+        return {}, {}, replace(name, id=data_id(agreement.public, agreement.initial, examples))
+
+    comparable = not from_system and scenario.compute.generator == COMPARABLE
     if not (from_system or comparable):
-        name = replace(name, environment=f"{name.environment}, {rounding(agreement.scenario, runtime)}")
+        name = replace(name, environment=f"{name.environment}, {rounding(scenario, runtime)}")
+    pairs = secret_pairs(scenario)
+    topology = None if agreement.mixing is None else agreement.mixing.topology
     shared = shared_secret(
         name.scenario,
         REPEATABLE if comparable else name.environment,
         agreement.public,
         agreement.initial,
         agreement.module,
-        own_parts(agreement.scenario),
+        [edges_of(topology), np.ascontiguousarray(pairs).tobytes()],
+        own_parts(scenario),
     )
-    prints = fingerprints(examples, peers)
+    prints, others = fingerprints(examples, peers), dict[int, bytes]()
+
+    # A deployed peer knows its own data only, and its keys are secret. Those of a simulation follow from all data. Of
+    # a device that was given data of its own, with --insecure-seeds, they follow from these: it cannot have others'.
+    if not (from_system or whole):
+        rest = np.setdiff1d(np.arange(scenario.n_peers), peers)
+        if len(rest):
+            others = fingerprints(_read(agreement, rest, root), rest)
+        shared += all_data(prints | others)
     keys = own_keys(shared + (secret or b""), prints)
-    where = name.environment.encode()  # which comparable keys leave out: elsewhere a run is another, and charged again
-    run = run_id({peer: key + where for peer, key in keys.items()})
-    return keys, replace(name, id=run, partition=partition_name(prints, secret))
+    elsewhere = own_keys(shared, others) if len(pairs) else {}
+    return keys, elsewhere, replace(name, id=_id_of(keys, name), partition=partition_name(prints, secret))
+
+
+def _id_of(keys: Mapping[int, bytes], name: RunName) -> str:
+    """Return the id of a run with these keys, here: elsewhere comparable keys are the same, and it is charged anew."""
+    where = name.environment.encode()
+    return run_id({peer: key + where for peer, key in keys.items()})
 
 
 def rounding(scenario: Scenario, runtime: str) -> str:
@@ -227,6 +303,10 @@ def noise_source(from_system: bool, hardened: bool) -> str:
 
 
 MAY, MUST_NOT = "models may be published under this ε", "models must not be published under this ε"
+SALTED = (
+    "{parts}: what code of one's own computes cannot be known, so noise and batches are drawn for this run only, from "
+    "a salt in its checkpoint; it can be resumed, and running the scenario again draws other numbers"
+)
 NOISE = {
     SEEDED: f"drawn from keys, which anyone who knows the data can derive: {MUST_NOT}",
     "system": f"of the operating system's generator: {MAY}",
@@ -474,17 +554,18 @@ class Experiment(Agreement):
     own: OwnParts
 
     @classmethod
-    def build(cls, scenario: Scenario, peers: np.ndarray | None = None) -> Experiment:
+    def build(cls, scenario: Scenario, peers: np.ndarray | None = None, salt: str | None = None) -> Experiment:
         """Build all parts of a simulated scenario, for the engine.
 
         Args:
             peers: global ids of those hosted here; by default all.
+            salt: see `OwnParts.of`.
 
         Raises:
             ScenarioError: when a part cannot be had or two parts do not fit.
         """
         agreement = Agreement.of(scenario)
-        return cls.joined(agreement, OwnParts.of(agreement, peers))
+        return cls.joined(agreement, OwnParts.of(agreement, peers, salt=salt))
 
     @classmethod
     def joined(cls, agreement: Agreement, own: OwnParts) -> Experiment:

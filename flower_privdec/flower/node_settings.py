@@ -348,7 +348,8 @@ class HostSettings:
                 write_atomically(path, secrets.token_bytes(SECRET_BYTES))
             secret = path.read_bytes()
         runtime = f"{request.shards} shards" if request.shards else f"relay over {request.nodes} nodes"
-        return OwnParts.of(agreement, np.asarray(request.peers), secret, self.data_root, runtime)
+        peers, salt = np.asarray(request.peers), request.salt or None
+        return OwnParts.of(agreement, peers, secret, self.data_root, runtime, salt=salt)
 
     def run_folder(self, experiment: Experiment, request: WorkRequest) -> Path:
         """Return the folder of a run's checkpoints; in a simulation its ledger too, which is then this run's alone."""

@@ -244,7 +244,7 @@ def anchored(settings: Iterable[str], folder: Path) -> list[str]:
         data: dict[Any, Any] = {}
         if re.split(r"[.=]", setting, maxsplit=1)[0].strip() in {path[0] for path in PATHS}:
             key = _override(data, setting)
-            _anchor(data, folder)
+            anchor(data, folder)
             for part in key:
                 data = data[part]
             setting = f"{setting.partition('=')[0]}={json.dumps(data, ensure_ascii=False)}"
@@ -252,7 +252,7 @@ def anchored(settings: Iterable[str], folder: Path) -> list[str]:
     return lines
 
 
-def _anchor(data: dict[str, Any], folder: Path) -> None:
+def anchor(data: dict[str, Any], folder: Path) -> None:
     """Let the relative paths of a scenario's plain data begin in a folder, in place; `{peer}` alone is none."""
     for section, key in _paths_in(data):
         if section[key] not in ("", PEER):
@@ -275,7 +275,7 @@ def parse_model(
     """Read a strict model from YAML text; see `parse_scenario`. `form` is said to a text that is no mapping."""
     data, lines = read_yaml(text, where, form)
     if folder is not None:
-        _anchor(data, folder)
+        anchor(data, folder)
     return validated(root, data, where, lines, {_override(data, setting): "--set" for setting in overrides})
 
 
@@ -298,7 +298,7 @@ def validated(
     """
     places = Places(where, lines or {}, overrides or {})
     if issubclass(root, LocatedFile):
-        _anchor(data, Path())
+        anchor(data, Path())
     try:
         model = root.model_validate(data)
     except ValidationError as error:

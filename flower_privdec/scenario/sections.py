@@ -311,12 +311,14 @@ class DataSection(Section):
             y_train, x_test and y_test. A function of your own is called with "train" or "test", its arguments, and root
             where that is given; it returns x and y.
         root: the folder in which the data lie, or the .npz file; nothing is downloaded. A relative path begins in the
-            scenario's folder, as those of test, `model.from`, `privacy.ledger` and a graph's `file` do; on the command
-            line and in Python, where the command runs. A function gets `{peer}` alone as the peer's number.
+            folder of the scenario's file, as those of test, `model.from`, `privacy.ledger` and a graph's `file` do,
+            whether a command or Python reads it; one that `--set` or Python gives, where the command runs. A function
+            gets `{peer}` alone as the peer's number.
             With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is partitioned; so
             has a device that names its own by `privdec peer --data`.
         test: where the public test set lies, in place of root; needed where root has `{peer}`, and for svmlight.
-        source: of data that are given in Python, the name under which a ledger counts them.
+        source: of data of your own, the name under which a ledger counts them, in whichever format they are; by
+            default `own`.
         n_features: of svmlight, which needs it: how many features there are; indices are 1 to n_features.
         table: of csv and parquet, which need it: the columns.
         labels: the names of the classes, in their order: the target's values of csv and parquet, left out where they
@@ -358,10 +360,10 @@ class DataSection(Section):
         return self.root is not None and PEER in self.root
 
     def _check(self) -> None:
-        is_object = not isinstance(self.dataset, str) and is_given(self.dataset.module)
-        if self.source is not None and not is_object:
+        own = not isinstance(self.dataset, str) or self.dataset in catalogue.OWN_DATA
+        if self.source is not None and not own:
             raise ArgumentError(
-                "source is for data that are given in Python, and these have a name: remove it", code="data.source"
+                f"source is for data of your own, and dataset={self.dataset} has a name: remove it", code="data.source"
             )
         if (self.dataset == "svmlight") != (self.n_features is not None):
             raise ArgumentError(

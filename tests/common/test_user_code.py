@@ -17,6 +17,7 @@ import pytest
 import torch
 import user_parts
 from raising import raises
+from salts import pin_salts
 from tiny_scenario import Build
 
 from flower_privdec import testing
@@ -378,6 +379,7 @@ def test_a_plan_names_the_gradient_kernel_and_why(build: Build) -> None:
 def test_the_code_of_an_own_part_is_part_of_the_run(
     place: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pin_salts(monkeypatch)
     source = {
         "algorithm": "from user_parts import HeavyBall\nclass part(HeavyBall):\n    pass  # 1\n",
         "topology": "def part(n_peers):\n    return [[(peer + 1) % n_peers] for peer in range(n_peers)]  # 1\n",

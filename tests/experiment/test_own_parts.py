@@ -52,10 +52,10 @@ def own_files(tiny: Tiny, folder: Path, *settings: str) -> Scenario:
 def test_a_peer_needs_no_file_but_its_own(tiny: Tiny, files: Path, peer: int) -> None:
     agreement = Agreement.of(own_files(tiny, files))
     whole = OwnParts.of(agreement)
+    assert hosting(agreement, [peer]).own.keys == {peer: whole.keys[peer]}
     for other in set(range(4)) - {peer}:
         (files / f"peer-{other}.npz").unlink()
-    own = hosting(agreement, [peer]).own
-    assert own.keys == {peer: whole.keys[peer]}
+    own = OwnParts.of(agreement, np.array([peer]), b"a deployed peer's secret", runtime="network")
     assert torch.equal(own.examples.x, whole.examples.x[whole.examples.parts[peer]])
     assert own.protection is not None
     assert whole.protection is not None

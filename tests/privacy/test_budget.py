@@ -84,7 +84,7 @@ def test_a_changed_copy_of_ones_own_file_is_paid_by_the_same_ledger(build: Build
     again = build(*own_file(tmp_path / "b.npz", x, y), ledger, "privacy.epsilon=4.5")
     second = run(again, tmp_path / "second", lean=True)
     assert all(3.0 < row["epsilon"] <= 4.5 and row["rounds_run"] < 6 for row in second["privacy"])
-    assert 3.0 < spent_in(tmp_path / "L", "npz") <= 4.5
+    assert 3.0 < spent_in(tmp_path / "L", "own") <= 4.5
 
 
 def test_the_same_scenario_again_gives_the_same_bits_and_costs_nothing_more(build: Build, tmp_path: Path) -> None:

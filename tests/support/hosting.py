@@ -11,4 +11,5 @@ from flower_privdec.experiment import Agreement, Experiment, OwnParts
 
 def hosting(agreement: Agreement, peers: Iterable[int]) -> Experiment:
     """Return the view of a process that hosts some peers."""
-    return Experiment.joined(agreement, OwnParts.of(agreement, np.array(list(peers))))
+    own = OwnParts.of(agreement, np.array(list(peers)), salt="of all processes of a test")
+    return Experiment.joined(agreement, own)

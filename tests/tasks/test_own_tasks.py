@@ -10,6 +10,7 @@ import pytest
 import torch
 from pages import ROOT, fences
 from raising import raises
+from salts import pin_salts
 from tasks import TASKS
 from tiny_scenario import Build
 from torch import Tensor
@@ -161,6 +162,7 @@ def test_the_code_of_a_loss_is_part_of_the_run_and_that_of_a_metric_is_not(
 ) -> None:
     import sys
 
+    pin_salts(monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path))
     source = "from user_tasks import cross_entropy, failing\ndef loss(o, t):\n    return cross_entropy(o, t)  # {}\n"
     metric = "def metric(o, t):\n    return 1  # {}\n"

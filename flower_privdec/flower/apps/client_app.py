@@ -78,9 +78,8 @@ class Node:
     def of(cls, settings: HostSettings, request: WorkRequest) -> Node:
         """Build the peers of a request, once a process."""
         with _building:
-            experiment = _build(
-                settings, request.scenario, tuple(request.peers), request.base, request.shards, request.nodes
-            )
+            facts = (request.base, request.shards, request.nodes, request.salt)
+            experiment = _build(settings, request.scenario, tuple(request.peers), *facts)
         torch.set_num_threads(experiment.scenario.compute.threads)
         return cls(settings, experiment, settings.run_folder(experiment, request))
 
@@ -158,9 +157,11 @@ _building = Lock()  # models are drawn by torch's one generator
 
 
 @lru_cache(maxsize=128)
-def _build(settings: HostSettings, text: str, peers: tuple[int, ...], base: str, shards: int, nodes: int) -> Experiment:
+def _build(
+    settings: HostSettings, text: str, peers: tuple[int, ...], base: str, shards: int, nodes: int, salt: str
+) -> Experiment:
     """Build a node's experiment once a process, as far as the node permits the scenario."""
-    request = WorkRequest(text, 0, list(peers), base=base, shards=shards, nodes=nodes)
+    request = WorkRequest(text, 0, list(peers), base=base, shards=shards, nodes=nodes, salt=salt)
     with settings.allowing():
         scenario = settings.scenario(request)
         try:

@@ -42,6 +42,7 @@ class WorkRequest:
         shards: the number of shards (sharded mode); 0 in the other modes.
         nodes: the number of nodes (relay mode).
         token: of the rendezvous of the shards for this message (sharded mode).
+        salt: of the run, see `experiment.run_key`, which its nodes must share (simulation).
     """
 
     scenario: str
@@ -54,6 +55,7 @@ class WorkRequest:
     shards: int = 0
     nodes: int = 0
     token: str = ""
+    salt: str = ""
 
     def record(self) -> ConfigRecord:
         """Return the request as a record."""

@@ -38,7 +38,7 @@ from flower_privdec.experiment.recorder import (
     evaluation_rounds,
 )
 from flower_privdec.experiment.spent import Spent
-from flower_privdec.experiment.view import noise_facts, partners, secret_pairs
+from flower_privdec.experiment.view import SALTED, noise_facts, partners, secret_pairs
 from flower_privdec.flower.apps.records import (
     METRICS,
     PARTITION,
@@ -161,7 +161,7 @@ class ScenarioStrategy(Strategy):
     """How near the numbers are to the engine's; empty where they are equal bit for bit."""
 
     def __init__(self, scenario: Scenario, out: Path, *, base: Path | None = None, resume: bool = False) -> None:
-        self.scenario, self._simulated = scenario, False
+        self.scenario, self._simulated, self._salt = scenario, False, ""
         self.base = (base or Path.cwd()).absolute()
         self.out = (self.base / out).absolute()
         self.resume = resume
@@ -239,6 +239,11 @@ class ScenarioStrategy(Strategy):
         check_own_ledgers(self.agreement)
         self.recorder = Recorder(self.agreement, None, self.out, "flower", self.resume)
         self._closing.callback(self.recorder.close)
+        if not self._simulated:
+            self.recorder.salted_for = []  # nodes elsewhere draw from their operating systems
+        elif self.recorder.salted_for:
+            self._salt = self.recorder.salt
+            log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
         self._spent, self._noise = Spent([], [], [], []), list[str]()
 
     def _conclude(self) -> None:
@@ -256,8 +261,10 @@ class ScenarioStrategy(Strategy):
         return sorted({*evaluations[stride - 1 :: stride], evaluations[-1]})
 
     def _message(self, node: int, kind: str, peers: np.ndarray, **fields: Any) -> Message:
-        base, folder = (str(path) if self._simulated else "" for path in (self.base, self.out))
-        request = WorkRequest(self._text, peers=peers.tolist(), base=base, folder=folder, **fields)
+        base, folder, salt = "", "", ""
+        if self._simulated:  # nodes elsewhere have folders and keys of their own
+            base, folder, salt = str(self.base), str(self.out), self._salt
+        request = WorkRequest(self._text, peers=peers.tolist(), base=base, folder=folder, salt=salt, **fields)
         return Message(RecordDict({REQUEST: request.record()}), node, kind, ttl=A_MONTH)
 
     def _replies(self, replies: Iterable[Message], work: str) -> list[RecordDict]:
