@@ -362,7 +362,8 @@ def make_scenario(
         ScenarioError: naming the value, the rule and the remedy.
 
     Privacy: a run's noise is keyed by the data and the graph that are given; with any other object, and with code of a
-        module of your own, it is drawn for the one run only. A run is refused after an object was seen to change. With `privacy.ledger`, data arrays need `data.source`, the name under which the ledger counts them.
+        module of your own, it is drawn for the one run only. A run is refused after an object was seen to change. With
+        `privacy.ledger`, data arrays need `data.source`, the name under which the ledger counts them.
 
     Examples:
         >>> sections = {"name": "small", "n_peers": 4, "rounds": 10, "model": {"name": "softmax"}, "privacy": "none"}

@@ -286,7 +286,7 @@ def validated(
     lines: Mapping[Location, int] | None = None,
     overrides: Mapping[Location, str] | None = None,
 ) -> Model:
-    """Return plain data as a strict model; a scenario's relative paths begin where the command runs.
+    """Return plain data as a strict model; relative paths that no file gave begin where the command runs.
 
     Args:
         where: what to call the data in an error.

@@ -1,4 +1,4 @@
-"""Relative paths begin in the folder of the file that names them; on the command line and in Python, where it runs."""
+"""Relative paths begin in the folder of the file that names them; those of `--set` and of Python, where it runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api_sections import SECTIONS
 
 import flower_privdec as fp
 from flower_privdec.cli import main
@@ -103,6 +104,29 @@ def test_paths_of_the_command_line_and_of_python_begin_where_it_runs(project: Pa
     }
     assert fp.load_scenario(project / "own.yaml", {"data.root": "~/a.npz"}).data.root == os.path.expanduser("~/a.npz")
     assert parse_scenario(TEXT).data.root == f"{here}/data/own.npz"
+
+
+def test_python_reads_a_file_as_a_command_does(project: Path) -> None:
+    """One rule: every path that a file names begins in its folder, whoever reads it; every other, where it runs."""
+    secrets = "noise: {kind: cancelling, colluding: 1, secrets: {name: edge-list, file: ring.txt, directed: false}}"
+    text = TEXT.replace("root: data/own.npz", "root: data/own.npz, test: data/test.npz")
+    text = text.replace("linear}", "linear, from: ../runs/1}").replace("ledger: books", f"ledger: books, {secrets}")
+    (project / "all.yaml").write_text(text)
+    read = fp.load_scenario("../project/all.yaml")
+    assert read == load_scenario("../project/all.yaml")
+    assert set(paths_of(read)) == {".".join(path) for path in PATHS if len(path) == 2}
+    assert to_yaml(read).count(str(project)) == len(PATHS) - 1  # the model's is in the folder above
+    here = os.getcwd()
+    own = fp.load_scenario(
+        project / "all.yaml", {"data.test": "t.npz"}, topology={"name": "edge-list", "file": "g.txt"}
+    )
+    assert (own.data.test, own.topology.file, own.data.root) == (
+        f"{here}/t.npz",
+        f"{here}/g.txt",
+        f"{project}/data/own.npz",
+    )
+    made = fp.make_scenario({**SECTIONS, "topology": {"name": "edge-list", "file": Path("g.txt")}})
+    assert made.topology.file == f"{here}/g.txt"
 
 
 def test_a_message_shows_the_whole_path(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ class WorkRequest:
         scenario: the scenario, as YAML.
         until: stop when so many rounds are done.
         peers: global ids of the peers the node hosts.
-        base: the folder from which the scenario's relative paths start (simulation).
+        base: the folder from which modules of the user's own are imported (simulation).
         folder: of the run (simulation).
         resume: continue from the checkpoint in `folder` (cohort mode).
         begin: continue from the node's own checkpoint of this round; 0 to start over, -1 to continue from the state

@@ -145,7 +145,8 @@ class ScenarioStrategy(Strategy):
     Args:
         scenario: what to train.
         out: the run's folder.
-        base: the folder from which the scenario's relative paths start; by default the current one.
+        base: the folder in which a relative `out` starts, and from which modules of the user's own are imported; by
+            default the current one.
         resume: continue from the checkpoint in `out`.
     """
 
@@ -549,8 +550,9 @@ def scenario_strategy(context: Context, folder: Path) -> ScenarioStrategy:
         set        key=value overrides, with semicolons between them
         mode       how SuperNodes host the peers: cohort, sharded or relay, see `catalogue.FLOWER_MODES`
         out        the run's folder; by default runs/NAME-RUN_ID
-        base       the folder from which relative paths in the scenario, and `out`, start; by default the caller's
-                   folder, and where that is unknown the one in which the SuperLink was started
+        base       the folder in which a relative `scenario` and `out` start, and from which modules of the user's own
+                   are imported; by default the caller's, and where that is unknown the one in which the SuperLink
+                   was started
         resume     continue from the checkpoint in `out`
 
     Args:
