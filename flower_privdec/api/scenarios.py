@@ -257,9 +257,9 @@ class _Namer:
         if isinstance(value, str) or (callable(value) and not isinstance(value, Topology)):
             return self.code(value, key)
         if isinstance(value, networkx().Graph):
-            graph = networkx().freeze(value.copy())
-            content = object_hash((type(value).__name__, list(graph.nodes), list(graph.edges)))
-            return self._register(give(lambda n_peers: graph, "graph", content, lambda: content))
+            frozen = networkx().freeze(value.copy())
+            content = object_hash((type(value).__name__, list(frozen.nodes), list(frozen.edges)))
+            return self._register(give(lambda n_peers: frozen, "graph", content, lambda: content))
 
         def graph(n_peers: int) -> Any:
             return value

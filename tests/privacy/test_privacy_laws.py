@@ -501,7 +501,7 @@ def test_two_budgets_at_one_seed_do_not_cancel_their_noise(build: Build) -> None
 
 def test_the_laws_look_at_something(build: Build) -> None:
     """A law over data that change nothing would hold for anything."""
-    experiment = broken(build, "algorithm.name=privsgp")
+    experiment = build(*SHORT, *settings_for("algorithm.name=privsgp"), batch_of("full"))
     with (
         patch.object(testing, "other_data", lambda dataset, rows: dataset),
         raises(BrokenLaw, "law.same-data"),
