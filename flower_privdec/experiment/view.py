@@ -222,7 +222,7 @@ def without_content(agreement: Agreement) -> list[str]:
     graph_known = mixing is None or is_known_by_its_edges(mixing.topology)
     names = []
     for key, module in own_modules(agreement.scenario):
-        if key.startswith(("data.", "task.metrics.", "privacy.noise.")) or module.startswith("flower_privdec."):
+        if key.startswith(("data.", "task.metrics.", "privacy.noise.secrets.")) or module.startswith("flower_privdec."):
             continue
         if not (key.startswith("topology.") and graph_known):
             names.append(f"{key}={without_tokens(module)!r}")

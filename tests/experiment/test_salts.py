@@ -35,6 +35,7 @@ OWN = {
     "model": ["model={module: 'user_models:adapted'}"],
     "loss": ["task={loss: {module: 'user_tasks:cross_entropy'}}"],
     "algorithm": ["algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}"],
+    "noise": ["privacy={epsilon: 3.0, delta: 1e-3, noise: {module: 'own_noises:Same'}}"],
     "a graph that changes": ["topology={module: 'user_parts:changing'}"],
 }
 BY_CONTENT = {

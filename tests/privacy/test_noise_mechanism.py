@@ -10,6 +10,7 @@ import own_noises
 import pytest
 import torch
 from raising import raises
+from salts import pin_salts
 from tiny_scenario import Build
 from worker_runs import whole
 
@@ -52,7 +53,10 @@ def test_what_a_mechanism_keeps_is_the_noise_of_the_step_before(build: Build) ->
     assert float(last.std()) > 0
 
 
-def test_state_is_in_the_checkpoint_and_in_every_block(build: Build, tmp_path: Path) -> None:
+def test_state_is_in_the_checkpoint_and_in_every_block(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin_salts(monkeypatch)
     experiment = build(own("Alternating"))
     rows, _ = whole(experiment, tmp_path / "one", 1)
     shared, _ = whole(experiment, tmp_path / "two", 2)
