@@ -14,6 +14,7 @@ import torch
 from hosting import hosting
 from pages import ROOT, fences
 from raising import raises
+from salts import pin_salts
 
 import flower_privdec as fp
 from flower_privdec import testing
@@ -37,6 +38,12 @@ TRACKING: dict[str, Any] = {
     "compute": {"dtype": "float64"},
 }
 FULL = {"data": {**TRACKING["data"], "batch": {"sampling": "full"}}, "privacy": "none"}
+
+
+@pytest.fixture(autouse=True)
+def one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of algorithms of one's own be compared."""
+    pin_salts(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

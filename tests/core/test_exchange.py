@@ -13,6 +13,7 @@ from exchanging import CrossGradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
+from salts import pin_salts
 from tiny_scenario import Build
 from torch import Tensor
 
@@ -38,6 +39,12 @@ GRAPHS = {
     "complete, metropolis": "metropolis",
     "server": "server",
 }
+
+
+@pytest.fixture(autouse=True)
+def one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of algorithms of one's own be compared."""
+    pin_salts(monkeypatch)
 
 
 def mixing_of(name: str, n: int, fraction: float) -> Mixing:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from command_line import forked, status_of
 from safetensors.torch import load_file
+from salts import pin_salts
 from variants import VARIANTS, settings_for
 
 from flower_privdec import testing
@@ -29,6 +30,12 @@ OWN = [
     ["topology.name=star", f"algorithm={{module: exchanging:{name}, learning_rate: 0.5}}"]
     for name in ("Courteous", "CrossGradient")
 ]
+
+
+@pytest.fixture(autouse=True)
+def one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of algorithms of one's own be compared."""
+    pin_salts(monkeypatch)
 
 
 def test_processes_that_hold_one_peer_each_do_what_the_engine_does(

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ports import own_addresses
 from raising import raises
+from salts import pin_salts
 from shards_together import engines_of, in_futures, in_shards
 from tiny_scenario import Tiny
 from torch import Tensor
@@ -51,6 +52,12 @@ GRAPHS = [
     ["n_peers=8", "topology={name: random-edges, edges: 3, supergraph: complete}"],
     ["n_peers=7", "topology.name=complete", "algorithm.name=dp-cga"],
 ]
+
+
+@pytest.fixture(autouse=True)
+def one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of algorithms of one's own be compared."""
+    pin_salts(monkeypatch)
 
 
 def run_in_shards(scenario: Scenario, folder: Path, count: int) -> tuple[list[State], dict[str, Tensor]]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from command_line import forked, privdec, status_of
 from raising import raises
+from salts import pin_salts
 from tiny_scenario import TINY
 from variants import VARIANTS, settings_for
 from worker_runs import children, is_alive, smallest_blocks, whole
@@ -35,6 +36,12 @@ pytestmark = pytest.mark.skipif(not partitioning.can_fork(), reason="workers are
 LIMIT = 120  # seconds that a test waits for a state that comes in a moment
 
 OTHERS: set[int] = set()  # processes that this one had before a test
+
+
+@pytest.fixture(autouse=True)
+def one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of algorithms of one's own be compared."""
+    pin_salts(monkeypatch)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.torch import save_file
+from salts import ONE_SALT
 from torch import Tensor, distributed
 
 from flower_privdec.experiment import Experiment
@@ -24,7 +25,7 @@ def main(folder: Path) -> None:
 def _one(folder: Path, cases: dict, rank: int) -> None:
     join(folder, rank, cases["peers"])
     for number, text in enumerate(cases["scenarios"]):
-        rows = _run(Experiment.build(parse_scenario(text), np.array([rank])))
+        rows = _run(Experiment.build(parse_scenario(text), np.array([rank]), ONE_SALT))
         save_file({"model": rows}, folder / f"{number}-{rank}.safetensors")
         distributed.barrier()
     distributed.destroy_process_group()

@@ -1,11 +1,13 @@
-"""One salt for all runs of a test, so that two of them can be compared."""
+"""One salt for all runs and processes of a test, so that they can be compared."""
 
 from __future__ import annotations
 
 import pytest
 
+ONE_SALT = "of all runs of a test"
+
 
 def pin_salts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every run with code of a user's own have one salt, as if it were one run."""
     for module in ("view", "recorder"):
-        monkeypatch.setattr(f"flower_privdec.experiment.{module}.new_salt", lambda: "of all runs of a test")
+        monkeypatch.setattr(f"flower_privdec.experiment.{module}.new_salt", lambda: ONE_SALT)

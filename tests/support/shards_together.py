@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from salts import ONE_SALT
 from torch.distributed import FileStore
 
 from flower_privdec.engine.shards.communication_plan import Shards
@@ -48,7 +49,9 @@ def in_futures(
 
 def engines_of(scenario: Scenario, shards: Shards) -> Callable[[ProcessGroup], ShardEngine]:
     """Return what makes each shard's engine; what it is made of is made here, for threads draw from one generator."""
-    views: Sequence[Experiment] = [Experiment.build(scenario, shards.peers(shard)) for shard in range(len(shards))]
+    views: Sequence[Experiment] = [
+        Experiment.build(scenario, shards.peers(shard), ONE_SALT) for shard in range(len(shards))
+    ]
 
     def engine(process_group: ProcessGroup) -> ShardEngine:
         view = views[process_group.shard]
