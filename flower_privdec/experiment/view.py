@@ -282,7 +282,7 @@ def _name_run(
 
 
 def _id_of(keys: Mapping[int, bytes], name: RunName) -> str:
-    """Return the id of a run with these keys, here: elsewhere comparable keys are the same, and it is charged anew."""
+    """Return the id of a run with these keys, here: elsewhere comparable keys are the same, and it is charged again."""
     where = name.environment.encode()
     return run_id({peer: key + where for peer, key in keys.items()})
 
