@@ -59,12 +59,10 @@ class Run:
         workers: int | None = None,
     ) -> None:
         torch.set_num_threads(experiment.scenario.compute.threads)
-        self.recorder = Recorder(experiment, experiment.own, out, runtime, resume, lean)
-
-        # The folder's checkpoint may have the salt of the run that is resumed.
-        assert self.recorder.own is not None
-        experiment = replace(experiment, own=self.recorder.own)
+        # Code of a user's own may compute something else than when this folder, or a copy of it, was begun.
+        experiment = replace(experiment, own=experiment.own.with_new_salt())
         self.experiment = experiment
+        self.recorder = Recorder(experiment, experiment.own, out, runtime, resume, lean)
         if experiment.own.from_system:
             _log.warning(SYSTEM)
         elif self.recorder.salted_for:
@@ -173,7 +171,7 @@ class Run:
         if not 0 < done < self.experiment.scenario.rounds:
             return None
         spent = Spent.of(cohort, done)
-        if self.experiment.own.from_system and cohort.ledger is not None:  # steps after it are charged for good
+        if self.experiment.own.draws_anew and cohort.ledger is not None:  # steps after it are charged for good
             charged = Spent.of(cohort, -(-cohort.ledger.charged // cohort.steps_per_round))
             spent = replace(charged, rounds_run=spent.rounds_run)
         self.recorder.ledger = self._charged

@@ -50,7 +50,6 @@ class Checkpoint:
         transport: the transport's own state, as JSON can hold it, by name.
         carried: its tensors.
         metrics: how many bytes metrics.jsonl had, and their hash, where a folder keeps that file beside it.
-        salt: what is in the keys of a run whose code is the user's own, see `run_key`; "" of others.
     """
 
     state: State
@@ -61,7 +60,6 @@ class Checkpoint:
     transport: Mapping[str, Any] = field(default_factory=dict)
     carried: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: tuple[int, str] | None = None
-    salt: str = ""
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -79,7 +77,6 @@ def described(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor]
     facts: dict[str, Any] = {
         "scenario": checkpoint.scenario,
         "run": asdict(checkpoint.run),
-        "salt": checkpoint.salt,
         "seconds": checkpoint.seconds,
         "head": checkpoint.head,
         "metrics": checkpoint.metrics,
@@ -178,7 +175,6 @@ class _Facts(BaseModel):
 
     scenario: str
     run: RunName
-    salt: str = ""
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     head: tuple[Count, str] | None
     metrics: tuple[Count, str] | None
@@ -222,7 +218,6 @@ def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
         transport=transport,
         carried=carried,
         metrics=checked.metrics,
-        salt=checked.salt,
     )
 
 

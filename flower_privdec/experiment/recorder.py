@@ -36,7 +36,6 @@ from flower_privdec.experiment.checkpoint import (
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, peers_metrics, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
 from flower_privdec.experiment.origin import ORIGIN, TrainedRun, origin_facts
-from flower_privdec.experiment.run_key import new_salt
 from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
 from flower_privdec.experiment.view import SALTED, noise_facts, public_name, without_content
 from flower_privdec.models import unflatten
@@ -162,9 +161,9 @@ class Recorder:
         """
         if own is None:
             check_no_training_loss(agreement.scenario)
-        self.agreement, self.out, self.runtime, self.lean = agreement, out, runtime, lean
+        self.agreement, self.own, self.out, self.runtime, self.lean = agreement, own, out, runtime, lean
+        self.run = public_name(agreement) if own is None else own.run
         self.salted_for = [] if agreement.scenario.compute.generator == "system" else without_content(agreement)
-        self._take(own, new_salt() if self.salted_for else "")
         self._saved, self.begins_stage = time.monotonic(), False
         self.scenario_hash = scenario_hash(agreement.scenario)
         self._lock = FolderLock(out)
@@ -179,12 +178,6 @@ class Recorder:
         self.ledger: tuple[Path, Head] | None = None  # and its head, where one process is charged for all peers
         self.transport: dict[str, Any] = {}  # the transport's own state, see `Checkpoint`
 
-    def _take(self, own: OwnParts | None, salt: str) -> None:
-        """Name the run, whose peers then have the keys of this salt."""
-        self.salt = salt
-        self.own = None if own is None else own.with_salt(salt)
-        self.run = public_name(self.agreement) if self.own is None else self.own.run
-
     def _previous(self, resume: bool) -> Checkpoint | None:
         path = self.out / CHECKPOINT
         if resume and path.exists():
@@ -196,7 +189,6 @@ class Recorder:
             theirs = {checkpoint.scenario, self.scenario_hash} if self.begins_stage else {checkpoint.scenario}
             check_scenario_file(self.out / SCENARIO, theirs, self.scenario_hash)
             if not self.begins_stage:
-                self._take(self.own, checkpoint.salt)
                 check_run(path, checkpoint, self.scenario_hash, self.run)
             rows = () if self.own is None else ("x",)  # who holds no peers keeps what they show, and nothing before
             check_state(path, checkpoint.state, peers, self.agreement.scenario.rounds, rows)
@@ -269,7 +261,6 @@ class Recorder:
             head,
             self.transport,
             metrics=(self._metrics_size, self._metrics_hash.hexdigest()),
-            salt=self.salt,
         )
         with _writing(self.out):
             if self._metrics_size:

@@ -6,8 +6,8 @@ the same run has the same keys and gives the same bits.
 
 A key is made of what was built: the edges of graphs, tensors, examples. What code of a user's own computes cannot be
 known: it may read a file whenever it is called. A run with such code has a random *salt* in its keys, so that no other
-run shares its noise, and keeps it in its checkpoint, so that it can be resumed. What can be seen of the code is in the
-key too, but only to refuse a run that would go on with other code.
+run shares its noise. The salt is kept nowhere, for the code of a resumed run, or of a copy of its folder, may read other
+files. What can be seen of the code is in the key too, but only to refuse a run that would go on with other code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import hashlib
 import inspect
 import os
 import pickle
-import secrets
 import sys
 import threading
 import types
@@ -111,11 +110,6 @@ def edges_of(topology: Topology | None) -> bytes:
 def is_known_by_its_edges(topology: Topology | None) -> bool:
     """Return whether `edges_of` tells a graph from all others that a user's own function could return."""
     return topology is None or type(topology) in (StaticTopology, CompleteTopology)
-
-
-def new_salt() -> str:
-    """Return a random salt for one run, 32 bytes in hexadecimal digits."""
-    return secrets.token_hex(KEY_BYTES)
 
 
 def salted(keys: Mapping[int, bytes], salt: str) -> dict[int, bytes]:

@@ -35,7 +35,6 @@ from flower_privdec.experiment.run_key import (
     environment,
     fingerprints,
     is_known_by_its_edges,
-    new_salt,
     own_keys,
     partition_name,
     run_id,
@@ -89,12 +88,20 @@ class OwnParts:
     unsalted: tuple[Mapping[int, bytes], Mapping[int, bytes]] | None = None
 
     def with_salt(self, salt: str) -> OwnParts:
-        """Return the same with the keys of a run that has this salt; a run without a salt stays as it is."""
+        """Return the same with the keys of this salt; of a run without a salt as it is."""
         if self.unsalted is None:
             return self
         keys, elsewhere = (salted(some, salt) for some in self.unsalted)
-        run = replace(self.run, id=_id_of(keys, self.run))
-        return replace(self, keys=keys, elsewhere=elsewhere, run=run, sampler=self.sampler.like(keys=keys))
+        return replace(self, keys=keys, elsewhere=elsewhere, sampler=self.sampler.like(keys=keys))
+
+    def with_new_salt(self) -> OwnParts:
+        """Return the same with keys that no other process has had; of a run without a salt as it is."""
+        return self.with_salt(new_salt())
+
+    @property
+    def draws_anew(self) -> bool:
+        """Return whether each process that begins or resumes the run draws numbers of its own, and pays for them."""
+        return self.from_system or self.unsalted is not None
 
     @property
     def pairs_id(self) -> str:
@@ -303,9 +310,17 @@ def noise_source(from_system: bool, hardened: bool) -> str:
 
 
 MAY, MUST_NOT = "models may be published under this ε", "models must not be published under this ε"
+
+
+def new_salt() -> str:
+    """Return a random salt for one run, or the part of it after a resume: 32 bytes in hexadecimal digits."""
+    return secrets.token_hex(KEY_BYTES)
+
+
 SALTED = (
-    "{parts}: what code of one's own computes cannot be known, so noise and batches are drawn for this run only, from "
-    "a salt in its checkpoint; it can be resumed, and running the scenario again draws other numbers"
+    "{parts}: what code of one's own computes cannot be known, so noise and batches are drawn for this run only: "
+    "running the scenario again draws other numbers, and a run that is resumed draws and pays anew from its "
+    "checkpoint on"
 )
 NOISE = {
     SEEDED: f"drawn from keys, which anyone who knows the data can derive: {MUST_NOT}",
@@ -581,8 +596,8 @@ class Experiment(Agreement):
         Args:
             ledger_dir: where the ledger lies; None keeps none (for tests and timings).
             budget: ε and δ to hold the ledger to in place of the scenario's.
-            start: the step from which a run goes on whose noise is the operating system's: what it draws from there is
-                new, examples and noise, and charged again.
+            start: the step from which a run goes on that draws anew (`OwnParts.draws_anew`): what it draws from there
+                is new, examples and noise, and charged again.
             block: how many steps such a run charges ahead.
 
         Raises:
@@ -629,7 +644,7 @@ class Experiment(Agreement):
         accounts = own.protection.accounts
         if budget is not None:
             accounts = tuple(replace(account, budget=budget[0], delta=budget[1]) for account in accounts)
-        if not own.from_system:
+        if not own.draws_anew:
             return CohortLedger(folder, name, own.run, accounts, start=self.first_step)
         fresh = replace(own.run, id=secrets.token_hex(16))
         return CohortLedger(folder, name, fresh, accounts, block=block, fresh=True, start=start)

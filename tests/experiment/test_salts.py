@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
 import shutil
 import sys
@@ -25,10 +24,9 @@ import flower_privdec as fp
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.experiment.checkpoint import read_checkpoint
 from flower_privdec.experiment.run_key import content_of, fingerprint
 from flower_privdec.graph.topology import DirectedExponential
-from flower_privdec.privacy.ledger.ledger import verified
+from flower_privdec.privacy.ledger.ledger import releases_in, verified
 from flower_privdec.rows.sparse_rows import SparseRows
 
 OWN = {
@@ -51,14 +49,6 @@ def keys_of(experiment: Experiment) -> set[bytes]:
     return set(experiment.own.keys.values())
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let salts be 0, 1, 2, ... in the order in which they are drawn."""
-    numbers = map(str, itertools.count())
-    for module in ("view", "recorder"):
-        monkeypatch.setattr(f"flower_privdec.experiment.{module}.new_salt", lambda: next(numbers))
-
-
 # --- which runs have one ---
 
 
@@ -66,7 +56,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_code_of_ones_own_shares_no_draw_with_any_run(build: Build, kind: str) -> None:
     one, again = build(*OWN[kind], "rounds=1"), build(*OWN[kind], "rounds=1")
     assert not keys_of(one) & keys_of(again)
-    assert one.own.run.id != again.own.run.id
     assert one.own.sampler.batch(0, [0]).index.tolist() != again.own.sampler.batch(0, [0]).index.tolist()
 
 
@@ -141,19 +130,33 @@ def test_what_peers_hold_is_told_apart_by_type_and_shape() -> None:
 # --- one run ---
 
 
-def test_a_resumed_run_finds_its_salt_and_pays_once(tiny: Tiny, tmp_path: Path, counted: None) -> None:
-    ledger = f"privacy.ledger={tmp_path / 'ledger'}"
-    scenario = tiny(*MODEL, *SHORT, ledger)
-    stopped = Experiment.build(scenario)
-    run(stopped, tmp_path / "run", on_metrics=lambda line: line["round"] == 2)
-    salt = read_checkpoint(tmp_path / "run" / "checkpoint").salt
+def test_resumed_copies_of_a_folder_share_no_noise(tiny: Tiny, tmp_path: Path) -> None:
+    """Code may read another file in each; with full batches and one noise the difference would be private sums."""
+    scenario = tiny(*MODEL, *SHORT, f"privacy.ledger={tmp_path / 'ledger'}")
+    stopped = run(Experiment.build(scenario), tmp_path / "run", on_metrics=lambda line: line["round"] == 2)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    for folder in ("run", "copy"):
-        run(Experiment.build(scenario), tmp_path / folder, resume=True)
-        assert read_checkpoint(tmp_path / folder / "checkpoint").salt == salt
+    one, other = (run(Experiment.build(scenario), tmp_path / folder, resume=True) for folder in ("run", "copy"))
     ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("run", "copy"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert len(runs_in(tmp_path / "ledger")) == 1
+    assert not any(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    spent = [summary["privacy"][0]["epsilon"] for summary in (stopped, one, other)]
+    assert spent[0] < spent[1] < spent[2]
+    steps = sum(
+        release.steps
+        for path in (tmp_path / "ledger").glob("*.jsonl")
+        for _, entries in verified(path)
+        for release in releases_in(entry for entry in entries if 0 in entry.charges[0].peers)
+    )
+    assert steps == 2 + 2 * (scenario.rounds - 2)
+
+
+def test_a_resumed_run_costs_what_a_straight_one_does(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*MODEL, *SHORT)
+    straight = run(Experiment.build(scenario), tmp_path / "straight")
+    run(Experiment.build(scenario), tmp_path / "run", on_metrics=lambda line: line["round"] == 2)
+    resumed = run(Experiment.build(scenario), tmp_path / "run", resume=True)
+    epsilons = [[row["epsilon"] for row in summary["privacy"]] for summary in (straight, resumed)]
+    assert epsilons[0] == pytest.approx(epsilons[1])
 
 
 def runs_in(folder: Path) -> set[str]:

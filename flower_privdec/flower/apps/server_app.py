@@ -28,7 +28,7 @@ from flower_privdec.common.catalogue import FLOWER_MODES as MODE_NAMES
 from flower_privdec.common.errors import RunError, ScenarioError, did_you_mean
 from flower_privdec.core import Exchange, State
 from flower_privdec.engine.shards.process_group import LOST
-from flower_privdec.experiment import Agreement
+from flower_privdec.experiment import Agreement, view
 from flower_privdec.experiment.recorder import (
     NODES_PLAN,
     Recorder,
@@ -243,7 +243,7 @@ class ScenarioStrategy(Strategy):
         if not self._simulated:
             self.recorder.salted_for = []  # nodes elsewhere draw from their operating systems
         elif self.recorder.salted_for:
-            self._salt = self.recorder.salt
+            self._salt = view.new_salt()
             log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
         self._spent, self._noise = Spent([], [], [], []), list[str]()
 
