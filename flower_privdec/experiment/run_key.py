@@ -6,8 +6,8 @@ the same run has the same keys and gives the same bits.
 
 A key is made of what was built: the edges of graphs, tensors, examples. What code of a user's own computes cannot be
 known: it may read a file whenever it is called. A run with such code has a random *salt* in its keys, so that no other
-run shares its noise. The salt is kept nowhere, for the code of a resumed run, or of a copy of its folder, may read other
-files. What can be seen of the code is in the key too, but only to refuse a run that would go on with other code.
+run shares its noise. The salt is kept nowhere, for the code of a resumed run, or of a copy of its folder, may read
+other files. What can be seen of the code is in the key too, but only to refuse a run that would go on with other code.
 """
 
 from __future__ import annotations

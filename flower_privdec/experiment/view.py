@@ -319,8 +319,8 @@ def new_salt() -> str:
 
 SALTED = (
     "{parts}: what code of one's own computes cannot be known, so noise and batches are drawn for this run only: "
-    "running the scenario again draws other numbers, and a run that is resumed draws and pays anew from its "
-    "checkpoint on"
+    "running the scenario again draws other numbers, and a run that is resumed draws others, and pays for them, from "
+    "its checkpoint on"
 )
 NOISE = {
     SEEDED: f"drawn from keys, which anyone who knows the data can derive: {MUST_NOT}",
@@ -596,8 +596,8 @@ class Experiment(Agreement):
         Args:
             ledger_dir: where the ledger lies; None keeps none (for tests and timings).
             budget: ε and δ to hold the ledger to in place of the scenario's.
-            start: the step from which a run goes on that draws anew (`OwnParts.draws_anew`): what it draws from there
-                is new, examples and noise, and charged again.
+            start: the step from which a run goes on that draws other numbers each time (`OwnParts.draws_anew`): what it
+                draws from there is new, examples and noise, and charged again.
             block: how many steps such a run charges ahead.
 
         Raises:

@@ -246,7 +246,7 @@ def one_salt() -> Iterator[None]:
 
 def _is_salted(experiment: Experiment) -> bool:
     """Return whether a run draws from a salt of its own, for it has code that may do anything."""
-    return getattr(experiment.own, "unsalted", None) is not None
+    return experiment.own.unsalted is not None
 
 
 def _reference(case: Case, experiment: Experiment) -> Measured:
@@ -332,7 +332,7 @@ def _keys(case: Case, experiment: Experiment) -> None:
         if undo is not None:
             undo()
             case.forget()
-    now = set(after.keys.values())
+    now: set[bytes | str] = set(after.keys.values())
     if not _is_salted(experiment):  # else its id is by what can be seen of its code
         now.add(after.run.id)
     shared = before & now
@@ -420,11 +420,11 @@ def _adversaries(row: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], runs: list[Measured], ending: str) -> None:
     """Each printed ε is at least an independent composition of all that was released, and at most 2 % above."""
-    system = experiment.scenario.compute.generator == "system"
+    draws_anew = experiment.own.draws_anew
     replanned = ending == "more rounds"
     plan = experiment.own.protection
     undeclared = plan is not None and None in plan.kinds  # its noise costs ε = ∞, whatever it is
-    again = system and bool(ending)  # steps that were taken again are charged again
+    again = draws_anew and bool(ending)  # steps that were taken again are charged again
     for row in summary["privacy"]:
         peer, delta = row["peer"], row["delta"]
         for name, colluding in _adversaries(row):
@@ -432,23 +432,12 @@ def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], runs: list[M
                 continue  # the ledger says which steps were taken
             # Of other runs the dearest peer counts: an example may have been there.
             low, high = _bounds_of(runs, peer, colluding, delta)
-            if undeclared or _is_lent_noise(experiment):
+            if undeclared:
                 high = math.inf
             _between(float(row[name]), low, high, name, peer)
         if "epsilon_of_replies_to_one" in row and not (replanned or again):
             low, high = _bounds_of_replies(runs, peer, delta)
             _between(float(row["epsilon_of_replies_to_one"]), low, high, "epsilon of replies", peer)
-
-
-def _is_lent_noise(experiment: Experiment) -> bool:
-    """Return whether peers that need unequal noise share it, so that some have more than they are charged for."""
-    plan = experiment.own.protection
-    if plan is None or plan.pairs is None:
-        return False
-    return (
-        any(float(np.ptp(step[step > 0])) > 1e-9 for step in plan.pairs.needed if (step > 0).any())
-        or len(plan.pairs.edges) < len(plan.clip_norms[0]) * (len(plan.clip_norms[0]) - 1) // 2
-    )
 
 
 def _bounds_of(runs: list[Measured], peer: int, colluding: int, delta: float) -> tuple[float, float]:

@@ -443,9 +443,7 @@ def _run_under_flower(scenario: Scenario, out: Path, host: str, resume: bool, en
 def _run_on_network(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Run all peers as threads that call each other, and return what they state as a summary has it."""
     scenario, network = experiment.scenario, MemoryNetwork()
-    insecure = (
-        getattr(experiment.own, "unsalted", None) is None
-    )  # with code of a user's own, peers draw from their operating systems
+    insecure = experiment.own.unsalted is None  # with code of a user's own, peers draw from their operating systems
     peers = []
     for number in range(scenario.n_peers):
         folder, transport = out / f"peer-{number}", network.transport(number)

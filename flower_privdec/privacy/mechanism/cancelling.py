@@ -493,23 +493,21 @@ class PairPlan:
         A ledger records these, so that what a step cost is known against adversaries that another run names.
 
         Returns:
-            float64 [steps, n_peers] each, a lower bound: never below the own noise, 1 at `colluding`, for which it was
-            solved.
+            float64 [steps, n_peers] each, a lower bound: never below the own noise, and at least 1 up to `colluding`,
+            for which it was solved. Beside peers that need much noise, one that needs little has more than it needs.
         """
         n = self.needed.shape[1]
-        numbers = {*RECORDED, *(2**power for power in range(3, n.bit_length()))} - {self.colluding}
-        exact = {colluding: self.left(colluding) for colluding in sorted(numbers) if colluding < n - 1}
+        recorded = {*RECORDED, *(2**power for power in range(3, n.bit_length()))}
+        numbers = {number for number in recorded if number < n - 1} | {self.colluding}
+        exact = {colluding: self.left(colluding) for colluding in sorted(numbers)}
         bounds = self._left_at_least([colluding for colluding, left in exact.items() if left is None])
 
-        left = {self.colluding: np.ones_like(self.needed)}
+        left = dict[int, np.ndarray]()
         for colluding, computed in exact.items():
             # Few digits, rounded down, so that equal peers stay equal and few mechanisms are composed.
             least = _rounded_down((bounds[colluding] if computed is None else computed) * (1 - MARGIN))
-            if colluding < self.colluding:
-                left[colluding] = np.maximum(least, 1.0)
-            else:
-                left[colluding] = np.clip(least, self.own, 1.0)
-        return dict(sorted(left.items()))
+            left[colluding] = np.maximum(least, 1.0 if colluding <= self.colluding else self.own)
+        return left
 
     def _left_at_least(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
         """Return bounds for numbers of colluders whose sets are too many to be tried; see `_bounded_left`."""
