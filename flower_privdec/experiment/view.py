@@ -477,7 +477,7 @@ def partners(scenario: Scenario, peers: np.ndarray) -> dict[int, int]:
 def secret_pairs(scenario: Scenario) -> np.ndarray:
     """Return the pairs of peers that share a secret, int64 [E, 2], the lower id first; none without such noise."""
     section = None if scenario.private is None else scenario.private.noise
-    if not isinstance(section, CancellingSection):
+    if not isinstance(section, CancellingSection) or scenario.n_peers == 1:
         return np.zeros((0, 2), dtype=np.int64)
     graph = build_topology(
         section.secrets.name, scenario.n_peers, seed=scenario.seed_of("run"), **section.secrets.options()

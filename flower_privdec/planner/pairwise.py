@@ -51,7 +51,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import Account
 from flower_privdec.privacy.mechanism.cancelling import LARGEST_SHAPED, PairPlan, noise_left
-from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.mechanism.events import EVERYBODY, Release
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.scenario.sections import OwnSection
 
@@ -200,7 +200,7 @@ def _cost(account: Account, squares: np.ndarray) -> float:
 
 
 def with_noise_times(account: Account, factors: np.ndarray) -> list[Release]:
-    """Return the releases of the first steps of an account with other noise than against its budget's adversary.
+    """Return the releases of the first steps of an account with other noise than against all other peers together.
 
     Args:
         factors: by how much each step's noise is larger; infinity for a step of which nothing is seen.
@@ -215,7 +215,7 @@ def with_noise_times(account: Account, factors: np.ndarray) -> list[Release]:
             *np.unique(np.floor(DIGITS * np.asarray(whole)) / DIGITS, return_counts=True), strict=True
         ):
             if math.isfinite(factor):
-                seen = spend.release.towards(account.adversary)
+                seen = spend.release.towards(EVERYBODY)
                 noise = seen.noise_multiplier * float(factor)
                 releases.append(replace(seen, noise_multiplier=noise, steps=int(count)))
     return releases
@@ -271,9 +271,10 @@ def by_colluders(experiment: Experiment) -> list[tuple[int, float]]:
     rows = []
     for colluding in range(experiment.scenario.n_peers):
         if (left := plan.pairs.left(colluding)) is not None:
+            # Against all others the own noise is left, over which an account's factors are.
             costs = {
                 (account.spends, account.delta, factors.tobytes()): (account, factors)
-                for account, factors in zip(plan.accounts, left.T, strict=True)
+                for account, factors in zip(plan.accounts, (left / plan.pairs.own).T, strict=True)
             }
             rows.append((colluding, max(epsilon(with_noise_times(*pair), pair[0].delta) for pair in costs.values())))
     return rows

@@ -132,7 +132,7 @@ def test_what_peers_hold_is_told_apart_by_type_and_shape() -> None:
 
 def test_resumed_copies_of_a_folder_share_no_noise(tiny: Tiny, tmp_path: Path) -> None:
     """Code may read another file in each; with full batches and one noise the difference would be private sums."""
-    scenario = tiny(*MODEL, *SHORT, f"privacy.ledger={tmp_path / 'ledger'}")
+    scenario = tiny(*MODEL, *SHORT, f"privacy={{noise_multiplier: 2.0, delta: 1e-3, ledger: {tmp_path / 'ledger'}}}")
     stopped = run(Experiment.build(scenario), tmp_path / "run", on_metrics=lambda line: line["round"] == 2)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     one, other = (run(Experiment.build(scenario), tmp_path / folder, resume=True) for folder in ("run", "copy"))

@@ -553,7 +553,8 @@ def _runtimes_agree(case: Case, experiment: Experiment, out: Path, runtime: str,
         or scenario.private is None
         or runtime in ("engine", "workers", "cohort")
     )
-    if scenario.compute.generator == "system" or not same_keys or ending == "more rounds":
+    draws_anew = scenario.compute.generator == "system" or (bool(ending) and _is_salted(experiment))
+    if draws_anew or not same_keys or ending == "more rounds":
         return
     reference = case.folder / "reference"
     expected, rows = _rows_of(reference), _rows_of(out)
