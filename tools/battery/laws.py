@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment, view
+from flower_privdec.graph.topology import activity
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
 from flower_privdec.scenario import Scenario, to_yaml
@@ -432,12 +433,25 @@ def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], runs: list[M
                 continue  # the ledger says which steps were taken
             # Of other runs the dearest peer counts: an example may have been there.
             low, high = _bounds_of(runs, peer, colluding, delta)
-            if undeclared:
+            if undeclared or any(_outlives_budgets(run) for run in runs):
                 high = math.inf
             _between(float(row[name]), low, high, name, peer)
         if "epsilon_of_replies_to_one" in row and not (replanned or again):
             low, high = _bounds_of_replies(runs, peer, delta)
             _between(float(row["epsilon_of_replies_to_one"]), low, high, "epsilon of replies", peer)
+
+
+def _outlives_budgets(run: Measured) -> bool:
+    """Return whether pairs of peers share noise and some peer stops before the plan does.
+
+    What the others share with it then hides them too, and they are charged as if it went on.
+    """
+    experiment = run.experiment
+    plan = experiment.own.protection
+    if plan is None or plan.pairs is None:
+        return False
+    planned = activity(experiment.participation, experiment.scenario.rounds)
+    return any((active < planned[round_index]).any() for round_index, active in run.active.items())
 
 
 def _bounds_of(runs: list[Measured], peer: int, colluding: int, delta: float) -> tuple[float, float]:
