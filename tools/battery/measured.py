@@ -41,8 +41,8 @@ class Draws:
     """
 
     own: dict[Draw, float] = field(default_factory=dict)
-    pairs: dict[tuple[int, str], list[tuple[tuple[int, int], tuple[float, float]]]] = field(
-        default_factory=lambda: defaultdict(list)
+    pairs: dict[tuple[int, str], dict[tuple[int, int], tuple[float, float]]] = field(
+        default_factory=lambda: defaultdict(dict)
     )
 
 
@@ -51,7 +51,7 @@ def watching_draws() -> Iterator[Draws]:
     """Record all noise that this process draws from keys inside."""
     draws = Draws()
     own, add_pairs, share = PhiloxNoise.add_, CancellingNoise.add_pairs_, PhiloxNoise.add_shared_
-    under_way: list[NoisedSum] = []
+    under_way: list[tuple[NoisedSum, np.ndarray]] = []
 
     def add_(
         source: PhiloxNoise,
@@ -68,18 +68,31 @@ def watching_draws() -> Iterator[Draws]:
             draws.own[step, peer, purpose, receiver] = float(scale)
 
     def add_pairs_(noise: CancellingNoise, out: Tensor, noised: NoisedSum, *rest: Any) -> None:
-        under_way.append(noised)
+        under_way.append((noised, noise.plan.edges))
         add_pairs(noise, out, noised, *rest)
         under_way.pop()
 
     def add_shared_(
-        source: PhiloxNoise, out: Tensor, ends: np.ndarray, scales: np.ndarray, step: int, *rest: Any
+        source: PhiloxNoise,
+        out: Tensor,
+        ends: np.ndarray,
+        scales: np.ndarray,
+        step: int,
+        pairs: np.ndarray,
+        purpose: str,
     ) -> None:
-        share(source, out, ends, scales, step, *rest)
-        noised = under_way[-1]
-        for rows, factors in zip(ends.tolist(), scales.tolist(), strict=True):
-            peers = (int(noised.peers[rows[0]]), int(noised.peers[rows[1]]))
-            draws.pairs[step, noised.name].append((peers, (factors[0], factors[1])))
+        share(source, out, ends, scales, step, pairs, purpose)
+        noised, edges = under_way[-1]
+        of_step = draws.pairs[step, noised.name]
+        for pair, rows, factors in zip(pairs.tolist(), ends.tolist(), scales.tolist(), strict=True):
+            one, other = edges[pair].tolist()
+            first, second = of_step.get((one, other), (0.0, 0.0))
+            # An end that is not among these rows adds its share apart, or never.
+            if rows[0] >= 0:
+                first = factors[0]
+            if rows[1] >= 0:
+                second = factors[1]
+            of_step[one, other] = (first, second)
 
     with (
         patch.object(PhiloxNoise, "add_", add_),
@@ -139,24 +152,27 @@ class Measured:
     def _left(self, step: Released, peer: int, name: str, receiver: int | None, colluding: int) -> float:
         """Return the noise that is left of a peer's sum, the least over all sets of colluders."""
         own = self.draws.own.get((step.step, peer, name, receiver), 0.0)
-        pairs = self.draws.pairs.get((step.step, name), [])
-        # Peers whose budgets are spent release their noise in a record of their own.
-        everybody = sorted({one for record in self.steps if record.step == step.step for one in record.peers.tolist()})
-        others = [other for other in everybody if other != peer]
-        if colluding == ALL or not pairs or colluding >= len(others):
+        pairs = self.draws.pairs.get((step.step, name), {})
+        if colluding == ALL or not pairs:
             return own
+        # Colluders may be any peers, those that release nothing included. Peers whose budgets are spent release their
+        # noise in a record of their own.
+        releasing = {one for record in self.steps if record.step == step.step for one in record.peers.tolist()}
+        others = [other for other in self.experiment.own.peers.tolist() if other != peer]
         least = math.inf
-        for colluders in combinations(others, colluding):
-            honest = [peer, *(other for other in others if other not in colluders)]
-            place = {one: number for number, one in enumerate(honest)}
-            stds = [self.draws.own.get((step.step, one, name, receiver), 0.0) for one in honest]
+        for colluders in combinations(others, min(colluding, len(others))):
+            rows = [peer, *(other for other in others if other in releasing and other not in colluders)]
+            place = {one: number for number, one in enumerate(rows)}
+            stds = [self.draws.own.get((step.step, one, name, receiver), 0.0) for one in rows]
             covariance = np.diag(np.square(stds))
-            for (one, other), (first, second) in pairs:
-                if one in place and other in place:
-                    vector = np.zeros(len(honest))
-                    vector[place[one]] = first
-                    vector[place[other]] = second
-                    covariance += np.outer(vector, vector)
+            for ends, shares in pairs.items():
+                if set(ends) & set(colluders):
+                    continue
+                vector = np.zeros(len(rows))
+                for one, share in zip(ends, shares, strict=True):
+                    if one in place:
+                        vector[place[one]] = share
+                covariance += np.outer(vector, vector)
             if min(stds) == 0:
                 return own
             unit = stds[0]
