@@ -46,7 +46,14 @@ from flower_privdec.graph.mixing import disagreement_left
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.ledger.ledger import CohortLedger, RunName
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, best_strength, trades
-from flower_privdec.privacy.mechanism.declared import MOST_INFLATION, OTHER, Declares, Drawing, rounding_error
+from flower_privdec.privacy.mechanism.declared import (
+    MOST_INFLATION,
+    OTHER,
+    Declaration,
+    Declares,
+    Drawing,
+    rounding_error,
+)
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
 from flower_privdec.rows.sparse_rows import Features, SparseRows
@@ -391,6 +398,7 @@ def sampler_of_all(agreement: Agreement, root: str | None, whole: bool) -> Sampl
                 "data.batch.sampling=poisson and data.batch.size, and leave data.batch.small_peers out",
                 code="noise.cancelling-batches",
             )
+        _check_sizes_change_no_release(agreement, least, batch.size)
         if np.ptp(agreement.algorithm.conserved_weights(everyone + 1)) > 0:
             raise ScenarioError(
                 f"{where} with data.at_least={least} needs peers of equal weight, and algorithm.name="
@@ -400,6 +408,29 @@ def sampler_of_all(agreement: Agreement, root: str | None, whole: bool) -> Sampl
             )
     keys = dict.fromkeys(everyone.tolist(), scenario.seed_of("run"))
     return Sampler(batch, sizes, keys, everyone)
+
+
+def _check_sizes_change_no_release(agreement: Agreement, least: int, batch: float) -> None:
+    """Refuse an algorithm that releases something else of peers with more examples than a least number.
+
+    Such a peer is charged for the least number. That bounds what it spends because it draws an example more rarely and
+    is else the same, see `mechanism.cancelling`; a table of past gradients moves by more where there are more.
+    """
+    algorithm = agreement.algorithm
+    steps = min(agreement.scenario.rounds * algorithm.steps_per_round, MOST_DECLARED)
+
+    def releases(size: int) -> list[Declaration]:
+        drawing = Drawing("poisson", min(1.0, batch / size), size, batch)
+        return [algorithm.released(step, drawing) for step in range(steps)]
+
+    planned = releases(least)
+    if any(releases(size) != planned for size in (least + 1, 2 * least, 1000 * least)):
+        raise ScenarioError(
+            f"privacy.noise.kind=cancelling with data.at_least={least}: what algorithm.name={algorithm.name} releases "
+            "depends on the number of a peer's examples, which is private, so that a peer with more would spend more "
+            "than is planned: take privsgp, or leave privacy.noise out",
+            code="noise.cancelling-sizes",
+        )
 
 
 def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np.ndarray) -> PairPlan:
@@ -665,6 +696,7 @@ class Experiment(Agreement):
         return State(peers=cohort.peers, rows=rows)
 
 
+MOST_DECLARED = 10_000  # steps, whose declarations are compared
 STEP_BYTES = 100  # of every step of every peer, at the peak: clip norms, noise and what is made of them
 WORKER_BYTES = 48 << 20  # of a forked process's own, where it writes on what it shares with the one that forked it
 CHECKPOINT_COPIES = 2  # of the state, while it is written: its tensors' bytes, and the file's

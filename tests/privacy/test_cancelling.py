@@ -626,6 +626,17 @@ def test_a_peer_with_more_examples_than_planned_for_spends_less(size: int) -> No
     assert 0 < accounting.epsilon([actual], 1e-3) < accounting.epsilon([planned], 1e-3)
 
 
+@pytest.mark.parametrize(("name", "refused"), [("privsgp", False), ("privsgp-vr", True), ("feddeper", False)])
+def test_a_least_number_is_refused_if_releases_depend_on_it(build: Build, name: str, refused: bool) -> None:
+    """A table's mean moves by 2 - q clip norms: a peer with more examples than planned for would spend more."""
+    settings = [*settings_for(f"algorithm.name={name}"), PAIRS, "data.at_least=6", "data.batch.size=5"]
+    if refused:
+        with raises(ScenarioError, "noise.cancelling-sizes", name):
+            build(*settings)
+    else:
+        assert build(*settings).own.protection is not None
+
+
 # --- what a ledger records of each number of colluders ---
 
 
