@@ -359,13 +359,14 @@ class HostSettings:
         return self.folder / (experiment.own.run.id[:16] or "unprotected") / name
 
 
-def check_hosting(scenario: Scenario, *, simulated: bool) -> None:
+def check_hosting(scenario: Scenario, *, simulated: bool, salted: bool = False) -> None:
     """Refuse a scenario whose peers cannot be spread over nodes, as in Flower's modes relay and sharded.
 
     The server asks before it starts, and each node for itself.
 
     Args:
         simulated: whether the nodes are a simulation's.
+        salted: whether it has code of a user's own, so that each message pays for what it draws.
 
     Raises:
         ScenarioError: with the setting, and what to take in its place.
@@ -384,10 +385,12 @@ def check_hosting(scenario: Scenario, *, simulated: bool) -> None:
             "own: leave it out, or use cohort mode",
             code="node.scenario",
         )
-    if batch.sampling == "shuffle" and (scenario.compute.generator == "system" or not simulated):
+    draws_anew = salted or scenario.compute.generator == "system" or not simulated
+    if batch.sampling == "shuffle" and draws_anew:
         raise ScenarioError(
-            "data.batch.sampling='shuffle' must be another on SuperNodes whose batches come from the operating system, "
-            "for its epochs end with a process: take poisson or uniform, or in a simulation cohort mode",
+            "data.batch.sampling='shuffle' must be another on SuperNodes whose batches come from the operating system "
+            "or that have code of your own, for its epochs end with a process: take poisson or uniform, or in a "
+            "simulation cohort mode",
             code="node.scenario",
         )
 

@@ -186,12 +186,21 @@ def test_a_claim_that_does_not_apply_is_noted_as_by_the_engine(build: Build, tmp
 
 
 @pytest.mark.parametrize("host", ["relay", "sharded"])
-@pytest.mark.parametrize("setting", ["data.batch.sampling=shuffle", "privacy.ledger=ledger"])
-def test_what_no_node_can_host_is_refused_before_the_start(tiny: Tiny, tmp_path: Path, host: str, setting: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["compute.generator=system", "data.batch.sampling=shuffle"],
+        ["model={module: 'user_models:adapted'}", "data.batch.sampling=shuffle"],
+        ["compute.generator=system", "privacy.ledger=ledger"],
+    ],
+)
+def test_what_no_node_can_host_is_refused_before_the_start(
+    tiny: Tiny, tmp_path: Path, host: str, settings: list[str]
+) -> None:
     strategy, nodes = HOSTS[host]
     grid = LocalGrid(client_app(), nodes, folder=tmp_path / "nodes")
     with raises(ScenarioError, "node.scenario"):
-        strategy(tiny("compute.generator=system", setting), tmp_path / "run").start(grid)
+        strategy(tiny(*settings), tmp_path / "run").start(grid)
     assert not list(tmp_path.iterdir())
 
 

@@ -243,6 +243,7 @@ class ScenarioStrategy(Strategy):
         if not self._simulated:
             self.recorder.salted_for = []  # nodes elsewhere draw from their operating systems
         elif self.recorder.salted_for:
+            check_hosting(self.scenario, simulated=True, salted=True)
             self._salt = view.new_salt()
             log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
         self._spent, self._noise = Spent([], [], [], []), list[str]()

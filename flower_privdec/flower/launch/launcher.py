@@ -108,7 +108,8 @@ def flower_run(
     own = experiment.own if mode == "cohort" else None  # in the other modes nodes read their peers' own parts
     if own is None:
         check_one_stage(experiment.scenario, NODES_PLAN)
-        check_hosting(experiment.scenario, simulated=True)
+        salted = experiment.own.unsalted is not None
+        check_hosting(experiment.scenario, simulated=True, salted=salted)
     Recorder(experiment, own, out, "flower", resume)  # refuses a folder that holds another run
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
     try:
