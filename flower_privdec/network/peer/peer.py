@@ -723,8 +723,8 @@ def network_mixing(agreement: Agreement) -> Mixing:
         )
     if agreement.scenario.topology.name == "server":
         raise ScenarioError(
-            "topology.name='server' averages at a server, and a network has only peers: use complete, the graph in which "
-            "all peers are neighbours, or, for scaffold, which has no other graph, run it by `privdec run`",
+            "topology.name='server' averages at a server, and a network has only peers: use complete, the graph in "
+            "which all peers are neighbours, or, for scaffold, which has no other graph, run it by `privdec run`",
             code="network.server",
         )
     exchanges = sum(isinstance(item, Exchange) for item in agreement.algorithm.program)
