@@ -122,7 +122,7 @@ class CriterionTrial:
 
 
 def name_of(criterion: Any) -> str:
-    """Return what a criterion is called."""
+    """Return the name of a criterion for messages."""
     return getattr(criterion, "__name__", type(criterion).__name__)
 
 

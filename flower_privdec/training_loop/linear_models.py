@@ -300,7 +300,7 @@ def _features(x: Any) -> Tensor:
 
 
 def _check_finite(name: str, values: Tensor) -> None:
-    """Raise ScenarioError, which says neither where nor how many, if some values are no finite numbers."""
+    """Raise ScenarioError if a value is not finite, without saying which ones or how many."""
     if not bool(torch.isfinite(values).all()):
         raise ScenarioError(
             f"{name} holds NaN or infinity: every number must be finite, for such an example would be paid for and add "

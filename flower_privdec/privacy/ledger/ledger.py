@@ -1008,7 +1008,7 @@ class Spending:
         return id(account.spends), id(paid), account.delta, adversary
 
     def _paid_before(self, peer: int, adversary: Adversary) -> tuple[Release, ...]:
-        """Return what a peer paid in other runs of this partition; equal ones are one object, kept here."""
+        """Return the releases that a peer paid for in other runs of this partition; equal tuples are one object."""
         if (peer, adversary) not in self._seen:
             paid = towards(self._paid.get(peer, ()), adversary)
             self._seen[peer, adversary] = self._equal.setdefault(paid, paid)
