@@ -217,7 +217,9 @@ def _cnn(
     for count in channels:
         layers += [nn.Conv2d(size, count, kernel, padding=kernel // 2), _activation(activation)]
         layers += [nn.MaxPool2d(2)] if pool else []
-        size, height, width = count, height // (1 + pool), width // (1 + pool)
+        size = count
+        height = height // (1 + pool)
+        width = width // (1 + pool)
     if min(height, width) < 1:
         raise ScenarioError(
             f"model.channels={list(channels)} has {len(channels)} poolings of 2 x 2, too many for images of "
@@ -370,7 +372,8 @@ def _check_examples_apart(module: nn.Module, where: str, shape: Shape, n_tokens:
     if n_tokens is not None:
         x = torch.randint(n_tokens, (4, *shape), generator=generator)
     with torch.no_grad(), users_code(f"{where} cannot take 4 examples and one", code="model.input"):
-        together, again = module(x), module(x)
+        together = module(x)
+        again = module(x)
         alone = torch.cat([module(example[None]) for example in x])
     if torch.equal(together, again) and not torch.allclose(together, alone, rtol=1e-3, atol=1e-5, equal_nan=True):
         raise ScenarioError(

@@ -203,7 +203,8 @@ def assert_sensitivity(
     """
     with recording() as tape:
         run_rounds(experiment, rounds)
-    drawing, most = drawings_of(experiment, experiment.own.peers, experiment.own.sampler)[peer], 0.0
+    drawing = drawings_of(experiment, experiment.own.peers, experiment.own.sampler)[peer]
+    most = 0.0
     for example in examples or (0,):
         with replaying(tape) as again, zeroed_out(peer, example):
             run_rounds(experiment, rounds)
@@ -258,7 +259,8 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
     Raises:
         BrokenLaw: naming the step and the sum.
     """
-    plan, cohort = experiment.own.protection, experiment.cohort()
+    plan = experiment.own.protection
+    cohort = experiment.cohort()
     assert plan is not None
     cohort.noise = watched = _Watched(cohort.noise)
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
@@ -298,7 +300,8 @@ Seen = dict[str, list[str]]  # by observation point, hashes of the data that pas
 def other_data(experiment: Experiment, row: int) -> Experiment:
     """Return an experiment in which all training examples of one row are replaced, targets included."""
     examples = experiment.own.examples
-    chosen, y = torch.from_numpy(examples.parts[row]), examples.y.clone()
+    chosen = torch.from_numpy(examples.parts[row])
+    y = examples.y.clone()
     if isinstance(examples.x, SparseRows):
         x: Features = _other_rows(examples.x, examples.parts[row])
     else:

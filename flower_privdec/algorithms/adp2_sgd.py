@@ -68,7 +68,8 @@ class WakingEdges:
 
     def edges(self, round_index: int) -> EdgeArray:
         """Return the event's edge in both directions, [2, 2], or none where the peer has no neighbour just then."""
-        peer, edges = self.waking.peer(round_index), self.graph.edges(round_index)
+        peer = self.waking.peer(round_index)
+        edges = self.graph.edges(round_index)
         neighbours = edges[edges[:, 1] == peer, 0]
         if not len(neighbours):
             return edge_array([], self.n_peers)

@@ -48,8 +48,11 @@ class CrossGradientAggregation(CrossGradients):
 
     def descend(self, cohort: Cohort, state: State) -> None:
         """Take the projected step of every active peer from the mean of the models that it heard."""
-        k, v, x = state.round_index, state.rows["v"], state.rows["x"]
-        active, rates = cohort.participation.active(k), cohort.learning_rate.at(k)
+        k = state.round_index
+        v = state.rows["v"]
+        x = state.rows["x"]
+        active = cohort.participation.active(k)
+        rates = cohort.learning_rate.at(k)
         for row, peer in enumerate(state.peers.tolist()):
             if active[peer]:
                 members, gradients = answers(state, row)
@@ -64,9 +67,12 @@ def mix_heard(cohort: Cohort, state: State) -> None:
     """Put Σ_j ω_ij x_j into the rows `mixed`, of one's own model and those that were gathered."""
     if cohort.mixing is None:
         raise TypeError("the models that were gathered have no mixing weights")
-    heard, x, mixed = state.edges["x"], state.rows["x"], state.rows["mixed"]
+    heard = state.edges["x"]
+    x = state.rows["x"]
+    mixed = state.rows["mixed"]
     for row, peer in enumerate(state.peers.tolist()):
-        gradients, terms = heard.of(peer), cohort.mixing.hosted(state.round_index, state.peers).terms[row]
+        gradients = heard.of(peer)
+        terms = cohort.mixing.hosted(state.round_index, state.peers).terms[row]
         omega = {sender: weight for sender, _, weight in terms}
         weights = cohort.tensor(np.array([omega[sender] for sender in gradients.other.tolist()]))
         torch.mul(x[row], omega[peer], out=mixed[row])

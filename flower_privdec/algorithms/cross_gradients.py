@@ -53,11 +53,16 @@ def cross_gradients(cohort: Cohort, state: State) -> None:
     Afterwards the edges `gradient` hold ĝ_ij for each neighbour j, and the rows `gradient` ĝ_ii. They are 0 where the
     peer takes no step: it is not active, or its budget is spent.
     """
-    heard, x = state.edges.pop("x"), state.rows["x"]
-    own, other = np.concatenate([heard.own, state.peers]), np.concatenate([heard.other, state.peers])
+    heard = state.edges.pop("x")
+    x = state.rows["x"]
+    own = np.concatenate([heard.own, state.peers])
+    other = np.concatenate([heard.other, state.peers])
     order = np.lexsort((other, own))
-    own, other, models = own[order], other[order], torch.cat([heard.values, x])[torch.from_numpy(order)]
-    gradients, rows = torch.zeros_like(models), np.searchsorted(state.peers, own)
+    own = own[order]
+    other = other[order]
+    models = torch.cat([heard.values, x])[torch.from_numpy(order)]
+    gradients = torch.zeros_like(models)
+    rows = np.searchsorted(state.peers, own)
     steps = np.flatnonzero(cohort.active(state.round_index)[rows])
     if len(steps):
         chosen = torch.as_tensor(steps, device=x.device)
@@ -66,7 +71,8 @@ def cross_gradients(cohort: Cohort, state: State) -> None:
             part, models[chosen], None, state.round_index, rows[steps], receivers=other[steps], factor=1.0
         )
         gradients[chosen] = part
-    mine, theirs = np.flatnonzero(own == other), np.flatnonzero(own != other)
+    mine = np.flatnonzero(own == other)
+    theirs = np.flatnonzero(own != other)
     state.rows["gradient"] = gradients[torch.as_tensor(mine, device=x.device)]
     state.edges["gradient"] = Edges(own[theirs], other[theirs], gradients[torch.as_tensor(theirs, device=x.device)])
 

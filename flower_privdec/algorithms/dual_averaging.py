@@ -108,7 +108,8 @@ class DPDDA(Algorithm):
         """Return z = 0, x^(1), and room for the average."""
         scale = float(cohort.participation.chances.mean()) * self.schedule.total(1)
         first = self.regularizer.minimizer(torch.zeros_like(cohort.initial)[None], scale, self.schedule.pull(1))
-        m, d = len(cohort.peers), len(cohort.initial)
+        m = len(cohort.peers)
+        d = len(cohort.initial)
         x, dual, average = (empty_rows(cohort.initial, m, d) for _ in range(3))  # aligned: no kernel copies them
         return {"x": x.copy_(first.expand(m, -1)), "dual": dual.zero_(), "average": average.copy_(x)}
 
@@ -124,8 +125,10 @@ class DPDDA(Algorithm):
     def step(self, cohort: Cohort, state: State) -> None:
         """Step from 0 along the mixed sums, at the peers that took part."""
         t = state.round_index + 2
-        scale, pull = float(cohort.participation.chances.mean()) * self.schedule.total(t), self.schedule.pull(t)
-        rows, d = np.flatnonzero(cohort.participation.active(state.round_index)[cohort.peers]), len(cohort.initial)
+        scale = float(cohort.participation.chances.mean()) * self.schedule.total(t)
+        pull = self.schedule.pull(t)
+        rows = np.flatnonzero(cohort.participation.active(state.round_index)[cohort.peers])
+        d = len(cohort.initial)
         for chosen in torch.as_tensor(rows, device=cohort.device).split(max(1, TOGETHER // d)):
             state.rows["x"][chosen] = self.regularizer.minimizer(-state.rows["dual"][chosen], scale, pull)
 

@@ -41,7 +41,8 @@ class FedDeper(FedAvg):
 
     def __init__(self, section: FedDeperSection) -> None:
         super().__init__(section)
-        self.rho, self.mixing_rate = section.rho, section.mixing_rate
+        self.rho = section.rho
+        self.mixing_rate = section.mixing_rate
 
     def released(self, step: int, drawing: Drawing) -> Declaration:
         """Declare the sums of both models' gradients over one batch, or at ρ = 0 that of y alone.
@@ -72,8 +73,10 @@ class FedDeper(FedAvg):
         """Walk y and v together; v ends mixed with y."""
         where = torch.as_tensor(rows, device=cohort.device)
         pair = empty_rows(start, 2, *start.shape)
-        y, v = pair[0].copy_(start), pair[1].copy_(state.rows["personal"][where])
-        sums, both = {"gradient": y, "personal": v}, partial(self.both, pair.view(-1, pair.shape[-1]))
+        y = pair[0].copy_(start)
+        v = pair[1].copy_(state.rows["personal"][where])
+        sums = {"gradient": y, "personal": v}
+        both = partial(self.both, pair.view(-1, pair.shape[-1]))
         pull = empty_rows(start, *start.shape)
         for local_step in range(self.steps_per_round):
             if self.rho:
@@ -86,9 +89,11 @@ class FedDeper(FedAvg):
 
     def both(self, pair: Tensor, cohort: Cohort, step: PrivateStep) -> None:
         """Add -η times the gradients of y and v, the rows of `pair`, by one product if nothing tells them apart."""
-        batch, clip = step.batch, step.clip_norm
+        batch = step.batch
+        clip = step.clip_norm
         if clip is not None and (cohort.apart or not self.rho):
-            points, bounds = pair.view(2, *step.params.shape), (clip, clip if self.rho else None)
+            points = pair.view(2, *step.params.shape)
+            bounds = (clip, clip if self.rho else None)
             for out, point, bound in zip(step.sums.values(), points, bounds, strict=True):
                 cohort.kernel.add_clipped_(out, point, batch, bound, step.scale)
             return

@@ -48,7 +48,8 @@ class FedAvg(SGP):
 
     def local(self, cohort: Cohort, state: State) -> None:
         """Walk τ steps from z = x / w at every active row, and add the walk to x; on a CPU as many as stay in cache."""
-        active, x = np.flatnonzero(cohort.active(state.round_index)), state.rows["x"]
+        active = np.flatnonzero(cohort.active(state.round_index))
+        x = state.rows["x"]
         at_once = CACHED_BYTES // (WALKING * x[0].nbytes) if x.device.type == "cpu" else len(active)
         for part in row_chunks(len(active), 1, at_once):
             rows = active[part]
@@ -63,7 +64,9 @@ class FedAvg(SGP):
     def weigh(self, cohort: Cohort, state: State) -> None:
         """Put every peer's own number of examples into its push weight again, where the server has averaged them."""
         if cohort.mixing is not None and cohort.mixing.weights == "server":
-            x, w, sizes = state.rows["x"], state.rows["w"], self.examples(cohort)
+            x = state.rows["x"]
+            w = state.rows["w"]
+            sizes = self.examples(cohort)
             x.mul_((sizes / w).unsqueeze(1))
             w.copy_(sizes)
 

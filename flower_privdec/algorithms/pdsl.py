@@ -128,10 +128,14 @@ class PDSL(CrossGradients):
 
     def weigh(self, cohort: Cohort, state: State) -> None:
         """Take the weighted step of every active peer, eq. 15 to 23."""
-        k, mixing, x, u = state.round_index, cohort.mixing, state.rows["x"], state.rows["u"]
+        k = state.round_index
+        mixing = cohort.mixing
+        x = state.rows["x"]
+        u = state.rows["u"]
         if mixing is None:
             raise TypeError("pdsl exchanges gradients and has no mixing weights")
-        active, rates = cohort.participation.active(k), cohort.learning_rate.at(k)
+        active = cohort.participation.active(k)
+        rates = cohort.learning_rate.at(k)
         state.rows["shapley"][:, k % cohort.every] = 0
         for row, peer in enumerate(state.peers.tolist()):
             if active[peer]:
@@ -146,8 +150,11 @@ class PDSL(CrossGradients):
 
     def _values(self, cohort: Cohort, state: State, row: int, models: Tensor) -> np.ndarray:
         """Return φ of the members whose models are given, [n], and count what it took."""
-        started, validation, options = time.perf_counter(), cohort.validation, self.options
-        k, peer = state.round_index, int(state.peers[row])
+        started = time.perf_counter()
+        validation = cohort.validation
+        options = self.options
+        k = state.round_index
+        peer = int(state.peers[row])
         if validation is None:
             raise TypeError("pdsl weighs gradients by public examples and has none")
         if options.validation_subsample is not None:

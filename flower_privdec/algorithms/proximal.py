@@ -82,7 +82,8 @@ class Regularizer:
 
     def value(self, x: Tensor) -> float:
         """Return h of one model, [d]; ∞ outside box and ball, by more than the rounding of an average in float32."""
-        low, high = self.lower - ROUNDING * (1 + abs(self.lower)), self.upper + ROUNDING * (1 + abs(self.upper))
+        low = self.lower - ROUNDING * (1 + abs(self.lower))
+        high = self.upper + ROUNDING * (1 + abs(self.upper))
         outside = bool((x < low).any() | (x > high).any()) or float(x.norm()) > self.radius * (1 + ROUNDING)
         return math.inf if outside else self.l2 * float(x.square().sum()) / 2 + self.l1 * float(x.abs().sum())
 

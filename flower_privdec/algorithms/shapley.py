@@ -34,7 +34,8 @@ class Game:
         Args:
             worth: of some coalitions together, none of them empty.
         """
-        self.n_players, self._worth = n_players, worth
+        self.n_players = n_players
+        self._worth = worth
         self._known: dict[bytes, float] = {bytes(n_players): 0.0}
 
     @property
@@ -62,7 +63,8 @@ def exact(game: Game) -> np.ndarray:
     n = game.n_players
     numbers = np.arange(2**n)
     coalitions = (numbers[:, None] >> np.arange(n)) & 1 == 1
-    worth, sizes = game.values(coalitions), coalitions.sum(1)
+    worth = game.values(coalitions)
+    sizes = coalitions.sum(1)
     shares = np.array([1 / (n * comb(n - 1, size)) if size < n else 0.0 for size in range(n + 1)])
     values = np.empty(n)
     for player in range(n):

@@ -68,7 +68,9 @@ def descend(cohort: Cohort, state: State, every: int) -> None:
 
     Source: Johnson and Zhang 2013, with clipping and noise; what it releases is declared by `released`.
     """
-    x, w, k = state.rows["x"], state.rows["w"], state.round_index
+    x = state.rows["x"]
+    w = state.rows["w"]
+    k = state.round_index
     if k % every:
         cohort.add_step_(x, x, k, divisor=w, estimate=partial(corrected_gradient, state))
         return

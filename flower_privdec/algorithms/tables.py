@@ -70,7 +70,8 @@ def _put_(table: Tensor, rows: Tensor, batch: Batch, values: Tensor) -> None:
 
     Padding repeats what the first place of its row gets: to leave it out by a mask, a GPU would have to be waited for.
     """
-    used, first = batch.weight > 0, batch.index[:, :1]
+    used = batch.weight > 0
+    first = batch.index[:, :1]
     first_values = torch.where(used[:, :1, None], values[:, :1], table[rows, first])
     table[rows, torch.where(used, batch.index, first)] = torch.where(used.unsqueeze(2), values, first_values)
 
@@ -86,7 +87,8 @@ class Dense:
     def initial(cohort: Cohort, x: Tensor) -> Rows:
         """Fill the table at x."""
         table = x.new_zeros(len(x), _longest(cohort), x.shape[1])
-        clip, one = _clip(cohort), _ones(cohort, len(x))
+        clip = _clip(cohort)
+        one = _ones(cohort, len(x))
         for start, batch in _fills(cohort):
             for b in range(batch.y.shape[1]):
                 cohort.kernel.add_clipped_(table[:, start + b], x, _slot(batch, b), clip, one)
@@ -98,7 +100,8 @@ class Dense:
         point = step.params.clone() if step.out is step.params else step.params
         _add_mean_(state, cohort, step)
         rows = torch.as_tensor(step.rows, device=cohort.device)
-        share, one = _per_example(cohort, step.rows).unsqueeze(1), _ones(cohort, len(rows))
+        share = _per_example(cohort, step.rows).unsqueeze(1)
+        one = _ones(cohort, len(rows))
         for b in range(step.batch.y.shape[1]):
             slot = _slot(step.batch, b)
             now = torch.zeros_like(point)
@@ -146,7 +149,8 @@ class Factored:
     @staticmethod
     def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
         """Take the whole batch at once: new factors in, old factors out."""
-        kernel, batch = stacked(cohort.kernel), step.batch
+        kernel = stacked(cohort.kernel)
+        batch = step.batch
         new = _folded(kernel.factors(step.params, batch, step.divisor), batch, step.clip_norm)
         rows = torch.as_tensor(step.rows, device=cohort.device)
         where = (rows.unsqueeze(1), batch.index)
@@ -219,7 +223,8 @@ class Blocks:
         sampler = cohort.data.sampler
         counts = sampler.blocks(cohort.rows)
         table = x.new_zeros(len(x), int(counts.max()), x.shape[1])
-        clip, share = _clip(cohort), 1 / cohort.tensor(sampler.normalizer)
+        clip = _clip(cohort)
+        share = 1 / cohort.tensor(sampler.normalizer)
         for block in range(int(counts.max())):
             batch = cohort.data.block(cohort.rows, np.minimum(block, counts - 1))
             cohort.kernel.add_clipped_(table[:, block], x, batch, clip, share)

@@ -338,7 +338,8 @@ class RunResult(Result):
                 f"{self.folder}: has no {path.name}: this run kept no models; run the scenario again",
                 code="api.no-model",
             )
-        agreement, rows = Agreement.of(self.scenario), read_checkpoint(checkpoint).state.rows
+        agreement = Agreement.of(self.scenario)
+        rows = read_checkpoint(checkpoint).state.rows
         if not rows:
             raise ScenarioError(
                 f"{self.folder}: its shards hold the models until the run is done: let it finish", code="api.no-model"
@@ -591,6 +592,7 @@ def _note(runs: Sequence[Result], seeds: Sequence[int]) -> str:
     private = [run.summary["privacy"] for run, epsilon in zip(runs, epsilons, strict=True) if epsilon < float("inf")]
     if not private:
         return spread
-    total, delta = sum(epsilons), sum(max(float(row["delta"]) for row in rows) for rows in private)
+    total = sum(epsilons)
+    delta = sum(max(float(row["delta"]) for row in rows) for rows in private)
     together = f"all {len(runs)} together cost up to ε = {epsilon_text(total)} at δ = {setting(delta)}"
     return f"{spread} ε is that of a run alone; {together}.".strip()

@@ -124,10 +124,13 @@ def _images(rows: Any, key: str) -> Pair | None:
 def _frame_reader(section: Data, task: Any) -> Callable[[Any, str], Pair | None]:
     """Return the reader of the frames in a scenario's data, whose own keys it takes out of the section."""
     targets: Targets = "classes"
-    train, table, labels = section.get("train"), None, None
+    train = section.get("train")
+    table = None
+    labels = None
     given = [*(train if isinstance(train, list) else [train]), section.get("test")]
     if {"pandas", "datasets"} & {type(part).__module__.partition(".")[0] for part in given}:
-        table, labels = section.pop("table", None), section.pop("labels", None)
+        table = section.pop("table", None)
+        labels = section.pop("labels", None)
         table = None if table is None else validated(TableSection, plain(table), "data.table")
         with suppress(ValueError, ScenarioError):  # which the whole scenario's check reports
             targets = TaskSection.model_validate(plain(task or {})).targets
@@ -202,7 +205,8 @@ def name_objects(data: Data) -> list[Given]:
     namer.name_section(data, "algorithm", namer.code)
     namer.name_section(data, "model", namer.code)
     namer.name_section(data, "topology", namer.topology)
-    task, section = data.get("task"), data.get("data")
+    task = data.get("task")
+    section = data.get("data")
     if isinstance(task, dict):
         namer.name_section(task, "loss", namer.code, "task.")
         if isinstance(task.get("metrics"), Sequence) and not isinstance(task["metrics"], str):
@@ -241,7 +245,8 @@ class _Namer:
         if not callable(value):
             message = f"{key} is a {label}: it must be something to call, or its name"
             raise ScenarioError(message, code="api.not-callable")
-        module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
+        module = getattr(value, "__module__", None) or ""
+        name = getattr(value, "__qualname__", "")
         home = sys.modules.get(module)
         importable = module != "__main__" and getattr(home, "__spec__", None) is not None
         if importable and getattr(home, name, None) is value:

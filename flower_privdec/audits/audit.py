@@ -26,7 +26,8 @@ from flower_privdec.privacy.ledger.ledger import Account, read_entries
 from flower_privdec.privacy.mechanism.events import Release, towards
 from flower_privdec.privacy.mechanism.protection import Protection
 
-CANARIES, REPLICA = "canaries in the scenario's own steps", "a replica of the declared releases"
+CANARIES = "canaries in the scenario's own steps"
+REPLICA = "a replica of the declared releases"
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ def audit(
             raise ScenarioError(f"{name}={value} must be >= {least}", code="audit.trials")
     if not 0.5 <= confidence < 1:
         raise ScenarioError(f"confidence={confidence} must be in [0.5, 1)", code="audit.confidence")
-    canaries, plan = with_canaries(experiment), audited_plan(experiment)
+    canaries = with_canaries(experiment)
+    plan = audited_plan(experiment)
     defects = ledger_defects(canaries, plan, seed)
     observers: list[Observer] = []
     presences: list[np.ndarray] = []
@@ -167,14 +169,19 @@ def audit(
         defects |= observer.defects
     on_trials(trials, trials)
     defects |= noise_defects(observers)
-    there, scores = np.array(presences), np.array([observer.scores for observer in observers])
+    there = np.array(presences)
+    scores = np.array([observer.scores for observer in observers])
     by_cost: dict[tuple[object, ...], list[int]] = {}
     for row, account in enumerate(plan.accounts):
         by_cost.setdefault((account.spends, account.delta), []).append(row)
-    level, rounds, groups = 1 - (1 - confidence) / (2 * len(by_cost)), experiment.scenario.rounds, []
+    level = 1 - (1 - confidence) / (2 * len(by_cost))
+    rounds = experiment.scenario.rounds
+    groups = []
     for rows in by_cost.values():
-        account, claim = plan.accounts[rows[0]], plan.claims[rows[0]]
-        score, with_it = scores[:, rows], there[:, rows]
+        account = plan.accounts[rows[0]]
+        claim = plan.claims[rows[0]]
+        score = scores[:, rows]
+        with_it = there[:, rows]
         absent, present = replica_scores(_all(account), replica, seed)
         groups.append(
             AuditedPeers(

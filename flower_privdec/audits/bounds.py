@@ -86,7 +86,8 @@ def epsilon_from_guesses(canaries: int, guesses: int, right: int, delta: float, 
     """
     if not right or _chance(canaries, guesses, right, 0.0, delta) > 1 - confidence:
         return 0.0
-    low, high = 0.0, 64.0
+    low = 0.0
+    high = 64.0
     while high - low > 1e-6:
         middle = (low + high) / 2
         fails = _chance(canaries, guesses, right, middle, delta) <= 1 - confidence

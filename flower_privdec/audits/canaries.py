@@ -62,7 +62,8 @@ class Signs:
 
     def __init__(self, algorithm: Algorithm, rows: int) -> None:
         self.memory = "" if algorithm.table is None else "snapshot" if algorithm.table == "snapshot" else "table"
-        self._every, self._rows = getattr(algorithm, "every", 0), rows
+        self._every = getattr(algorithm, "every", 0)
+        self._rows = rows
         self.begin()
 
     def begin(self) -> None:
@@ -117,8 +118,11 @@ class Observer:
     def __init__(
         self, experiment: Experiment, mechanism: NoiseMechanism, signs: Signs, *, counts_cost: bool = False
     ) -> None:
-        own, self._signs = experiment.own, signs
-        self._plan, self._algorithm, self._mechanism = audited_plan(experiment), experiment.algorithm, mechanism
+        own = experiment.own
+        self._signs = signs
+        self._plan = audited_plan(experiment)
+        self._algorithm = experiment.algorithm
+        self._mechanism = mechanism
         self._counts_cost = counts_cost
         drawings = drawings_of(experiment, own.peers, own.sampler)
         self._drawings = list(dict.fromkeys(drawings))
@@ -155,7 +159,10 @@ class Observer:
         clean, seen = (rows.div(unit.unsqueeze(1)).double().cpu().numpy() for rows in (before, after))
         self._chance[noised.rows] = np.where(everyone, 1.0, self._rates[noised.rows])
         idle = np.where(everyone, drawn, idle)
-        value, left, whole, independent = seen[:, 0], sigma, sigma, len(seen)
+        value = seen[:, 0]
+        left = sigma
+        whole = sigma
+        independent = len(seen)
         if noised.clip_norm is not None and self._signs.anchor.any():
             own = self._normalizer[noised.rows] / noised.clip_norm.double().cpu().numpy()
             value = value - self._signs.anchor[noised.rows] * own
@@ -163,9 +170,11 @@ class Observer:
             units = self._plan.pairs.weights[noised.peers] * unit.double().cpu().numpy()
             conserved = clean * units[:, None], seen * units[:, None], sigma * np.abs(units)
             rest, left, whole = self._uncovered(*conserved, noised)
-            value, independent = rest[:, 0] / units, 1
+            value = rest[:, 0] / units
+            independent = 1
             self.left.append(rest[:1, NOISE_ALONE:] / left[0])
-            left, whole = left / np.abs(units), whole / np.abs(units)
+            left = left / np.abs(units)
+            whole = whole / np.abs(units)
         variance = np.maximum(left, LEAST) ** 2
         moves = np.array([value * idle, idle**2, value * drawn, drawn**2]) / variance
         for total, move in zip(self._sums, moves, strict=True):
@@ -188,10 +197,13 @@ class Observer:
             [r, d], with a row's own examples in it; the standard deviations of its noise, and of all of the row's, [r].
         """
         assert isinstance(self._mechanism, CancellingNoise)
-        pairs, count = self._mechanism.plan, len(own)
-        weights, place = pairs.weights[noised.peers], np.full(len(pairs.weights), -1)
+        pairs = self._mechanism.plan
+        count = len(own)
+        weights = pairs.weights[noised.peers]
+        place = np.full(len(pairs.weights), -1)
         place[noised.peers] = np.arange(count)
-        shared, rows = pairs.pair_std(noised.step, noised.peers, own / weights, noised.name), place[pairs.edges]
+        shared = pairs.pair_std(noised.step, noised.peers, own / weights, noised.name)
+        rows = place[pairs.edges]
         here = np.flatnonzero((rows >= 0).all(axis=1) & (shared > 0))
         key = np.round(np.concatenate([own, shared]) / own.max(), 9).tobytes() + noised.peers.tobytes()
         if key not in self._views:
@@ -203,7 +215,8 @@ class Observer:
             views = [worst_view(row, own_squares, squares, pairs.colluding) for row in range(count)]
             self._views[key] = views, np.sqrt(own_squares + squares.sum(axis=1))
         views, whole = self._views[key]
-        left, noise = np.empty(after.shape), np.empty(count)
+        left = np.empty(after.shape)
+        noise = np.empty(count)
         for row, (honest, combined, variance) in enumerate(views):
             drawn = torch.zeros(after.shape, dtype=torch.float64)
             colluding = here[~np.isin(rows[here], honest).all(axis=1)]
@@ -279,14 +292,18 @@ class Observer:
         """Finish the step under way."""
         if self._step < 0:
             return
-        idle, drawn, signs = self._sums[:2], self._sums[2:], self._signs.now
+        idle = self._sums[:2]
+        drawn = self._sums[2:]
+        signs = self._signs.now
         if self._signs.memory == "table" and idle[1].any():
             self._remembered(idle, drawn)
         else:
             self.scores += log_ratio(signs * idle[0] - idle[1] / 2, signs * drawn[0] - drawn[1] / 2, self._chance)
         if self._counts_cost:
             self._pay()
-        self._sums[:], self._active[:], self._step = 0, False, -1
+        self._sums[:] = 0
+        self._active[:] = False
+        self._step = -1
 
     @property
     def likely(self) -> np.ndarray:
@@ -302,10 +319,13 @@ class Observer:
         Args:
             idle, drawn: the sums of value times move, and of the squares of moves, over the variance, [2, m].
         """
-        sign, rows = self._signs.now, np.arange(len(self.scores))
+        sign = self._signs.now
+        rows = np.arange(len(self.scores))
         with np.errstate(divide="ignore"):
-            leave, draw = np.log1p(-self._chance), np.log(self._chance)
-        opposite, same = self._held[(sign < 0).astype(int), rows], self._held[(sign > 0).astype(int), rows]
+            leave = np.log1p(-self._chance)
+            draw = np.log(self._chance)
+        opposite = self._held[(sign < 0).astype(int), rows]
+        same = self._held[(sign > 0).astype(int), rows]
         stays = same + sign * idle[0] - idle[1] / 2
         flips = opposite + sign * drawn[0] - drawn[1] / 2
         seen = self._active
@@ -350,7 +370,8 @@ class Observed(NoiseMechanism):
     """The noise of a mechanism, before an observer's eyes."""
 
     def __init__(self, inner: NoiseMechanism, observer: Observer) -> None:
-        self._inner, self._observer = inner, observer
+        self._inner = inner
+        self._observer = observer
         self.state = inner.state  # type: ignore[misc]
 
     def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
@@ -366,7 +387,8 @@ def audited_plan(experiment: Experiment) -> Protection:
     Raises:
         ScenarioError: it has no privacy, or goes on from rounds of another plan.
     """
-    plan, scenario = experiment.own.protection, experiment.scenario
+    plan = experiment.own.protection
+    scenario = experiment.scenario
     if plan is None:
         raise ScenarioError(
             "privacy: none promises no ε that could be audited; give the scenario a privacy section",
@@ -442,7 +464,8 @@ def examples_with(sizes: np.ndarray, present: np.ndarray | None) -> Examples:
     y = torch.zeros(len(x), dtype=torch.int64)
     if present is not None:
         rows = torch.from_numpy(np.flatnonzero(present))
-        x[firsts[rows], 0], y[firsts[rows]] = LONG, rows + 1
+        x[firsts[rows], 0] = LONG
+        y[firsts[rows]] = rows + 1
     return Examples(x, y, parts)
 
 
@@ -458,7 +481,8 @@ def run_once(canaries: Canaries, seed: int, number: int, ledger_dir: Path | None
     Returns:
         Which peers' canaries were there, bool [m], and who saw what all peers released.
     """
-    experiment, signs = canaries.experiment, canaries.signs
+    experiment = canaries.experiment
+    signs = canaries.signs
     own = experiment.own
     keys = {peer: digest(32, "audit", seed, number, peer) for peer in own.peers.tolist()}
     present = keyed_generator(seed, "audit coins", number).random(len(own.peers)) < 0.5

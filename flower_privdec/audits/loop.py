@@ -35,7 +35,8 @@ class WatchedLoop:
 
     def __init__(self, budget: PrivacyBudget, inside: np.ndarray, noise: NoiseCheck) -> None:
         self.behind, self.inside, self.scores = len(inside), inside, np.zeros(len(inside))
-        self.budget, self._noise = budget, noise
+        self.budget = budget
+        self._noise = noise
         self._gradients: Tensor | None = None
         self._steps = 0
 
@@ -67,7 +68,9 @@ class LoopAudit:
     """
 
     def __init__(self, canaries: int, seed: int, confidence: float) -> None:
-        self._canaries, self._seed, self._confidence = canaries, seed, confidence
+        self._canaries = canaries
+        self._seed = seed
+        self._confidence = confidence
         self._noise = NoiseCheck()
         self.refusal: ScenarioError | None = None
         self.loops: dict[Path, WatchedLoop] = {}
@@ -82,7 +85,8 @@ class LoopAudit:
 
     def admit(self, budget: PrivacyBudget) -> WatchedLoop:
         """Refuse a ledger that had lines before the audit, or fewer examples than canaries; see LoopObserver."""
-        size, path = budget.release.dataset_size, budget.path.absolute()
+        size = budget.release.dataset_size
+        path = budget.path.absolute()
         if path in self.loops:
             self.loops[path].budget = budget
             return self.loops[path]

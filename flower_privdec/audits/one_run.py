@@ -99,19 +99,22 @@ class _Watcher:
 
     def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
         """Take a private step as the cohort does, and compare its first published sum with the canaries' gradients."""
-        name, clip = next(iter(std), None), step.clip_norm
+        name = next(iter(std), None)
+        clip = step.clip_norm
         if name is None or clip is None:
             cohort.take_(step, estimate, std)
             return
         point = replace(step, params=step.params.clone())  # a step may be taken in place
         before = step.sums[name].clone()
         cohort.take_(step, estimate, std)
-        released, step = step.sums[name] - before, point
+        released = step.sums[name] - before
+        step = point
         unit = step.scale * clip
         noise = std[name] / unit.abs()
         for row, place in enumerate(step.rows.tolist()):
             gradients = self._gradients(step, row, place)
-            seen, rate = released[row] / unit[row], float(self.experiment.own.sampler.sampling_rate[place])
+            seen = released[row] / unit[row]
+            rate = float(self.experiment.own.sampler.sampling_rate[place])
             self.scores[place] += coefficients(gradients, seen, noise[row], rate).double().cpu().numpy()
 
     def _gradients(self, step: PrivateStep, row: int, place: int) -> Tensor:
@@ -134,12 +137,16 @@ class _Watcher:
 
 def _randomized(experiment: Experiment, canaries: int, seed: int) -> tuple[Examples, Tensor]:
     """Return the examples with the first ones of each peer replaced, and their features: random, as the targets are."""
-    examples, public = experiment.own.examples, experiment.public
+    examples = experiment.own.examples
+    public = experiment.public
     if isinstance(examples.x, SparseRows) or isinstance(public.x, SparseRows):
         raise ScenarioError("an audit in one run needs dense data; leave --one-run out", code="audit.sparse")
-    x, y, draws = examples.x.clone(), examples.y.clone(), keyed_generator(seed, "audit canaries in one run")
+    x = examples.x.clone()
+    y = examples.y.clone()
+    draws = keyed_generator(seed, "audit canaries in one run")
     for part in examples.parts:
-        first, shape = torch.from_numpy(part[:canaries]), (canaries, *x.shape[1:])
+        first = torch.from_numpy(part[:canaries])
+        shape = (canaries, *x.shape[1:])
         if public.n_tokens is not None:
             x[first] = torch.from_numpy(draws.integers(public.n_tokens, size=shape))
         else:
@@ -163,7 +170,8 @@ def audit_in_one_run(experiment: Experiment, *, canaries: int = 100, seed: int =
 
     Source: Steinke, Nasr and Jagielski 2023 (arXiv:2305.08846), Algorithm 1.
     """
-    own, plan = experiment.own, audited_plan(experiment)
+    own = experiment.own
+    plan = audited_plan(experiment)
     least = int(own.examples.sizes.min())
     if not GUESSED <= canaries <= least:
         raise ScenarioError(
@@ -194,9 +202,11 @@ def guessed(scores: np.ndarray, inside: np.ndarray, epsilon: float, delta: float
         scores, inside: of all canaries, of one shape.
         epsilon, delta: as printed.
     """
-    order, half = np.argsort(scores.ravel()), inside.size // GUESSED // 2
+    order = np.argsort(scores.ravel())
+    half = inside.size // GUESSED // 2
     coins = inside.ravel()[order]
-    guesses, right = 2 * half, int((~coins[:half]).sum() + coins[len(coins) - half :].sum())
+    guesses = 2 * half
+    right = int((~coins[:half]).sum() + coins[len(coins) - half :].sum())
     return OneRun(
         epsilon=epsilon,
         delta=delta,

@@ -42,7 +42,10 @@ class WatchedPeer:
     """
 
     def __init__(self, *, inside: bool, delta: float) -> None:
-        self.inside, self.score, self.delta, self.steps = inside, 0.0, delta, 0
+        self.inside = inside
+        self.score = 0.0
+        self.delta = delta
+        self.steps = 0
         self.entries: list[Entry] = []
 
     @property
@@ -59,7 +62,8 @@ class UpdateAudit:
     """
 
     def __init__(self, seed: int, confidence: float) -> None:
-        self._seed, self._confidence = seed, confidence
+        self._seed = seed
+        self._confidence = confidence
         self._noise = NoiseCheck()
         self.refusal: ScenarioError | None = None
         self.peers: dict[Path, WatchedPeer] = {}
@@ -84,10 +88,12 @@ class UpdateAudit:
         self, ledger: Ledger, update: np.ndarray, clip_norm: float, noise: float, release: Callable[..., np.ndarray]
     ) -> np.ndarray:
         """See UpdateObserver."""
-        peer, length = self.peers[ledger.path.absolute()], float(np.linalg.norm(update.astype(np.float64)))
+        peer = self.peers[ledger.path.absolute()]
+        length = float(np.linalg.norm(update.astype(np.float64)))
         expected = update.astype(np.float64) * min(1.0, clip_norm / length) if length else np.zeros(len(update))
         seen = release(clip_norm, noise, update if peer.inside else np.zeros_like(update))
-        std, drawn = noise * clip_norm, seen - expected * peer.inside
+        std = noise * clip_norm
+        drawn = seen - expected * peer.inside
         peer.score += float(seen @ expected - expected @ expected / 2) / std**2
         peer.steps, peer.entries = peer.steps + 1, list(ledger.entries)
         self._noise.see(drawn / std, f"step {peer.steps} of {ledger.path.parent.name}")
@@ -110,13 +116,16 @@ class UpdateAudit:
                 "and run the app inside auditing_updates(), in the same thread",
                 code="audit.no-step",
             )
-        delta, defects = max(peer.delta for peer in peers), self._noise.result()
+        delta = max(peer.delta for peer in peers)
+        defects = self._noise.result()
         short = [peer for peer in peers if sum(release.steps for release in releases_in(peer.entries)) < peer.steps]
         if short:
             defects["ledger"] = f"{len(short)} peers' ledgers were charged for fewer updates than were released"
         different = {(releases_in(peer.entries), peer.delta): peer for peer in peers}
-        scores, inside = np.array([peer.score for peer in peers]), np.array([peer.inside for peer in peers])
-        absent, present = scores[~inside], scores[inside]
+        scores = np.array([peer.score for peer in peers])
+        inside = np.array([peer.inside for peer in peers])
+        absent = scores[~inside]
+        present = scores[inside]
         level = (1 + self._confidence) / 2  # of two bounds together
         shown = [bound(absent, present, delta, level) for bound in (epsilon_at_zero, epsilon_from_scores)]
         return OneRun(

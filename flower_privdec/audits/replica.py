@@ -40,7 +40,8 @@ def replica_scores(releases: Sequence[Release], trials: int, seed: int) -> tuple
 
 def _add(total: np.ndarray, release: Release, draws: np.random.Generator, *, present: bool) -> None:
     """Add the log ratios of all steps of a release to trials, in place."""
-    sigma, steps = release.noise_multiplier, release.steps
+    sigma = release.noise_multiplier
+    steps = release.steps
     if sigma == 0:
         total += math.inf if present else -math.inf
         return
@@ -48,7 +49,9 @@ def _add(total: np.ndarray, release: Release, draws: np.random.Generator, *, pre
         move = math.sqrt(steps) / sigma
         total += move * (draws.standard_normal(len(total)) + move * present) - move**2 / 2
         return
-    rate, idle, rows = release.sampling_rate, release.idle, max(1, BLOCK // len(total))
+    rate = release.sampling_rate
+    idle = release.idle
+    rows = max(1, BLOCK // len(total))
     opposed = release.sampling == "uniform" and idle == 0
     for start in range(0, steps, rows):
         shape = (min(rows, steps - start), len(total))

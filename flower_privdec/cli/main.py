@@ -352,13 +352,17 @@ def audit(
     }
     takes: tuple[str, ...]
     if is_app := (scenario / "pyproject.toml").is_file():
-        what, takes = "a Flower app", ("--one-run" if one_run is not None else "--trials", *APP_OPTIONS)
+        what = "a Flower app"
+        takes = ("--one-run" if one_run is not None else "--trials", *APP_OPTIONS)
     elif process is not None:
-        what, takes = "an audit of processes", ("--set", "--process", "--out")
+        what = "an audit of processes"
+        takes = ("--set", "--process", "--out")
     elif one_run is not None:
-        what, takes = "an audit in one run", ("--set", "--one-run", "--json")
+        what = "an audit in one run"
+        takes = ("--set", "--one-run", "--json")
     else:
-        what, takes = "an audit of a scenario", ("--set", "--trials", "--replica", "--plot", "--json")
+        what = "an audit of a scenario"
+        takes = ("--set", "--trials", "--replica", "--plot", "--json")
     if unused := [
         option for option, value in given.items() if value is not None and value is not False and option not in takes
     ]:

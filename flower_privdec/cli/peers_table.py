@@ -40,7 +40,8 @@ class PeersTable:
     def __rich__(self) -> Table:
         """Return the current table."""
         with self._lock:
-            statuses, notes = dict(self._statuses), dict(self._notes)
+            statuses = dict(self._statuses)
+            notes = dict(self._notes)
         insecure = any(is_insecure(status) for status in statuses.values())
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="INSECURE seeds: for tests" if insecure else None)
         for heading in HEADINGS:

@@ -26,13 +26,17 @@ from flower_privdec.studies.spec import load_study
 def study_progress(name: str, cells: Sequence[Cell], console: Console | None = None) -> Iterator[OnCell]:
     """Show on stderr how many cells are done while the context lasts; yield a function to call after each."""
     console = console or error_console()
-    began, done, work_done, work = time.monotonic(), 0, 0.0, sum(cell.work for cell in cells)
+    began = time.monotonic()
+    done = 0
+    work_done = 0.0
+    work = sum(cell.work for cell in cells)
     with counting_bar(console) as bar:
         task = bar.add_task(f"study {name}", total=len(cells), left="")
 
         def on_cell(outcome: Outcome) -> None:
             nonlocal done, work_done
-            done, work_done = done + 1, work_done + outcome.cell.work
+            done = done + 1
+            work_done = work_done + outcome.cell.work
             left = f"{duration((time.monotonic() - began) * (work - work_done) / work_done)} left"
             bar.update(task, completed=done, left=left)
             if outcome.error is not None:
@@ -113,7 +117,8 @@ def print_studies() -> None:
 def print_cells(name: str, size: str | None, only: Sequence[str], settings: Sequence[str]) -> None:
     """Print how many cells each part has and how many are still to run; run nothing."""
     study, base = load_study(name)
-    size, parts = study.size(size), study.chosen(only)
+    size = study.size(size)
+    parts = study.chosen(only)
     cells: list[Cell] = expand(study, base, size, parts, settings)
     cells = expand(study, base, size, parts, settings, choices_of(study, size, cells, CACHE))
     table = Table("part", "cells", "to run", box=None, pad_edge=False)

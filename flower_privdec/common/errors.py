@@ -105,7 +105,8 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
         ('probability', 'learning_rate', None)
     """
     plain = {candidate: re.sub("[-_ ]", "", candidate).lower() for candidate in known}
-    typed, parts = re.sub("[-_ ]", "", word).lower()[:80], set(re.split("[-_ .]", word.lower()))
+    typed = re.sub("[-_ ]", "", word).lower()[:80]
+    parts = set(re.split("[-_ .]", word.lower()))
     begins = [candidate for candidate in known if typed and plain[candidate].startswith(typed)]
     short = [
         candidate for candidate in known if typed == "".join(part[:1] for part in re.split("[-_ ]", candidate.lower()))

@@ -208,7 +208,8 @@ class RaisedElsewhere(Exception):  # noqa: N818 (an error of another process)
 
     def __init__(self, place: str, trace: str) -> None:
         super().__init__(place, trace)
-        self.place, self.trace = place, trace
+        self.place = place
+        self.trace = trace
 
     def __str__(self) -> str:
         return f"in another process of this run:\n{self.trace}"
@@ -219,7 +220,8 @@ def last_line_of_users(error: BaseException) -> str:
 
     Of a file that was looked for from the current folder, the whole path is added.
     """
-    frame, path = _frame_of(error), getattr(error, "filename", None)
+    frame = _frame_of(error)
+    path = getattr(error, "filename", None)
     is_relative = isinstance(path, str) and not os.path.isabs(path)
     tried = f", tried {os.path.abspath(path)}" if is_relative else ""  # type: ignore[arg-type]
     return f" ({frame.filename}, line {frame.lineno}{tried})" if frame is not None and _is_users(frame) else ""

@@ -127,7 +127,8 @@ class Algorithm:
             )
         at = self.program.index(exchanges[0])
         mixes = tuple(replace(exchanges[0], mixing_step=step) for step in range(steps))
-        self.program, self.mixing_steps = (*self.program[:at], *mixes, *self.program[at + 1 :]), steps
+        self.program = (*self.program[:at], *mixes, *self.program[at + 1 :])
+        self.mixing_steps = steps
 
     def __init_subclass__(cls) -> None:
         """Drop an inherited declaration where a subclass, or a class mixed in, changes what it may be about."""
@@ -152,7 +153,8 @@ class Algorithm:
         """Return what each peer's steps are multiplied by: the learning rate, unless an algorithm has none."""
         section: Any = self.section
         rate = np.broadcast_to(np.asarray(section.learning_rate, dtype=np.float64), (n_peers,))
-        cosine, warmup = section.learning_rate_schedule == "cosine", section.learning_rate_warmup or 0.0
+        cosine = section.learning_rate_schedule == "cosine"
+        warmup = section.learning_rate_warmup or 0.0
         return LearningRate(rate, section.learning_rate_decay, rounds, cosine=cosine, warmup=warmup)
 
     @property
@@ -324,7 +326,8 @@ def check_algorithm(algorithm: Algorithm, where: str) -> None:
     Raises:
         ScenarioError: it has no program, or no weights, or weights that do not fit the program.
     """
-    program, none = getattr(algorithm, "program", None), object()
+    program = getattr(algorithm, "program", None)
+    none = object()
     if not isinstance(program, tuple) or not program or not all(map(callable, _steps(program))):
         raise ScenarioError(f"{where}: program must be a tuple of steps and exchanges", code="algorithm.program")
     weights = getattr(algorithm, "weights", none)

@@ -71,7 +71,8 @@ class Validation:
         """
         sound = torch.isfinite(models).all(1)
         weights = torch.as_tensor(coalitions / coalitions.sum(1, keepdims=True)).to(models)
-        sound_models, right = torch.where(sound[:, None], models, 0), torch.empty(len(weights), dtype=torch.float64)
+        sound_models = torch.where(sound[:, None], models, 0)
+        right = torch.empty(len(weights), dtype=torch.float64)
         width = kernel.logits(sound_models[:1], self.x[:1]).shape[2]
         for rows in row_chunks(len(weights), len(self) * width * models.element_size(), OUTPUT_BYTES):
             outputs = kernel.blended_logits(sound_models, weights[rows], self.x)
@@ -105,7 +106,8 @@ class LearningRate:
         """Return γ of every peer in a round, [n_peers]."""
         if self.growing:
             return np.asarray(self.base * (round_index + 1))
-        rising, left = self.warmup * self.rounds, self.rounds - round_index
+        rising = self.warmup * self.rounds
+        left = self.rounds - round_index
         falling = self.decay * self.rounds or (self.rounds - rising if self.cosine else 0.0)
         share = min(1.0, left / falling) if falling > 0 else 1.0
         share = (1 - math.cos(math.pi * share)) / 2 if self.cosine else share
@@ -177,7 +179,8 @@ def stochastic_gradient(cohort: Cohort, step: PrivateStep) -> None:
         return
     ends = np.searchsorted(step.batch_row, np.arange(len(step.batch.weight) + 1)).tolist()
     for row, (start, stop) in enumerate(pairwise(ends)):
-        batch, part = step.batch.repeated(row, stop - start), slice(start, stop)
+        batch = step.batch.repeated(row, stop - start)
+        part = slice(start, stop)
         clip, share = (None if numbers is None else numbers[part] for numbers in (step.clip_norm, step.divisor))
         cohort.kernel.add_clipped_(step.out[part], step.params[part], batch, clip, step.scale[part], share)
 
@@ -248,7 +251,9 @@ class Cohort:
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows, self.dtype, self.device = np.arange(len(self.peers)), self.initial.dtype, self.initial.device
+        self.rows = np.arange(len(self.peers))
+        self.dtype = self.initial.dtype
+        self.device = self.initial.device
 
     def tensor(self, values: np.ndarray) -> Tensor:
         """Return per-peer numbers as a tensor on the cohort's device."""
@@ -336,13 +341,16 @@ class Cohort:
         Privacy: unit example, adjacency zero-out; the release that the algorithm declares for the step, charged to
             each row's ledger before an example is read.
         """
-        peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
+        peers = self.peers[rows]
+        index = round_index * self.steps_per_round + local_step
         if self.optimizer is not None and factor is None:
             if self.state is None or not isinstance(sums, Tensor):
                 raise TypeError("a local optimizer takes steps of a running program with one sum")
-            gradient, again = torch.zeros_like(sums), (estimate, local_step, receivers, 1.0)
+            gradient = torch.zeros_like(sums)
+            again = (estimate, local_step, receivers, 1.0)
             self.release_rows_(gradient, params, divisor, round_index, rows, *again)
-            rate, whole = self.tensor(self.learning_rate.at(round_index)[peers]), len(rows) == len(self.rows)
+            rate = self.tensor(self.learning_rate.at(round_index)[peers])
+            whole = len(rows) == len(self.rows)
             chosen = slice(None) if whole else torch.as_tensor(rows, device=self.device)
             self.optimizer.add_step_(sums, gradient, rate, self.state.rows, chosen)
             return
@@ -351,10 +359,12 @@ class Cohort:
         times = -self.learning_rate.at(round_index)[peers] if factor is None else np.full(len(rows), factor)
         rate = times / self.data.sampler.normalizer[rows]
         named = {"gradient": sums} if isinstance(sums, Tensor) else sums
-        numbers, noises = [rate], {}
+        numbers = [rate]
+        noises = {}
         if self.protection is not None:
             copies = None if receivers is None else np.bincount(rows, minlength=len(self.peers))
-            clip, noises = self.protection.clip_norm(index)[rows], self.protection.noise(index, named, copies)
+            clip = self.protection.clip_norm(index)[rows]
+            noises = self.protection.noise(index, named, copies)
             numbers += [clip, *(np.abs(rate) * clip * noise[rows] for noise in noises.values())]
         scale, *rest = self.tensor(np.array(numbers)).unbind(0)
         step = PrivateStep(

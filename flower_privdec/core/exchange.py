@@ -84,7 +84,8 @@ class Changed:
         """Put them into the state, which then goes on."""
         state.rows.update(self.rows)
         state.edges.update(self.edges)
-        state.at, state.waiting = state.at + 1, False
+        state.at = state.at + 1
+        state.waiting = False
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ class Mix(Exchange):
         if mixing.sends_shares:  # a receiver's own share first, then the others' by distance
             for row, terms in enumerate(hosted.terms):
                 for name in self.names:
-                    out, own_row = rows[name][row], state.rows[name][row]
+                    out = rows[name][row]
+                    own_row = state.rows[name][row]
                     for number, (sender, receiver, weight) in enumerate(terms):
                         share = own_row * weight if sender == receiver else received[sender, receiver][name]
                         if number:
@@ -202,7 +204,8 @@ class Mix(Exchange):
 
     def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
         """See Exchange; writes into one spare buffer a name, which then changes places with the row, or in place."""
-        matrix, rows = mixing.matrix(self.place(state.round_index, mixing)), {}
+        matrix = mixing.matrix(self.place(state.round_index, mixing))
+        rows = {}
         for name in self.names:
             rows[name], spares[name] = matrix.replace(state.rows[name], spares.get(name))
         return Changed(rows, {})
@@ -257,7 +260,8 @@ class Reply(Exchange):
         return list(mixing.hosted(self.place(state.round_index, mixing), state.peers).answered)
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
-        links, like = self.awaited(state, mixing), dict.fromkeys(self.names, state.rows[self.like][0])
+        links = self.awaited(state, mixing)
+        like = dict.fromkeys(self.names, state.rows[self.like][0])
         return Changed({}, _edges(links, checked(messages, links, like, state.round_index), like))
 
     def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:

@@ -54,7 +54,8 @@ class LocalOptimizer:
             state: the rows of the whole cohort.
             rows: where they stand in it, int64 [r], or all.
         """
-        section, direction = self.section, gradient
+        section = self.section
+        direction = gradient
         if section.name == "momentum":
             direction = state[PREFIX + "first"][rows] * section.momentum + gradient
             state[PREFIX + "first"][rows] = direction

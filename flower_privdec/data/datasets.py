@@ -54,7 +54,8 @@ def partition(labels: np.ndarray, n_peers: int, section: PartitionSection, seed:
         >>> [len(rows) for rows in partition(labels, 3, section, seed=1)]
         [15, 9, 6]
     """
-    labels, kind = np.asarray(labels), section.kind
+    labels = np.asarray(labels)
+    kind = section.kind
     if kind not in ("iid", "sizes") and (labels.ndim != 1 or labels.dtype.kind not in "ui"):
         raise ScenarioError(
             f"data.partition.kind={kind} partitions classes, and the task's targets are none: use iid or sizes",
@@ -77,7 +78,8 @@ def _shuffled(labels: np.ndarray, seed: int) -> np.ndarray:
 
 def _sizes(labels: np.ndarray, n_peers: int, section: PartitionSection, seed: int) -> list[np.ndarray]:
     """Divide by counts, or by shares of the whole; a share's count is exact to less than one example."""
-    total, sizes = len(labels), section.sizes or []
+    total = len(labels)
+    sizes = section.sizes or []
     if len(sizes) != n_peers:
         raise ScenarioError(f"data.partition.sizes={shown(sizes)} must be {n_peers} numbers > 0, one for each peer")
     values = np.array(sizes, dtype=np.float64)
@@ -114,13 +116,15 @@ def _dirichlet(labels: np.ndarray, n_peers: int, section: PartitionSection, seed
 
 
 def _shards(labels: np.ndarray, n_peers: int, section: PartitionSection, seed: int) -> list[np.ndarray]:
-    shards, most = section.shards_per_peer or 1, len(labels) // n_peers
+    shards = section.shards_per_peer or 1
+    most = len(labels) // n_peers
     _check_most("data.partition.shards_per_peer", shards, most, "what a peer gets at most: change it")
     return _by_flwr("ShardPartitioner", labels, n_peers, seed, num_shards_per_partition=shards)
 
 
 def _pathological(labels: np.ndarray, n_peers: int, section: PartitionSection, seed: int) -> list[np.ndarray]:
-    classes, most = section.classes_per_peer or 1, len(np.unique(labels))
+    classes = section.classes_per_peer or 1
+    most = len(np.unique(labels))
     _check_most("data.partition.classes_per_peer", classes, most, "the number of classes: change it")
     options = {"num_classes_per_partition": classes, "class_assignment_mode": "first-deterministic"}
     return _by_flwr("PathologicalPartitioner", labels, n_peers, seed, **options)
@@ -128,7 +132,8 @@ def _pathological(labels: np.ndarray, n_peers: int, section: PartitionSection, s
 
 def _by_flwr(name: str, labels: np.ndarray, n_peers: int, seed: int, **options: Any) -> list[np.ndarray]:
     """Run a flwr-datasets partitioner on the labels; a second column keeps the rows through its sorting."""
-    purpose, remedy = "a partition by label", "pip install 'flower-privdec[simulation]', or use iid or sizes"
+    purpose = "a partition by label"
+    remedy = "pip install 'flower-privdec[simulation]', or use iid or sizes"
     partitioners = require("flwr_datasets.partitioner", purpose, remedy)
     hf = require("datasets", purpose, remedy)
     partitioner = getattr(partitioners, name)(
@@ -247,7 +252,8 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
     Raises:
         ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
     """
-    name, request = section.dataset, Request(section, None if root is None else os.path.expanduser(root), targets, key)
+    name = section.dataset
+    request = Request(section, None if root is None else os.path.expanduser(root), targets, key)
     if not isinstance(name, str):
         return read_own(name, request)
     DATASETS.check(name, "data.dataset")
@@ -305,8 +311,11 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
             )
     source_of_count = where if section.classes is None else f"data.classes={section.classes}"
     _check_labels(split.labels, n_classes, f"{source_of_count}: the test set")
-    total, count, name = len(split.labels), section.validation, name_of(section)
-    rows, held = _chosen(total, section.test_samples, seed, "test_samples", name), None
+    total = len(split.labels)
+    count = section.validation
+    name = name_of(section)
+    rows = _chosen(total, section.test_samples, seed, "test_samples", name)
+    held = None
     if count is not None:
         room = total - (section.test_samples or 1)
         if count > room:

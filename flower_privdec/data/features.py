@@ -77,7 +77,9 @@ class Scattering2D:
         """
         bank_module = require("kymatio.scattering2d.filter_bank", "features.kind=scattering", _INSTALL)
         utils = require("kymatio.scattering2d.utils", "features.kind=scattering", _INSTALL)
-        self.shape, self.scales, self.order = shape, scales, order
+        self.shape = shape
+        self.scales = scales
+        self.order = order
         self.padded: tuple[int, int] = utils.compute_padding(*shape, scales)
         bank = bank_module.filter_bank(*self.padded, scales, angles)
         self._low = [  # φ at each resolution, a Gaussian and so an outer product, as two matrices
@@ -90,7 +92,8 @@ class Scattering2D:
     def __call__(self, x: Tensor) -> Tensor:
         """Transform images [n, height, width] to [n, n_paths, ~height / 2^J, ~width / 2^J]."""
         (height, width), (tall, wide) = self.shape, self.padded
-        top, left = (tall - height) // 2, (wide - width) // 2
+        top = (tall - height) // 2
+        left = (wide - width) // 2
         margins = (left, wide - width - left, top, tall - height - top)
         x = pad(x.unsqueeze(1), margins, mode="reflect").squeeze(1)
         spectrum = torch.fft.fft2(x)
@@ -100,7 +103,8 @@ class Scattering2D:
             u1 = _modulus(torch.fft.ifft2(_filter(spectrum, self._first[j1])))  # [n, L, ...]
             outputs.append(self._average(u1, j1))
             if self.order == 2 and j1 + 1 < self.scales:
-                spectrum_1, paths = torch.fft.fft2(u1), []
+                spectrum_1 = torch.fft.fft2(u1)
+                paths = []
                 for j2 in range(j1 + 1, self.scales):
                     u2 = _modulus(torch.fft.ifft2(_filter(spectrum_1, self._second[j1, j2])))  # [n, L, L, ...]
                     paths.append(self._average(u2, j2))
@@ -137,7 +141,8 @@ def _aliases(bank: dict[str, Any], scale: int, resolution: int, step: int) -> Te
 
 def _split(x: Tensor, step: int) -> Tensor:
     """Cut the last two axes into step x step blocks and put the blocks first, [step², ..., h, w]."""
-    height, width = x.shape[-2] // step, x.shape[-1] // step
+    height = x.shape[-2] // step
+    width = x.shape[-1] // step
     blocks = x.reshape(*x.shape[:-2], step, height, step, width)
     return blocks.movedim((-4, -2), (0, 1)).flatten(0, 1)
 
@@ -182,7 +187,9 @@ def apply_features(x: Features, section: FeaturesSection) -> Tensor:
             f"of shape {list(shape)}: remove the section features",
             code="features.no-images",
         )
-    channels, side, reach = shape[0], min(shape[1:]), 2**section.scales
+    channels = shape[0]
+    side = min(shape[1:])
+    reach = 2**section.scales
     if reach >= side:
         raise ScenarioError(
             f"features.scales={section.scales} needs images of more than {reach} pixels a side and these have "
@@ -296,7 +303,8 @@ def draw_strokes(count: int, shape: tuple[int, int]) -> np.ndarray:
     """
     drawings = []
     for i in range(count):
-        generator, ink = keyed_generator(0, "strokes", i), np.zeros(shape)
+        generator = keyed_generator(0, "strokes", i)
+        ink = np.zeros(shape)
         for _ in range(generator.integers(1, 3)):
             corners = generator.uniform(-1, 1, (generator.integers(3, 6), 2)) * REACH + 0.5
             pen = generator.uniform(*PEN) * min(shape)

@@ -24,7 +24,8 @@ from flower_privdec.scenario.sections import BatchSection
 
 # A generator is keyed for a block of steps, because keying costs more than one small batch. The block's
 # length depends on the scenario's batch size alone, so that the numbers do not depend on the cohort.
-_BLOCK_STEPS, _BLOCK_EXAMPLES = 128, 512
+_BLOCK_STEPS = 128
+_BLOCK_EXAMPLES = 512
 _RATE_STEPS = 32  # in a block, where the batch size is each peer's own
 KEY_BYTES = 32
 
@@ -75,8 +76,12 @@ class Sampler:
         Raises:
             ScenarioError: a peer holds fewer examples than the batch size and is refused.
         """
-        self.section, self.kind, self.keys = section, section.sampling, keys
-        kind, size, rate = section.sampling, section.size, section.rate
+        self.section = section
+        self.kind = section.sampling
+        self.keys = keys
+        kind = section.sampling
+        size = section.size
+        rate = section.rate
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
         self.peers = np.arange(len(self.partition_sizes)) if peers is None else np.asarray(peers, dtype=np.int64)
         self.sizes = np.zeros_like(self.partition_sizes) if size is None else self._sizes(size)
@@ -168,7 +173,8 @@ class Sampler:
 
     def block(self, rows: np.ndarray, numbers: np.ndarray) -> LocalBatch:
         """Return one fixed batch of each peer: positions j, j + c, j + 2 c, ... below J for batch j of c."""
-        sizes, counts = self.partition_sizes[rows], self.blocks(rows)
+        sizes = self.partition_sizes[rows]
+        counts = self.blocks(rows)
         longest = -(-(sizes - numbers) // counts)
         index = numbers[:, None] + counts[:, None] * np.arange(int(longest.max(initial=1)))
         return _padded(index, sizes)
@@ -181,9 +187,11 @@ class Sampler:
 
     def _draw(self, number: int, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw one peer's block: how many examples in each of its steps, and their positions end to end."""
-        count, size = int(self.partition_sizes[row]), int(self.sizes[row])
+        count = int(self.partition_sizes[row])
+        size = int(self.sizes[row])
         if self.kind == "shuffle":
-            steps, first = count // size, number * self._steps
+            steps = count // size
+            first = number * self._steps
             epochs = np.arange(first // steps, (first + self._steps - 1) // steps + 1)
             orders = [self._generator("shuffle", int(epoch), row).permutation(count) for epoch in epochs]
             batches = np.concatenate([order[: steps * size].reshape(steps, size) for order in orders])

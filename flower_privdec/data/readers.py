@@ -117,7 +117,8 @@ class Request:
         """Return the path of the dataset's file or folder; raises ScenarioError where it is none."""
         if self.root is None or not (Path(self.root).is_dir() if folder else Path(self.root).is_file()):
             kind, code = ("folder", "data.no-root") if folder else ("file", "data.no-file")
-            path, dataset = self.root and tried(self.root), self.section.dataset
+            path = self.root and tried(self.root)
+            dataset = self.section.dataset
             raise ScenarioError(f"{self.key}={path} is no {kind}: dataset {dataset} needs {needs}", code=code)
         return self.root
 
@@ -235,7 +236,8 @@ IMAGE_SETS: dict[str, tuple[str, tuple[str, ...], Constants, HalfReader]] = {
 def read_images(kind: str, request: Request) -> Source:
     """Read one of IMAGE_SETS under the root, as torchvision unpacks it: images [C, H, W] of ten classes."""
     folder, files, constants, read = IMAGE_SETS[kind]
-    key, root = request.key, request.root
+    key = request.key
+    root = request.root
 
     def half(train: bool) -> Split:
         if root is None:
@@ -273,9 +275,13 @@ def channels_first(images: Tensor) -> Tensor:
     return images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
 
 
-LABELS, LABEL_FEATURES = 6, 20
+LABELS = 6
+LABEL_FEATURES = 20
 SPARSE_FEATURES, SPARSE_WORDS = 47_236, 75  # rcv1's, before repeats are joined
-TOPICS, WORDS, LONGEST, OWN_WORDS = 4, 200, 20, 40
+TOPICS = 4
+WORDS = 200
+LONGEST = 20
+OWN_WORDS = 40
 
 
 def draw_labels(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -411,7 +417,8 @@ def read_targets(y: np.ndarray, targets: Targets, name: str) -> np.ndarray:
     return values
 
 
-_ARRAYS, _JPEG = ("x", "y"), ("jpeg", "offset", "label")
+_ARRAYS = ("x", "y")
+_JPEG = ("jpeg", "offset", "label")
 
 
 def read_npz(request: Request) -> Source:
@@ -434,7 +441,8 @@ def _read_half(path: str, part: str, request: Request) -> Split:
         return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, where, request)
     if request.n_tokens is not None or request.targets != "classes":
         raise ScenarioError(f"{where} holds JPEG images with classes: they are no tokens, and need a loss of classes")
-    stream, offset = arrays[f"{part}_jpeg"], arrays[f"{part}_offset"]
+    stream = arrays[f"{part}_jpeg"]
+    offset = arrays[f"{part}_offset"]
     labels = class_labels(arrays[f"{part}_label"], f"{where}: {part}_label", minimum=-1)
     right = stream.dtype == np.uint8 and stream.ndim == 1 and offset.dtype.kind in "ui" and offset.ndim == 1
     if not right or len(offset) != len(labels) + 1:
@@ -600,7 +608,8 @@ def read_own(own: OwnSection, request: Request) -> Source:
 
 
 def _call_for_half(own: OwnSection, request: Request, part: str) -> Split:
-    target, arguments = own.module, ({} if request.root is None else {"root": request.root}) | own.arguments
+    target = own.module
+    arguments = ({} if request.root is None else {"root": request.root}) | own.arguments
     where = "data.dataset" if is_given(target) else f"data.dataset.module={target!r}"
     with users_code(f"{where} fails on {part!r} with {arguments}", code="code.fails"):
         arrays = load_own(target, "data.dataset.module")(part, **arguments)
@@ -629,7 +638,10 @@ class Lines:
     """The lines of a file as they are read, counted, so that an error can name its line."""
 
     def __init__(self, file: IO[bytes], where: str) -> None:
-        self.file, self.where, self.number, self.size = file, where, 0, 0
+        self.file = file
+        self.where = where
+        self.number = 0
+        self.size = 0
 
     def read(self, size: int = -1) -> bytes:
         """Return bytes, as a file does: scikit-learn checks for this method."""
@@ -654,7 +666,9 @@ class Lines:
 
 def read_svmlight(request: Request) -> Source:
     """Read one svmlight file: the training set at `data.root`, or the test set at `data.test`; indices count from 1."""
-    path, where, features = request.path(), request.where, request.section.n_features or 0
+    path = request.path()
+    where = request.where
+    features = request.section.n_features or 0
 
     def half() -> Split:
         if features > LARGEST_INDEX:

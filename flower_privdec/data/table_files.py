@@ -50,7 +50,10 @@ def read_table(request: Request) -> Source:
     Raises:
         ScenarioError: there is no such file, or, where a half is read, a column, a row or a value is wrong.
     """
-    section, path, where, targets = request.section, request.path(), request.where, request.targets
+    section = request.section
+    path = request.path()
+    where = request.where
+    targets = request.targets
     table = section.table
     assert table is not None  # which `DataSection` requires
     if targets == "labels" or request.n_tokens is not None:
@@ -111,9 +114,11 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
             reader = csv.reader(file, delimiter=table.delimiter, strict=True)
             if not (header := next(reader, [])):
                 raise ScenarioError(f"{where} is empty; give a file with a header and rows", code="data.empty")
-            places, values = _places(header, where, table), dict[str, list[Any]]()
+            places = _places(header, where, table)
+            values = dict[str, list[Any]]()
             lists = {name: values.setdefault(name, []) for name in places}
-            rows, begun = [], reader.line_num + 1
+            rows = []
+            begun = reader.line_num + 1
             for line in reader:
                 begun = reader.line_num + 1
                 if not line:
@@ -202,7 +207,9 @@ def _number(columns: Columns, row: int, name: str, value: Any) -> float:
 
 def _features(table: TableSection, columns: Columns) -> np.ndarray:
     """Return float32 [N, features]: the scaled numbers, the categories one by one, and flags of what is missing."""
-    count, parts, flags = len(columns.rows), list[np.ndarray](), list[np.ndarray]()
+    count = len(columns.rows)
+    parts = list[np.ndarray]()
+    flags = list[np.ndarray]()
     for name in _names(table):
         values = columns.values.get(name, [None] * count)
         gone = np.array([value is None for value in values], dtype=np.float32)
@@ -243,7 +250,8 @@ def _text(value: Any) -> str:
 
 
 def _targets(listed: Sequence[str] | None, table: TableSection, columns: Columns, targets: Targets) -> np.ndarray:
-    name, values = table.target, columns.values[table.target]
+    name = table.target
+    values = columns.values[table.target]
     gone = next((row for row, value in enumerate(values) if value is None), None)
     if gone is not None:
         raise _wrong(columns, gone, name, "holds no target: leave the row out", "data.missing")

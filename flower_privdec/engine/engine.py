@@ -11,7 +11,9 @@ class Engine:
     """Runs rounds of an algorithm on a cohort that hosts the whole network."""
 
     def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State) -> None:
-        self.algorithm, self.cohort, self.state = algorithm, cohort, state
+        self.algorithm = algorithm
+        self.cohort = cohort
+        self.state = state
         self._spares: Spares = {}
 
     trial = None  # the caller evaluates the models

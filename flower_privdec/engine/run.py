@@ -67,8 +67,10 @@ class Run:
             _log.warning(SYSTEM)
         elif self.recorder.salted_for:
             _log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
-        ledger, checkpoint = ledger_folder(experiment.scenario, out, experiment.inherited), self.recorder.checkpoint
-        steps, every = experiment.algorithm.steps_per_round, experiment.scenario.evaluation.every
+        ledger = ledger_folder(experiment.scenario, out, experiment.inherited)
+        checkpoint = self.recorder.checkpoint
+        steps = experiment.algorithm.steps_per_round
+        every = experiment.scenario.evaluation.every
         if checkpoint is not None:
             check_ledger_there(ledger, experiment.public.name, checkpoint.head)
         first = 0 if checkpoint is None else checkpoint.state.round_index * steps
@@ -109,7 +111,8 @@ class Run:
         Args:
             on_round: called after each round, with the number of rounds that are done.
         """
-        scenario, every = self.experiment.scenario, self.experiment.scenario.evaluation.every
+        scenario = self.experiment.scenario
+        every = self.experiment.scenario.evaluation.every
         until = min(scenario.rounds, (self.round_index // every + 1) * every)
         while self.round_index < until:
             started = time.perf_counter()
@@ -150,7 +153,8 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Write models and summary of a run whose rounds are done; return the summary."""
-        spent, self.recorder.ledger = Spent.of(self.cohort, self.experiment.scenario.rounds), self._charged
+        spent = Spent.of(self.cohort, self.experiment.scenario.rounds)
+        self.recorder.ledger = self._charged
         self.recorder.coalition_seconds = self.cohort.game_seconds
         return self.recorder.finish(self.engine.state.rows, spent)
 
@@ -166,7 +170,8 @@ class Run:
         path = self.recorder.out / CHECKPOINT
         if self.recorder.lean or not path.is_file():
             return None
-        state, cohort = read_checkpoint(path, self.experiment.device).state, self.cohort
+        state = read_checkpoint(path, self.experiment.device).state
+        cohort = self.cohort
         done = state.round_index
         if not 0 < done < self.experiment.scenario.rounds:
             return None

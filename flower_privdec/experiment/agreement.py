@@ -84,7 +84,8 @@ class Agreement:
         loss, metrics = _build_task(scenario.task, public)
         public = _with_features(public, scenario.features)
         algorithm.check_public(public, loss)
-        module, dtype = build_module(scenario, **module_facts(public, loss)), DTYPES[scenario.compute.dtype]
+        module = build_module(scenario, **module_facts(public, loss))
+        dtype = DTYPES[scenario.compute.dtype]
         origin = read_origin(scenario)
         if origin is not None:
             origin.load_into_(module.to(dtype))
@@ -150,7 +151,9 @@ def resolve_device(name: str) -> torch.device:
 @placed
 def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tuple[Mixing | None, Participation]:
     """Return the graph's mixing weights (None for an algorithm that exchanges nothing) and who is active."""
-    seed, who, section = scenario.seed_of("run"), scenario.participation, scenario.topology
+    seed = scenario.seed_of("run")
+    who = scenario.participation
+    section = scenario.topology
     if algorithm.weights is None:
         if who.kind == "edges":
             raise ScenarioError(
@@ -193,7 +196,8 @@ def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metri
     own = task.own_loss
     loss = resolve_loss(task.loss_name) if own is None else own_loss(own.module, own.targets, own.outputs)
     loss = replace(loss, width=public.n_classes)
-    outputs, metrics = loss.n_outputs(public.n_classes), []
+    outputs = loss.n_outputs(public.n_classes)
+    metrics = []
     if own is not None:
         try_loss(loss, outputs)
     if task.class_weights is not None:

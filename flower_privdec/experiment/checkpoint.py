@@ -208,7 +208,8 @@ def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
             raise ValueError("its edges are not as many as their values")
         edges[name] = Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), values[name])
     state = State(np.asarray(peers, dtype=np.int64), checked.round_index, checked.at, tensors, edges)
-    head, transport = checked.head, checked.transport
+    head = checked.head
+    transport = checked.transport
     return Checkpoint(
         state=state,
         scenario=checked.scenario,
@@ -250,7 +251,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
     described: dict[str, Any] = {"__metadata__": dict(facts)}
     end = 0
     for name, tensor in ordered.items():
-        begin, end = end, end + tensor.nbytes
+        begin = end
+        end = end + tensor.nbytes
         described[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     header = json.dumps(described, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -287,7 +289,10 @@ class CheckpointLog:
     """
 
     def __init__(self, path: Path, count: int) -> None:
-        self._path, self._file, self._size, self._sequence = path, -1, 0, 0
+        self._path = path
+        self._file = -1
+        self._size = 0
+        self._sequence = 0
         self._used = deque[list[Extent]](maxlen=count)
         self._constant: dict[tuple[int, int], tuple[Tensor, Extent]] = {}  # by address and size
 
@@ -332,7 +337,10 @@ class CheckpointLog:
         facts, tensors = described(checkpoint)
         used = [extent for extents in self._used for extent in extents]
         places: dict[str, Any] = {}
-        inline, end, own, places_of = list[memoryview](), 0, list[Extent](), dict(self._constant)
+        inline = list[memoryview]()
+        end = 0
+        own = list[Extent]()
+        places_of = dict(self._constant)
         for name, tensor in tensors.items():
             if tensor.nbytes <= SMALL:
                 places[name] = [end, tensor.nbytes]
@@ -379,7 +387,8 @@ class CheckpointLog:
     def _write_at(self, content: memoryview, offset: int) -> None:
         while content:
             done = os.pwrite(self._file, content, offset)
-            content, offset = content[done:], offset + done
+            content = content[done:]
+            offset = offset + done
 
     def close(self) -> None:
         """Close the file."""
@@ -409,11 +418,13 @@ def page_check(content: memoryview) -> int:
 
 def _read_records(path: Path, device: torch.device) -> list[tuple[int, list[Extent], Checkpoint]]:
     """Return the sequence number, the extents and the content of each readable checkpoint, the older first."""
-    records, problem = [], "it has no root"
+    records = []
+    problem = "it has no root"
     try:
         content = memoryview(path.read_bytes())
     except OSError as error:
-        content, problem = memoryview(b""), error.strerror or str(error)
+        content = memoryview(b"")
+        problem = error.strerror or str(error)
     for at in range(0, ROOTS * PAGE, PAGE):
         root = bytes(content[at : at + ROOT.size + 4])
         if not any(root):
@@ -445,7 +456,8 @@ def _read_record(content: memoryview, extent: Extent, device: torch.device) -> t
     if len(record) != nbytes or crc32(record) != check:
         raise ValueError("a record is torn")
     begin = 8 + int.from_bytes(record[:8], "little")
-    facts, extents = json.loads(bytes(record[8:begin])), [extent]
+    facts = json.loads(bytes(record[8:begin]))
+    extents = [extent]
     tensors = {}
     for name, (start, size, *checks) in facts.pop("places").items():
         numbers = content[start : start + size] if checks else record[begin + start : begin + start + size]

@@ -56,10 +56,12 @@ def evaluate(
     Raises:
         RunError: when the run has diverged.
     """
-    algorithm, kernel = agreement.algorithm, agreement.kernel
+    algorithm = agreement.algorithm
+    kernel = agreement.kernel
     models = algorithm.models(rows)
     _check_finite(agreement, models, round_index)
-    x, targets = inputs_like(agreement.public.x, models), agreement.public.y.to(models.device)
+    x = inputs_like(agreement.public.x, models)
+    targets = agreement.public.y.to(models.device)
     outputs = kernel.logits(algorithm.mean_model(rows).unsqueeze(0), x)
     value = _sound_loss(agreement, outputs[0], targets, round_index)
     if all(torch.equal(model, models[0]) for model in models):  # one that all share is tried once
@@ -77,7 +79,8 @@ def evaluate(
         metrics["training_loss"] = {"mean_model": finite(training_loss(agreement, own, rows))}
     by_label = algorithm.tried_on_own_labels and agreement.loss.targets == "classes"
     if own is not None and by_label and shows_private(agreement.scenario):
-        personal, last = algorithm.personal(rows), round_index >= agreement.scenario.rounds
+        personal = algorithm.personal(rows)
+        last = round_index >= agreement.scenario.rounds
         if personal is not None:
             _check_finite(agreement, personal, round_index)
         right = agreement.loss.predict(outputs[0]) == targets
@@ -102,9 +105,11 @@ def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float |
     Privacy: none is spent; the rows follow from what was released, and the examples are public.
     """
     models = agreement.algorithm.models(rows)
-    x, targets = inputs_like(agreement.public.x, models), agreement.public.y.to(models.device)
+    x = inputs_like(agreement.public.x, models)
+    targets = agreement.public.y.to(models.device)
     few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)
-    x, targets = x[few], targets[few]
+    x = x[few]
+    targets = targets[few]
     outputs = (agreement.kernel.logits(model.unsqueeze(0), x)[0] for model in models)
     return [finite(float(agreement.loss.value(output, targets).mean())) for output in outputs]
 
@@ -158,7 +163,8 @@ def try_models(agreement: Agreement, rows: Mapping[str, Tensor]) -> dict[str, li
 def _try(agreement: Agreement, models: Tensor) -> dict[str, list[float]]:
     targets = agreement.public.y.to(models.device)
     few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)
-    x, targets = inputs_like(agreement.public.x, models)[few], targets[few]
+    x = inputs_like(agreement.public.x, models)[few]
+    targets = targets[few]
     by_metric: dict[str, list[float]] = {metric.name: [] for metric in agreement.metrics}
     output_bytes = len(targets) * agreement.public.n_classes * models.element_size()
     for rows in row_chunks(len(models), output_bytes, OUTPUT_BYTES):
@@ -173,10 +179,12 @@ def _sound_loss(agreement: Agreement, outputs: Tensor, targets: Tensor, round_in
     Raises:
         RunError: it only grows, or without noise it is far worse than a blind guess.
     """
-    loss, n_classes = agreement.loss, agreement.public.n_classes
+    loss = agreement.loss
+    n_classes = agreement.public.n_classes
     value = float(loss.value(outputs, targets).mean())
     start = finite(float(loss.value(torch.zeros_like(outputs), targets).mean())) or 0.0
-    text, blind = f"the mean model's test loss is {value:.3g}", False
+    text = f"the mean model's test loss is {value:.3g}"
+    blind = False
     if loss.targets == "classes":
         accuracy = float((loss.predict(outputs) == targets).double().mean())
         blind_loss = math.log(n_classes)
@@ -238,17 +246,20 @@ def try_on_shards(
         personalized model is released it is not noised either. No account covers these numbers: they are for
         simulations, whose data are at hand, and no peer would publish them.
     """
-    held, counts = held_labels(own, agreement.public.n_classes), _per_label(agreement, torch.ones_like(right))
+    held = held_labels(own, agreement.public.n_classes)
+    counts = _per_label(agreement, torch.ones_like(right))
     common = np.broadcast_to(_per_label(agreement, right), held.shape)
     accuracies: dict[str, Any] = {"global_model": _accuracy(held, common, counts)}
     models = agreement.algorithm.personal(rows)
     if models is None:
         return accuracies
     wanted = np.ones_like(held) if last else held
-    labels, hits_of_peers = agreement.public.y, []
+    labels = agreement.public.y
+    hits_of_peers = []
     for model, wanted_labels in zip(models, wanted, strict=True):
         chosen = torch.from_numpy(wanted_labels)[labels]
-        x, hit = inputs_like(agreement.public.x[chosen], model), torch.zeros(len(labels), dtype=torch.bool)
+        x = inputs_like(agreement.public.x[chosen], model)
+        hit = torch.zeros(len(labels), dtype=torch.bool)
         if len(x):
             outputs = agreement.kernel.logits(model.unsqueeze(0), x)[0].cpu()
             hit[chosen] = agreement.loss.predict(outputs) == labels[chosen]
@@ -272,7 +283,8 @@ def try_on_shards(
 
 
 def _per_label(agreement: Agreement, right: Tensor) -> np.ndarray:
-    labels, n_classes = agreement.public.y, agreement.public.n_classes
+    labels = agreement.public.y
+    n_classes = agreement.public.n_classes
     return np.bincount(labels.numpy(), weights=right.cpu().numpy(), minlength=n_classes)
 
 

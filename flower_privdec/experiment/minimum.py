@@ -81,7 +81,9 @@ def solve(objective: ConvexObjective) -> Minimum:
     h = objective.regularizer
     if objective.loss.name == "hinge" and h.l1 and not h.l2:
         return _linear_program(objective)
-    start, least, bound = np.zeros(objective.dimension), math.inf, -math.inf
+    start = np.zeros(objective.dimension)
+    least = math.inf
+    bound = -math.inf
     for smoothing in SMOOTHINGS if objective.loss.name == "hinge" else (0.0,):
         losses = _losses(objective, smoothing)
         start = (_minimise_in_ball if math.isfinite(h.radius) else _minimise)(objective, losses, start)
@@ -95,7 +97,8 @@ def solve(objective: ConvexObjective) -> Minimum:
 def _losses(objective: ConvexObjective, smoothing: float) -> Losses:
     """Return the losses of outputs and their derivatives; of the hinge smoothed ones."""
     if not smoothing:
-        loss, targets = objective.loss, objective.targets
+        loss = objective.loss
+        targets = objective.targets
 
         def plain(outputs: Array) -> tuple[Array, Array]:
             tensor = torch.from_numpy(outputs)
@@ -117,7 +120,8 @@ def lower_bound(objective: ConvexObjective, losses: Losses, x: Array) -> float:
     outputs = objective.features @ objective.matrix(x)
     values, slopes = losses(outputs)
     weighted = objective.weights[:, None] * slopes
-    v, h = -objective.vector(objective.features.T @ weighted), objective.regularizer
+    v = -objective.vector(objective.features.T @ weighted)
+    h = objective.regularizer
     dual_value = float(objective.weights @ values - (weighted * outputs).sum())
     if math.isfinite(h.radius):  # each case subtracts h*(v)
         return dual_value - h.radius * float(np.linalg.norm(v))
@@ -131,7 +135,8 @@ def lower_bound(objective: ConvexObjective, losses: Losses, x: Array) -> float:
 
 def _minimise(objective: ConvexObjective, losses: Losses, start: Array) -> Array:
     """Minimise a smooth loss with a regularizer that is not a ball, by L-BFGS-B; l1 is of x = p - n, p and n >= 0."""
-    h, d = objective.regularizer, len(start)
+    h = objective.regularizer
+    d = len(start)
 
     def value(x: Array) -> tuple[float, Array]:
         values, slopes = losses(objective.features @ objective.matrix(x))
@@ -161,7 +166,9 @@ def _lbfgsb(value: Callable[[Array], tuple[float, Array]], start: Array, bounds:
 
 def _minimise_in_ball(objective: ConvexObjective, losses: Losses, start: Array) -> Array:
     """Minimise over a ball: by an l2 weight, halved in until the model's norm is the radius, or hardly any is left."""
-    radius, low, high = objective.regularizer.radius, -30.0, 30.0
+    radius = objective.regularizer.radius
+    low = -30.0
+    high = 30.0
     x = start
     for _ in range(STEPS):
         middle = (low + high) / 2
@@ -179,7 +186,8 @@ def _linear_program(objective: ConvexObjective) -> Minimum:
 
     whose multipliers are the model.
     """
-    phi, sign = objective.regularizer.l1, 2.0 * objective.targets.numpy() - 1
+    phi = objective.regularizer.l1
+    sign = 2.0 * objective.targets.numpy() - 1
     columns = (scipy.sparse.diags(objective.weights * sign) @ objective.features).T.tocsc()
     d = columns.shape[0]
     result = scipy.optimize.linprog(
@@ -221,7 +229,8 @@ class ConvexObjective:
         layer, parts = agreement.kernel.layers[0], own.examples.parts  # type: ignore[attr-defined]
         rows = np.concatenate(parts)
         weights = np.concatenate([np.full(len(part), 1 / (len(parts) * len(part))) for part in parts])
-        loss, targets = agreement.loss, own.examples.y[torch.from_numpy(rows)]
+        loss = agreement.loss
+        targets = own.examples.y[torch.from_numpy(rows)]
         if loss.class_weights is not None and loss.plain is not None:
             # The solvers know the losses without weights; a class's weight is one more factor of its examples.
             weights = weights * np.array(loss.class_weights)[targets.numpy()]

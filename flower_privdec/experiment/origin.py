@@ -100,7 +100,8 @@ class Origin:
         Privacy: weights are what their own ε covers. On the same data another run adds to that; on other data it adds
             nothing.
         """
-        me, private = TrainedRun.of(scenario, public, None, None), scenario.private
+        me = TrainedRun.of(scenario, public, None, None)
+        private = scenario.private
         behind = [run for run in self.runs if run.source == me.source or run.tested == me.tested]
         if private is None or not behind:
             return None
@@ -118,7 +119,8 @@ class Origin:
                     f"{me.source}: name them alike (data.dataset or data.source), so that one ledger counts both",
                     code="origin.renamed",
                 )
-        last, given = behind[-1].ledger, None if private.ledger is None else Path(private.ledger).expanduser()
+        last = behind[-1].ledger
+        given = None if private.ledger is None else Path(private.ledger).expanduser()
         places = [Path(last), self.folder / "ledger", *([] if given is None else [given])] if last else []
         holding = next((place for place in places if all(run.is_charged_in(place) for run in behind)), None)
         if holding is None:
@@ -169,7 +171,8 @@ def read_origin(scenario: Scenario) -> Origin | None:
     if scenario.model.origin is None:
         return None
     folder = _folder(scenario.model.origin)
-    path, where = folder / "model.safetensors", f"model.from={folder}"
+    path = folder / "model.safetensors"
+    where = f"model.from={folder}"
     if not path.is_file() or not (folder / "summary.json").is_file():
         raise ScenarioError(
             f"{where}: is under way, or has no models: let it finish, or stop it", code="origin.unfinished"

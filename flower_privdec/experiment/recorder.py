@@ -43,7 +43,8 @@ from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.sections import StageSection
 
-NAME, PLOTS = "metrics.jsonl", "plots"
+NAME = "metrics.jsonl"
+PLOTS = "plots"
 MOST_LISTED = 64  # peers whose own metrics a summary has, one by one
 SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")  # values that are one number
 
@@ -65,7 +66,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record, last = json.loads(line), records[-1]["round"] if records else -1
+            record = json.loads(line)
+            last = records[-1]["round"] if records else -1
             if not isinstance(record, dict) or type(record.get("round")) is not int:
                 raise ValueError("it has no round")
             if record["round"] <= last:
@@ -120,8 +122,11 @@ def _readable(name: str, value: Any) -> bool:
 
 NODES_PLAN = "the nodes of Flower's modes sharded and relay have planned, and noted, their own noise"
 OnMetrics = Callable[[dict[str, Any]], object]
-CHECKPOINT, SUMMARY, LEAN_SECONDS = "checkpoint", "summary.json", 60.0
-SCENARIO, TRAINED = "scenario.yaml", "model.safetensors"
+CHECKPOINT = "checkpoint"
+SUMMARY = "summary.json"
+LEAN_SECONDS = 60.0
+SCENARIO = "scenario.yaml"
+TRAINED = "model.safetensors"
 WRITTEN = (CHECKPOINT, SCENARIO, NAME, SUMMARY, TRAINED, ORIGIN)  # files of a run's folder
 COALITIONS = "coalition_evaluations"
 MEASURED_BY_SOME = ("training_loss", "personalized", "suboptimality", COALITIONS)  # what some runs alone have
@@ -161,10 +166,15 @@ class Recorder:
         """
         if own is None:
             check_no_training_loss(agreement.scenario)
-        self.agreement, self.own, self.out, self.runtime, self.lean = agreement, own, out, runtime, lean
+        self.agreement = agreement
+        self.own = own
+        self.out = out
+        self.runtime = runtime
+        self.lean = lean
         self.run = public_name(agreement) if own is None else own.run
         self.salted_for = [] if agreement.scenario.compute.generator == "system" else without_content(agreement)
-        self._saved, self.begins_stage = time.monotonic(), False
+        self._saved = time.monotonic()
+        self.begins_stage = False
         self.scenario_hash = scenario_hash(agreement.scenario)
         self._lock = FolderLock(out)
         self._lock.check()
@@ -183,7 +193,8 @@ class Recorder:
         if resume and path.exists():
             peers = np.arange(self.agreement.scenario.n_peers) if self.own is None else self.own.peers
             checkpoint = read_checkpoint(path, self.agreement.device)
-            stages, ended = self.agreement.scenario.earlier, (checkpoint.run.id, checkpoint.state.round_index)
+            stages = self.agreement.scenario.earlier
+            ended = (checkpoint.run.id, checkpoint.state.round_index)
             self.begins_stage = bool(stages and ended == (stages[-1].run, stages[-1].until))
             # A run that was given more rounds writes the file before its first checkpoint.
             theirs = {checkpoint.scenario, self.scenario_hash} if self.begins_stage else {checkpoint.scenario}
@@ -326,7 +337,8 @@ class Recorder:
             stopped: after which round the run ends before its plan does, and by what.
             entries: further or other entries of the summary, by name.
         """
-        scenario, participation = self.agreement.scenario, self.agreement.participation
+        scenario = self.agreement.scenario
+        participation = self.agreement.participation
         done = scenario.rounds if stopped is None else stopped[0]
         known = [record for record in read_metrics(self.out) if record["round"] == done]
         metrics = known[-1] if known else self.record(rows, done, spent.epsilons)
@@ -378,7 +390,8 @@ class Recorder:
         with _writing(self.out):
             if not self.lean:
                 facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
-                models, origin = model_tensors(self.agreement, rows), self.agreement.origin
+                models = model_tensors(self.agreement, rows)
+                origin = self.agreement.origin
                 this = TrainedRun.of(scenario, self.agreement.public, *(self.ledger or (None, None)))
                 runs = [*(() if origin is None else origin.runs), this]
                 write_atomically(self.out / TRAINED, save(models, {"privdec": facts}))
@@ -538,7 +551,8 @@ def check_own_ledgers(agreement: Agreement) -> None:
 
 def _planned_as(scenario: Scenario, other: Scenario) -> Scenario:
     """Return a scenario with what may change in a run that goes on, rounds, budget and noise, as another has it."""
-    privacy, changed = scenario.privacy, {"rounds": other.rounds, "earlier": other.earlier}
+    privacy = scenario.privacy
+    changed = {"rounds": other.rounds, "earlier": other.earlier}
     if scenario.private is not None and other.private is not None:
         noise = {"epsilon": other.private.epsilon, "noise_multiplier": other.private.noise_multiplier}
         privacy = scenario.private.model_copy(update=noise)

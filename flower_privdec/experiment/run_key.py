@@ -252,7 +252,8 @@ def _sources(waiting: set[str]) -> Iterator[bytes]:
         source = path.read_bytes()
         yield name.encode() + source
         imports = _imported(source, name if path.name == "__init__.py" else name.rpartition(".")[0]) - visited
-        waiting, visited = waiting | imports, visited | imports
+        waiting = waiting | imports
+        visited = visited | imports
 
 
 def is_installed(module: str) -> bool:
@@ -434,7 +435,8 @@ def _function_parts(value: types.FunctionType) -> list[object]:
     for cell in value.__closure__ or ():
         with suppress(ValueError):  # not bound yet
             parts.append(cell.cell_contents)
-    codes, steps = [value.__code__], list[dis.Instruction]()
+    codes = [value.__code__]
+    steps = list[dis.Instruction]()
     for code in codes:  # and those inside it
         steps += dis.get_instructions(code)
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]

@@ -128,7 +128,8 @@ def privacy_rows(
         inherited: the folder of the ledger of the run that it starts from, in which it is charged.
     """
     expected = (participation.chances * rounds).tolist()
-    private, rows = scenario.private, []
+    private = scenario.private
+    rows = []
     shared = private and (private.ledger or inherited)
     scope = f"all runs in {shared}" if shared else ALONE
     calibration = "none" if private is None else private.calibration

@@ -155,7 +155,8 @@ class OwnParts:
             check_room(STEP_BYTES * steps * len(peers), what, "take fewer rounds, local steps or peers")
         examples = _read(agreement, peers, root, whole=whole)
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
-        smallest, least = int(np.argmin(examples.sizes)), scenario.data.at_least
+        smallest = int(np.argmin(examples.sizes))
+        least = scenario.data.at_least
         if least is not None and examples.sizes[smallest] < least:
             raise ScenarioError(
                 f"data.at_least={least} must be <= {examples.sizes[smallest]}, what peer {peers[smallest]} holds: "
@@ -169,14 +170,18 @@ class OwnParts:
         seeds = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
         # Keyed by the run where there is privacy; else by the seed, whatever is run with it.
         sampler = Sampler(scenario.data.batch, examples.sizes, seeds if scenario.private is None else keys, peers)
-        protection, larger = None, None
+        protection = None
+        larger = None
         if scenario.private is not None:
             drawings = drawings_of(agreement, peers, sampler)
-            section, everyone, everybody = scenario.private.noise, peers, sampler
+            section = scenario.private.noise
+            everyone = peers
+            everybody = sampler
             if isinstance(section, CancellingSection) and (len(peers) < scenario.n_peers or scenario.data.at_least):
                 everyone = np.arange(scenario.n_peers)
                 everybody = sampler_of_all(agreement, root, whole)
-            algorithm, mixing = agreement.algorithm, agreement.mixing
+            algorithm = agreement.algorithm
+            mixing = agreement.mixing
             factor = 1.0 if mixing is None else algorithm.weight_factor(mixing, scenario.rounds)
             protection = build_protection(
                 scenario,
@@ -217,7 +222,8 @@ class OwnParts:
 
 def _read(agreement: Agreement, peers: np.ndarray, root: str | None, *, whole: bool = False) -> Examples:
     """Read the examples of some peers, as the model takes them."""
-    scenario, targets = agreement.scenario, agreement.loss.targets
+    scenario = agreement.scenario
+    targets = agreement.loss.targets
     seed = scenario.seed_of("data")
     examples = read_examples(scenario.data, seed, scenario.n_peers, peers, root, targets, whole=whole)
     if scenario.features is None:
@@ -260,7 +266,8 @@ def _name_run(
         Every peer's key; those of peers hosted elsewhere, if a simulation needs them; and what ledgers and checkpoints
         call the run. Without privacy there are no keys.
     """
-    scenario, private = agreement.scenario, agreement.scenario.private
+    scenario = agreement.scenario
+    private = agreement.scenario.private
     hardened = private is not None and bool(private.hardened)
     name = public_name(agreement, noise_source(from_system, hardened))
     if private is None:
@@ -281,7 +288,8 @@ def _name_run(
         [edges_of(topology), np.ascontiguousarray(pairs).tobytes()],
         own_parts(scenario),
     )
-    prints, others = fingerprints(examples, peers), dict[int, bytes]()
+    prints = fingerprints(examples, peers)
+    others = dict[int, bytes]()
 
     # A deployed peer knows its own data only, and its keys are secret. Those of a simulation follow from all data. Of
     # a device that was given data of its own, with --insecure-seeds, they follow from these: it cannot have others'.
@@ -316,7 +324,8 @@ def noise_source(from_system: bool, hardened: bool) -> str:
     return ("exact" if hardened else "system") if from_system else SEEDED
 
 
-MAY, MUST_NOT = "models may be published under this ε", "models must not be published under this ε"
+MAY = "models may be published under this ε"
+MUST_NOT = "models must not be published under this ε"
 
 
 def new_salt() -> str:
@@ -357,7 +366,8 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
 
     Privacy: a peer that takes all its examples in every step draws none, whatever its sampling is called.
     """
-    rates, sizes = sampler.sampling_rate.tolist(), sampler.partition_sizes.tolist()
+    rates = sampler.sampling_rate.tolist()
+    sizes = sampler.partition_sizes.tolist()
     answered: list[tuple[int, ...]] = [()] * len(peers)  # neighbours in each round, where the algorithm sends replies
     if agreement.mixing is not None and any(isinstance(item, Reply) for item in agreement.algorithm.program):
         answered = [tuple(c) for c in agreement.mixing.heard(agreement.scenario.rounds)[:, peers].T.tolist()]
@@ -379,8 +389,11 @@ def sampler_of_all(agreement: Agreement, root: str | None, whole: bool) -> Sampl
 
     Privacy: with `data.at_least` peers are planned for, and charged, as if each had no more examples than that.
     """
-    scenario, where = agreement.scenario, "privacy.noise.kind=cancelling"
-    batch, targets, least = scenario.data.batch, agreement.loss.targets, scenario.data.at_least
+    scenario = agreement.scenario
+    where = "privacy.noise.kind=cancelling"
+    batch = scenario.data.batch
+    targets = agreement.loss.targets
+    least = scenario.data.at_least
     if least is None and (scenario.data.each_its_own or whole):
         raise ScenarioError(
             f"{where} needs the number of every peer's examples, which is private where each has data of its own: give "
@@ -444,10 +457,12 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
     Raises:
         ScenarioError: the algorithm's exchanges do not conserve a sum.
     """
-    scenario, algorithm = agreement.scenario, agreement.algorithm
+    scenario = agreement.scenario
+    algorithm = agreement.algorithm
     assert scenario.private is not None
     assert isinstance(scenario.private.noise, CancellingSection)
-    section, where = scenario.private.noise, f"privacy.noise.kind=cancelling with algorithm.name={algorithm.name}"
+    section = scenario.private.noise
+    where = f"privacy.noise.kind=cancelling with algorithm.name={algorithm.name}"
     exchanges = [item for item in algorithm.program if isinstance(item, Exchange)]
     drawing = drawings_of(agreement, sampler.peers, sampler)[0]
     answered = any(part.to == "neighbour" for part in algorithm.released(0, drawing) or ())
@@ -463,7 +478,8 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
             code="noise.colluding",
         )
     edges = secret_pairs(scenario)
-    steps, rounds = algorithm.steps_per_round, scenario.rounds
+    steps = algorithm.steps_per_round
+    rounds = scenario.rounds
     rates = np.abs(agreement.learning_rate.of_rounds(rounds)).repeat(steps, axis=0)
     weights = algorithm.conserved_weights(sampler.partition_sizes)
     needed = needed * weights * rates / sampler.normalizer
@@ -637,7 +653,9 @@ class Experiment(Agreement):
         """
         if too_large := shortage(self):
             raise ScenarioError(too_large, code="memory.short")
-        own, held, private = self.own, self.public.validation, self.scenario.private
+        own = self.own
+        held = self.public.validation
+        private = self.scenario.private
         hardened = own.noise_inflation is not None
         sampler = own.sampler.with_fresh_keys() if own.from_system else own.sampler
         pairs = {**own.elsewhere, **own.keys}
@@ -669,7 +687,8 @@ class Experiment(Agreement):
         )
 
     def _open_ledger(self, folder: Path, budget: Budget | None, start: int, block: int) -> CohortLedger | None:
-        own, name = self.own, self.public.name
+        own = self.own
+        name = self.public.name
         if own.protection is None:
             return None
         accounts = own.protection.accounts
@@ -733,7 +752,9 @@ class MemoryNeed:
 
 def memory_need(experiment: Experiment, workers: int = 1) -> MemoryNeed:
     """Estimate what a run of the peers hosted here takes, by so many processes."""
-    scenario, public, examples = experiment.scenario, experiment.public, experiment.own.examples
+    scenario = experiment.scenario
+    public = experiment.public
+    examples = experiment.own.examples
     data = sum(t.nbytes for t in (examples.x, examples.y, public.x, public.y))
     inputs = math.prod(public.input_shape)
     if isinstance(public.x, SparseRows):  # what the longest row names, twice packed
@@ -752,7 +773,8 @@ def memory_need(experiment: Experiment, workers: int = 1) -> MemoryNeed:
 
 
 def _state_bytes(experiment: Experiment) -> int:
-    algorithm, rows = experiment.algorithm, len(experiment.own.peers)
+    algorithm = experiment.algorithm
+    rows = len(experiment.own.peers)
     pairs = rows
     if algorithm.edge_slots and experiment.mixing is not None:
         pairs += int(experiment.mixing.heard(1)[0, experiment.own.peers].sum())
@@ -763,17 +785,20 @@ def _state_bytes(experiment: Experiment) -> int:
 
 
 def _moments(experiment: Experiment) -> int:
-    optimizer, averages = experiment.algorithm.optimizer, "x" in experiment.algorithm.averaged
+    optimizer = experiment.algorithm.optimizer
+    averages = "x" in experiment.algorithm.averaged
     return averages + (0 if optimizer is None else len(optimizer.moments))
 
 
 def _checkpoint_bytes(experiment: Experiment, table: int) -> int:
-    copies, rows = CHECKPOINT_COPIES + (experiment.device.type != "cpu"), len(experiment.own.peers)
+    copies = CHECKPOINT_COPIES + (experiment.device.type != "cpu")
+    rows = len(experiment.own.peers)
     return copies * ((experiment.algorithm.slots + _moments(experiment)) * rows * experiment.initial.nbytes + table)
 
 
 def _copy_bytes(experiment: Experiment) -> int:
-    x, initial = experiment.own.examples.x, experiment.initial
+    x = experiment.own.examples.x
+    initial = experiment.initial
     if isinstance(x, SparseRows):
         return 0
     dtype = initial.dtype if x.is_floating_point() else x.dtype
@@ -786,8 +811,10 @@ def table_bytes(experiment: Experiment) -> dict[str, int | None]:
     Returns:
         Bytes by name, at the scenario's batch size; None for a kind that the model cannot have.
     """
-    sampler, itemsize = experiment.own.sampler, experiment.initial.element_size()
-    sizes, batch = sampler.partition_sizes, round(float(sampler.normalizer.max()))
+    sampler = experiment.own.sampler
+    itemsize = experiment.initial.element_size()
+    sizes = sampler.partition_sizes
+    batch = round(float(sampler.normalizer.max()))
     counts = experiment.algorithm.table_sizes(experiment.kernel, sizes, experiment.initial.numel(), batch)
     return {name: None if count is None else count * itemsize for name, count in counts.items()}
 
@@ -799,7 +826,8 @@ def _chosen_table_bytes(experiment: Experiment) -> int:
 
 def _fits(experiment: Experiment, table: int) -> bool:
     """Return whether the peers with a table of so many bytes fit into what is free, checkpoint included."""
-    there, host = _state_bytes(experiment) + table + _copy_bytes(experiment), _checkpoint_bytes(experiment, table)
+    there = _state_bytes(experiment) + table + _copy_bytes(experiment)
+    host = _checkpoint_bytes(experiment, table)
     if experiment.device.type == "cpu":
         return there + host <= HEADROOM * available_bytes(experiment.device)
     on_device = there <= HEADROOM * available_bytes(experiment.device)
@@ -811,12 +839,14 @@ def shortage(experiment: Experiment) -> str | None:
 
     The data set is in memory already; counted are state, table, a copy of the examples, and checkpoints.
     """
-    table, state = _chosen_table_bytes(experiment), _state_bytes(experiment)
+    table = _chosen_table_bytes(experiment)
+    state = _state_bytes(experiment)
     if _fits(experiment, table):
         return None
     needed = memory(state + table + _copy_bytes(experiment) + _checkpoint_bytes(experiment, table))
     free = f"about {needed}, checkpoints included, and {memory(available_bytes(experiment.device))} are free"
-    configured, peers = experiment.algorithm.table, len(experiment.own.peers)
+    configured = experiment.algorithm.table
+    peers = len(experiment.own.peers)
     if configured is None or table <= state:
         return (
             f"n_peers={peers} with models of {experiment.initial.numel():,} parameters need {free}; use fewer peers, "

@@ -34,7 +34,10 @@ class _LastLine(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else sys.exception()
         if isinstance(error, USER_ERRORS) and not self.ended:
-            record.msg, record.args, record.exc_info, record.exc_text = error_line(error), (), None, None
+            record.msg = error_line(error)
+            record.args = ()
+            record.exc_info = None
+            record.exc_text = None
             self.ended = True
             return True
         died = error is not None and not DEATHS.isdisjoint(kind.__name__ for kind in type(error).__mro__)

@@ -82,7 +82,8 @@ class PeerSettings:
         Raises:
             RunError: the node-config lacks a partition or a folder, or the message is for another peer.
         """
-        config, simulated = context.node_config, in_simulation(context.node_config)
+        config = context.node_config
+        simulated = in_simulation(context.node_config)
         peer, total = (_whole(config, key, START) for key in ("partition-id", "num-partitions"))
         if not 0 <= peer < total:
             raise RunError(f"partition-id={peer} must be 0 to {total - 1}; {START}", code="node.partition")
@@ -91,7 +92,8 @@ class PeerSettings:
         own = config.get("folder", folder) or (run_folder if simulated else None)
         if not own:
             raise RunError(f"this SuperNode has no folder for its state and ledger: {START}", code="node.folder")
-        known_peers, certificates = config.get("known-peers"), config.get("certificates")
+        known_peers = config.get("known-peers")
+        certificates = config.get("certificates")
         mean_peers = _whole(config, "mean-peers", START) if "mean-peers" in config else 0 if simulated else total
         if "mean-peers" in config and not 2 <= mean_peers <= total:
             raise RunError(f"mean-peers={mean_peers} must be 2 to num-partitions={total}; {START}", code="node.peers")
@@ -233,7 +235,8 @@ class HostSettings:
             )
         epsilon, delta = _budget(config, GIVE)
         root, test = (None if config.get(key) is None else str(config[key]) for key in ("data-root", "data-test"))
-        folder, partition = Path(str(config["ledger"])), _whole(config, "partition-id", GIVE)
+        folder = Path(str(config["ledger"]))
+        partition = _whole(config, "partition-id", GIVE)
         partitions = _whole(config, "num-partitions", GIVE) if "num-partitions" in config else None
         modules = frozenset(str(config.get("modules", "")).replace(",", " ").split())
         place = None
@@ -280,14 +283,19 @@ class HostSettings:
         if self.simulated and request.base and Path.cwd() != Path(request.base):
             os.chdir(request.base)
         scenario = parse_scenario(request.scenario)
-        data, private, topology = scenario.data, scenario.private, scenario.topology
+        data = scenario.data
+        private = scenario.private
+        topology = scenario.topology
         noise = None if private is None else private.noise
-        own_peers, role = [self.partition], f"peer {self.partition}"
+        own_peers = [self.partition]
+        role = f"peer {self.partition}"
         if request.shards:
             from flower_privdec.engine.shards.communication_plan import Shards
 
-            shards, shard = Shards.split(scenario.n_peers, self.partitions or 1), self.partition or 0
-            own_peers, role = [], f"shard {self.partition} of {self.partitions}"
+            shards = Shards.split(scenario.n_peers, self.partitions or 1)
+            shard = self.partition or 0
+            own_peers = []
+            role = f"shard {self.partition} of {self.partitions}"
             if len(shards) == request.shards and 0 <= shard < len(shards):
                 own_peers = shards.peers(shard).tolist()
         check_hosting(scenario, simulated=self.simulated)
@@ -341,14 +349,16 @@ class HostSettings:
         """Read the private parts of a request's peers, with this node's keys and data; see `OwnParts.of`."""
         from flower_privdec.experiment import OwnParts
 
-        secret, path = None, self.folder / "secret"
+        secret = None
+        path = self.folder / "secret"
         if not self.simulated:  # the secret key of this node's run names, which never leaves
             make_owners_folder(self.folder)
             if not path.exists():
                 write_atomically(path, secrets.token_bytes(SECRET_BYTES))
             secret = path.read_bytes()
         runtime = f"{request.shards} shards" if request.shards else f"relay over {request.nodes} nodes"
-        peers, salt = np.asarray(request.peers), request.salt or None
+        peers = np.asarray(request.peers)
+        salt = request.salt or None
         return OwnParts.of(agreement, peers, secret, self.data_root, runtime, salt=salt)
 
     def run_folder(self, experiment: Experiment, request: WorkRequest) -> Path:
@@ -371,7 +381,8 @@ def check_hosting(scenario: Scenario, *, simulated: bool, salted: bool = False) 
     Raises:
         ScenarioError: with the setting, and what to take in its place.
     """
-    private, batch = scenario.private, scenario.data.batch
+    private = scenario.private
+    batch = scenario.data.batch
     cancelling = private is not None and isinstance(private.noise, CancellingSection)
     if cancelling and scenario.data.each_its_own and scenario.data.at_least is None:
         raise ScenarioError(

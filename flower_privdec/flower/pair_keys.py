@@ -66,12 +66,14 @@ class PairKeys:
     """
 
     def __init__(self, settings: HostSettings, experiment: Experiment, private: bytes | None = None) -> None:
-        scenario, peers = experiment.scenario, experiment.own.peers
+        scenario = experiment.scenario
+        peers = experiment.own.peers
         self._run = pair_run(experiment)
         names = [str(peer) for peer in range(scenario.n_peers)]
         self.secrets = AgreedSecrets(peers.tolist(), self._run, names, private)
         self.partners = partners(scenario, peers)
-        self._identity, self._known = None, None
+        self._identity = None
+        self._known = None
         if not settings.simulated:
             self._identity, self._known = Identity(settings.folder), KnownPeers(settings.folder, settings.known_peers)
 
@@ -92,7 +94,8 @@ class PairKeys:
         """
         for other in self.partners:
             content = announcements.get(other, b"")
-            public, identity = content[:KEY], b"" if self._known is None else self._known.key(other)
+            public = content[:KEY]
+            identity = b"" if self._known is None else self._known.key(other)
             if not hmac.compare_digest(content[KEY:], self._mac(other, public, identity)):
                 raise RunError(
                     f"the key that was announced for peer {other} was not sealed by the node whose identity this node "
@@ -128,9 +131,11 @@ def agrees(experiment: Experiment) -> bool:
 
 def shard_secrets(settings: HostSettings, experiment: Experiment, group: ProcessGroup) -> AgreedSecrets:
     """Return the secrets of a shard's peers for one message; all shards call this at once."""
-    keys, empty = PairKeys(settings, experiment), bytes(ANNOUNCEMENT)
+    keys = PairKeys(settings, experiment)
+    empty = bytes(ANNOUNCEMENT)
     slots = [keys.announcement(i) if i in keys.partners else empty for i in range(experiment.scenario.n_peers)]
-    shards, gathered = group.shards, group.gather(b"".join(slots))
+    shards = group.shards
+    gathered = group.gather(b"".join(slots))
     keys.learn(
         {i: gathered[int(shards.of(i))][own * ANNOUNCEMENT :][:ANNOUNCEMENT] for i, own in keys.partners.items()}
     )
@@ -163,8 +168,10 @@ def session_secrets(
     Raises:
         RunError: the session does not go on with this message, or a key is not a partner's.
     """
-    session, path = stored.config_records.get(PAIRS, ConfigRecord()), node.folder / COUNT
-    private, messages = session.get(PRIVATE), session.get(MESSAGES)
+    session = stored.config_records.get(PAIRS, ConfigRecord())
+    path = node.folder / COUNT
+    private = session.get(PRIVATE)
+    messages = session.get(MESSAGES)
     if isinstance(private, bytes) and isinstance(messages, int) and (messages == 0) == (begin >= 0):
         keys = PairKeys(node.settings, node.experiment, private)
         if path.exists() and path.read_bytes() == keys.count(messages):

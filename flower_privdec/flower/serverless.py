@@ -175,7 +175,8 @@ def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialA
         RunError: it sends another message first, or none.
     """
     grid = _FirstMessageGrid(app.client, n_peers, config={}, run_config=app.run_config)
-    flower, message = logging.getLogger("flwr"), None
+    flower = logging.getLogger("flwr")
+    message = None
     level = flower.level
     flower.setLevel(logging.WARNING)  # strategies log a start that does not happen
     _seed(seed)
@@ -242,7 +243,10 @@ class ClientAppRunner:
     ) -> None:
         config = {peer: {"folder": str(folder), **(node_config or {})}}
         grid = LocalGrid(client, scenario.n_peers, config=config, run_config=dict(run_config or {}))
-        self._client, self._peer, self._folder, self._key = client, peer, folder, initial.key
+        self._client = client
+        self._peer = peer
+        self._folder = folder
+        self._key = initial.key
         self._node, self._context = list(grid.contexts.items())[peer]
         self._evaluate_failed = False
         train = {name: dict(config) for name, config in initial.configs.items()} or {"config": {}}
@@ -359,7 +363,9 @@ class AppTrainer:
     crash. It holds against all neighbours together, and against an observer of all their traffic.
     """
 
-    device, pair_secrets, constants = torch.device("cpu"), None, ""
+    device = torch.device("cpu")
+    pair_secrets = None
+    constants = ""
 
     def __init__(
         self,
@@ -372,10 +378,17 @@ class AppTrainer:
         private: AppPrivacySection | None,
     ) -> None:
         torch.set_num_threads(scenario.compute.threads)
-        self.scenario, self.idle = scenario, ""
+        self.scenario = scenario
+        self.idle = ""
         self.ledger: PeerLedger | None = None
-        self._peer, self._folder, self._initial, self._layout = peer, folder, initial, initial.layout
-        self._train_app, self._evaluate_app, self._private, self._exhausted = train, evaluate, private, False
+        self._peer = peer
+        self._folder = folder
+        self._initial = initial
+        self._layout = initial.layout
+        self._train_app = train
+        self._evaluate_app = evaluate
+        self._private = private
+        self._exhausted = False
         self._mix = Mix(("x", "w"))
         self.algorithm = AppTraining(lambda _, state: self._train(state), self._mix)
         mixing, self.participation = build_exchange(scenario, self.algorithm)
@@ -421,7 +434,8 @@ class AppTrainer:
 
         `unprotected` counts the updates without noise, so that a run that continues with privacy reports them.
         """
-        layout, arrays = self._layout, self._initial.arrays
+        layout = self._layout
+        arrays = self._initial.arrays
         x = torch.from_numpy(layout.vector(arrays).astype(layout.dtype))[None]
         local = {"unprotected": torch.zeros(1, dtype=torch.int64), **_unmixed_rows(layout.unmixed(arrays))}
         return State(np.array([self._peer]), rows={"x": x, "w": torch.ones(1, dtype=x.dtype), **local})
@@ -438,7 +452,8 @@ class AppTrainer:
     @cached_property
     def _noise(self) -> float:
         """Return the noise multiplier: the scenario's, or the least that keeps the budget over this peer's rounds."""
-        scenario, private = self.scenario, self._private
+        scenario = self.scenario
+        private = self._private
         assert private is not None
         active = self.participation.active
         takes_all = scenario.participation.kind == "all"
@@ -452,15 +467,18 @@ class AppTrainer:
         if state.at == 1:
             state.waiting = True
             return self._mix
-        state.at, state.round_index = 0, state.round_index + 1
+        state.at = 0
+        state.round_index = state.round_index + 1
         return None
 
     def _train(self, state: State) -> None:
         """Take a round's step, where this peer is active, has some mass, and can pay for it."""
-        k, private = state.round_index, self._private
+        k = state.round_index
+        private = self._private
         if self._exhausted or not self.participation.active(k)[self._peer]:
             return
-        mass, clip_norm = self._mass(state), None if private is None else private.clip_norm
+        mass = self._mass(state)
+        clip_norm = None if private is None else private.clip_norm
         noise = 0.0 if private is None else self._noise
         hindrance = take_step(mass, lambda a: self._train_app(a, k + 1), k + 1, self.ledger, clip_norm, noise)
         if hindrance is not None:
@@ -475,7 +493,8 @@ class AppTrainer:
 
     def _mass(self, state: State) -> PeerState:
         """Return a copy of the mass and of the arrays that are not mixed."""
-        x, w = state.rows["x"][0].numpy().copy(), float(state.rows["w"][0])
+        x = state.rows["x"][0].numpy().copy()
+        w = float(state.rows["w"][0])
         unmixed = {}
         parts = [part for part in self._layout.parts if np.dtype(part[1]).kind != "f"]
         for number, (name, kind, shape) in enumerate(parts):
@@ -608,13 +627,15 @@ def run_app_peer(
         RunError: the run could not go on, or the app failed; all is on disk.
         StoppedError: it was stopped by a signal.
     """
-    device, config = device_of(scenario, peer, folder, certificates), node_config_of(node_config)
+    device = device_of(scenario, peer, folder, certificates)
+    config = node_config_of(node_config)
     with opened_app(app, scenario.run_config) as opened:
         path = folder / INITIAL
         if initial is None and path.exists():
             initial = path
         if initial is not None:
-            arrays, source = load_initial(initial), f"read from {initial}"
+            arrays = load_initial(initial)
+            source = f"read from {initial}"
         else:
             arrays = initial_from_server_app(opened, scenario.n_peers, scenario.seed)
             source = f"of the app's ServerApp, drawn with seed {scenario.seed}; saved in {path}"
@@ -705,10 +726,13 @@ def mesh_folder(settings: PeerSettings, run: str) -> Path:
 def _checked_scenario(run: str, text: str, settings: PeerSettings) -> AppScenario:
     """Return the scenario of a train message; raises RunError where it has what a server may not decide."""
     scenario = parse_app_scenario(text, where="the scenario of the train message")
-    topology, peers = scenario.topology, scenario.network.peers
-    problem, code = "", "mesh.scenario"
+    topology = scenario.topology
+    peers = scenario.network.peers
+    problem = ""
+    code = "mesh.scenario"
     if not settings.address or settings.certificates is None:
-        problem, code = f"peer {settings.peer} has no address or no certificates of its own; {NEEDS}", "mesh.address"
+        problem = f"peer {settings.peer} has no address or no certificates of its own; {NEEDS}"
+        code = "mesh.address"
     elif not isinstance(topology, TopologySection) or topology.file is not None:
         problem = "the scenario of the train message names code or a file in topology, which no message may"
     elif scenario.private is not None or scenario.network.hands_in or scenario.run_config:

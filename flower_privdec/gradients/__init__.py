@@ -68,7 +68,8 @@ def build_kernel(
     if memory_bytes < 1:
         raise ScenarioError(f"memory_bytes={memory_bytes} must be > 0", code="gradients.memory")
     check_model(module)
-    resolved, layers = resolve_loss(loss), None if n_tokens else parse_stack(module, input_shape)
+    resolved = resolve_loss(loss)
+    layers = None if n_tokens else parse_stack(module, input_shape)
     if sparse:
         if layers is None or len(layers) != 1:
             message = "sparse examples need a model that is one linear layer: use model linear (or softmax)"

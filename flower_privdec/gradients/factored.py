@@ -73,7 +73,8 @@ class Chain:
         indices: dict[int, Tensor] = {}
         for i, (_, layer) in enumerate(self._steps):
             values.append(self._forward(i, layer, values[-1], indices))
-        delta, calls = derivative(values[-1]), []
+        delta = derivative(values[-1])
+        calls = []
         for i in range(len(self._steps) - 1, self._first - 1, -1):
             name, layer = self._steps[i]
             if name in self._trained:
@@ -203,18 +204,26 @@ def _pool(x, y, place):  # type: ignore[no-untyped-def]
     for b in range(y.shape[0]):
         for i in range(y.shape[1]):
             for j in range(y.shape[2]):
-                first, second = x[b, 2 * i, 2 * j], x[b, 2 * i, 2 * j + 1]
-                third, fourth = x[b, 2 * i + 1, 2 * j], x[b, 2 * i + 1, 2 * j + 1]
-                out, at = y[b, i, j], place[b, i, j]
+                first = x[b, 2 * i, 2 * j]
+                second = x[b, 2 * i, 2 * j + 1]
+                third = x[b, 2 * i + 1, 2 * j]
+                fourth = x[b, 2 * i + 1, 2 * j + 1]
+                out = y[b, i, j]
+                at = place[b, i, j]
                 for c in range(y.shape[3]):
-                    best, k = first[c], 0
+                    best = first[c]
+                    k = 0
                     if second[c] > best or second[c] != second[c]:
-                        best, k = second[c], 1
+                        best = second[c]
+                        k = 1
                     if third[c] > best or third[c] != third[c]:
-                        best, k = third[c], 2
+                        best = third[c]
+                        k = 2
                     if fourth[c] > best or fourth[c] != fourth[c]:
-                        best, k = fourth[c], 3
-                    out[c], at[c] = best, k
+                        best = fourth[c]
+                        k = 3
+                    out[c] = best
+                    at[c] = k
 
 
 def _unpool(delta, place, x):  # type: ignore[no-untyped-def]
@@ -225,7 +234,8 @@ def _unpool(delta, place, x):  # type: ignore[no-untyped-def]
     for b in range(delta.shape[0]):
         for i in range(delta.shape[1]):
             for j in range(delta.shape[2]):
-                d, at = delta[b, i, j], place[b, i, j]
+                d = delta[b, i, j]
+                at = place[b, i, j]
                 for k in range(4):
                     out = x[b, 2 * i + k // 2, 2 * j + k % 2]
                     for c in range(len(d)):
@@ -262,7 +272,8 @@ class FactoredKernel(RowKernel):
         """Take a module and its graph as `proof.prove` returns it; see there."""
         chained = parse_chain(module) is not None
         super().__init__(module, module if chained else graph, loss, memory_bytes)
-        self._input_shape, self._n_tokens = torch.Size(input_shape), n_tokens
+        self._input_shape = torch.Size(input_shape)
+        self._n_tokens = n_tokens
         self._hooked: list[tuple[str, nn.Module, Tensor, Tensor]] = []  # name, layer, input and output
         self._images = any(isinstance(part, nn.Conv2d) for part in self._module.modules())
         steps = parse_chain(self._module)
@@ -289,8 +300,11 @@ class FactoredKernel(RowKernel):
         pieces: list[Piece] = []
         for name in dict.fromkeys(call.name for call in calls):
             same = [call for call in calls if call.name == name]
-            layer, prefix, deltas = same[0].layer, f"{name}." if name else "", [call.delta for call in same]
-            weight, bias = self._layout.get(f"{prefix}weight"), self._layout.get(f"{prefix}bias")
+            layer = same[0].layer
+            prefix = f"{name}." if name else ""
+            deltas = [call.delta for call in same]
+            weight = self._layout.get(f"{prefix}weight")
+            bias = self._layout.get(f"{prefix}bias")
             if weight is not None:
                 pieces += weight_pieces(layer, weight, [call.x for call in same], deltas)
             if bias is not None:
@@ -315,7 +329,8 @@ class FactoredKernel(RowKernel):
         try:
             with torch.enable_grad():
                 outputs = self._outputs(point, x)
-            hooked, start = list(self._hooked), derivative(outputs.detach())
+            hooked = list(self._hooked)
+            start = derivative(outputs.detach())
             sources = [output for *_, output in hooked]
             deltas = torch.autograd.grad(outputs, sources, start, materialize_grads=True, allow_unused=True)
             return [LayerCall(*call[:3], delta) for call, delta in zip(hooked, deltas, strict=True)]
@@ -341,10 +356,12 @@ class FactoredKernel(RowKernel):
     def _count_numbers(self, like: Tensor) -> int:
         """Return how many temporary numbers an example takes, measured with a pair of zeros."""
         self._module.to(like)
-        point, x = like.new_zeros(self.d), like.new_zeros(2, *self._input_shape)
+        point = like.new_zeros(self.d)
+        x = like.new_zeros(2, *self._input_shape)
         x = x if self._n_tokens is None else x.long()
         y = self._loss.blank(self._outputs(point, x))
-        pieces, calls = self._pieces(point, x, y), self._calls(point, x, y)
+        pieces = self._pieces(point, x, y)
+        calls = self._calls(point, x, y)
         self._release()
         captured = sum(call.x.numel() + call.delta.numel() for call in calls)
         written = sum(t.numel() for piece in pieces for t in vars(piece).values() if isinstance(t, Tensor))
@@ -388,8 +405,10 @@ class Outer:
             return upper(self.u[:, 0]) * upper(self.delta[:, 0])
         (us, u), (deltas, delta) = _gram(self.u), _gram(self.delta)
         size = (u * delta).sum(1)
-        double, own = torch.finfo(torch.float64).eps / 2, torch.finfo(dtype).eps / 2
-        k, o = self.u.shape[2], self.delta.shape[2]
+        double = torch.finfo(torch.float64).eps / 2
+        own = torch.finfo(dtype).eps / 2
+        k = self.u.shape[2]
+        o = self.delta.shape[2]
         exact = (us * deltas).sum((1, 2)).clamp_(min=0) + (k + o + t * t + 16) * double * size.square()
         hidden = floor(self.u, k) * delta.sum(1) + floor(self.u, o) * u.sum(1)
         return ((exact.sqrt_() + (b * t + 2) * own * size + hidden) * (1 + ROUNDINGS * own)).to(dtype)
@@ -432,7 +451,8 @@ class LookedUp:
         same = self.tokens.unsqueeze(2) == self.tokens.unsqueeze(1)
         deltas, delta = _gram(self.delta)
         size = delta.sum(1)
-        double, own = torch.finfo(torch.float64).eps / 2, torch.finfo(dtype).eps / 2
+        double = torch.finfo(torch.float64).eps / 2
+        own = torch.finfo(dtype).eps / 2
         exact = (deltas * same).sum((1, 2)).clamp_(min=0) + (o + t * t + 16) * double * size.square()
         hidden = floor(self.delta, o) * t
         return ((exact.sqrt_() + (b * t + 2) * own * size + hidden) * (1 + ROUNDINGS * own)).to(dtype)
@@ -442,7 +462,8 @@ class LookedUp:
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
         """See Piece; on a GPU rows are summed by a product, so that the order of the sum is always the same."""
-        scaled, tokens = (self.delta * coefficient[:, None, None]).flatten(0, 1), self.tokens.flatten()
+        scaled = (self.delta * coefficient[:, None, None]).flatten(0, 1)
+        tokens = self.tokens.flatten()
         rows = self.place.view(total)
         if rows.is_cuda:
             used, position = tokens.unique(return_inverse=True)
@@ -481,7 +502,8 @@ def weight_pieces(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: 
             delta = delta.masked_fill((tokens == padding).unsqueeze(2), 0)
         return [LookedUp(place, tokens, delta)]
     deltas = [_flat(layer, delta) for delta in deltas]
-    t, o = sum(delta.shape[1] for delta in deltas), deltas[0].shape[2]
+    t = sum(delta.shape[1] for delta in deltas)
+    o = deltas[0].shape[2]
     k = math.prod(place.shape[1:])
     if t * t * (k + o) <= _WRITE_COST * k * o:
         patches = [_joined(_patches(layer, x), 2) for x in xs]

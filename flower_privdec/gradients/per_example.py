@@ -57,8 +57,10 @@ class VmapKernel(RowKernel):
             ScenarioError: vmap cannot differentiate the module.
         """
         super().__init__(module, module, loss, memory_bytes)
-        self._n_tokens, self.because = n_tokens, because
-        like, generator = next(module.parameters()), torch.Generator().manual_seed(0)
+        self._n_tokens = n_tokens
+        self.because = because
+        like = next(module.parameters())
+        generator = torch.Generator().manual_seed(0)
         x = torch.stack([torch.zeros(*input_shape), torch.rand(*input_shape, generator=generator)]).to(like)
         if self._n_tokens is not None:
             x = (x * self._n_tokens).long().clamp_(max=self._n_tokens - 1)
@@ -105,7 +107,9 @@ class VmapKernel(RowKernel):
 
     def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
         """See RowKernel; where the module fails on these examples, its message is withheld, for it may reveal them."""
-        gradients, failure, unknown = {}, None, unknown_tokens(x, self._n_tokens)
+        gradients = {}
+        failure = None
+        unknown = unknown_tokens(x, self._n_tokens)
         try:
             gradients = self._gradients(point, x if unknown is None else masked(x, unknown), y)
         except RAISED_BY_USERS as error:

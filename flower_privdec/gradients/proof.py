@@ -176,7 +176,8 @@ class _Checker(fx.Interpreter):
 
     def _kind(self, n: Node, rule: Rule | None, result: Any) -> Kind:
         if rule is not None:
-            args, kwargs = self._valued(n.args), {name: self._valued(part) for name, part in n.kwargs.items()}
+            args = self._valued(n.args)
+            kwargs = {name: self._valued(part) for name, part in n.kwargs.items()}
             layer = self._layers[str(n.target)] if n.op == "call_module" else None
             return judge(rule, Call(self._name(n), args, kwargs, result, layer), self._batch)
         if n.op == "get_attr" and n.target in self._trained:
@@ -205,7 +206,8 @@ class _Checker(fx.Interpreter):
 
 def _random(module: nn.Module, shape: Sequence[int], n_tokens: int | None = None) -> Tensor:
     """Return random numbers of the parameters' type, or tokens 0..n_tokens-1."""
-    like, generator = next(module.parameters()), torch.Generator().manual_seed(len(shape))
+    like = next(module.parameters())
+    generator = torch.Generator().manual_seed(len(shape))
     if n_tokens is not None:
         return torch.randint(n_tokens, tuple(shape), generator=generator).to(like.device)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(like)
@@ -213,7 +215,8 @@ def _random(module: nn.Module, shape: Sequence[int], n_tokens: int | None = None
 
 def _check_outputs(module: nn.Module, graph: fx.GraphModule, input_shape: Sequence[int], n_tokens: int | None) -> None:
     """Compare the graph with the forward, near the module's trained parameters; the graph's are changed."""
-    twin, x = fix_norms(copy.deepcopy(module)), _random(module, (_TRIED, *input_shape), n_tokens)
+    twin = fix_norms(copy.deepcopy(module))
+    x = _random(module, (_TRIED, *input_shape), n_tokens)
     moved: dict[str, Tensor] = {**trained(twin)}
     with torch.no_grad():
         for parameter in moved.values():
@@ -444,7 +447,8 @@ def _attribute(call: Call) -> Kind:
 
 
 def _size(call: Call) -> Kind:
-    value, axis = call.args[0], call.option(1, "dim")
+    value = call.args[0]
+    axis = call.option(1, "dim")
     return Kind.SIZES if axis is None else _one_size(call, value.content.shape, axis)
 
 

@@ -159,7 +159,8 @@ class GradientKernel(ABC):
 
     def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
         self.d = parameter_count(module)
-        self._loss, self._memory = loss, memory_bytes
+        self._loss = loss
+        self._memory = memory_bytes
 
     @torch.no_grad()
     def add_clipped_(
@@ -252,7 +253,8 @@ class Parameter:
 
 def layout(module: nn.Module) -> dict[str, Parameter]:
     """Return where each of the module's trained parameters lies in a row, in the order of named_parameters."""
-    parameters, start = {}, 0
+    parameters = {}
+    start = 0
     for name, parameter in trained(module).items():
         parameters[name] = Parameter(name, start, parameter.shape)
         start += parameter.numel()
@@ -308,7 +310,8 @@ def _first_states(layer: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, An
     """Return a recurrent layer's arguments with zeros for its first states, of as many examples as its input has."""
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].ndim != 3:
         return None
-    x, lines = args[0], layer.num_layers * (1 + layer.bidirectional)
+    x = args[0]
+    lines = layer.num_layers * (1 + layer.bidirectional)
     examples = len(x) if layer.batch_first else x.shape[1]
     states = x.new_zeros(lines, examples, layer.proj_size or layer.hidden_size)
     if isinstance(layer, nn.LSTM):
@@ -440,9 +443,11 @@ class RowKernel(GradientKernel):
         self._module.to(params)
         norms = params.new_zeros(batch.weight.shape)
         for i, used in enumerate(_used(batch.weight)):
-            row, divisor = clipping.rows(slice(i, i + 1)), clipping.divisor
+            row = clipping.rows(slice(i, i + 1))
+            divisor = clipping.divisor
             point = params[i] if divisor is None else params[i] / divisor[i]
-            x, y = inputs_like(batch.x[i, :used], params), batch.y[i, :used]
+            x = inputs_like(batch.x[i, :used], params)
+            y = batch.y[i, :used]
             parts = self._parts(used, params.element_size())
             direct = len(parts) <= 1 or divisor is not None  # nothing reads the row again, which may be out
             total = out[i] if direct else torch.zeros_like(point)

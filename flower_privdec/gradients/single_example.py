@@ -97,13 +97,15 @@ class SingleExampleKernel(StackedKernel):
 
     def __init__(self, module: nn.Module, layers: list[Layer], loss: Loss, memory_bytes: int) -> None:
         super().__init__(module, layers, loss, memory_bytes)
-        weight, bias = layers[0].weight, layers[0].bias
+        weight = layers[0].weight
+        bias = layers[0].bias
         number = COMPILED_LOSSES[loss.derivative]
         self._model = (number, weight.shape[1], weight.start, -1 if bias is None else bias.start)
         self._limits = {dtype: _limits(dtype, weight.shape[1], bias is not None) for dtype in LARGEST}
 
     def _add_(self, out: Tensor, params: Tensor, batch: LabelledInputs, clipping: Clipping) -> Tensor:
-        rows, points = padded(out), padded(params)
+        rows = padded(out)
+        points = padded(params)
         if batch.weight.shape[1] != 1 or not params.is_cpu or rows is None or points is None:
             return super()._add_(out, params, batch, clipping)
         m = len(params)
@@ -112,7 +114,8 @@ class SingleExampleKernel(StackedKernel):
         numbers[2] = 1 if clipping.divisor is None else clipping.divisor
         numbers[3] = torch.inf if clipping.clip_norm is None else clipping.clip_norm
         weight, scale, divisor, clip, norms = numbers.numpy()
-        x, y = batch.x.reshape(m, -1).to(params).contiguous().numpy(), batch.y[:, 0].contiguous().numpy()
+        x = batch.x.reshape(m, -1).to(params).contiguous().numpy()
+        y = batch.y[:, 0].contiguous().numpy()
         arrays = (rows.numpy(), points.numpy(), divisor, x, y, weight, clip, scale, norms)
         single_example_steps(*arrays, self._model, self._limits[out.dtype])
         return numbers[4].unsqueeze(1)

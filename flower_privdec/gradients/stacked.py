@@ -47,7 +47,8 @@ class Layer:
 
     def forward(self, params: Tensor, a: Tensor, divisor: Tensor | None) -> Tensor:
         """Return the layer's output [m, B, out] for inputs [m, B, in]."""
-        weight, bias = self.weight.view(params), None if self.bias is None else self.bias.view(params)
+        weight = self.weight.view(params)
+        bias = None if self.bias is None else self.bias.view(params)
         if a.shape[1] == 1:
             z = _product(None if bias is None else bias.unsqueeze(2), weight, a.transpose(1, 2)).transpose(1, 2)
         else:
@@ -210,7 +211,8 @@ class StackedKernel(GradientKernel):
 
 def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | None:
     """Return the layers of a stack for examples of a shape, or None where the module is not a stack."""
-    steps, rows = parse_chain(module), layout(module)
+    steps = parse_chain(module)
+    rows = layout(module)
     frozen = len(rows) < len(dict(module.named_parameters()))
     if steps is None or frozen or not all(map(is_plain, module.modules())):
         return None
@@ -251,7 +253,8 @@ class SparseLinearKernel(GradientKernel):
     def _add_(self, out: Tensor, params: Tensor, batch: LabelledInputs, clipping: Clipping) -> Tensor:
         layer, (m, examples, _, longest) = self.layers[0], batch.x.shape
         k = layer.weight.shape[0]
-        columns, values = batch.x[:, :, 0].long().view(m, 1, -1).expand(m, k, -1), batch.x[:, :, 1].to(params)
+        columns = batch.x[:, :, 0].long().view(m, 1, -1).expand(m, k, -1)
+        values = batch.x[:, :, 1].to(params)
         weights = layer.weight.view(params).gather(2, columns).view(m, k, examples, longest)
         z = (weights * values.unsqueeze(1)).sum(-1).transpose(1, 2)
         if layer.bias is not None:
@@ -260,7 +263,8 @@ class SparseLinearKernel(GradientKernel):
         norms = layer.norms(values, delta, 1)
         bad = beyond(norms, wait=norms.is_cpu)
         if bad is not None:
-            delta, norms = delta.masked_fill(bad.unsqueeze(-1), 0), norms.masked_fill(bad, 0)
+            delta = delta.masked_fill(bad.unsqueeze(-1), 0)
+            norms = norms.masked_fill(bad, 0)
         delta *= clipping.coefficient(norms, batch.weight).unsqueeze(-1)
         terms = delta.transpose(1, 2).unsqueeze(-1) * values.unsqueeze(1)
         layer.weight.view(out).scatter_add_(2, columns, terms.reshape(m, k, -1))

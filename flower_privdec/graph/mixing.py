@@ -135,7 +135,8 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array)
     """
     fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     pays = len(columns) * x.shape[1] >= FUSED_FROM or np.diff(indptr).max() >= FUSED_TERMS
-    source, target = padded(x), padded(out)
+    source = padded(x)
+    target = padded(out)
     if not (fits and pays) or source is None or target is None:
         return False
     _compiled(_loop)(indptr, columns, weights, source.numpy(), target.numpy(), x.shape[1])
@@ -144,17 +145,22 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array)
 
 def _loop(indptr: Array, columns: Array, weights: Array, x: Array, out: Array, width: int) -> None:
     for row in range(len(indptr) - 1):
-        first, end = indptr[row], indptr[row + 1]
-        target, term, weight = out[row], x[columns[first]], weights[first]
+        first = indptr[row]
+        end = indptr[row + 1]
+        target = out[row]
+        term = x[columns[first]]
+        weight = weights[first]
         if end - first == 2:  # in one pass, with the same roundings
-            second, its_weight = x[columns[first + 1]], weights[first + 1]
+            second = x[columns[first + 1]]
+            its_weight = weights[first + 1]
             for c in range(width):
                 target[c] = weight * term[c] + its_weight * second[c]
             continue
         for c in range(width):
             target[c] = weight * term[c]
         for s in range(first + 1, end):
-            term, weight = x[columns[s]], weights[s]
+            term = x[columns[s]]
+            weight = weights[s]
             for c in range(width):
                 target[c] += weight * term[c]
 
@@ -210,14 +216,16 @@ class MixingMatrix(ABC):
         if key not in self._last_hosted:
             senders, receivers, weights = self.links()
             between = senders != receivers
-            here, there = between & np.isin(senders, peers), between & np.isin(receivers, peers)
+            here = between & np.isin(senders, peers)
+            there = between & np.isin(receivers, peers)
 
             def by_second(first: Peers, second: Peers) -> tuple[Link, ...]:
                 order = np.lexsort((first, second))
                 return tuple(zip(first[order].tolist(), second[order].tolist(), strict=True))
 
             sent = zip(senders[here].tolist(), receivers[here].tolist(), weights[here].tolist(), strict=True)
-            heard, answered = by_second(senders[there], receivers[there]), by_second(receivers[here], senders[here])
+            heard = by_second(senders[there], receivers[there])
+            answered = by_second(receivers[here], senders[here])
             self._last_hosted.clear()
             self._last_hosted[key] = Hosted(peers, self.rows(peers), tuple(sent), heard, answered)
         return self._last_hosted[key]
@@ -336,13 +344,15 @@ class SparseMatrix(MixingMatrix):
             rows, part = changed
             x.detach()[torch.from_numpy(rows).to(x.device)] = part.apply(x)
             return x, spare
-        shift, long = self._shift if self.halves else None, x.nbytes >= IN_PLACE_FROM * self.n_columns
+        shift = self._shift if self.halves else None
+        long = x.nbytes >= IN_PLACE_FROM * self.n_columns
         if shift is None or not long or x.device.type != "cpu" or x.shape[0] != self.n_columns:
             return super().replace(x, spare)
         # Each cycle row by row: a row is changed before the one it hears, so that only the first of a cycle is copied.
         by_peer = x.detach().unbind(0)
         for start in range(math.gcd(len(by_peer), shift)):
-            first, row = by_peer[start].clone(), start
+            first = by_peer[start].clone()
+            row = start
             while (other := (row - shift) % len(by_peer)) != start:
                 by_peer[row].lerp_(by_peer[other], 0.5)
                 row = other
@@ -436,7 +446,9 @@ class AverageMatrix(MixingMatrix):
     averaged: npt.NDArray[np.bool_]
 
     def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
-        senders, receivers, weights = [], [], []
+        senders = []
+        receivers = []
+        weights = []
         for peer, own, averaged in zip(self.receivers, self.own, self.averaged, strict=True):
             heard = self.members[np.argsort((peer - self.members) % self.n_columns)] if averaged else own[None]
             senders.append(heard)
@@ -531,7 +543,8 @@ def mixing_matrix(
         message = f"edge {loops[0]} -> {loops[0]} must be left out: self weights are implied"
         raise ScenarioError(message, code="mixing.edges")
     if weights in UNDIRECTED:
-        there, back = np.sort(edges @ [n_peers, 1]), np.sort(edges @ [1, n_peers])
+        there = np.sort(edges @ [n_peers, 1])
+        back = np.sort(edges @ [1, n_peers])
         if not np.array_equal(there, back):
             sender, receiver = divmod(int(np.setdiff1d(there, back)[0]), n_peers)
             raise ScenarioError(
@@ -569,7 +582,8 @@ def mixing_matrix(
         own = np.asarray(1 - np.bincount(receivers, weights=shares, minlength=n_peers), dtype=np.float64)
     # Compressed rows: first the receiver's own term, then the others' by distance behind it.
     ids = np.arange(n_peers)
-    senders, receivers = np.concatenate([ids, senders]), np.concatenate([ids, receivers])
+    senders = np.concatenate([ids, senders])
+    receivers = np.concatenate([ids, receivers])
     values = np.concatenate([own, shares])
     order = np.argsort(receivers * n_peers + (receivers - senders) % n_peers)
     counts = np.bincount(receivers, minlength=n_peers)
@@ -612,7 +626,8 @@ class Mixing:
         self, topology: Topology, weights: str, participation: Participation | None = None, steps: int = 1
     ) -> None:
         """Check the combination and start with nothing cached."""
-        self.topology, self.steps = topology, steps
+        self.topology = topology
+        self.steps = steps
         self.n_peers = topology.n_peers
         self.participation = participation or build_participation("all", self.n_peers)
         self.weights = "server" if topology.name == "server" else weights
@@ -623,7 +638,8 @@ class Mixing:
         if self.weights != "server":
             RULES.check(self.weights, "topology.weights")
         check_topology(topology)
-        weights, kind = self.weights, self.participation.kind
+        weights = self.weights
+        kind = self.participation.kind
         if self.participation.n_peers != self.n_peers:
             raise ScenarioError(
                 f"participation of {self.participation.n_peers} peers must be of n_peers={self.n_peers}, "
@@ -718,7 +734,8 @@ class PartlyHeard(Mixing):
         missed = [sender not in self._heard and sender != self._peer for sender in senders.tolist()]
         if not any(missed):
             return whole
-        senders, weights = senders[~np.array(missed)], weights[~np.array(missed)]
+        senders = senders[~np.array(missed)]
+        weights = weights[~np.array(missed)]
         own = senders == self._peer
         weights = np.where(own, 1 - weights[~own].sum(), weights)
         ends = np.array([0, len(senders)])
@@ -751,7 +768,8 @@ class PartlyHeard(Mixing):
 
 
 RANDOM_ROUNDS = 128
-MEASURED_PLACES, NEGLIGIBLE = 4096, 1e-4
+MEASURED_PLACES = 4096
+NEGLIGIBLE = 1e-4
 MOST_MEASURED = 1024  # peers: the eigenvalues of a matrix of as many rows
 
 
@@ -765,7 +783,8 @@ def disagreement_left(mixing: Mixing) -> float:
     Raises:
         ScenarioError: there are too many peers to multiply matrices of as many rows.
     """
-    n, total = mixing.n_peers, 0.0
+    n = mixing.n_peers
+    total = 0.0
     if n > MOST_MEASURED:
         raise ScenarioError(
             f"n_peers={n} must be <= {MOST_MEASURED} to measure how fast noise mixes: give privacy.noise.strength",
@@ -798,7 +817,8 @@ def rounds_to_agree(mixing: Mixing, first: int, most: int, tolerance: float) -> 
     Raises:
         ScenarioError: there are too many peers to multiply matrices of as many rows.
     """
-    n, left = mixing.n_peers, 1.0
+    n = mixing.n_peers
+    left = 1.0
     if n > MOST_MEASURED:
         raise ScenarioError(
             f"network.final_mixing=auto must have {MOST_MEASURED} peers at most, not n_peers={n}: give it a number",
@@ -835,13 +855,15 @@ def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
     n = mixing.n_peers
     period = mixing.topology.period if mixing.participation.kind == "all" else None
     rounds = period or horizon or RANDOM_ROUNDS
-    product, log_scale = _centred(torch.eye(n, dtype=torch.float64)), 0.0
+    product = _centred(torch.eye(n, dtype=torch.float64))
+    log_scale = 0.0
     for k in range(rounds):
         product = _centred(mixing.matrix(k).apply(product))
         scale = float(product.abs().max())
         if scale < 1e-13:
             return 1.0
-        product, log_scale = product / scale, log_scale + np.log(scale)
+        product = product / scale
+        log_scale = log_scale + np.log(scale)
     radius = float(np.abs(np.linalg.eigvals(product.numpy())).max())
     if radius < n * 1e-15:
         return 1.0

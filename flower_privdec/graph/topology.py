@@ -411,7 +411,8 @@ def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = _PR
     p = _chance("probability", probability)
     threshold = math.log(n_peers) / n_peers
     remedy = f"raise it well above ln(n)/n = {threshold:.2g}"
-    isolated, blamed = n_peers * (1 - p) ** (n_peers - 1), f"topology.probability={p}"
+    isolated = n_peers * (1 - p) ** (n_peers - 1)
+    blamed = f"topology.probability={p}"
     if isolated > ALMOST_NEVER:  # about e to minus as many draws leave no peer without an edge
         raise ScenarioError(
             f"{blamed} leaves about {isolated:.3g} of n_peers={n_peers} without an edge, so that no draw is connected; "
@@ -424,7 +425,8 @@ def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = _PR
 
 
 def _small_world(name: str, n_peers: int, seed: int, *, degree: int = _DEGREE, rewire: float = 0.1) -> Topology:
-    degree, rewire = _whole("degree", degree, 2), _chance("rewire", rewire, zero=True)
+    degree = _whole("degree", degree, 2)
+    rewire = _chance("rewire", rewire, zero=True)
     if degree % 2 or degree >= n_peers:
         raise ScenarioError(
             f"topology.degree={degree} on topology small-world must be even and < n_peers={n_peers}: "
@@ -551,7 +553,8 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
         ScenarioError: the function cannot be had, fails, or gives something else.
     """
     arguments = arguments or {}
-    function, where = load_own(target, "topology.module"), f"topology.module={target!r}"
+    function = load_own(target, "topology.module")
+    where = f"topology.module={target!r}"
     try:
         seed_option = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
     except (TypeError, ValueError):  # written in C
@@ -565,7 +568,8 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
         return graph
     symmetric = False
     if isinstance(graph, networkx().Graph):
-        nodes, symmetric = list(graph.nodes), not graph.is_directed()
+        nodes = list(graph.nodes)
+        symmetric = not graph.is_directed()
         if len(nodes) != n_peers or not all(_is_peer(node, n_peers) for node in nodes):
             raise ScenarioError(
                 f"{where} gives a graph of {len(nodes)} nodes ({', '.join(map(repr, nodes[:3]))}, ...): they must be "
@@ -665,7 +669,8 @@ class EdgeParticipation:
     @property
     def chances(self) -> npt.NDArray[np.float64]:
         """Return the chance that some edge of each peer is drawn, [n_peers]."""
-        edges, drawn = len(self.graph.candidates), self.graph.count
+        edges = len(self.graph.candidates)
+        drawn = self.graph.count
         degrees = np.bincount(self.graph.candidates.ravel(), minlength=self.n_peers)
         left = (edges - degrees[:, None] - np.arange(drawn)).clip(min=0) / (edges - np.arange(drawn))
         return np.asarray(1 - left.prod(axis=1))

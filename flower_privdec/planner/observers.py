@@ -47,7 +47,9 @@ def privacy_statement(experiment: Experiment) -> dict[str, Any]:
         there is no bound; by_distance: what one peer alone sees of others (`pairwise.Distance`), or why that is not
         computed; by_colluders: where noise cancels, the largest ε for each number of colluders.
     """
-    own, scenario, plan = experiment.own, experiment.scenario, experiment.own.protection
+    own = experiment.own
+    scenario = experiment.scenario
+    plan = experiment.own.protection
     drawings = drawings_of(experiment, own.peers, own.sampler)
     steps = range(min(scenario.rounds * experiment.algorithm.steps_per_round, MOST_STEPS))
     kinds = dict.fromkeys(experiment.algorithm.released(step, drawings[0]) for step in steps)
@@ -82,10 +84,12 @@ def _sum(part: ReleasedSum) -> dict[str, Any]:
 
 def _observers(experiment: Experiment) -> list[dict[str, Any]]:
     """Return each observer, what it sees, and the least and the largest ε of the peers towards it."""
-    plan, rounds = experiment.own.protection, experiment.scenario.rounds
+    plan = experiment.own.protection
+    rounds = experiment.scenario.rounds
     if plan is None:
         return [_row("everybody", "sums without noise", [math.inf])]
-    everything, others = plan.epsilons(rounds), "all other peers, relays and servers together"
+    everything = plan.epsilons(rounds)
+    others = "all other peers, relays and servers together"
     if plan.pairs is not None:
         others = f"up to {plan.pairs.colluding} other peers, relays and servers together"
     rows = [

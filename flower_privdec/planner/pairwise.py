@@ -84,7 +84,8 @@ class Distance:
 
 def not_computed(experiment: Experiment) -> str | None:
     """Return why one peer's view is not computed; None where it is."""
-    scenario, plan = experiment.scenario, experiment.own.protection
+    scenario = experiment.scenario
+    plan = experiment.own.protection
     sources = scenario.n_peers * scenario.rounds
     if plan is None or experiment.mixing is None:
         return "nothing is noised, or nothing exchanged"
@@ -103,7 +104,9 @@ def not_computed(experiment: Experiment) -> str | None:
 
 def views(experiment: Experiment) -> list[Distance]:
     """Return what one peer sees of others by their distance, of an experiment for which `not_computed` is None."""
-    plan, mixing, n = experiment.own.protection, experiment.mixing, experiment.scenario.n_peers
+    plan = experiment.own.protection
+    mixing = experiment.mixing
+    n = experiment.scenario.n_peers
     assert plan is not None
     assert mixing is not None
     graph = nx.DiGraph(mixing.topology.support().tolist())
@@ -113,7 +116,8 @@ def views(experiment: Experiment) -> list[Distance]:
             at.setdefault(hops, []).append((observer, peer))
     received = messages(experiment)
     first = [[row for row in rows if not row[:, 1:].any()] for rows in received]  # that hold no later step
-    one_step, all_rounds = projectors([[row[:, :1] for row in rows] for rows in first]), projectors(received)
+    one_step = projectors([[row[:, :1] for row in rows] for rows in first])
+    all_rounds = projectors(received)
     assert len(received) == n
     return [
         Distance(hops, len(pairs), _largest(plan, pairs, one_step), _largest(plan, pairs, all_rounds))
@@ -154,7 +158,9 @@ def messages(experiment: Experiment) -> list[list[np.ndarray]]:
 
     The program runs with a parameter for each release, to which that release alone adds its noise's standard deviation.
     """
-    n, rounds, mixing = experiment.scenario.n_peers, experiment.scenario.rounds, experiment.mixing
+    n = experiment.scenario.n_peers
+    rounds = experiment.scenario.rounds
+    mixing = experiment.mixing
     assert mixing is not None
     cohort = replace(experiment, initial=torch.zeros(n * rounds, dtype=torch.float64)).cohort()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
@@ -243,8 +249,10 @@ def least_own_noise(plan: PairPlan, step: int) -> float | None:
     squares = squares[np.ix_(active, active)]
     sets = np.array(list(combinations(range(len(active)), honest)))
 
-    slopes, values = list[np.ndarray](), list[float]()
-    variances, bound = np.square(own / unit), 0.0
+    slopes = list[np.ndarray]()
+    values = list[float]()
+    variances = np.square(own / unit)
+    bound = 0.0
     for _ in range(MOST_CUTS):
         inverse, left = noise_left(np.maximum(variances, SEEN * upper), squares, sets)
         for peer in range(len(active)):
@@ -259,7 +267,8 @@ def least_own_noise(plan: PairPlan, step: int) -> float | None:
         solved = linprog(np.ones(len(active)), A_ub=-np.array(slopes), b_ub=-np.array(values))
         if not solved.success or solved.fun < bound * (1 + NEARLY):
             break
-        variances, bound = solved.x, float(solved.fun)
+        variances = solved.x
+        bound = float(solved.fun)
     return unit * math.sqrt(bound)
 
 

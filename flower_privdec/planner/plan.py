@@ -69,22 +69,28 @@ def best_signal(experiment: Experiment) -> float:
     them active, with std σ on each of d coordinates, adds up to a norm of σ sqrt(d T / (n a)). C and σ are those of
     the middle round.
     """
-    plan, scenario = experiment.own.protection, experiment.scenario
+    plan = experiment.own.protection
+    scenario = experiment.scenario
     sigma = np.median(noise_std(experiment, scenario.rounds // 2))
     if plan is None or sigma == 0:
         return math.inf
     per_round = experiment.algorithm.steps_per_round
-    clip, steps = float(np.median(plan.clip_norm(scenario.rounds // 2 * per_round))), scenario.rounds * per_round
+    clip = float(np.median(plan.clip_norm(scenario.rounds // 2 * per_round)))
+    steps = scenario.rounds * per_round
     together = 1.0 if experiment.mixing is None else float(experiment.participation.chances.sum())
     return clip * math.sqrt(together * steps) / float(sigma * math.sqrt(experiment.initial.numel()))
 
 
 def privacy_warnings(experiment: Experiment) -> list[str]:
     """Return warnings about noise and budgets, and about a paper's formula where it does not hold."""
-    plan, private, rounds = experiment.own.protection, experiment.scenario.private, experiment.scenario.rounds
+    plan = experiment.own.protection
+    private = experiment.scenario.private
+    rounds = experiment.scenario.rounds
     if plan is None or private is None:
         return ["privacy is none: ε = ∞, messages and models may reveal any example"]
-    spent, sizes, warnings = plan.epsilons(rounds), experiment.own.sampler.partition_sizes, []
+    spent = plan.epsilons(rounds)
+    sizes = experiment.own.sampler.partition_sizes
+    warnings = []
     claims = {peer: claim for peer, claim in enumerate(plan.claims) if claim}
     above = [peer for peer, claim in claims.items() if spent[peer] > claim.epsilon]
     if above:
@@ -147,11 +153,13 @@ def ledger_facts(experiment: Experiment) -> tuple[dict[str, Any] | None, list[st
 
     A budget, or what other runs have spent of it, may end the run's steps before its plan does.
     """
-    private, plan = experiment.scenario.private, experiment.own.protection
+    private = experiment.scenario.private
+    plan = experiment.own.protection
     facts = note = None
     folder = None if private is None else private.ledger or experiment.inherited
     if private is not None and plan is not None and folder is not None:
-        name, run = experiment.public.name, experiment.own.run
+        name = experiment.public.name
+        run = experiment.own.run
         spending = spending_of(folder, name, run, plan.accounts, experiment.first_step)
         before, after = (json_number(float(spending.epsilons(steps).max())) for steps in (0, spending.steps))
         facts = {"folder": str(folder), "epsilon_before": before, "epsilon_after": after}
@@ -170,7 +178,8 @@ def final_mixing(experiment: Experiment) -> int | None:
 
     It is None too where the graph is too large to measure.
     """
-    scenario, mixing = experiment.scenario, experiment.mixing
+    scenario = experiment.scenario
+    mixing = experiment.mixing
     setting = scenario.network.final_mixing
     if mixing is None or scenario.topology.name == "server" or (setting == "auto" and mixing.n_peers > MOST_MEASURED):
         return None
@@ -179,7 +188,9 @@ def final_mixing(experiment: Experiment) -> int | None:
 
 def network_warnings(experiment: Experiment, topology: dict[str, Any] | None) -> list[str]:
     """Return warnings about participation, graph, and the algorithm's settings on them."""
-    scenario, warnings, active = experiment.scenario, [], int(experiment.participation.active(0).sum())
+    scenario = experiment.scenario
+    warnings = []
+    active = int(experiment.participation.active(0).sum())
     if experiment.participation.kind != "all":
         warnings.append(
             f"{active} of {scenario.n_peers} peers are active in a round; an adversary sees who is active, so that "
@@ -218,8 +229,11 @@ def noise_std(experiment: Experiment, round_index: int) -> np.ndarray:
 
 def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     """Return the plan's row of every peer; see `make_plan`."""
-    rounds, plan, private = experiment.scenario.rounds, experiment.own.protection, experiment.scenario.private
-    n_peers, participation = experiment.scenario.n_peers, experiment.participation
+    rounds = experiment.scenario.rounds
+    plan = experiment.own.protection
+    private = experiment.scenario.private
+    n_peers = experiment.scenario.n_peers
+    participation = experiment.participation
     sigma = np.stack([noise_std(experiment, k) for k in (0, rounds // 2, rounds - 1)], axis=1)
     multiplier = np.zeros(n_peers) if plan is None else plan.noise_multiplier(0)
     quarters = [math.ceil(rounds * quarter / 4) for quarter in (1, 2, 3, 4)]
@@ -302,11 +316,14 @@ class Objective:
         gradients = torch.autograd.grad(self.value(), parameters, create_graph=True)
         if not any(part.requires_grad for part in gradients):
             return 0.0
-        gradient, direction, eigenvalue = _flat(gradients), start / start.norm(), 0.0
+        gradient = _flat(gradients)
+        direction = start / start.norm()
+        eigenvalue = 0.0
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
         for _ in range(ITERATIONS):
             product = _flat(torch.autograd.grad(gradient @ direction, parameters, **options))
-            previous, eigenvalue = eigenvalue, float(product.norm())
+            previous = eigenvalue
+            eigenvalue = float(product.norm())
             if eigenvalue == 0 or abs(eigenvalue - previous) <= SETTLED * eigenvalue:
                 break
             direction = product / eigenvalue
@@ -319,7 +336,8 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 def public_sample(experiment: Experiment) -> Objective:
     """Return the loss at x0 on a keyed sample of the test set."""
-    public, module = experiment.public, experiment.module
+    public = experiment.public
+    module = experiment.module
     size = SAMPLE_NUMBERS // outputs_per_example(module, public.x)
     size = min(len(public.y), max(LEAST_SAMPLE, min(MOST_SAMPLE, size)))
     rows = keyed_generator(experiment.scenario.seed_of("data"), "plan sample").permutation(len(public.y))[:size]
@@ -354,7 +372,8 @@ def smoothness(experiment: Experiment, objective: Objective) -> float:
 def heterogeneity(experiment: Experiment, objective: Objective) -> float:
     """Estimate b²; refuse where the sample cannot be partitioned as the training set is."""
     scenario = experiment.scenario
-    section, sizes = scenario.data.partition, experiment.own.sampler.partition_sizes
+    section = scenario.data.partition
+    sizes = experiment.own.sampler.partition_sizes
     if section.kind == "sizes":
         section = section.model_copy(update={"sizes": (sizes / sizes.sum()).tolist()})
     if section.min_size is not None:
@@ -409,7 +428,8 @@ def optimum(experiment: Experiment) -> dict[str, Any]:
         constants = find_constants(experiment)
     except ScenarioError as error:
         return unknown | {"optimal_rounds_note": str(error)}
-    rounds, n_peers = experiment.scenario.rounds, experiment.scenario.n_peers
+    rounds = experiment.scenario.rounds
+    n_peers = experiment.scenario.n_peers
     epsilons = np.broadcast_to(np.asarray(private.epsilon, dtype=np.float64), (n_peers,))
     deltas = np.broadcast_to(np.asarray(private.delta), (n_peers,))
     value = {name: number for name, (number, _) in constants.items()}
@@ -445,7 +465,8 @@ def find_constants(experiment: Experiment) -> Constants:
     Raises:
         ScenarioError: where one is missing and cannot be estimated: the model may have no second derivatives.
     """
-    section, initial = experiment.scenario.plan or PlanSection(), experiment.initial
+    section = experiment.scenario.plan or PlanSection()
+    initial = experiment.initial
     objective = cache(partial(public_sample, experiment))
     estimates: dict[str, tuple[str, Callable[[], float]]] = {
         "smoothness": ("estimated", lambda: smoothness(experiment, objective())),
@@ -471,7 +492,8 @@ def find_constants(experiment: Experiment) -> Constants:
 
 def _dataset_size(experiment: Experiment) -> float:
     """Return J with J^-2 the mean of J_i^-2, peers weighted as eq. 12 does, log(1/δ_i) / ε_i²."""
-    private, sizes = experiment.scenario.private, experiment.own.sampler.partition_sizes
+    private = experiment.scenario.private
+    sizes = experiment.own.sampler.partition_sizes
     if private is None or private.epsilon is None:
         return float(sizes.mean())
     weight = np.log(1 / np.asarray(private.delta)) / np.asarray(private.epsilon) ** 2
@@ -528,7 +550,8 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
     """Return the experiment with fewer examples a peer, and how many times fewer, where a table takes them all."""
     if experiment.algorithm.table is None:
         return experiment, 1.0
-    sampler, examples = experiment.own.sampler, experiment.own.examples
+    sampler = experiment.own.sampler
+    examples = experiment.own.examples
     batch = 1 if sampler.kind == "full" else math.ceil(float(sampler.normalizer.max()))
     limit = max(2 * batch, min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
     examples = replace(examples, parts=tuple(part[:limit] for part in examples.parts))
@@ -572,9 +595,11 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
         return None
     degrees = np.bincount(pairs.edges.ravel(), minlength=experiment.scenario.n_peers)
     first = int(pairs.needed.any(axis=1).argmax())
-    own, needed = pairs.own[first], pairs.needed[first]
+    own = pairs.own[first]
+    needed = pairs.needed[first]
     least = least_own_noise(pairs, first)
-    alone, active = float(np.linalg.norm(needed)) or 1.0, max(1, int((needed > 0).sum()))
+    alone = float(np.linalg.norm(needed)) or 1.0
+    active = max(1, int((needed > 0).sum()))
     return {
         "colluding": pairs.colluding,
         "secrets_of_a_peer": [int(degrees.min()), int(degrees.max())],
@@ -597,7 +622,9 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
 
 def _mode_advice(experiment: Experiment) -> str | None:
     """Return why a network of peers cannot run this in asynchronous mode, and what to set; None where it can."""
-    scenario, mixing, steps = experiment.scenario, experiment.mixing, experiment.algorithm.mixing_steps
+    scenario = experiment.scenario
+    mixing = experiment.mixing
+    steps = experiment.algorithm.mixing_steps
     if mixing is None or scenario.network.mode == "synchronous" or (mixing.sends_shares and steps == 1):
         return None
     asynchronous = "network.mode=asynchronous"
@@ -627,8 +654,10 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
             processes here); infinite ε is the string "inf".
     """
     scenario = experiment.scenario
-    partitioning, missing = partition_cohort(experiment), shortage(experiment)
-    section, need = scenario.algorithm, memory_need(experiment, partitioning.workers)
+    partitioning = partition_cohort(experiment)
+    missing = shortage(experiment)
+    section = scenario.algorithm
+    need = memory_need(experiment, partitioning.workers)
     seconds, evaluation_share = (None, 0.0) if missing else estimate_seconds(experiment)
     topology = None if experiment.mixing is None else connectivity(experiment.mixing)
     if topology is not None:

@@ -58,7 +58,8 @@ def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
     check_std(np.array([std]))
     if not np.isfinite(values).all():
         raise ValueError(NOT_FINITE)
-    normals, out = SystemNormals(key_stream(), values.size), np.empty(values.size)
+    normals = SystemNormals(key_stream(), values.size)
+    out = np.empty(values.size)
     for start in range(0, values.size, PIECE):
         part = values[None, start : start + PIECE].astype(np.float64)
         out[start : start + PIECE] = add_exactly(part, np.array([[std]]), normals)[0]
@@ -97,7 +98,9 @@ class SystemNormals:
         pairs = (count + 1) // 2
         self._encryptor.update_into(self._zeros[: 16 * pairs], self._stream)
         self.words = words = np.frombuffer(self._stream, np.uint64, 2 * pairs)
-        radius, angle, out = self._radius[:pairs], self._angle[:pairs], self._out[: 2 * pairs]
+        radius = self._radius[:pairs]
+        angle = self._angle[:pairs]
+        out = self._out[: 2 * pairs]
         np.add(words[:pairs] >> np.uint64(1), 0.5, out=radius, casting="unsafe")
         np.log(np.multiply(radius, 2.0**-63, out=radius), out=radius)
         np.sqrt(np.multiply(radius, -2.0, out=radius), out=radius)
@@ -165,7 +168,8 @@ def _undecided(remainders: np.ndarray, words: np.ndarray) -> np.ndarray:
         remainders: what rounding took away, float64 [n].
         words: see `SystemNormals`.
     """
-    pairs, unsure = len(words) // 2, np.abs(remainders) > 0.5 - MARGIN
+    pairs = len(words) // 2
+    unsure = np.abs(remainders) > 0.5 - MARGIN
     doubled = words[:pairs]  # 2 U, and the bit that is not used
     if doubled.min() < 2 * LEAST_U or doubled.max() > 2 * MOST_U + 1:
         for pair in np.flatnonzero((doubled < 2 * LEAST_U) | (doubled > 2 * MOST_U + 1)):
@@ -175,7 +179,9 @@ def _undecided(remainders: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 def _decided(undecided: np.ndarray, offsets: list[float], scales: list[float], normals: SystemNormals) -> list[float]:
     """Return the rounded values of some numbers, offset + scale Z; two normals of one pair share their bits."""
-    words, drawn_pairs, values = normals.words, dict[int, _NormalPair](), []
+    words = normals.words
+    drawn_pairs = dict[int, _NormalPair]()
+    values = []
     pairs = len(words) // 2
     for number, offset, scale in zip(undecided.tolist(), offsets, scales, strict=True):
         is_sine, pair = divmod(number, pairs)
@@ -202,7 +208,10 @@ class _NormalPair:
     """
 
     def __init__(self, u: int, v: int, normals: SystemNormals) -> None:
-        self._u, self._v, self._bits, self._normals = u, v, 63, normals
+        self._u = u
+        self._v = v
+        self._bits = 63
+        self._normals = normals
 
     def rounded(self, is_sine: bool, offset: float, scale: float) -> int:
         """Return floor(offset + scale Z + 1/2), with Z the normal of the sine or of the cosine."""

@@ -252,11 +252,15 @@ class PushSumProtocol(Generic[V]):
         incarnation: int = FIRST,
     ) -> None:
         """Start with the given mass and all edges closed; nothing leaves before the first commit."""
-        self.peer, self.boot, self.incarnation, self.mass = peer, boot, incarnation, mass
+        self.peer = peer
+        self.boot = boot
+        self.incarnation = incarnation
+        self.mass = mass
         self.orphaned: Counter[int] = Counter()
         self.rejected: Counter[int] = Counter()
         self.edges: dict[int, Edge[V]] = {j: Edge() for j in sorted({*neighbors} - {peer})}
-        self._arithmetic, self._window = arithmetic, window
+        self._arithmetic = arithmetic
+        self._window = window
         self._durable: Durable[V] | None = None
         self._commits = 0
         self._inbox: dict[int, list[FrozenShare[V]]] = {}  # received and not absorbed, in order
@@ -307,7 +311,8 @@ class PushSumProtocol(Generic[V]):
         """Return all that has to be on disk together; it does not change while the machine goes on."""
         self._check_not_stale()
         self._commits += 1
-        frozen, mass = [share.values for edge in self.edges.values() for share in edge.frozen], dict[str, V]()
+        frozen = [share.values for edge in self.edges.values() for share in edge.frozen]
+        mass = dict[str, V]()
         for name, value in self.mass.items():  # a frozen share of the same numbers never changes, as a copy would not
             same = next((parts[name] for parts in frozen if self._arithmetic.same(value, parts[name])), None)
             mass[name] = self._arithmetic.copy(value) if same is None else same
@@ -372,8 +377,10 @@ class PushSumProtocol(Generic[V]):
         rest = 1 - sum(weight for neighbor, weight in weights.items() if neighbor not in ready)
         parts = {weight: self._parts(weight / rest) for weight in {weights[neighbor] for neighbor in ready}}
         for neighbor in ready:
-            edge, values = self.edges[neighbor], parts[weights[neighbor]]
-            number, ends = edge.sent + 1, (self.peer, neighbor, self.incarnation, edge.incarnation)
+            edge = self.edges[neighbor]
+            values = parts[weights[neighbor]]
+            number = edge.sent + 1
+            ends = (self.peer, neighbor, self.incarnation, edge.incarnation)
             share = FrozenShare(*ends, number, self.boot, round_index, values)
             self.edges[neighbor] = replace(edge, sent=number, sent_boot=self.boot, frozen=(*edge.frozen, share))
             for name, part in values.items():
@@ -405,7 +412,9 @@ class PushSumProtocol(Generic[V]):
             RefusedError: it is not the next of an open edge between these two incarnations.
         """
         edge = self._open_edge(share.sender, share.receiver, share.incarnation, share.addressed)
-        number, agreed, held = share.number, self._agreed.get(share.sender), self._inbox.setdefault(share.sender, [])
+        number = share.number
+        agreed = self._agreed.get(share.sender)
+        held = self._inbox.setdefault(share.sender, [])
         following = held[-1].number + 1 if held else edge.received + 1
         if number > following:
             raise self._closing(share.sender, f"sent share {number}, and {following} has to come first", "share.gap")
@@ -428,7 +437,8 @@ class PushSumProtocol(Generic[V]):
 
     def has_passed(self, neighbor: int, round_index: int) -> bool:
         """Return whether a neighbour has committed a round, and all that it sent up to then has come in."""
-        last, held = self._hellos.get(neighbor), self._inbox.get(neighbor)
+        last = self._hellos.get(neighbor)
+        held = self._inbox.get(neighbor)
         if last is None or last.round_index <= round_index:
             return False
         return last.sent <= (held[-1].number if held else self.edges[neighbor].received)
@@ -450,7 +460,8 @@ class PushSumProtocol(Generic[V]):
             Those added.
         """
         self._check_not_stale()
-        absorbed, is_empty = [], first_weight > 0 and self._weight == 0
+        absorbed = []
+        is_empty = first_weight > 0 and self._weight == 0
         for sender, held in sorted(self._inbox.items()):
             while held and (up_to is None or held[0].round_index <= up_to):
                 share = held.pop(0)
@@ -509,7 +520,8 @@ class PushSumProtocol(Generic[V]):
                 ack.addressed, f"peer {ack.sender} knows incarnation {ack.addressed:#x} of peer {self.peer}"
             )
         self._open_edge(ack.sender, ack.receiver, ack.incarnation, ack.addressed)
-        disk, agreed = self._on_disk(ack.sender), self._agreed.get(ack.sender)
+        disk = self._on_disk(ack.sender)
+        agreed = self._agreed.get(ack.sender)
         if agreed and ack.boot != agreed.boot:
             raise RefusedError(
                 f"peer {ack.sender} acknowledged something before its last start", code="share.acknowledgement"
@@ -590,7 +602,8 @@ class PushSumProtocol(Generic[V]):
                 f"peer {self.peer} must commit incarnation {self.incarnation:#x} before it greets a neighbour",
                 code="share.uncommitted",
             )
-        edge, now = self._on_disk(neighbor), self.edges[neighbor]
+        edge = self._on_disk(neighbor)
+        now = self.edges[neighbor]
         held = self._inbox.get(neighbor)
         seen, seen_boot = (held[-1].number, held[-1].boot) if held else (now.received, now.received_boot)
         return Hello(
@@ -625,7 +638,8 @@ class PushSumProtocol(Generic[V]):
         """
         self.check_hello(theirs)
         neighbor = theirs.sender
-        before, self._hellos[neighbor] = self._hellos.get(neighbor), theirs
+        before = self._hellos.get(neighbor)
+        self._hellos[neighbor] = theirs
         if before is not None and before.boot != theirs.boot:  # it restarted, and so does the handshake
             self._challenges[neighbor] = self._challenges[neighbor] % LAST + 1
             self._objections.pop(neighbor, None)
@@ -642,7 +656,8 @@ class PushSumProtocol(Generic[V]):
             return None if theirs.opened else self.hello(neighbor)
         self.close(neighbor)
         objection = self.hello(neighbor)  # from which a neighbour that is behind learns it, unless it has it already
-        before, self._objections[neighbor] = self._objections.get(neighbor), objection
+        before = self._objections.get(neighbor)
+        self._objections[neighbor] = objection
         return None if objection == before else objection
 
     def check_hello(self, theirs: Hello) -> None:

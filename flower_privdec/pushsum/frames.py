@@ -46,11 +46,13 @@ if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumP
     from flower_privdec.core import State
 
 Buffer = bytes | bytearray | memoryview
-MAGIC, VERSION = b"prvd", 7
+MAGIC = b"prvd"
+VERSION = 7
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
-LEDGER_REPORT, LINES = struct.Struct("<2Q32s"), struct.Struct("<2Q")
+LEDGER_REPORT = struct.Struct("<2Q32s")
+LINES = struct.Struct("<2Q")
 LINE = struct.Struct("<BB6x4Q")  # type, number of axes, their lengths
 SMALL = 256  # bytes that a frame without rows has at most, but for a report
 REPORT = 256 + 2 * MANY * LINES.size  # that a report has at most
@@ -188,7 +190,9 @@ class _Layout(NamedTuple):
 
 @lru_cache(LAYOUTS)
 def _layout(rows: tuple[RowFormat, ...]) -> _Layout:
-    lines, spans, end = list[bytes](), list[tuple[int, int]](), HEADER.size + len(rows) * LINE.size
+    lines = list[bytes]()
+    spans = list[tuple[int, int]]()
+    end = HEADER.size + len(rows) * LINE.size
     for number, row in enumerate(rows):
         lines.append(
             LINE.pack(CODES[type_name(row.dtype)], len(row.shape), *row.shape, *(0,) * (AXES - len(row.shape)))
@@ -240,7 +244,9 @@ class FrameCodec:
         exchanges: Mapping[int, RowFormats] | None = None,
         seal: Seal | None = None,
     ) -> None:
-        self.run, self.shares, self.exchanges = hashlib.sha256(run).digest()[:16], shares, exchanges or {}
+        self.run = hashlib.sha256(run).digest()[:16]
+        self.shares = shares
+        self.exchanges = exchanges or {}
         self._seal = seal
         self._overhead = 0 if seal is None else seal.overhead
         share = 0 if shares is None else frame_size(shares) + self._overhead
@@ -257,7 +263,8 @@ class FrameCodec:
         body: list[Buffer] = []
         if isinstance(message, FrozenShare | RowMessage):
             layout = _layout(tuple(formats_of(message.values).values()))
-            body, at = [*layout.lines], len(layout.lines) * LINE.size
+            body = [*layout.lines]
+            at = len(layout.lines) * LINE.size
             for (begin, end), value in zip(layout.spans, message.values.values(), strict=True):
                 whole = _integers_of(value)
                 little = whole.astype(whole.dtype.newbyteorder("<"), copy=False)
@@ -283,7 +290,8 @@ class FrameCodec:
         """Return the header of a message; what its kind does not have is 0."""
         kind = KIND_OF[type(message)]
         facts = [getattr(message, name, 0) for name in HEADER_FIELDS]
-        ends, counters = facts[:4], [len(getattr(message, "values", ())), *facts[4:]]
+        ends = facts[:4]
+        counters = [len(getattr(message, "values", ())), *facts[4:]]
         if isinstance(message, Progress | LedgerReport):
             counters[-1] = message.exchanges if isinstance(message, Progress) else len(message.own)
         flags = SEALED if self._seal is not None and kind in SEALABLE else 0
@@ -312,23 +320,24 @@ class FrameCodec:
                 code="frame.magic",
             )
         if header.version != VERSION:
-            problem, code = (
-                f"has version {header.version} of the protocol, not {VERSION}; update one of the two",
-                "version",
-            )
+            problem = f"has version {header.version} of the protocol, not {VERSION}; update one of the two"
+            code = "version"
         elif header.run != self.run:
             problem = f"is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario and one model"
             code = "run"
         elif not 1 <= header.kind <= len(FrameKind):
-            problem, code = f"is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}", "kind"
+            problem = f"is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}"
+            code = "kind"
         elif header.round_index >= 2**63:
-            problem, code = f"is of round {header.round_index}, which must be < 2^63", "round"
+            problem = f"is of round {header.round_index}, which must be < 2^63"
+            code = "round"
         else:
             if cap is None:
                 cap = REPORT + self._overhead if header.kind == FrameKind.LEDGER_REPORT else self.cap
             if HEADER.size <= header.length <= cap:
                 return header
-            problem, code = f"claims {header.length} bytes, which must be {HEADER.size} to {cap}", "length"
+            problem = f"claims {header.length} bytes, which must be {HEADER.size} to {cap}"
+            code = "length"
         raise RefusedError(f"a frame of peer {header.sender} {problem}", code=f"frame.{code}")
 
     def decode(self, data: Buffer, cap: int | None = None) -> Message:
@@ -344,8 +353,12 @@ class FrameCodec:
         Raises:
             RefusedError: naming the sender (as it calls itself), what is wrong and what would be right.
         """
-        header, view, size = self.read_header(data, cap), memoryview(data), len(data)
-        frame, kind, formats = f"a frame of peer {header.sender}", FrameKind(header.kind), None
+        header = self.read_header(data, cap)
+        view = memoryview(data)
+        size = len(data)
+        frame = f"a frame of peer {header.sender}"
+        kind = FrameKind(header.kind)
+        formats = None
         if header.length != size:
             raise RefusedError(f"{frame} has {size} bytes and claims {header.length}", code="frame.length")
         if kind in (FrameKind.SHARE, FrameKind.ROWS):
@@ -372,7 +385,8 @@ class FrameCodec:
             raise RefusedError(
                 f"{frame} of kind {kind} has {size} bytes, which must be {expected}", code="frame.length"
             )
-        head, body = bytes(view[: HEADER.size]), view[HEADER.size :]
+        head = bytes(view[: HEADER.size])
+        body = view[HEADER.size :]
         if seal is not None:
             body = memoryview(bytearray(seal.decrypt(header.sender, head, bytes(body))))
         message = self._message(header, body, {} if formats is None else _read_rows(body, formats, frame))
@@ -383,7 +397,8 @@ class FrameCodec:
     @staticmethod
     def _message(header: FrameHeader, body: memoryview, values: Mapping[str, Tensor]) -> Message:
         """Return the message of a frame; refuse a ledger report that is not in its one form."""
-        ends, sides = (header.sender, header.receiver), (header.incarnation, header.addressed)
+        ends = (header.sender, header.receiver)
+        sides = (header.incarnation, header.addressed)
         if header.kind == FrameKind.SHARE:
             return FrozenShare(*ends, *sides, header.number, header.boot, header.round_index, values)
         if header.kind == FrameKind.ROWS:
@@ -404,7 +419,8 @@ class FrameCodec:
                 f"a report of peer {header.sender} has {header.length} bytes, which none has", code="frame.length"
             )
         counted = tuple(LINES.iter_unpack(body[LEDGER_REPORT.size :]))
-        own, seen = counted[: header.number], counted[header.number :]
+        own = counted[: header.number]
+        seen = counted[header.number :]
         if any(boot <= last for part in (own, seen) for (last, _), (boot, _) in pairwise(part)):
             raise RefusedError(
                 f"a report of peer {header.sender} has boots that are not in ascending order", code="frame.boots"
@@ -429,7 +445,8 @@ class FrameCodec:
                     f"a call of peer {header.sender} has more frames than any peer has to send", code="frame.many"
                 )
             yield self.decode(data[: header.length])
-            data, most = data[header.length :], most - 1
+            data = data[header.length :]
+            most = most - 1
 
 
 def _integers_of(value: Tensor | np.ndarray) -> np.ndarray:
@@ -450,9 +467,12 @@ def _has_finite_sum(part: Any) -> bool:
 
 def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, Tensor]:
     """Return the rows of a frame as views of what follows its header, once each of their numbers may be one."""
-    layout, end, rows = _layout(tuple(formats.values())), 0, dict[str, Any]()
+    layout = _layout(tuple(formats.values()))
+    end = 0
+    rows = dict[str, Any]()
     for (name, row), expected in zip(formats.items(), layout.lines, strict=True):
-        line, end = body[end : end + LINE.size], end + LINE.size
+        line = body[end : end + LINE.size]
+        end = end + LINE.size
         if line != expected:
             code, axes, *lengths = LINE.unpack(line)
             dtype = WIRE_TYPES.get(code, f"type {code}")

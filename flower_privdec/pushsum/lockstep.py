@@ -47,7 +47,10 @@ class Lockstep(Generic[Sent, Heard]):
             receivers: the peers that it sends to at a place.
             places: how many the run has.
         """
-        self.peer, self.place, self._receivers, self._places_in_all = peer, -1, receivers, places
+        self.peer = peer
+        self.place = -1
+        self._receivers = receivers
+        self._places_in_all = places
         self.is_at_end = False
         self._sent: dict[int, dict[int, Sent]] = {}  # by place and receiver
         self._heard: dict[int, dict[int, Heard]] = {}  # by place and sender
@@ -196,7 +199,8 @@ class Timetable:
         self._at = list(self.exchanges)
         self.rounds, self.end, self._exchanges = rounds, rounds + final, rounds * len(self._at)
         self.places = self._exchanges + final
-        self.final_at, self.final_exchange = len(algorithm.program), algorithm.final_exchange
+        self.final_at = len(algorithm.program)
+        self.final_exchange = algorithm.final_exchange
         self.final_mixing = everybody(mixing)
         self._mixing = mixing
         self.neighbours, self.receivers_ever = cache(self._neighbours), cache(self._receivers_ever)
@@ -217,14 +221,18 @@ class Timetable:
     def _turn(self, peer: int, place: int) -> Turn:
         """Return a peer's part in the exchange of a place."""
         per_round = len(self._at)
-        round_index, at = self.rounds + place - self._exchanges, self.final_at
+        round_index = self.rounds + place - self._exchanges
+        at = self.final_at
         exchange: Exchange = self.final_exchange
         mixing = self.final_mixing
         if place < self._exchanges:
-            round_index, at = place // per_round, self._at[place % per_round]
-            exchange, mixing = self.exchanges[at], self._mixing
+            round_index = place // per_round
+            at = self._at[place % per_round]
+            exchange = self.exchanges[at]
+            mixing = self._mixing
         hosted = mixing.hosted(exchange.place(round_index, mixing), np.array([peer]))
-        weights, senders = {receiver: weight for _, receiver, weight in hosted.sent}, {j for j, _ in hosted.heard}
+        weights = {receiver: weight for _, receiver, weight in hosted.sent}
+        senders = {j for j, _ in hosted.heard}
         ends = (senders, {*weights}) if isinstance(exchange, Reply) else ({*weights}, senders)
         return Turn(round_index, at, exchange, mixing, *ends, weights)
 

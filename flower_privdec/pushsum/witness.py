@@ -101,7 +101,10 @@ class LedgerWitness:
         draw: Callable[[], int] | None = None,
         pairs: AgreedSecrets | None = None,
     ) -> None:
-        self.peer, self.boot, self._ledger, self._remember = peer, boot, ledger, remember
+        self.peer = peer
+        self.boot = boot
+        self._ledger = ledger
+        self._remember = remember
         self._pairs = pairs
         self.neighbors = frozenset(neighbors) - {peer}
         self.seen: dict[int, dict[int, int]] = {j: dict((seen or {}).get(j, {})) for j in self.neighbors}
@@ -123,7 +126,8 @@ class LedgerWitness:
         """
         with self._lock:
             answers = 0 if self.problem else self._received.get(neighbor, 0)  # who is to stop has nothing to add
-            challenge, seen = self._challenges[neighbor], tuple(sorted(self.seen[neighbor].items()))
+            challenge = self._challenges[neighbor]
+            seen = tuple(sorted(self.seen[neighbor].items()))
             counted = self._reported.get(neighbor, {})
         lines = {} if self._ledger is None else dict(self._ledger.lines)
         own = tuple(sorted(item for item in lines.items() if item[1] > counted.get(item[0], 0)))
@@ -175,7 +179,8 @@ class LedgerWitness:
                         f"peer {j} sent a key of which no secret can be made ({error})", code="witness.key"
                     ) from error
             reported = dict(report.seen)
-            is_new, self._reported[j] = reported != self._reported.get(j), reported
+            is_new = reported != self._reported.get(j)
+            self._reported[j] = reported
         if is_new and self._ledger is not None and self.problem is None:
             try:
                 self._ledger.check_witnessed(reported)
@@ -218,7 +223,9 @@ class WitnessFile:
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
-        self._path, self._file, self._durable = path, -1, durable
+        self._path = path
+        self._file = -1
+        self._durable = durable
         self.seen: dict[int, dict[int, int]] = {}
         self._slots: dict[tuple[int, int], int] = {}
         self._unsynced: dict[tuple[int, int], int] = {}
@@ -240,7 +247,8 @@ class WitnessFile:
                 seen.setdefault(neighbor, {})[boot] = lines
         for name, boots in (more or {}).items():
             for boot_name, lines in boots.items():
-                neighbor, boot = int(name), int(boot_name)
+                neighbor = int(name)
+                boot = int(boot_name)
                 if lines > seen.setdefault(neighbor, {}).get(boot, 0):
                     seen[neighbor][boot] = lines
                     self.write(neighbor, boot, lines)

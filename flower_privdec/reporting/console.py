@@ -47,7 +47,8 @@ def _yaml_lines(section: Section, data: dict[str, Any], indent: str) -> Iterator
             yield from _yaml_lines(inner, value, f"{indent}  ")
         else:
             yield indent + _yaml_line(key, value)
-    values, described = _options(section), _described_defaults(section)
+    values = _options(section)
+    described = _described_defaults(section)
     if isinstance(section, ModelSection | GraphSection):  # whose keys are those of all models or graphs
         described = {key: text for key, text in described.items() if key in values}
     comments = {key: f"{key}: left out, {text}" for key, text in described.items()}
@@ -145,7 +146,8 @@ def _strip(rows: Mapping[str, Sequence[str]]) -> Table:
     for name, numbers in rows.items():
         table.add_row(name, *numbers)
     for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+        column.justify = "right"
+        column.no_wrap = True
     return table
 
 
@@ -177,7 +179,8 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     metrics = [f"{kind['title']} {wording.measured(values[name], kind)}" for name, kind in summary["metrics"].items()]
     objective = coalitions = replies = None
     if summary.get("suboptimality") is not None and "optimum" in summary:
-        least, gap = summary["optimum"]["value"], summary["optimum"]["gap"]
+        least = summary["optimum"]["value"]
+        gap = summary["optimum"]["gap"]
         objective = f"{number(summary['suboptimality'])} above the minimum, which is {least:.6g} (within {gap:.1e})"
     if "coalition_evaluations" in summary:
         share = percent(summary["coalition_share_of_wall_time"])
@@ -223,7 +226,8 @@ def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:
     rows = [comparison_row(summary) for summary in summaries]
     shown = [name for name in rows[0] if console.width >= NARROW or name in ESSENTIAL]
     table = _table([(name, "left" if name in ("run", "algorithm") else "right") for name in shown])
-    table.columns[0].overflow, table.columns[0].no_wrap = "fold", False
+    table.columns[0].overflow = "fold"
+    table.columns[0].no_wrap = False
     budgets = [summary.get("budget") for summary in summaries]
     for row, budget, following in zip(rows, budgets, [*budgets[1:], None], strict=True):
         table.add_row(*(row[name] for name in shown), end_section=following not in (budget, None))
@@ -232,7 +236,8 @@ def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:
 
 def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a run in a comparison, by heading."""
-    finished, values = summary.get("finished", True), summary[wording.main_metric(summary)[0]]
+    finished = summary.get("finished", True)
+    values = summary[wording.main_metric(summary)[0]]
     shares = wording.shares_models(summary["algorithm"])
     done = f"{summary['rounds']:,}" if finished else f"{summary['rounds_done']:,}/{summary['rounds']:,}"
     return {
@@ -279,8 +284,10 @@ def _topology(description: dict[str, Any], width: int) -> Iterator[RenderableTyp
     if description["name"] is None:
         yield description["note"]
         return
-    kind, period = "directed" if description["directed"] else "undirected", description["period"]
-    least, most = min(description["edges_per_round"]), max(description["edges_per_round"])
+    kind = "directed" if description["directed"] else "undirected"
+    period = description["period"]
+    least = min(description["edges_per_round"])
+    most = max(description["edges_per_round"])
     counts = f"{least:,}" if least == most else f"{least:,} to {most:,}"
     repeating = "drawn again each round" if period is None else f"repeating after {period} rounds"
     yield f"{description['name']}: {description['n_peers']} peers, {kind}"
@@ -303,7 +310,8 @@ def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], w
         n_peers: at most `plots.LARGEST_LISTED`, or the picture is too wide for a terminal.
         rounds: the edges (sender, receiver) of each round.
     """
-    digits, blocks = len(str(n_peers - 1)), []
+    digits = len(str(n_peers - 1))
+    blocks = []
     for k, edges in enumerate(rounds):
         entries = {(receiver, sender) for sender, receiver in edges}
         marks = [
@@ -445,7 +453,8 @@ def _plan(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[RenderableType,
 
 def _range(values: Iterable[float], text: Callable[[float], str]) -> str:
     ascending = sorted(map(float, values))
-    low, high = text(ascending[0]), text(ascending[-1])
+    low = text(ascending[0])
+    high = text(ascending[-1])
     return low if low == high else f"{low} to {high}"
 
 
@@ -475,7 +484,8 @@ def _shared_ledger(ledger: dict[str, Any]) -> str:
 
 def _theory(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]:
     """Yield all facts of a plan."""
-    graph, ledger = plan["topology"], "the run's own: ε counts this run alone"
+    graph = plan["topology"]
+    ledger = "the run's own: ε counts this run alone"
     if plan["ledger"] is not None:
         ledger = _shared_ledger(plan["ledger"])
     connected = None if graph is None else graph_facts(graph)
@@ -486,7 +496,8 @@ def _theory(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]
 
 def _peers(plan: dict[str, Any]) -> Table:
     """Return a row for each group of equal peers; a column that no peer has is left out."""
-    rounds, peers = plan["rounds"], plan["peers"]
+    rounds = plan["rounds"]
+    peers = plan["peers"]
     numbers = ("noise multiplier", f"σ at rounds 0, {rounds // 2}, {rounds - 1}", "ε after each quarter", "δ")
     table = _table([("peers", "left"), *((heading, "right") for heading in numbers)])
     optional = [key for key in OPTIONAL if any(row[key] is not None for row in peers)]
@@ -516,7 +527,8 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
         return
     fewest, most = pairs["secrets_of_a_peer"]
     others = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-    strength, deployed = pairs["strength"], pairs["network_strength"]
+    strength = pairs["strength"]
+    deployed = pairs["network_strength"]
     network = "" if deployed == strength else f"; on a network strength {number(deployed)}, for peers may restart"
     bound = pairs["least_mean_noise"]
     least = "" if bound is None else f"these pairs allow no less than {percent(bound)}; "
@@ -539,7 +551,9 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
 
 def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]:
     """Yield the best number of rounds, the constants that it was computed from, and its value at other ε."""
-    best, note, accountant = plan["optimal_rounds"], plan["optimal_rounds_note"], plan["accountant"]
+    best = plan["optimal_rounds"]
+    note = plan["optimal_rounds_note"]
+    accountant = plan["accountant"]
     if best is None:
         yield "best rounds", None if note is None else f"not known: {note}"
         return

@@ -118,7 +118,10 @@ class Payments:
         Raises:
             BudgetError: it cannot be read, or fails verification.
         """
-        totals, lines, source, head = Totals(), 0, "", ""
+        totals = Totals()
+        lines = 0
+        source = ""
+        head = ""
         for segment, entries in verified(path):
             totals.count(entries)
             lines += len(entries)
@@ -287,7 +290,8 @@ def _is_protected(rows: Sequence[dict[str, Any]]) -> bool:
 
 def _group_of_pair(row: dict[str, Any], examples: int) -> Point:
     """Return the pair (ε, δ) of several examples that follows from the pair of one; ε is ∞ if no δ below 1 is left."""
-    epsilon, delta = float(row["epsilon"]), float(row["delta"])
+    epsilon = float(row["epsilon"])
+    delta = float(row["delta"])
     log_delta = math.log(max(delta, LEAST_DELTA)) + log_group_factor(epsilon, examples)
     return (examples * epsilon, math.exp(log_delta)) if log_delta < 0 else (math.inf, 0.0)
 

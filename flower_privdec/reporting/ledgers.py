@@ -88,11 +88,15 @@ def ledger_facts(
     check_delta(delta)
     if budget is not None and not 0 < budget < math.inf:
         raise ScenarioError(f"{option('epsilon', budget)} must be a budget, > 0 and finite", code="ledger.budget")
-    totals, lines, source, size = Totals(), 0, "", 0
+    totals = Totals()
+    lines = 0
+    source = ""
+    size = 0
     for segment, entries in verified(path):
         totals.count(entries)
         lines += len(entries)
-        source, size = segment.source, segment.size
+        source = segment.source
+        size = segment.size
     rest = path.read_bytes()[size:]
     adversary = Adversary(colluding)
     costs = runs_in(totals.entries, adversary)

@@ -34,7 +34,8 @@ from flower_privdec.reporting.plots import (
 from flower_privdec.reporting.run_folder import RunGroup, budget_name, read_groups
 
 PAGES = (".html", ".htm")
-TABLES, FIGURES = (".csv", ".tex"), (".pdf", ".png")
+TABLES = (".csv", ".tex")
+FIGURES = (".pdf", ".png")
 NOTICES = (".md",)  # for a data protection officer
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
 MOST_EDGES = 2000  # in a round; more are a megabyte of lines
@@ -149,7 +150,8 @@ def render(groups: Sequence[RunGroup]) -> str:
     headings: list[str | None] = [None] * len(groups)  # the budget above the first run of each, where there are several
     for i, budget in enumerate(budgets if len(set(budgets)) > 1 else ()):
         headings[i] = None if i and budgets[i - 1] == budget else budget_name(budget)
-    single, n_runs = len(groups) == 1, sum(len(group.runs) for group in groups)
+    single = len(groups) == 1
+    n_runs = sum(len(group.runs) for group in groups)
     return environment.get_template("report.html.j2").render(
         title=groups[0].label if single else f"{n_runs} runs compared",
         subtitle=wording.headline(groups[0].summary) if single else _best(groups),
@@ -192,7 +194,8 @@ def _best(groups: Sequence[RunGroup]) -> str:
 def _cards(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the numbers at the head of the page: name, value, and what it is."""
     (name, kind), pace = wording.main_metric(summary), summary["peer_steps_per_second"]
-    values, note = summary[name], wording.budget(summary).partition(" at ")[2] or "so far"
+    values = summary[name]
+    note = wording.budget(summary).partition(" at ")[2] or "so far"
     if not wording.is_private(summary):
         note = "no privacy" if values else "not known yet"
     cards = [

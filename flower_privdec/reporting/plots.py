@@ -237,7 +237,8 @@ def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds:
     axes.plot(rounds, mean, dash, color=SERIES[series], marker="o" if len(rounds) == 1 else "", label=group.label)
     if seeds and len(values) > 1:
         deviation = values.std(axis=0, ddof=1)
-        low, high = mean - deviation, mean + deviation
+        low = mean - deviation
+        high = mean + deviation
     elif not seeds and curve.band is not None:
         lines = [curve.band(line) for line in group.runs[0].metrics if line["round"] in set(rounds)]
         low, high = np.array(lines, dtype=float).T  # None is NaN
@@ -356,7 +357,8 @@ def draw_generalization(metrics: dict[str, Any]) -> Figure | None:
     figure, axes = _panel(title, "extra label classes", share=True)
     for i, (name, label) in enumerate({"personal_models": "personalized models", "global_model": "mean model"}.items()):
         series, dash = line_style(i)
-        extra, percentages = map(int, accuracies[name]), [100 * value for value in accuracies[name].values()]
+        extra = map(int, accuracies[name])
+        percentages = [100 * value for value in accuracies[name].values()]
         axes.plot(list(extra), percentages, dash, marker="o", markersize=4, color=SERIES[series], label=label)
     axes.legend(frameon=False)
     return figure
@@ -397,7 +399,8 @@ def save_run_plots(out: Path) -> list[Path]:
         warning in the log, where matplotlib is not installed.
     """
     result = read_result(out)
-    groups, written = [RunGroup(result.scenario.name, (result,))], []
+    groups = [RunGroup(result.scenario.name, (result,))]
+    written = []
     try:
         with drawing():
             figures = {curve.name: draw_curve(curve, groups) for curve in curves_of(groups)}
@@ -419,7 +422,8 @@ PICTURES = (".png", ".svg", ".pdf")
 ROUNDS_SHOWN = 6
 LARGEST_LISTED = 32
 MOST_ARROWS = 1200
-MOST_PEERS_DRAWN, MOST_EDGES_DRAWN = 2_000, 100_000
+MOST_PEERS_DRAWN = 2_000
+MOST_EDGES_DRAWN = 100_000
 NO_GRAPH = "algorithm {} exchanges nothing: there is no graph"
 
 
@@ -503,7 +507,8 @@ def draw_topology(topology: Topology) -> Figure:
     """Draw a graph on a circle, one panel for each of its first rounds; call it within `drawing`."""
     import networkx as nx
 
-    panels, n_peers = rounds_shown(topology), topology.n_peers
+    panels = rounds_shown(topology)
+    n_peers = topology.n_peers
     across = panels if panels <= 4 else 3
     down = math.ceil(panels / across)
     side = 3.4 if panels == 1 else 2.5

@@ -83,7 +83,8 @@ def _time_left(scenario: Scenario) -> Callable[[Metrics], str]:
 
     def left(metrics: Metrics) -> str:
         nonlocal first
-        now, done = time.monotonic(), metrics["round"]
+        now = time.monotonic()
+        done = metrics["round"]
         if first is None:
             first = now, done
             pace = metrics["seconds"] / max(done, 1)
@@ -142,7 +143,8 @@ def rounds(name: str, unit: str = "round") -> Iterator[Callable[[int, int], None
 def _bar(scenario: Scenario, console: Console, below: Sequence[RichCast]) -> Iterator[OnMetrics]:
     bar = counting_bar(console)
     task = bar.add_task(scenario.name, total=scenario.rounds, left="")
-    values, left = Text(style="dim"), _time_left(scenario)
+    values = Text(style="dim")
+    left = _time_left(scenario)
 
     def show(metrics: Metrics) -> None:
         bar.update(task, completed=metrics["round"], left=left(metrics))
@@ -153,11 +155,13 @@ def _bar(scenario: Scenario, console: Console, below: Sequence[RichCast]) -> Ite
 
 
 def _plain_lines(scenario: Scenario, console: Console) -> OnMetrics:
-    tenths_shown, left = 0, _time_left(scenario)
+    tenths_shown = 0
+    left = _time_left(scenario)
 
     def show(metrics: Metrics) -> None:
         nonlocal tenths_shown
-        tail, tenths = left(metrics), PLAIN_LINES * metrics["round"] // scenario.rounds
+        tail = left(metrics)
+        tenths = PLAIN_LINES * metrics["round"] // scenario.rounds
         if tenths > tenths_shown:
             tenths_shown = tenths
             counter = f"{metrics['round']:{len(str(scenario.rounds))}d}/{scenario.rounds}"

@@ -106,7 +106,8 @@ def _of_one_peer(status: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
     Raises:
         ValueError, TypeError: it is no peer's.
     """
-    peer, done = status["peer"], status.get("round")
+    peer = status["peer"]
+    done = status.get("round")
     if type(peer) is not int or not 0 <= peer < scenario.n_peers or type(done) is not int:
         raise ValueError(f"its peer is {shown(peer, 40)} and its round {shown(done, 40)}")
     summary = _unfinished(scenario, [])

@@ -117,7 +117,8 @@ def epsilon_range(summary: dict[str, Any]) -> str:
     values = [float(row["epsilon"]) for row in summary["privacy"]]
     if not values:
         return epsilon_text(summary.get("epsilon_so_far"))
-    low, high = epsilon_text(min(values)), epsilon_text(max(values))
+    low = epsilon_text(min(values))
+    high = epsilon_text(max(values))
     return low if low == high else f"{low}–{high}"
 
 
@@ -128,7 +129,8 @@ def is_private(summary: dict[str, Any]) -> bool:
 
 def _span(values: Iterable[float]) -> str:
     ascending = sorted(values)
-    low, high = setting(ascending[0]), setting(ascending[-1])
+    low = setting(ascending[0])
+    high = setting(ascending[-1])
     return low if low == high else f"{low}–{high}"
 
 

@@ -50,7 +50,8 @@ class SparseRows:
     def packed(self, rows: np.ndarray) -> Tensor:
         """Return some rows as [*rows.shape, 2, L]: their indices and their values, both as floats, padded with 0."""
         flat = rows.reshape(-1)
-        starts, counts = self.matrix.indptr[flat], np.diff(self.matrix.indptr)[flat]
+        starts = self.matrix.indptr[flat]
+        counts = np.diff(self.matrix.indptr)[flat]
         inside = np.arange(max(1, int(counts.max(initial=0)))) < counts[:, None]
         places = (starts[:, None] + np.arange(inside.shape[1]))[inside]
         pairs = np.zeros((len(flat), 2, inside.shape[1]), np.float32)

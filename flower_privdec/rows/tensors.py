@@ -40,7 +40,8 @@ def _many_and_long(rows: Tensor) -> bool:
 
 def padded(rows: Tensor) -> Tensor | None:
     """View rows [m, d] with padding, [m, stride], contiguous; None where the storage ends before the last padding."""
-    m, stride = rows.shape[0], rows.stride(0)
+    m = rows.shape[0]
+    stride = rows.stride(0)
     if rows.is_contiguous():
         return rows
     whole = rows.storage_offset() + m * stride

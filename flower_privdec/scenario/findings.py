@@ -16,7 +16,8 @@ from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.formatting import shown
 
 Location = tuple[int | str, ...]
-SECTION, QUOTE = "a section, as {key: value}", "'"
+SECTION = "a section, as {key: value}"
+QUOTE = "'"
 TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -147,7 +148,8 @@ def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
 def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> str:
     """Return the value, the rule and the remedy of an error of pydantic."""
     name = ".".join(map(str, loc)) or root.__name__.lower()
-    kind, context = error["type"], error.get("ctx", {})
+    kind = error["type"]
+    context = error.get("ctx", {})
     if kind == "extra_forbidden":
         names = list(_model_at(error["loc"][:-1], root, data).model_fields)
         where = error["loc"]
@@ -159,7 +161,8 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
         return f"unknown key '{shown(name)[1:-1]}'{hint} (valid keys: {', '.join(names)})"
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
-        key, tag = f"{name}.{context['discriminator'].strip(QUOTE)}", context["tag"]
+        key = f"{name}.{context['discriminator'].strip(QUOTE)}"
+        tag = context["tag"]
         return f"{key}='{tag}' must be one of {', '.join(tags)}{did_you_mean(tag, tags)}"
     if kind in ("missing", "union_tag_not_found"):
         name = name if kind == "missing" else f"{name}.{context['discriminator'].strip(QUOTE)}"
@@ -175,7 +178,8 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
 
 def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
     """Return what a value must be, with a remedy where that is none."""
-    kind, context = error["type"], error.get("ctx", {})
+    kind = error["type"]
+    context = error.get("ctx", {})
     if kind == "literal_error" and loc != ("privacy",):
         hint = did_you_mean(error["input"], re.findall(r"'([^']+)'", context["expected"]))
         return f"one of {context['expected']}{hint}"
@@ -204,7 +208,8 @@ def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Pl
     """
     findings = error.errors()
     first = min(findings, key=lambda item: (item["type"] != "extra_forbidden", len(item["loc"]) == 0))
-    loc, n_named = _clean(first, data), 1
+    loc = _clean(first, data)
+    n_named = 1
     sentence = _sentence(first, loc, root, data)
     if first["type"] == "missing":
         absent = [".".join(map(str, _clean(item, data))) for item in findings if item["type"] == "missing"]

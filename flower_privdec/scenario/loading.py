@@ -41,8 +41,10 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str, where: str, *, one_value: bool) -> None:
         super().__init__(text)
-        self._where, self._one_value = where, one_value
-        self._depth, self._count = 0, 0
+        self._where = where
+        self._one_value = one_value
+        self._depth = 0
+        self._count = 0
         self._sizes: dict[int, tuple[int, int]] = {}  # values and levels of every complete node
         self.lines: dict[Location, int] = {}
 
@@ -182,11 +184,14 @@ def _read_plain(text: str, where: str, one_value: bool) -> tuple[Any, dict[Locat
         return (None if node is None else loader.plain(node, ())), loader.lines
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
+        mark = getattr(error, "problem_mark", None)
+        position = getattr(error, "position", None)
         line = "" if position is None else f":{text.count(chr(10), 0, position) + 1}"
-        place, remedy = f":{mark.line + 1}" if mark else line, "mend the line"
+        place = f":{mark.line + 1}" if mark else line
+        remedy = "mend the line"
         if one_value:
-            place, remedy = "", "quote the value"
+            place = ""
+            remedy = "quote the value"
         raise ScenarioError(f"{where}{place}: not valid YAML ({problem}); {remedy}", code="scenario.yaml") from error
 
 
@@ -213,7 +218,8 @@ def read_yaml(text: str, where: str, form: str = SCENARIO) -> tuple[dict[str, An
 def _override(data: dict[str, Any], setting: str) -> Location:
     """Apply one `key.path=value` (the value is YAML) and return its location."""
     key, equals, text = setting.partition("=")
-    path, where = tuple(key.strip().split(".")), f"--set {shown(setting)[1:-1]}"
+    path = tuple(key.strip().split("."))
+    where = f"--set {shown(setting)[1:-1]}"
     if not equals or not all(part.isprintable() and part for part in path):
         raise ScenarioError(f"{where}: must read key.path=value, as in --set privacy.epsilon=1")
     if len(path) > DEEPEST:

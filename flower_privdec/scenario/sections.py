@@ -78,7 +78,8 @@ def check_keys(
 def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield (key, module) of every part of a section that is a user's own."""
     for name in type(section).model_fields:
-        value, key = getattr(section, name), f"{path}{name}"
+        value = getattr(section, name)
+        key = f"{path}{name}"
         if name == "module" and value is not None:
             yield key, value
         for number in value if isinstance(value, list) else [value]:
@@ -475,7 +476,8 @@ class ModelSection(Section):
             raise ArgumentError(
                 "arguments belong to a module of your own: remove them, or give module", code="model.arguments"
             )
-        keys, own = set(self._given()), catalogue.MODEL_OPTIONS.get(self.name or "", ())
+        keys = set(self._given())
+        own = catalogue.MODEL_OPTIONS.get(self.name or "", ())
         for key in sorted(keys - set(own)):
             takers = ", ".join(name for name, options in catalogue.MODEL_OPTIONS.items() if key in options)
             raise ArgumentError(
@@ -1495,7 +1497,8 @@ class NetworkSection(Section):
         return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(identities)]
 
 
-MOST_PEERS, MOST_ROUNDS = 1_000_000, 1_000_000_000
+MOST_PEERS = 1_000_000
+MOST_ROUNDS = 1_000_000_000
 
 
 class ParticipationSection(Section):
@@ -1697,7 +1700,8 @@ class Scenario(LocatedFile):
         algorithm = data.get("algorithm") if isinstance(data, dict) else None
         if not isinstance(algorithm, dict) or "loss" not in algorithm or algorithm.get("name") not in catalogue.DUAL:
             return data
-        loss, task = algorithm["loss"], data.get("task") or {}
+        loss = algorithm["loss"]
+        task = data.get("task") or {}
         if not isinstance(task, dict) or task.get("loss", loss) != loss:
             raise ArgumentError(
                 f"algorithm.loss={loss!r} is another way to write task.loss, which differs: give one",
@@ -1724,7 +1728,9 @@ class Scenario(LocatedFile):
         return to_yaml(self)
 
     def _check(self) -> None:
-        private, algorithm, dataset = self.private, self.algorithm, self.data.dataset
+        private = self.private
+        algorithm = self.algorithm
+        dataset = self.data.dataset
         ledger = private is not None and private.ledger is not None
         if ledger and self.data.source is None and not isinstance(dataset, str) and is_given(dataset.module):
             raise ArgumentError(

@@ -38,7 +38,8 @@ from flower_privdec.studies.spec import Axis, Part, Point, Size, Study, for_cell
 
 MODEL_FILES = ("model.safetensors", "scenario.yaml", "summary.json")  # of the run that model.from names
 READ_FILES = ("summary.json", "metrics.jsonl", "scenario.yaml")
-CELL, INPUTS = "cell.json", "inputs.json"
+CELL = "cell.json"
+INPUTS = "inputs.json"
 RESULT_FILES = (*READ_FILES, CELL, "lock")
 CACHE = Path("runs") / "cells"
 CHANGED = "a file or a module of yours changed while the study ran; run the same command again"
@@ -193,7 +194,8 @@ def _check_labels(cell: Cell, axes: Mapping[str, Axis]) -> None:
     for place, (label, axis) in enumerate(zip(cell.labels, axes.values(), strict=True)):
         if axis.key is None or place in cell.ignores:
             continue
-        wanted, has = (axis.values or [])[axis.labels().index(label)], _value_at(cell.scenario, axis.key)
+        wanted = (axis.values or [])[axis.labels().index(label)]
+        has = _value_at(cell.scenario, axis.key)
         plain = isinstance(wanted, int | float | str | None) and isinstance(has, int | float | str | None)
         if plain and has not in (None, wanted) and tuple(axis.key.split(".")) not in PATHS:
             raise ScenarioError(
@@ -218,7 +220,8 @@ def _own_settings(
         source: the part that this one is chosen in.
         best: the labels chosen there; None takes the first.
     """
-    points, cases = dict(zip(part.axes, combination, strict=True)), list(part.cases)
+    points = dict(zip(part.axes, combination, strict=True))
+    cases = list(part.cases)
     if source is not None:
         axes = source.axes_at(size)
         names = [name for name in axes if name in source.best_over]
@@ -253,7 +256,8 @@ def cell_key(scenario: Scenario) -> str:
     Raises:
         ScenarioError: a part cannot be loaded.
     """
-    key, parts = scenario_hash(scenario, movable=False), own_parts(scenario, metrics=True)
+    key = scenario_hash(scenario, movable=False)
+    parts = own_parts(scenario, metrics=True)
     if not parts:
         return key
     digest = hashlib.sha256(key.encode())
@@ -290,7 +294,9 @@ def _check_rows(part: Part, cells: Sequence[Cell]) -> None:
     Raises:
         ScenarioError: naming the two cells.
     """
-    axes, runs, rows = list(part.axes), dict[tuple[str, int], Cell](), dict[tuple[Labels, int], Cell]()
+    axes = list(part.axes)
+    runs = dict[tuple[str, int], Cell]()
+    rows = dict[tuple[Labels, int], Cell]()
     for cell in cells:
         first = runs.setdefault((cell.key, cell.seed), cell)
         differing = {
@@ -329,8 +335,10 @@ def check_data(cells: Iterable[Cell], checked: set[str]) -> None:
         ScenarioError: naming the cell whose data cannot be read.
     """
     for cell in cells:
-        section, targets = cell.scenario.data, cell.scenario.task.targets
-        named, peers = _graphs_and_model(cell.scenario), cell.scenario.n_peers if section.each_its_own else 1
+        section = cell.scenario.data
+        targets = cell.scenario.task.targets
+        named = _graphs_and_model(cell.scenario)
+        peers = cell.scenario.n_peers if section.each_its_own else 1
         key = f"{section.model_dump_json(exclude={'batch', 'partition', 'samples'})} {targets} {named} {peers}"
         if key in checked:
             continue

@@ -92,7 +92,8 @@ def to_csv(result: PartResult) -> str:
     def texts(values: Iterable[float | None]) -> list[str]:
         return ["" if value is None else csv_number(value) for value in values]
 
-    part, file = result.part, StringIO()
+    part = result.part
+    file = StringIO()
     writer = csv.writer(file, lineterminator="\n")
     measured = [f"{name}_{what}" for name in part.metrics for what in ("mean", "std", "by_seed")]
     budgets = ("claimed_epsilon", "epsilon", "delta")
@@ -129,7 +130,8 @@ ALONG = {"rounds": "round", "gradients": "gradients computed, all peers together
 
 def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
     """Draw one figure of a part to an SVG file; return whether there was anything to draw."""
-    panels, reading = result.axes[figure.panels].labels() if figure.panels else [None], result.metric(figure.metric)
+    panels = result.axes[figure.panels].labels() if figure.panels else [None]
+    reading = result.metric(figure.metric)
     with drawing(salt=path.stem):
         names = [] if figure.x is None else result.axes[figure.x].labels()
         width = max(5.2, 3.5 * len(panels), 0.36 * len(names) * len(panels))
@@ -188,9 +190,11 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
             group = result.at(line)
             curves = group.curves(figure.metric)
             if curves is not None:
-                x, values = curves[0], scale * curves[1]
+                x = curves[0]
+                values = scale * curves[1]
                 x = x * group.gradients_per_round() if figure.along == "gradients" else x
-                mean, std = values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else 0.0
+                mean = values.mean(axis=0)
+                std = values.std(axis=0, ddof=1) if len(values) > 1 else 0.0
                 axes.plot(x, mean, dash, color=SERIES[series], label=label)
                 axes.fill_between(x, mean - std, mean + std, color=SERIES[series], alpha=0.16, linewidth=0)
                 has_data = True
@@ -293,7 +297,8 @@ def make_folder(study: Study, size: str | None, out: Path) -> None:
         )
 
 
-README, MADE_BY = "README.md", "Made by `privdec study "
+README = "README.md"
+MADE_BY = "Made by `privdec study "
 
 
 def _title(study: Study, size: str | None) -> str:
@@ -313,7 +318,8 @@ def _published_before(study: Study, size: str | None, out: Path) -> tuple[str, d
 def _earlier(study: Study, results: Sequence[PartResult], head: str, sections: dict[str, str]) -> dict[str, str]:
     """Return the sections of parts that are not published now, by their parts' names, each with what made it."""
     made = next(line for line in head.splitlines() if line.startswith(MADE_BY))
-    now, earlier = {result.part.name for result in results}, {}
+    now = {result.part.name for result in results}
+    earlier = {}
     for part in study.parts:
         if part.name not in now and part.heading in sections:
             heading, _, text = sections[part.heading].strip().partition("\n\n")

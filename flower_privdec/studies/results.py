@@ -88,7 +88,8 @@ def difference(less: Estimate | None, more: Estimate | None) -> tuple[float, flo
     if less is None or more is None or len(sides) < 2:
         return None
     variances = [(side.std or 0.0) ** 2 / side.n for side in sides]
-    total, mean = sum(variances), more.mean - less.mean
+    total = sum(variances)
+    mean = more.mean - less.mean
     if total == 0:
         return mean, mean
     freedom = total**2 / sum(v**2 / (side.n - 1) for v, side in zip(variances, sides, strict=True))
@@ -264,7 +265,8 @@ def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) ->
         if cell.key not in runs and is_finished(folder):
             runs[cell.key] = read_result(folder)
             seconds += float(json.loads((folder / "cell.json").read_text())["seconds"])
-    kinds, axes = kinds_of(cell.scenario for cell in mine), part.axes_at(size)
+    kinds = kinds_of(cell.scenario for cell in mine)
+    axes = part.axes_at(size)
     rivals: dict[Labels, list[Group]] = {}  # groups that differ only along the axes in `best_over`
     for labels in dict.fromkeys(cell.labels for cell in mine):
         keys = [cell.key for cell in mine if cell.labels == labels]
@@ -338,7 +340,8 @@ def judge(check: Check, result: PartResult) -> Verdict:
 
 def criterion(check: Check, result: PartResult) -> str:
     """Describe what a check requires."""
-    name, low = result.metric(check.metric).title, result.metric(check.metric).low
+    name = result.metric(check.metric).title
+    low = result.metric(check.metric).low
     if isinstance(check, Ordered):
         order = " < ".join(check.order or result.axes[check.axis].labels())
         size = "" if check.by == 0 else f", each {_size(result.metric(check.metric), check.by)}"
@@ -371,7 +374,8 @@ def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False
         return NOTHING
     mean, std = (None if value is None else float(csv_number(value)) for value in (estimate.mean, estimate.std))
     text = measured(mean, {"share": reading.share}, std if spread else None)
-    lost, runs = estimate.diverged, estimate.n + estimate.diverged
+    lost = estimate.diverged
+    runs = estimate.n + estimate.diverged
     return f"{text} ({lost} of {runs} without a number)" if lost else text
 
 
@@ -408,7 +412,8 @@ def _interval_text(reading: Reading, interval: tuple[float, float] | None) -> st
 
 
 def _ordered(check: Ordered, result: PartResult) -> Verdict:
-    labels, reading = check.order or result.axes[check.axis].labels(), result.metric(check.metric)
+    labels = check.order or result.axes[check.axis].labels()
+    reading = result.metric(check.metric)
     cases: list[Case] = []
     steps: list[tuple[float, Finding]] = []
     for place, groups in _places(check, labels, result):
@@ -433,7 +438,8 @@ def _ordered(check: Ordered, result: PartResult) -> Verdict:
 
 def _best(check: Best, result: PartResult) -> Iterator[Case]:
     """Compare the best point within reach with every point outside."""
-    labels, reading = result.axes[check.axis].labels(), result.metric(check.metric)
+    labels = result.axes[check.axis].labels()
+    reading = result.metric(check.metric)
     claimed = labels.index(check.label)
     for place, groups in _places(check, labels, result):
         values = [group.final(check.metric) for group in groups]
@@ -451,7 +457,8 @@ def _best(check: Best, result: PartResult) -> Iterator[Case]:
 
 
 def _above(check: Above, result: PartResult) -> Verdict:
-    cases, reading = [], result.metric(check.metric)
+    cases = []
+    reading = result.metric(check.metric)
     fixed = {name: label for name, label in check.where.items() if name not in check.baseline}
     free = [name for name in result.axes if name not in check.baseline]
     low: list[str] = []
@@ -460,7 +467,8 @@ def _above(check: Above, result: PartResult) -> Verdict:
         for inner in result.places({}, free):
             if inner == check.baseline or any(inner[name] in labels for name, labels in check.without.items()):
                 continue
-            group, where = result.at(outer | inner), _name(result, outer | inner, fixed)
+            group = result.at(outer | inner)
+            where = _name(result, outer | inner, fixed)
             text = value_text(reading, group.final(check.metric), spread=True)
             text += _interval_text(reading, difference(base.final(check.metric), group.final(check.metric)))
             cases.append(Case(where, _compared(base, group, check.metric, sign=reading.sign), text))
@@ -473,13 +481,15 @@ def _above(check: Above, result: PartResult) -> Verdict:
 def _slope(check: Slope, result: PartResult) -> Iterator[Case]:
     """Fit a line to the logarithms of each seed's curve, and compare the powers with the claimed one."""
     for labels in result.places(check.where, []):
-        group, place = result.at(labels), _name(result, labels, check.where)
+        group = result.at(labels)
+        place = _name(result, labels, check.where)
         curves = group.curves(check.metric) if group.complete else None
         if curves is None:
             yield _without_curves(place, [group])
             continue
         late = curves[0] >= check.first
-        rounds, values = curves[0][late], curves[1][:, late]
+        rounds = curves[0][late]
+        values = curves[1][:, late]
         if len(rounds) < 2 or not (values > 0).all():
             yield Case(place, Finding.UNDECIDED, f"{check.metric} has no logarithm")
             continue
@@ -520,7 +530,8 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
                 if first is None or second is None:
                     yield Case(case, Finding.UNDECIDED, f"{reading.title} {number(level)} is not reached")
                     continue
-                ratio, claimed = np.mean(first) / np.mean(second), (b.value or 0) / (a.value or 0)
+                ratio = np.mean(first) / np.mean(second)
+                claimed = (b.value or 0) / (a.value or 0)
                 took = f"{np.mean(first):.0f} and {np.mean(second):.0f} rounds to {reading.title} {number(level)}"
                 outcome = compare(
                     Estimate.of([math.log(rounds) for rounds in second]),

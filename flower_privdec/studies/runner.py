@@ -54,11 +54,9 @@ def choices_of(
     Args:
         failed: cells that count as finished: a learning rate at which a run fails is not the best.
     """
-    sources, tried, choices = (
-        {part.chosen_in for part in study.parts},
-        {outcome.cell.key for outcome in failed},
-        Choices(),
-    )
+    sources = {part.chosen_in for part in study.parts}
+    tried = {outcome.cell.key for outcome in failed}
+    choices = Choices()
     for part in (part for part in study.parts if part.name in sources):
         free = [name not in part.best_over for name in part.axes_at(size)]
         waiting = {
@@ -102,12 +100,15 @@ def run_and_publish(
         ScenarioError: a study or a cell that breaks a rule, and nothing has run then; or no run is finished.
     """
     study, base = load_study(name)
-    chosen, size = study.chosen(only), study.size(size)
+    chosen = study.chosen(only)
+    size = study.size(size)
     title = study.name if size is None else f"{study.name}-{size}"
     out = out or Path("results") / title
     names = {part.name for part in chosen}
     failed: list[Outcome] = []
-    choices, before, checked = Choices(), None, set[str]()
+    choices = Choices()
+    before = None
+    checked = set[str]()
     while choices != before:  # what one part chooses, another runs
         cells = expand(study, base, size, study.parts, settings, choices)
         tried = {outcome.cell.key for outcome in failed}
@@ -120,7 +121,8 @@ def run_and_publish(
         with progress(title, to_run) as on_cell:
             failed += run_cells(to_run, cache, jobs, on_cell)
         check_unchanged(to_run)
-        before, choices = choices, choices_of(study, size, cells, cache, failed)
+        before = choices
+        choices = choices_of(study, size, cells, cache, failed)
     results = [collect(part, size, cells, cache) for part in study.parts]
     shown = [result for result in results if result.part.name in names or result.complete]
     if not failed and not any(group.runs for result in shown for group in result.groups):

@@ -395,7 +395,8 @@ class Part(TitledSection):
             for i, figure in enumerate(self.figures):
                 _check_labels(f"figures.{i}", figure.where.items(), axes)
             for i, check in enumerate(self.checks):
-                key, labels = f"checks.{i}", [*check.where.items()]
+                key = f"checks.{i}"
+                labels = [*check.where.items()]
                 if isinstance(check, Above):
                     labels += check.baseline.items()
                     labels += [(name, label) for name, left_out in check.without.items() for label in left_out]
@@ -504,7 +505,8 @@ class Study(TitledSection):
         if source.chosen_in is not None:
             raise ValueError(f"{key}: '{source.name}' is chosen in {source.chosen_in} itself; choose both in one part")
         for size in (None, *self.sizes):
-            axes, places = source.axes_at(size), part.axes_at(size)
+            axes = source.axes_at(size)
+            places = part.axes_at(size)
             for name in (name for name in axes if name not in source.best_over):
                 _check_axis(key, name, places)
                 _check_labels(key, ((name, label) for label in places[name].labels()), axes)
@@ -532,7 +534,8 @@ class Study(TitledSection):
         Raises:
             ScenarioError: a name that no part has.
         """
-        requested, names = list(only), [part.name for part in self.parts]
+        requested = list(only)
+        names = [part.name for part in self.parts]
         for name in requested:
             if name not in names:
                 raise ScenarioError(

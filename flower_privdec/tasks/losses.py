@@ -224,11 +224,13 @@ def _example_by_example(target: str, function: OutputFunction) -> OutputFunction
     """
 
     def call(outputs: Tensor, targets: Tensor) -> Tensor:
-        lead, wide = outputs.shape[:-1], targets.shape[outputs.ndim - 1 :]
+        lead = outputs.shape[:-1]
+        wide = targets.shape[outputs.ndim - 1 :]
         flat = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1, *wide)
         if len(flat[0]) == 0:
             return torch.zeros_like(outputs)
-        values, failure = outputs, None
+        values = outputs
+        failure = None
         try:
             values = vmap(function)(*flat)
         except RAISED_BY_USERS as error:  # a user's own function may raise anything
@@ -250,7 +252,8 @@ def try_loss(loss: Loss, outputs: int) -> None:
         ScenarioError: it fails, returns no number, would see examples together, has no gradient for an example, or has
             weights of classes that cancel.
     """
-    one, x = _on_copies(loss.name), torch.randn(TRIAL_EXAMPLES, outputs, generator=torch.Generator().manual_seed(0))
+    one = _on_copies(loss.name)
+    x = torch.randn(TRIAL_EXAMPLES, outputs, generator=torch.Generator().manual_seed(0))
     try:
         with torch.random.fork_rng(devices=[]), no_custom_vmap_rules():
             shape = list(vmap(one)(x, loss.blank(x)).shape[1:])
@@ -293,7 +296,8 @@ def _random_outputs(count: int, outputs: int) -> Iterator[Tensor]:
 
 def _random_targets(loss: Loss, outputs: int) -> Iterator[Tensor]:
     """Yield targets of some examples, of the kinds that a loss could take."""
-    generator, width = torch.Generator().manual_seed(0), loss.width or outputs
+    generator = torch.Generator().manual_seed(0)
+    width = loss.width or outputs
     if loss.targets == "classes":
         yield torch.arange(max(width, TRIAL_EXAMPLES)) % width
         return

@@ -40,7 +40,8 @@ def _counts(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     n_classes = 2 if loss.single else outputs.shape[-1]
     predicted = loss.predict(outputs)
     empty = torch.zeros(*predicted.shape[:-1], n_classes, dtype=torch.float64, device=outputs.device)
-    right, ones = (predicted == targets).double(), torch.ones_like(predicted, dtype=torch.float64)
+    right = (predicted == targets).double()
+    ones = torch.ones_like(predicted, dtype=torch.float64)
     place = targets.expand_as(predicted)
     return (
         empty.scatter_add(-1, place, right),
@@ -99,7 +100,8 @@ def _mean_average_precision(_loss: Loss, outputs: Tensor, targets: Tensor) -> Te
     has does not count.
     """
     order = (-outputs.double()).transpose(-1, -2).sort(-1)  # [..., C, N], best first
-    scores, hits = order.values.contiguous(), targets.double().t().expand(order.values.shape).gather(-1, order.indices)
+    scores = order.values.contiguous()
+    hits = targets.double().t().expand(order.values.shape).gather(-1, order.indices)
     ends = torch.searchsorted(scores, scores, right=True)  # how many examples have at least this score
     precision = hits.cumsum(-1).gather(-1, ends - 1) / ends
     positives = hits.sum(-1)

@@ -64,10 +64,15 @@ class ClippedSum:
         """
         if way not in WAYS:
             raise ScenarioError(f"way={way!r} must be one of {', '.join(WAYS)}", code="training-loop.way")
-        self._module, self._parameters, self._criterion = module, parameters, criterion
-        self.clip_norm, self._memory = clip_norm, memory_bytes
-        self._behind, self._show = behind, show
-        self._ways, self._way = WAYS[1:] if way == "auto" else (way,), ""
+        self._module = module
+        self._parameters = parameters
+        self._criterion = criterion
+        self.clip_norm = clip_norm
+        self._memory = memory_bytes
+        self._behind = behind
+        self._show = show
+        self._ways = WAYS[1:] if way == "auto" else (way,)
+        self._way = ""
 
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the model's outputs for a batch, without a gradient and without a change to the model."""
@@ -94,7 +99,8 @@ class ClippedSum:
         """
         tensors, rebuild = batched(args, kwargs, targets)
         like = next(iter(self._parameters.values()))
-        total, examples = torch.zeros(self.d, dtype=like.dtype, device=like.device), len(tensors[0])
+        total = torch.zeros(self.d, dtype=like.dtype, device=like.device)
+        examples = len(tensors[0])
         if examples == 0:
             return total, 0
         added = examples - self._behind
@@ -106,7 +112,8 @@ class ClippedSum:
             norms = upper(gradients)
             bad = beyond(norms)
             if bad is not None:
-                gradients, norms = gradients.masked_fill(bad[:, None], 0), norms.masked_fill(bad, 0)
+                gradients = gradients.masked_fill(bad[:, None], 0)
+                norms = norms.masked_fill(bad, 0)
             total.add_((self.clip_norm / norms).clamp(max=1) @ gradients)
         return total, examples
 
@@ -162,7 +169,8 @@ class ClippedSum:
 
     def _value(self, rebuild: Rebuild) -> Callable[..., Tensor]:
         """Return the loss of one example as a function of the parameters, by copies that keep nothing of another."""
-        module, criterion = fix_norms(copy.deepcopy(self._module)), fresh(self._criterion)
+        module = fix_norms(copy.deepcopy(self._module))
+        criterion = fresh(self._criterion)
 
         def value(values: Values, *example: Tensor) -> Tensor:
             args, kwargs, targets = rebuild([tensor[None] for tensor in example])

@@ -41,7 +41,8 @@ class CriterionTrial:
     def __init__(self, module: nn.Module, criterion: Criterion) -> None:
         """Look at a criterion; raises ScenarioError if it cannot be copied for each call."""
         fresh(criterion)
-        self._module, self._criterion = module, criterion
+        self._module = module
+        self._criterion = criterion
         self._trials: list[tuple[Any, Trial]] = []
         self._said = False
 

@@ -78,7 +78,8 @@ class LoaderExamples:
         count = max(2, PROBES // max(1, len(items.owners)))
         probes = [_spaced(np.flatnonzero(items.owner == number), count) for number in range(len(items.owners))]
         _check_repeats(_tried(items, [place for some in probes for place in some], self._places))
-        dataset, collate = self._loader.dataset, self._loader.collate_fn
+        dataset = self._loader.dataset
+        collate = self._loader.collate_fn
         if collate is default_collate:
             return ExamplesAlone(dataset, collate, items.rows, is_proved=not items.unproved)
         return ExamplesAlone(dataset, collate, lists_of_items=self._tried_collate(collate))
@@ -205,7 +206,8 @@ class _Trial:
     """Reads items of a dataset whose class is a user's own, from copies of it."""
 
     def __init__(self, dataset: Any, places: ItemPlaces) -> None:
-        self._dataset, self._places = dataset, places
+        self._dataset = dataset
+        self._places = places
 
     def of(self, probes: list[int]) -> np.ndarray | None:
         """Try some items; return the numbers of the examples that items are, of a dataset within, if they are known.
@@ -393,5 +395,6 @@ def _grouped(norm: nn.Module, groups: int) -> nn.Module:
     count = max(n for n in range(1, groups + 1) if channels % n == 0 and (n == 1 or channels // n > 1))
     replacement = nn.GroupNorm(count, channels, eps=norm.eps, affine=norm.affine).train(norm.training)
     if norm.affine:
-        replacement.weight, replacement.bias = norm.weight, norm.bias
+        replacement.weight = norm.weight
+        replacement.bias = norm.bias
     return replacement

@@ -123,11 +123,13 @@ def fit_privately(
             f"{budget.statement(budget.entries())}",
             code="ledger.budget-spent",
         )
-    features, targets = _features(x), objective.targets(y, size)
+    features = _features(x)
+    targets = objective.targets(y, size)
     row, kernel = objective.row(model, features.shape[1], targets)
     seed = seed_of(insecure_seed)
     noise = build_deployed_noise(hardened=False) if seed is None else build_noise({0: seed}, row.device)
-    clip, one = row.new_tensor([clip_norm]), row.new_ones(1)
+    clip = row.new_tensor([clip_norm])
+    one = row.new_ones(1)
     std = budget.release.noise_multiplier * clip
     watch = budget.watch
     behind = 0 if watch is None else watch.behind
@@ -145,15 +147,18 @@ def fit_privately(
         report(f"warning: {warning}")
     for block, first in budget.paid(count, max(1, count // LINES), report):
         for number, drawn in enumerate(budget.draw(block, first, seed), start=first):
-            total, index = torch.zeros_like(row), torch.from_numpy(drawn[: len(drawn) - behind])
+            total = torch.zeros_like(row)
+            index = torch.from_numpy(drawn[: len(drawn) - behind])
             if len(index):
                 batch = RowsOfBatch(features[index][None], targets[index][None], row.new_ones(1, len(index)))
                 kernel.add_clipped_(total, row, batch, clip, one)
             clean = total.clone()
             noise.add_(total, std, number, PEER)
             if watch is not None:
-                shown, alone = torch.from_numpy(drawn[len(drawn) - behind :]), row.new_ones(behind)
-                points, gradients = row.expand(behind, -1).clone(), row.new_zeros(behind, row.shape[1])
+                shown = torch.from_numpy(drawn[len(drawn) - behind :])
+                alone = row.new_ones(behind)
+                points = row.expand(behind, -1).clone()
+                gradients = row.new_zeros(behind, row.shape[1])
                 batch = RowsOfBatch(features[shown][:, None], targets[shown][:, None], alone[:, None])
                 kernel.add_clipped_(gradients, points, batch, clip * alone, alone)
                 watch.show(gradients / clip)
@@ -187,7 +192,8 @@ class _Objective:
 
     def weighted_loss(self) -> Loss:
         """Return the loss of an example, with the weight of its class."""
-        plain, weights = LOSSES[self.loss], self.class_weights
+        plain = LOSSES[self.loss]
+        weights = self.class_weights
         if weights is None or self.classes is None:
             return plain
         if plain.targets == "classes":
@@ -254,8 +260,10 @@ class _Objective:
 
     def put(self, model: Any, row: Tensor, width: int) -> None:
         """Let the model have a row's coefficients and intercepts, in scikit-learn's shapes."""
-        values, split = row[0].numpy(), self.outputs * width
-        coefficients, intercepts = values[:split].reshape(self.outputs, width), values[split:].copy()
+        values = row[0].numpy()
+        split = self.outputs * width
+        coefficients = values[:split].reshape(self.outputs, width)
+        intercepts = values[split:].copy()
         is_flat = self.classes is None and self.outputs == 1
         by_sgd = _is(model, "SGDRegressor")  # which has one output, and an array of intercepts for it
         model.coef_ = coefficients.reshape(-1).copy() if is_flat or by_sgd else coefficients.copy()
@@ -329,7 +337,8 @@ def _objective(model: Any, classes: Any, examples: int) -> _Objective:
         return _Objective("mse", 2 * alpha / (examples if kind == "Ridge" else 1), None, has_intercept)
 
     labels = np.unique(np.asarray([] if classes is None else classes))
-    loss, count = settings.get("loss", "log_loss"), len(labels)
+    loss = settings.get("loss", "log_loss")
+    count = len(labels)
     if count < 2:
         raise ScenarioError("classes must name all labels, two at least: which a peer has is private", code=MODEL)
     if loss not in MARGINS or (count > 2 and loss != "log_loss"):
@@ -383,7 +392,8 @@ def _l2_of(kind: str, settings: Mapping[str, Any], examples: int) -> float:
     Raises:
         ScenarioError: it is another penalty, or its weight is no number.
     """
-    penalty, share = settings.get("penalty", "l2"), settings.get("l1_ratio")
+    penalty = settings.get("penalty", "l2")
+    share = settings.get("l1_ratio")
     unnamed = penalty == "deprecated" or (kind == "LogisticRegression" and "penalty" not in settings)
     if penalty not in ("l2", None, "deprecated") or (unnamed and share):
         wrong = f"l1_ratio={share!r}" if unnamed else f"penalty={penalty!r}"

@@ -71,9 +71,12 @@ WITHOUT_VALUE = {  # attributes of a loss that backward() needs
     *("requires_grad", "grad_fn", "is_leaf", "shape", "ndim", "dtype", "device", "is_cuda"),
 }
 # Codes of errors.
-ARGUMENT, LOADER, MODEL = "training-loop.argument", "training-loop.loader", "training-loop.model"
+ARGUMENT = "training-loop.argument"
+LOADER = "training-loop.loader"
+MODEL = "training-loop.model"
 PRIVATE = "training-loop.private-already"
-STEP, PAST = "training-loop.one-step-a-batch", "training-loop.gradient-past-clipping"
+STEP = "training-loop.one-step-a-batch"
+PAST = "training-loop.gradient-past-clipping"
 GUARD = "_flower_privdec_guard"  # of a parameter that no other gradient may reach
 PEER = np.zeros(1, dtype=np.int64)  # the only peer of this process
 
@@ -386,7 +389,9 @@ def _check_loader(loader: object) -> None:
     if not isinstance(loader, DataLoader):
         problem = f"data_loader is a {type(loader).__name__}: it must be a torch.utils.data.DataLoader"
         raise ScenarioError(problem, code=LOADER)
-    dataset, sampler, problem = loader.dataset, loader.sampler, ""
+    dataset = loader.dataset
+    sampler = loader.sampler
+    problem = ""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         problem = (
             f"{type(dataset).__name__} can only be iterated over, so no example can be drawn at random: give a "
@@ -431,7 +436,11 @@ class PrivateLoader:
         Args:
             alone: makes batches of the loader's dataset.
         """
-        self._loader, self._steps, self._budget, self._seed, self._report = loader, steps, budget, seed, report
+        self._loader = loader
+        self._steps = steps
+        self._budget = budget
+        self._seed = seed
+        self._report = report
         self._alone = alone
         self._reserve = reserve or (len(loader) if loader.num_workers else max(1, len(loader) // LINES))
 
@@ -498,7 +507,8 @@ class PrivateModel(nn.Module):
     def __init__(self, module: nn.Module, clipped_sum: ClippedSum, steps: NoisedSteps) -> None:
         super().__init__()
         self.module = module
-        self._clipped_sum, self._steps = clipped_sum, steps
+        self._clipped_sum = clipped_sum
+        self._steps = steps
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -552,7 +562,10 @@ class PrivateCriterion(nn.Module):
         """Wrap a criterion, called as criterion(outputs, targets, ...)."""
         super().__init__()
         self.criterion = criterion
-        self._clipped_sum, self._steps, self._trial, self._show_loss = clipped_sum, steps, trial, show_loss
+        self._clipped_sum = clipped_sum
+        self._steps = steps
+        self._trial = trial
+        self._show_loss = show_loss
 
     def forward(self, outputs: Tensor, *targets: Any) -> Tensor:
         """Return the loss of a batch: a `PrivateLoss` where gradients are on, unless the loss is shown.
@@ -686,9 +699,13 @@ class NoisedSteps:
         if hasattr(optimizer, MARK):
             problem = "this optimizer is private already: keep what private() returned, or close() it first"
             raise ScenarioError(problem, code=PRIVATE)
-        self._optimizer, self._parameters, self._noise = optimizer, parameters, noise
-        self._std, self._divisor = noise_multiplier * clip_norm, expected_batch
-        self._clip_norm, self._watch = clip_norm, watch
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._noise = noise
+        self._std = noise_multiplier * clip_norm
+        self._divisor = expected_batch
+        self._clip_norm = clip_norm
+        self._watch = watch
         self.drawn: Drawn | None = None
         self.pay: Callable[[], None] = _nothing_due
         self.has_released = False
@@ -783,7 +800,8 @@ class NoisedSteps:
                 "before",
                 code=PAST,
             )
-        drawn, self.drawn = self.drawn, None
+        drawn = self.drawn
+        self.drawn = None
         if drawn is None or (drawn.total is None and drawn.size):
             lacking = "a batch of the private loader: take one step for each batch"
             if drawn is not None:
@@ -888,7 +906,8 @@ class PrivacyBudget:
         Raises:
             ScenarioError: no noise can be solved for.
         """
-        path, batch = Path(ledger), min(batch_size, size)
+        path = Path(ledger)
+        batch = min(batch_size, size)
         sampling, rate = ("poisson", batch / size) if batch < size else ("full", 1.0)
         release = Release(sampling, rate, size, batch, noise_multiplier=noise_multiplier or 1.0)
         insecure = insecure_seed is not None
@@ -1013,7 +1032,10 @@ class LoopPayments:
 
     def __init__(self, budget: PrivacyBudget, steps: int, reserve: int, report: Callable[[str], None]) -> None:
         """Pay for steps of a budget; see `PrivacyBudget.paid`."""
-        self._budget, self._steps, self._reserve, self._report = budget, steps, reserve, report
+        self._budget = budget
+        self._steps = steps
+        self._reserve = reserve
+        self._report = report
         self._run = RunName(secrets.token_hex(16), "example-level", f"torch {torch.__version__}")
         self._ledger: Ledger | None = None
         self._done = 0  # steps of blocks before

@@ -272,7 +272,8 @@ def _of_list(dataset: Sequence[Any], places: ItemPlaces) -> Items:
     if not all(_is_plain(item, number, spans) for number, item in enumerate(dataset)):
         return Items.opaque(ids, dataset, f"a {name} of {type(dataset[0]).__name__}")
     spans.sort()
-    reach, owner = 0, -1
+    reach = 0
+    owner = -1
     for start, end, number in spans:
         if start < reach and number != owner:
             return Items.opaque(ids, dataset, f"a {name} of items that share memory")

@@ -54,7 +54,9 @@ class StandIn:
             rows: how many items the dataset has.
             row: if given, everything with as many rows holds this one in all of them, and datasets within are watched.
         """
-        self._rows, self._row, self._top = rows, row, subject
+        self._rows = rows
+        self._row = row
+        self._top = subject
         self._done: dict[int, tuple[Any, Any]] = {}
         self._generators: list[Any] = []
         self.watched: list[ReadWatch] = []
@@ -149,7 +151,8 @@ class StandIn:
 
     def _one_row(self, value: Any) -> Any:
         """Return a value of as many rows as the dataset with one of them in all; None if it is not of that kind."""
-        row, rows = self._row, self._rows
+        row = self._row
+        rows = self._rows
         if row is None or len(value) != rows:
             return None
         if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim:

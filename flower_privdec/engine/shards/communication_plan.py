@@ -71,7 +71,9 @@ class Traffic:
     @classmethod
     def of(cls, sends: Mapping[int, np.ndarray], coming: Mapping[int, np.ndarray]) -> Traffic:
         """Return the traffic of rows that go, and of rows that come, each by where they stand at their sender's."""
-        receives, arrive, first = {}, {}, 0
+        receives = {}
+        arrive = {}
+        first = 0
         for shard, which in sorted(coming.items()):
             receives[shard] = slice(first, first + len(which))
             arrive[shard] = [(first + start, first + stop) for start, stop in _runs(which)]
@@ -115,9 +117,11 @@ class MixPlan:
 def mix_plan(matrix: SparseMatrix, shards: Shards, shard: int) -> MixPlan:
     """Work out what a shard sends, receives and weighs with a matrix of all peers."""
     peers, (senders, receivers, _) = shards.peers(shard), matrix.links()
-    there, here = shards.of(senders), shards.of(receivers)
+    there = shards.of(senders)
+    here = shards.of(receivers)
     foreign = np.unique(senders[(here == shard) & (there != shard)])  # each row that comes, once, in the order of ids
-    whose, leaving = shards.of(foreign), (there == shard) & (here != shard)
+    whose = shards.of(foreign)
+    leaving = (there == shard) & (here != shard)
     coming = {int(other): foreign[whose == other] for other in np.unique(whose)}
     sends = {
         int(other): np.unique(senders[leaving & (here == other)]) - shards.ends[shard]

@@ -70,7 +70,8 @@ def layout_of(likes: Sequence[Tensor], count: int) -> Layout:
 def _places(layout: Layout) -> tuple[list[int], int]:
     """Return where each part begins, without a gap where all are of one type, and where the stamp does."""
     unit = 1 if len({dtype for dtype, _ in layout}) == 1 else UNIT
-    begins, end = [], 0
+    begins = []
+    end = 0
     for dtype, shape in layout:
         begins.append(end)
         end += -(-torch.Size(shape).numel() * dtype.itemsize // unit) * unit
@@ -165,7 +166,8 @@ class ProcessGroup:
 
     def __init__(self, group: Any, shard: int, shards: Shards) -> None:
         self._group = group
-        self.shard, self.shards = shard, shards
+        self.shard = shard
+        self.shards = shards
         self._tag, self._pending = 0, Pending(shards, "")
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._messages: dict[tuple[str, int, Layout], MessageBuffer] = {}
@@ -265,7 +267,8 @@ class ProcessGroup:
         tag = self._tag = (self._tag + 1) % LAST_TAG
         self._pending = pending = Pending(self.shards, here, tag)
         for shard, part in traffic.receives.items():
-            short, count = [], part.stop - part.start
+            short = []
+            count = part.stop - part.start
             for table in foreign:
                 if go_alone(table, count, len(traffic.arrive[shard])):
                     for start, stop in traffic.arrive[shard]:
@@ -278,7 +281,8 @@ class ProcessGroup:
             self._swap(self.group.recv, pending.arriving, message.whole, shard)
             pending.messages.append((shard, message, [table[part] for table in short]))
         for shard, which in traffic.sends.items():
-            short, count = [], which.shape[0]
+            short = []
+            count = which.shape[0]
             for table in rows:
                 if go_alone(table, count, len(traffic.leave[shard])):
                     for start, stop in traffic.leave[shard]:
@@ -299,7 +303,8 @@ class ProcessGroup:
         """Return a message to or from a shard; all that go one way between two shards lie in one buffer."""
         key = (way, shard, layout)
         if key not in self._messages:
-            size, buffer = _places(layout)[1] + STAMP, self._buffers.get((way, shard))
+            size = _places(layout)[1] + STAMP
+            buffer = self._buffers.get((way, shard))
             if buffer is None or len(buffer) < size:
                 buffer = self._buffers[way, shard] = torch.zeros(size, dtype=torch.uint8)
                 self._messages = {other: value for other, value in self._messages.items() if other[:2] != key[:2]}

@@ -53,13 +53,15 @@ class ShardEngine(Engine):
         Raises:
             LostShardError: another shard is gone.
         """
-        names, peers = self.algorithm.open_rows, len(self.state.peers)
+        names = self.algorithm.open_rows
+        peers = len(self.state.peers)
         rows = [self.state.rows[name] for name in names]
         traffic = collecting(self.process_group.shards, self.process_group.shard)
         whole = [clean_rows(block, peers + traffic.foreign) for block in rows]
         for block, mine in zip(whole, rows, strict=True):
             block[:peers] = mine
-        here, foreign = [block[:peers] for block in whole], [block[peers:] for block in whole]
+        here = [block[:peers] for block in whole]
+        foreign = [block[peers:] for block in whole]
         self.process_group.begin(here, traffic, foreign, self._here).wait()
         return None if self.process_group.shard else dict(zip(names, whole, strict=True))
 
@@ -76,7 +78,8 @@ class ShardEngine(Engine):
                 f"{type(matrix).__name__} is no mixing matrix that shards know: run it in the engine",
                 code="shards.matrix",
             )
-        process_group, rows = self.process_group, [self.state.rows[name] for name in exchange.names]
+        process_group = self.process_group
+        rows = [self.state.rows[name] for name in exchange.names]
         plan = self._plan(matrix)
         tables = [self._tables.of(name, self.state.rows[name], plan.traffic.foreign) for name in exchange.names]
         here = [table[: len(block)] for (table, _), block in zip(tables, rows, strict=True)]
@@ -91,7 +94,8 @@ class ShardEngine(Engine):
 
     def _average(self, matrix: AverageMatrix, name: str) -> Tensor:
         """Return rows after averaging over members everywhere: each shard's sum crosses, and no row."""
-        rows, mine = self.state.rows[name], matrix.rows(self.state.peers)
+        rows = self.state.rows[name]
+        mine = matrix.rows(self.state.peers)
         members = torch.from_numpy(np.flatnonzero(np.isin(self.state.peers, matrix.members))).to(rows.device)
         flat = rows.reshape(len(rows), -1)
         total = sum_rows(flat, members) if len(members) else torch.zeros_like(flat[0])
@@ -100,7 +104,8 @@ class ShardEngine(Engine):
                 f"{self._here}: rows of peers hosted here are not finite; a peer diverged", code="shards.not-finite"
             )
         mean = (self.process_group.total(total, self._here) / len(matrix.members)).view(rows.shape[1:])
-        spare, self._spares[name] = self._spares.get(name), rows
+        spare = self._spares.get(name)
+        self._spares[name] = rows
         out = empty_rows(rows, *rows.shape) if spare is None else spare
         if mine.averaged.all():
             return out.copy_(mean.expand_as(out))
@@ -122,7 +127,9 @@ class ShardEngine(Engine):
 
     def _deliver(self, exchange: Exchange, mixing: Mixing) -> Changed:
         """Return what an exchange makes of the state, by its messages, of which those of other shards' peers cross."""
-        state, shards, here = self.state, self.process_group.shards, set(self.state.peers.tolist())
+        state = self.state
+        shards = self.process_group.shards
+        here = set(self.state.peers.tolist())
         messages = exchange.outgoing(state, mixing)
         outside = (link for link in messages if link[1] not in here)
         going = sorted(outside, key=lambda link: (int(shards.of(link[1])), link))

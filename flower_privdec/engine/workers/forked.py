@@ -45,7 +45,8 @@ class Barrier:
         self._counters = [
             [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(TURNS)] for _ in range(several)
         ]
-        self._me, self._turn = 0, 0
+        self._me = 0
+        self._turn = 0
         self._alarm: Callable[[int], None] | None = None
         self._sleeps: list[select.poll] = []
 
@@ -58,7 +59,8 @@ class Barrier:
             event: the poll event to wait for; a closed other end always counts.
             alarm: called with the descriptor that is ready; it raises.
         """
-        self._me, self._alarm = me, alarm
+        self._me = me
+        self._alarm = alarm
         for own in self._counters[me]:
             sleep = select.poll()
             sleep.register(own, select.POLLIN)
@@ -68,7 +70,8 @@ class Barrier:
 
     def wait(self) -> None:
         """Wait until all members have arrived."""
-        turn, self._turn = self._turn, (self._turn + 1) % TURNS
+        turn = self._turn
+        self._turn = (self._turn + 1) % TURNS
         for number, counters in enumerate(self._counters):
             if number != self._me:
                 os.eventfd_write(counters[turn], 1)
@@ -78,7 +81,9 @@ class Barrier:
 
     def _arrived(self, turn: int) -> int:
         """Return how many members have arrived since the last call, at least one."""
-        own, sleep, until = self._counters[self._me][turn], self._sleeps[turn], time.perf_counter() + SPIN
+        own = self._counters[self._me][turn]
+        sleep = self._sleeps[turn]
+        until = time.perf_counter() + SPIN
         while not (ready := sleep.poll(0)):
             if time.perf_counter() > until:
                 ready = sleep.poll()
@@ -162,7 +167,8 @@ def _write(file: int, content: bytes | memoryview, place: int) -> None:
     left = memoryview(content).cast("B")
     while left.nbytes:
         written = os.pwrite(file, left, place)
-        left, place = left[written:], place + written
+        left = left[written:]
+        place = place + written
 
 
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -191,7 +197,8 @@ class Forked:
         """
         self.name = name
         self.line, theirs = Pipe()
-        libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+        libc = ctypes.CDLL(None, use_errno=True)
+        parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
@@ -225,7 +232,8 @@ class Forked:
         try:
             answer, problem = self.line.recv()
         except (EOFError, OSError):
-            answer, problem = None, self._gone()
+            answer = None
+            problem = self._gone()
         if problem is not None:
             raise problem
         return answer

@@ -108,7 +108,9 @@ def block_count(n_peers: int, seconds: float) -> int:
 
 
 def _estimated(experiment: Experiment) -> float:
-    algorithm, members, validation = experiment.algorithm, 1.0, experiment.public.validation
+    algorithm = experiment.algorithm
+    members = 1.0
+    validation = experiment.public.validation
     if algorithm.edge_slots and experiment.mixing is not None:
         members += float(experiment.mixing.heard(1).mean())
     return round_seconds(

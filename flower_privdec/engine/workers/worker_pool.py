@@ -42,7 +42,10 @@ class PaidLedger(CohortLedger):
         Args:
             paid: int64 [1] in shared memory, the step before which all steps are charged.
         """
-        self._whole, self._start, self._stop, self._until = whole, start, stop, paid
+        self._whole = whole
+        self._start = start
+        self._stop = stop
+        self._until = paid
 
     def allowed(self, step: int) -> np.ndarray:
         """Return which peers may take a step, bool [m]."""
@@ -96,7 +99,8 @@ class Block:
         """Return (destination, rows) of the rows that a step has replaced by new tensors; the state gets the former."""
         moves = []
         for name in names:
-            home, now = whole[name][self.start : self.stop], self.state.rows[name]
+            home = whole[name][self.start : self.stop]
+            now = self.state.rows[name]
             if now.data_ptr() != home.data_ptr() or now.stride() != home.stride():
                 moves.append((home, now))
                 self.state.rows[name] = home
@@ -139,8 +143,12 @@ class WorkerPool:
             attempt: evaluates the models of a block.
             leave: functions that close, in a forked process, what this one alone holds: locks.
         """
-        self.algorithm, self.cohort, self.state, self._partitioning = algorithm, cohort, state, partitioning
-        self._attempt, self._me = attempt, 0
+        self.algorithm = algorithm
+        self.cohort = cohort
+        self.state = state
+        self._partitioning = partitioning
+        self._attempt = attempt
+        self._me = 0
         self._others, self._boxes, self._barrier = list[Forked](), list[EdgeBox](), Barrier(partitioning.workers)
         self._parts: WeakKeyDictionary[MixingMatrix, MixingMatrix] = WeakKeyDictionary()
         self._share(state)
@@ -154,7 +162,8 @@ class WorkerPool:
 
     def _share(self, state: State) -> None:
         """Move the rows to shared memory, with a second buffer for those that are mixed."""
-        self._paid, self._whole = torch.zeros(1, dtype=torch.int64), state.rows
+        self._paid = torch.zeros(1, dtype=torch.int64)
+        self._whole = state.rows
         self._spare: dict[str, Tensor | None] = {}
         if self._partitioning.workers > 1:
             self._paid = shared_copy(self._paid)
@@ -188,7 +197,9 @@ class WorkerPool:
 
     def _serve(self, number: int, hosted: list[Block], line: Connection) -> None:
         """Execute the main process's commands, in a worker, until the main process ends."""
-        self._me, self._mine, self._others = number, hosted, []
+        self._me = number
+        self._mine = hosted
+        self._others = []
         self._barrier.join(number, [line.fileno()], 0, _gone)
         answers: dict[object, Callable[[], Any]] = {COLLECT: self._state_parts, TRY: self._tried}
         calls = select.poll()
@@ -197,7 +208,8 @@ class WorkerPool:
             until = time.perf_counter() + SPIN
             while not calls.poll(0) and time.perf_counter() < until:
                 pass
-            order, result = line.recv(), None
+            order = line.recv()
+            result = None
             if order in answers:
                 result = answers[order]()
             else:  # rounds, which are not answered
@@ -220,7 +232,9 @@ class WorkerPool:
 
     def _pay(self, count: int) -> int:
         """Pay the private steps of the next round; return how many rounds are paid then, at most `count`."""
-        steps, k, ledger = self.cohort.steps_per_round, self.state.round_index, self.cohort.ledger
+        steps = self.cohort.steps_per_round
+        k = self.state.round_index
+        ledger = self.cohort.ledger
         stop = k + count
         if ledger is not None:
             active = np.flatnonzero(self.cohort.active(k))
@@ -270,7 +284,8 @@ class WorkerPool:
 
     def _mix_all(self, exchange: Mix, matrix: MixingMatrix) -> None:
         """Mix the rows of all receivers hosted here into the second buffer."""
-        start, stop = self._mine[0].start, self._mine[-1].stop
+        start = self._mine[0].start
+        stop = self._mine[-1].stop
         if matrix not in self._parts:
             self._parts[matrix] = matrix.rows(self.cohort.peers[start:stop])
         self._barrier.wait()
@@ -357,7 +372,8 @@ class WorkerPool:
         self._barrier.close()
         for box in self._boxes:
             box.close()
-        self._others, self._boxes = [], []
+        self._others = []
+        self._boxes = []
 
 
 def _gone(line: int) -> None:

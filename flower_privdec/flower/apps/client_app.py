@@ -95,7 +95,8 @@ class Node:
         """
         if begin == 0:
             return None
-        peers, experiment = self.experiment.own.peers, self.experiment
+        peers = self.experiment.own.peers
+        experiment = self.experiment
         if begin > 0:
             path = self._checkpoint(begin)
             if not path.exists():
@@ -126,7 +127,8 @@ class Node:
     def save(self, state: State, cohort: Cohort) -> None:
         """Write a checkpoint of the whole state, for this node alone; remove all but the one before."""
         make_owners_folder(self.folder)
-        run, head = self.experiment.own.run, None if cohort.ledger is None else cohort.ledger.head
+        run = self.experiment.own.run
+        head = None if cohort.ledger is None else cohort.ledger.head
         checkpoint = Checkpoint(state, scenario_hash(self.experiment.scenario), run, head=head)
         save_checkpoint(self._checkpoint(state.round_index), checkpoint)
         paths = {path.name.removeprefix("checkpoint-"): path for path in self.folder.glob("checkpoint-*")}
@@ -141,7 +143,8 @@ class Node:
         Its first step is the first that is not paid for, as the state has it: the ledger of a run that was started over
         has charges for later steps than those that come next.
         """
-        settings, start = self.settings, begin * self.experiment.algorithm.steps_per_round
+        settings = self.settings
+        start = begin * self.experiment.algorithm.steps_per_round
         if begin < 0:
             start = int(stored.config_records[RUN]["paid"])  # type: ignore[arg-type]
         budget = None if settings.epsilon is None or settings.delta is None else (settings.epsilon, settings.delta)
@@ -227,7 +230,8 @@ def train_sharded(message: Message, context: Context) -> Message:
     request = WorkRequest.of(message.content)
     settings = HostSettings.of(context, request.folder)
     shards = Shards.split(settings.scenario(request).n_peers, request.shards)
-    shard, place = int(shards.of(np.array(request.peers[:1]))[0]), settings.rendezvous(request)
+    shard = int(shards.of(np.array(request.peers[:1]))[0])
+    place = settings.rendezvous(request)
     with place.store(shard, shards, request.token) as store:
         group = ProcessGroup.join(store, shard, shards, place.address)
         try:
@@ -244,7 +248,8 @@ def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> Recor
     METRICS has lists with an entry for each evaluation: `metrics`, of the whole network as JSON, on the first shard
     alone; `epsilons`, the largest of the peers hosted here; `seconds` of training since the message began.
     """
-    experiment, content = node.experiment, RecordDict()
+    experiment = node.experiment
+    content = RecordDict()
     name = public_name(experiment, experiment.own.source)
     facts = [request.scenario, request.begin, request.until, request.shards, name.environment, experiment.device.type]
     digest = hashlib.sha256(json.dumps(facts).encode())
@@ -252,7 +257,10 @@ def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> Recor
     digest.update(experiment.initial.detach().cpu().contiguous().numpy().tobytes())
     group.agree(digest.digest())
     state = node.state(RecordDict(), request.begin)
-    metrics, spent, clock, seconds = [], [], [], 0.0
+    metrics = []
+    spent = []
+    clock = []
+    seconds = 0.0
     with node.cohort(RecordDict(), request.begin) as cohort:
         if agrees(experiment):
             cohort.secrets = shard_secrets(node.settings, experiment, group)
@@ -297,10 +305,13 @@ def train_relay(message: Message, context: Context) -> Message:
     """
     request = WorkRequest.of(message.content)
     settings = HostSettings.of(context, request.folder)
-    node, content = Node.of(settings, request), RecordDict()
+    node = Node.of(settings, request)
+    content = RecordDict()
     exchange: Exchange | None = None
-    experiment, algorithm = node.experiment, node.experiment.algorithm
-    state, session = node.state(context.state, request.begin), None
+    experiment = node.experiment
+    algorithm = node.experiment.algorithm
+    state = node.state(context.state, request.begin)
+    session = None
     with node.cohort(context.state, request.begin) as cohort:
         if agrees(experiment):
             cohort.secrets, session = session_secrets(node, request.begin, message.content, context.state)

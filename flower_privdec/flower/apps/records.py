@@ -20,8 +20,14 @@ from flower_privdec.experiment.spent import Spent
 from flower_privdec.graph.mixing import Link
 
 # Names of records: in messages, and of a state in a node's context.
-REQUEST, PARTITION, PROGRESS, METRICS, SPENT = "request", "partition", "progress", "metrics", "spent"
-POSITION, ROWS, EDGES = "position", "rows", "edges"
+REQUEST = "request"
+PARTITION = "partition"
+PROGRESS = "progress"
+METRICS = "metrics"
+SPENT = "spent"
+POSITION = "position"
+ROWS = "rows"
+EDGES = "edges"
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,8 @@ def unpack_state(content: RecordDict, device: torch.device) -> State | None:
     """Return the state that `pack_state` put there, or None."""
     if ROWS not in content.array_records:
         return None
-    position, edges = content.config_records[POSITION], {}
+    position = content.config_records[POSITION]
+    edges = {}
     for name, values in unpack_rows(content.array_records[EDGES], device).items():
         ends = content.config_records[f"{EDGES}.{name}"]
         own, other = (np.asarray(ends[end], dtype=np.int64) for end in ("own", "other"))

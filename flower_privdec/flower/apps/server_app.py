@@ -89,7 +89,8 @@ def find_nodes(grid: Grid, patience: float = 300.0) -> list[int]:
             replies = grid.send_and_receive(messages, timeout=deadline - time.monotonic())
             for node, reply in all_replies(replies, {node: f"SuperNode {node}" for node in nodes}).items():
                 config = reply.content.config_records[PARTITION]
-                partition, partitions = int(str(config["partition-id"])), int(str(config["num-partitions"]))
+                partition = int(str(config["partition-id"]))
+                partitions = int(str(config["num-partitions"]))
                 if not 0 <= partition < partitions:
                     raise RunError(
                         f"SuperNode {node} has partition-id={partition} of num-partitions={partitions}: give 0 to "
@@ -162,7 +163,9 @@ class ScenarioStrategy(Strategy):
     """How near the numbers are to the engine's; empty where they are equal bit for bit."""
 
     def __init__(self, scenario: Scenario, out: Path, *, base: Path | None = None, resume: bool = False) -> None:
-        self.scenario, self._simulated, self._salt = scenario, False, ""
+        self.scenario = scenario
+        self._simulated = False
+        self._salt = ""
         self.base = (base or Path.cwd()).absolute()
         self.out = (self.base / out).absolute()
         self.resume = resume
@@ -194,7 +197,8 @@ class ScenarioStrategy(Strategy):
                 "evaluate_fn has no global model to evaluate here; read metrics.jsonl in the folder",
                 code="strategy.evaluate-fn",
             )
-        nodes, self._simulated = find_nodes(grid), simulates(grid)
+        nodes = find_nodes(grid)
+        self._simulated = simulates(grid)
         self._text = to_yaml(self.scenario if self._simulated else without_folders(self.scenario))
         hosts = 1 if self.hosts_all else min(len(nodes), self.scenario.n_peers)
         self.nodes = list(zip(nodes, np.array_split(np.arange(self.scenario.n_peers), hosts), strict=False))
@@ -263,9 +267,13 @@ class ScenarioStrategy(Strategy):
         return sorted({*evaluations[stride - 1 :: stride], evaluations[-1]})
 
     def _message(self, node: int, kind: str, peers: np.ndarray, **fields: Any) -> Message:
-        base, folder, salt = "", "", ""
+        base = ""
+        folder = ""
+        salt = ""
         if self._simulated:  # nodes elsewhere have folders and keys of their own
-            base, folder, salt = str(self.base), str(self.out), self._salt
+            base = str(self.base)
+            folder = str(self.out)
+            salt = self._salt
         request = WorkRequest(self._text, peers=peers.tolist(), base=base, folder=folder, salt=salt, **fields)
         return Message(RecordDict({REQUEST: request.record()}), node, kind, ttl=A_MONTH)
 
@@ -352,7 +360,9 @@ class Relay(ScenarioStrategy):
     def _prepare(self) -> int:
         self._open_recorder()
         self.state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
-        self._round, self._at, self._waiting = self.state.round_index, 0, False
+        self._round = self.state.round_index
+        self._at = 0
+        self._waiting = False
         self._outbox: dict[str, ArrayRecord] = {}
         exchanges = sum(isinstance(item, Exchange) for item in self.agreement.algorithm.program)
         left = self.scenario.rounds - self._round
@@ -365,10 +375,12 @@ class Relay(ScenarioStrategy):
         self._since = time.perf_counter()
         until = self._evaluations(self._round)[0]
         begin = self._round if server_round == 1 else -1
-        mixing, exchange = self.agreement.mixing, self.agreement.algorithm.program[self._at]
+        mixing = self.agreement.mixing
+        exchange = self.agreement.algorithm.program[self._at]
         if self._waiting and not isinstance(exchange, Exchange):
             raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
-        messages, announced = [], self._pair_keys(grid) if server_round == 1 else {}
+        messages = []
+        announced = self._pair_keys(grid) if server_round == 1 else {}
         for node, peers in self.nodes:
             message = self._message(node, "train.relay", peers, until=until, begin=begin, nodes=len(self.nodes))
             if node in announced:
@@ -516,7 +528,8 @@ class Sharded(ScenarioStrategy):
 
     def _record(self, shards: Sequence[Any]) -> MetricRecord | None:
         """Append the evaluations of one message to the metrics; the first shard's clock is the run's."""
-        before, metrics = self.recorder.seconds, None
+        before = self.recorder.seconds
+        metrics = None
         for index, line in enumerate(shards[0]["metrics"]):
             epsilon = max(float(shard["epsilons"][index]) for shard in shards)
             self.recorder.seconds = before + shards[0]["seconds"][index]
@@ -565,7 +578,9 @@ def scenario_strategy(context: Context, folder: Path) -> ScenarioStrategy:
     """
     config = {"mode": "cohort", "out": "", "base": "", "resume": False, "set": "", "scenario": ""}
     config |= context.run_config
-    mode, resume, path = str(config["mode"]), config["resume"], str(config["scenario"])
+    mode = str(config["mode"])
+    resume = config["resume"]
+    path = str(config["scenario"])
     base = (caller_folder(folder) or Path.cwd()) / str(config["base"])
     files = [place / path for place in (folder, base) if path and (place / path).is_file()]
     problem = ""

@@ -196,7 +196,8 @@ class Guard:
     """
 
     def __init__(self, policy: Policy, load: Callable[[], ClientApp]) -> None:
-        self.policy, self._load = policy, load
+        self.policy = policy
+        self._load = load
         privacy = {name: getattr(policy, name) for name in ("clip_norm", "epsilon", "delta", "examples")}
         self._peer_mod = PeerMod(noise_multiplier=policy.noise, share_metrics=False, **privacy)
 

@@ -35,7 +35,8 @@ from flower_privdec.scenario import Scenario, to_yaml
 CONNECTION = "privdec"
 INSTALL = "pip install 'flower-privdec[simulation]'"
 LOG = "flower.log"
-APP, RUN_CONFIG = "privdec-run", "run.toml"
+APP = "privdec-run"
+RUN_CONFIG = "run.toml"
 PYPROJECT = f"""\
 [project]
 name = "privdec-run"
@@ -165,7 +166,8 @@ def run_flower_app(
     read_config(app, run_config)
     if n_supernodes < 1:
         raise ScenarioError(f"n_supernodes={n_supernodes} must be >= 1", code="flower.supernodes")
-    lock, out = FolderLock(out), out.absolute()
+    lock = FolderLock(out)
+    out = out.absolute()
     lock.take()
     resources = _resources(n_supernodes, cpus, gpus)
     try:

@@ -66,7 +66,8 @@ class LocalGrid(Grid):
         self.client_app, n_nodes = client_app, int(n_nodes)
         self._temporary = TemporaryDirectory() if folder is None else None
         self.folder = Path(self._temporary.name if self._temporary is not None else folder or "").absolute()
-        own, self._cache = str(self.folder), PeerCache(self.is_temporary)
+        own = str(self.folder)
+        self._cache = PeerCache(self.is_temporary)
         self._simulated = config is None
         self._run = Run.create_empty(run_id)
         self.contexts = {
@@ -80,7 +81,9 @@ class LocalGrid(Grid):
             for i in range(n_nodes)
         }
         self._replies: dict[str, Message] = {}
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, 1, 1
+        TaskIdentity.run_id = run_id
+        TaskIdentity.node_id = 1
+        TaskIdentity.task_id = 1
 
     @property
     def simulates(self) -> bool:
@@ -242,7 +245,8 @@ def read_config(app: Path | str, pairs: Iterable[str]) -> dict[str, Any]:
     Raises:
         ScenarioError: the folder is no Flower app, or has no such key.
     """
-    keys, config = read_app(app)["config"], {}
+    keys = read_app(app)["config"]
+    config = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or key.strip() not in keys:

@@ -80,7 +80,8 @@ class Handed:
         Raises:
             RefusedError: the peer took part in no round since the last one.
         """
-        digest, wanted = hashlib.sha256(values.tobytes()).hexdigest(), sorted(set(peers))
+        digest = hashlib.sha256(values.tobytes()).hexdigest()
+        wanted = sorted(set(peers))
         again = (label, digest, wanted) == (self.label, self.digest, (self.served or [[]])[-1])
         if not again and not (round_index > self.round_index and label > self.label):
             raise RefusedError(

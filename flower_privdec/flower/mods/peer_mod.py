@@ -71,8 +71,13 @@ log = logging.getLogger("flwr.privdec")
 SAYS, INITIAL, MODEL, INBOX, OUTBOX, MASS = (
     f"privdec.{name}" for name in ("says", "initial", "model", "inbox", "outbox", "mass")
 )
-INTRODUCE, JOIN, GREET, ROUND = "introduce", "join", "greet", "round"
-DELIVER, EVALUATE, MESH = "deliver", "evaluate", "mesh"
+INTRODUCE = "introduce"
+JOIN = "join"
+GREET = "greet"
+ROUND = "round"
+DELIVER = "deliver"
+EVALUATE = "evaluate"
+MESH = "mesh"
 LEDGER = "ledger of "  # before the name of a sender or receiver: a report, among the shares
 UNWITNESSED = "no neighbour answered its report of its ledger, before which it takes no private step"
 
@@ -88,7 +93,8 @@ class _Record:
 
     def record(self) -> ConfigRecord:
         """Return the fields as a record, without those that are as by default."""
-        given, defaults = self.__dict__, _DEFAULTS[type(self)]
+        given = self.__dict__
+        defaults = _DEFAULTS[type(self)]
         return ConfigRecord({name: value for name, value in given.items() if value != defaults.get(name)})
 
     @classmethod
@@ -99,7 +105,8 @@ class _Record:
             RunError: it has none of the kind; the remedy says what to do, and the code is the error's.
         """
         given: dict[str, Any] = dict(record_in(content, SAYS, ConfigRecord) or {})
-        kinds, needed = _KINDS[cls], _KINDS[cls].keys() - _DEFAULTS[cls].keys()
+        kinds = _KINDS[cls]
+        needed = _KINDS[cls].keys() - _DEFAULTS[cls].keys()
         if not needed <= given.keys() <= kinds.keys() or not all(_is(given[name], kinds[name]) for name in given):
             raise RunError(remedy, code=code)
         for together in cls.together:
@@ -258,9 +265,12 @@ class RequestHandler:
     """
 
     def __init__(self, request: PeerRequest, node: PeerSettings, privacy: AppPrivacySection | None, seal: bool) -> None:
-        self.request, self.node, self.seals = request, node, seal
+        self.request = request
+        self.node = node
+        self.seals = seal
         self.privacy = binding_privacy(privacy, node)
-        folder, cache = node.folder, node.cache
+        folder = node.folder
+        cache = node.cache
         self.path = state_path(folder, request.run)
         self.identity: Identity = cache.get(folder / IDENTITY, lambda: Identity(folder))
         self._known_path = node.known_peers or folder / KNOWN
@@ -292,7 +302,8 @@ class RequestHandler:
     def _app_spent(self) -> tuple[str, float]:
         """Return what the app's own ledgers hold, in words and as ε, when the run ends; nothing before."""
         ledgers = {} if self.state is None or self.request.kind != DELIVER else self.state.app_ledgers
-        words, largest = [], 0.0
+        words = []
+        largest = 0.0
         for name, (delta, caveat, assumption) in ledgers.items():
             path = Path(name)
             spent = epsilon_of_runs(costs_in(read_entries(path.parent, path.stem)), delta)
@@ -319,13 +330,16 @@ class RequestHandler:
 
     def _opened_ledger(self, state: PeerState, privacy: AppPrivacySection) -> PeerLedger:
         """Return the peer's ledger, open; read again where it is not as this process left it."""
-        node, run, budget = self.node, (self.request.run, state.shares.incarnation), privacy.epsilon or math.inf
+        node = self.node
+        run = (self.request.run, state.shares.incarnation)
+        budget = privacy.epsilon or math.inf
         ledger: PeerLedger | None = node.cache.get(ledger_path(node.folder, SOURCE), lambda: None)
         if ledger is None or not ledger.reopen():
             durable = not node.cache.is_temporary
             return PeerLedger(node.folder, *run, state.peer, privacy.delta, budget, durable=durable)
         ledger.name_run(*run)
-        ledger.delta, ledger.budget = privacy.delta, budget
+        ledger.delta = privacy.delta
+        ledger.budget = budget
         return ledger
 
     def join(self, content: RecordDict) -> None:
@@ -358,13 +372,15 @@ class RequestHandler:
             RunError: there is no state of this run.
             BudgetError: the ledger lacks lines, and the node's owner does not charge them.
         """
-        state, request = self.state, self.request
+        state = self.state
+        request = self.request
         if state is None:
             raise RunError(f"peer {self.node.peer} has no state of run {request.run!r}: its folder is not what it was")
         introduced = dict(zip(request.neighbors, request.keys, strict=True))
         self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.node.n_peers})
         self.node.cache.put(self._known_path, self.known)
-        frames, inbox = run_frames(state.run, state.layout, self._seal), record_in(content, INBOX, ArrayRecord)
+        frames = run_frames(state.run, state.layout, self._seal)
+        inbox = record_in(content, INBOX, ArrayRecord)
         reports: dict[str, bytes] = {}
         shares: dict[str, bytes] = {}
         for name, frame in unpack_bytes(inbox):
@@ -395,12 +411,14 @@ class RequestHandler:
 
     def _witness_ledger(self, state: PeerState, frames: FrameCodec, reports: Mapping[str, bytes]) -> None:
         """Take in what neighbours report, and check or charge what they and the state have seen of the ledger."""
-        node, request = self.node, self.request
+        node = self.node
+        request = self.request
         if self.privacy is not None:
             self._ledger = self._opened_ledger(state, self.privacy)
             self._ledger.name_lines(self._boot)
             self._spent = self._ledger.spent
-        ledger, neighbors = self._ledger, witnesses_of(node.peer, node.n_peers)
+        ledger = self._ledger
+        neighbors = witnesses_of(node.peer, node.n_peers)
         counts = self._counts.seen, self._counts.write
         self._witness = witness = LedgerWitness(node.peer, neighbors, self._boot, ledger, *counts, lambda: self._boot)
         for name, frame in reports.items():
@@ -421,7 +439,8 @@ class RequestHandler:
         counted = {boot: max(lines, seen.get(boot, 0)) for boot, lines in (seen | state.paid).items()}
         if charged := ledger.charge_witnessed(counted, noise_for(self.privacy, request.rounds)):
             log.warning("peer %s charged %s lines that its ledger lacked", node.peer, charged)
-            self._spent, witness.problem = ledger.spent, None
+            self._spent = ledger.spent
+            witness.problem = None
 
     @contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
@@ -442,7 +461,8 @@ class RequestHandler:
 
     def take_part(self, content: RecordDict, train: Train) -> None:
         """Train, and freeze a share for each receiver; a round in which the peer took part already is not repeated."""
-        state, request = self.state, self.request
+        state = self.state
+        request = self.request
         if state is None or request.round_index <= state.round_index:
             return
         if (model := record_in(content, MODEL, ArrayRecord)) is not None:
@@ -485,14 +505,19 @@ class RequestHandler:
 
     def _train(self, state: PeerState, train: Train) -> bool:
         """Let the app train from z, and add what it moved by, w · (clipped and noised), to x."""
-        request, privacy, ledger, noise, clip_norm = self.request, self.privacy, self._ledger, 0.0, None
+        request = self.request
+        privacy = self.privacy
+        ledger = self._ledger
+        noise = 0.0
+        clip_norm = None
         if privacy is not None:
             assert ledger is not None
             assert self._witness is not None
             if not self._witness.is_witnessed:
                 self.fields["stopped"] = UNWITNESSED
                 return False
-            noise, clip_norm = noise_for(privacy, request.rounds), privacy.clip_norm
+            noise = noise_for(privacy, request.rounds)
+            clip_norm = privacy.clip_norm
         hindrance = take_step(state, train, request.round_index, ledger, clip_norm, noise)
         if ledger is not None:
             self._spent, state.paid = ledger.spent, dict(ledger.lines)
@@ -524,7 +549,8 @@ class RequestHandler:
 
     def _mask_key(self, other: int) -> bytes:
         """Return a key for one mask: of this sum's label and set, and of the two peers' states."""
-        request, state = self.request, self.state
+        request = self.request
+        state = self.state
         assert state is not None
         states = dict(zip(request.neighbors, request.incarnations, strict=True)) | {
             state.peer: state.shares.incarnation
@@ -544,7 +570,8 @@ class RequestHandler:
         state = self.state
         if state is None:
             return {SAYS: self._report(None, []).record()}
-        frames, shares = run_frames(state.run, state.layout, self._seal), state.shares
+        frames = run_frames(state.run, state.layout, self._seal)
+        shares = state.shares
         if self.request.kind == INTRODUCE:
             for neighbor, edge in shares.edges.items():
                 shares.introduce(neighbor, edge.incarnation)
@@ -768,7 +795,9 @@ class PeerMod:
 
     def _work(self, peer: RequestHandler, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
         """Handle a request, and return what of the app's own answer is sent along."""
-        kind, content, from_app = peer.request.kind, message.content, RecordDict()
+        kind = peer.request.kind
+        content = message.content
+        from_app = RecordDict()
         if kind == INTRODUCE:
             return {}
         if kind == JOIN:
@@ -807,7 +836,9 @@ class PeerMod:
         """
         from flower_privdec.flower.serverless import InitialArrays, mesh_folder, run_mesh  # over torch
 
-        content, request, done = message.content, peer.request, peer.state
+        content = message.content
+        request = peer.request
+        done = peer.state
         if done is not None:
             if done.round_index != request.rounds:
                 raise RunError(
@@ -871,7 +902,8 @@ class PeerMod:
         except RAISED_BY_USERS as error:
             if isinstance(error, KeyError) and str(error.args[:1]).startswith(LEGACY_RECORDS):
                 raise RunError(LEGACY_CLIENT, code="flower.legacy-client") from None
-            what, line = f"raised {type(error).__name__}", last_line_of_users(error)
+            what = f"raised {type(error).__name__}"
+            line = last_line_of_users(error)
             if line or self.withholds:
                 log.exception("peer %s: its app %s%s", peer.node.peer, what, line)
             words = " ".join(str(error).split())[:200]

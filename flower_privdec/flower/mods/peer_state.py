@@ -121,7 +121,8 @@ class Layout:
 
     def moved_by(self, arrays: Arrays, start: np.ndarray) -> np.ndarray:
         """Return the floating arrays minus a vector, [size] of the vector's type."""
-        update, begin = np.empty(self.size, self.dtype), 0
+        update = np.empty(self.size, self.dtype)
+        begin = 0
         for name, _, shape in self._floating:
             end = begin + math.prod(shape)
             np.subtract(np.ravel(arrays[name]), start[begin:end], out=update[begin:end], casting="same_kind")
@@ -150,7 +151,8 @@ class Layout:
 
     def record(self, vector: np.ndarray, unmixed: Arrays) -> ArrayRecord:
         """Return a vector, and what is not mixed, as the record that the framework knows: same names, order, types."""
-        arrays, start = {}, 0
+        arrays = {}
+        start = 0
         for name, kind, shape in self.parts:
             if name in unmixed:
                 arrays[name] = Array(np.asarray(unmixed[name]))
@@ -164,7 +166,8 @@ class Layout:
     def misfit(self, arrays: Arrays) -> str:
         """Return in words how arrays do not fit; empty where they do. Types of the same kind fit: they are cast."""
         kinds = {name: kind for name, kind, _ in self.parts}
-        ours, theirs = {name: f"{kind} {shape}" for name, kind, shape in self.parts}, dict[str, str]()
+        ours = {name: f"{kind} {shape}" for name, kind, shape in self.parts}
+        theirs = dict[str, str]()
         for name, value in arrays.items():
             is_cast = name in kinds and (np.dtype(kinds[name]).kind == "f") == (value.dtype.kind == "f")
             theirs[name] = f"{kinds[name] if is_cast else value.dtype} {value.shape}"
@@ -351,7 +354,8 @@ class PeerState:
     def count_in_average(self) -> None:
         """Take the model into the running average of dual averaging."""
         if self.dual is not None:
-            weight, before = self.dual[0].weight(self.dual[1]), self.average if self.average_weight else 0.0
+            weight = self.dual[0].weight(self.dual[1])
+            before = self.average if self.average_weight else 0.0
             self.average_weight += weight
             self.average = before + weight / self.average_weight * (self.model() - before)
 
@@ -361,7 +365,8 @@ class PeerState:
         Of the mass that it brought into the run there is then so much, at its model as it is; so Σ w is the number of
         all examples, and Σ x / Σ w, once the models agree, their mean weighted by them.
         """
-        more, w = examples - self.first_weight, self.w
+        more = examples - self.first_weight
+        w = self.w
         if more and w + more > 0:
             self.x = (self.x.astype(np.float64) * ((w + more) / w)).astype(self.x.dtype)
             self.shares.mass["w"] = mass_of(self.x, w + more)["w"]
@@ -480,7 +485,8 @@ class SavedState:
         live, self.live = self.live, None  # what the message does to it counts once it has saved it
         if live is not None and not as_read:
             return live
-        snapshot, state = self.snapshot, self.state
+        snapshot = self.snapshot
+        state = self.state
         shares = protocol(state.peer, dict(snapshot.mass), snapshot.incarnation, snapshot.edges)
         shares.restore(snapshot)
         return replace(state, shares=shares, acknowledged=set())
@@ -548,7 +554,8 @@ def load_state(path: Path) -> PeerState | None:
 def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
     if facts["format"] != FORMAT:
         raise ValueError(f"format {facts['format']!r}, not {FORMAT}")
-    peer, apart = int(facts["peer"]), {name: dict[str, np.ndarray]() for name in ("unmixed", "local", "adopted")}
+    peer = int(facts["peer"])
+    apart = {name: dict[str, np.ndarray]() for name in ("unmixed", "local", "adopted")}
     tensors = {}
     for name, value in arrays.items():
         group, _, rest = name.partition("/")
@@ -671,7 +678,9 @@ class PeerLedger(Ledger):
             BudgetError: the ledger is in use or fails verification.
         """
         super().__init__(folder, SOURCE, durable=durable)
-        self.peer, self.delta, self.budget = peer, delta, budget
+        self.peer = peer
+        self.delta = delta
+        self.budget = budget
         self.name_run(run, incarnation)
 
     def name_run(self, run: str, incarnation: int) -> None:
@@ -779,7 +788,8 @@ class UnfitAnswerError(RunError):
 
     def __init__(self, what: str, details: str) -> None:
         super().__init__(f"the app {what}; {details}")
-        self.what, self.details = what, details
+        self.what = what
+        self.details = details
 
 
 def record_in(content: RecordDict, name: str, kind: type[R]) -> R | None:
@@ -966,7 +976,8 @@ def take_step(
         elif clip_norm is not None:
             update = protected(clip_norm, noise, update)
         weight = min(state.examples, 2 * state.w) * (1.0 if state.dual is None else state.dual[0].weight(state.dual[1]))
-        step, after = update if weight == 1 else weight * update, np.empty_like(state.x)
+        step = update if weight == 1 else weight * update
+        after = np.empty_like(state.x)
         np.add(state.x, step, out=after, casting="same_kind")
         if infinite := unsound(after):
             wrong = wrong or infinite
@@ -1000,7 +1011,9 @@ def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str
             file.write(json.dumps({"round": round_index, "of": kind, **metrics}) + "\n")
 
 
-IDENTITY, PUBLIC, KNOWN = "identity.key", "identity.pub", "known-peers.json"
+IDENTITY = "identity.key"
+PUBLIC = "identity.pub"
+KNOWN = "known-peers.json"
 SALT, KEY, TAG = 16, 32, 16  # bytes
 _NONCE = bytes(12)  # each key seals one message
 

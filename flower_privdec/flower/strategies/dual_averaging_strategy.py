@@ -63,7 +63,8 @@ class DualAveragingStrategy(Gossip):
 
     def _begin(self, given: Mapping[str, Any], grid: Grid) -> None:
         super()._begin(given, grid)
-        n_peers, h = self.network.n_peers, self.section.regularizer
+        n_peers = self.network.n_peers
+        h = self.section.regularizer
         step = DualStep(
             self.section.schedule == "strongly-convex",
             self.section.gamma,

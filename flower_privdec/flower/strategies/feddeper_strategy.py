@@ -28,7 +28,8 @@ from flower_privdec.training_loop.private_loop import LOADER_OPTIONS
 
 log = logging.getLogger("flwr.privdec")
 
-PERSONAL, PREFIX = "feddeper.personal", "feddeper."
+PERSONAL = "feddeper.personal"
+PREFIX = "feddeper."
 NAMES = ("learning_rate", "rho", "mixing_rate", "local_steps")
 Parameters = dict[str, Tensor]
 Criterion = Callable[..., Tensor]
@@ -197,10 +198,12 @@ class TwoModelSGD(Optimizer):
     """
 
     def __init__(self, models: TwoModels, learning_rate: float, rho: float) -> None:
-        y, v = list(models.y.parameters()), list(models.v.parameters())
+        y = list(models.y.parameters())
+        v = list(models.v.parameters())
         super().__init__([*y, *v], {"lr": learning_rate})
         self._pairs = list(zip(y, v, [value.detach().clone() for value in y], strict=True))
-        self._rho, self.steps = rho, 0
+        self._rho = rho
+        self.steps = 0
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -254,7 +257,8 @@ def train_two_models(
     """
     key = next((name for name in message.content.array_records if name != PERSONAL), PERSONAL)
     rate, rho, mixing_rate, steps = _settings(message.content)
-    x, v = personalized(message, key), personalized(message)
+    x = personalized(message, key)
+    v = personalized(message)
     _check_module(module, x)
     models = TwoModels(module, x, v)
     optimizer: TwoModelSGD = TwoModelSGD(models, rate, rho)
@@ -271,7 +275,8 @@ def train_two_models(
         optimizer.zero_grad()
         loss(called(inputs.to(device)), *(target.to(device) for target in targets)).backward()
         optimizer.step()
-    y, v = dict(models.y.named_parameters()), dict(models.v.named_parameters())
+    y = dict(models.y.named_parameters())
+    v = dict(models.v.named_parameters())
     mixed = {name: torch.lerp(v[name], y[name], mixing_rate) for name in v}
     reply = {key: _record(y), PERSONAL: _record(mixed), "metrics": MetricRecord({"num-examples": examples})}
     return Message(RecordDict(reply), reply_to=message)  # type: ignore[arg-type]

@@ -99,7 +99,8 @@ class Mesh(PushSum):
 
     def _run(self, rounds: Callable[[], Any]) -> Any:
         """Let the peers run all rounds among themselves; relay them where a peer cannot be reached."""
-        network, reports = self.network, self.reports
+        network = self.network
+        reports = self.reports
         unreachable = [peer for peer in range(network.n_peers) if peer not in reports or not reports[peer].address]
         if unreachable:
             log.info("Peers %s have no address: all rounds are relayed by this ServerApp", unreachable)
@@ -125,14 +126,17 @@ class Mesh(PushSum):
             raise RunError(
                 f"peers {missing} did not finish; start the run of the same name again", code="mesh.unfinished"
             )
-        result, last, self._asked = Result(), self._rounds, peers
+        result = Result()
+        last = self._rounds
+        self._asked = peers
         evaluated = network.ask(
             self.configure_evaluate(last, self._initial, self._given["evaluate_config"] or ConfigRecord(), network.grid)
         )
         if metrics := self.aggregate_evaluate(last, evaluated.values()):
             result.evaluate_metrics_clientapp[last] = metrics
         if (mean := self._deliver()) is not None:
-            result.arrays, self._mean_of = mean, last
+            result.arrays = mean
+            self._mean_of = last
             if metrics := self._evaluate(last, mean):
                 result.evaluate_metrics_serverapp[last] = metrics
         log.info("Final results:\n%s", result)

@@ -147,7 +147,8 @@ def answers(grid: Grid, unanswered: dict[str, int], wanted: set[str], patience: 
         unanswered: the receivers, by message id; loses what is answered.
         wanted: the messages whose answers are waited for, for `patience` seconds.
     """
-    deadline, pause = time.monotonic() + patience, 0.001
+    deadline = time.monotonic() + patience
+    pause = 0.001
     while unanswered:
         for reply in grid.pull_messages(list(unanswered)):
             name = reply.metadata.reply_to_message_id
@@ -240,7 +241,8 @@ class PeerNetwork:
             if left < 0:
                 break
             time.sleep(0.0 if self.node_of else 0.05)
-        there, wanted = len(self.there), self.n_peers
+        there = len(self.there)
+        wanted = self.n_peers
         if there < min(max(1, least), wanted or 2):
             raise RunError(
                 f"{there} of {wanted or 'the'} SuperNodes answered within {patience:g} s; start them all",
@@ -261,7 +263,8 @@ class PeerNetwork:
         there = set(self.grid.get_node_ids())
         self.gone = {peer for peer, node in self.node_of.items() if node not in there}
         new = sorted(there - set(self.node_of.values()) - set(self.unmet.values()))
-        group, config = str(self.round_index), ConfigRecord({"server-round": self.round_index})
+        group = str(self.round_index)
+        config = ConfigRecord({"server-round": self.round_index})
         request = PeerRequest(INTRODUCE, **self.common).record()
         contents = {node: RecordDict({SAYS: request, self.config_key: config}) for node in new}
         messages = [Message(contents[node], node, "train", group_id=group) for node in new]
@@ -277,7 +280,8 @@ class PeerNetwork:
                 raise RunError(f"SuperNode {node} failed when asked for its peer, {why}: {remedy}", code=code)
             report = PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}", "flower.no-peer-mod")
             self._admit(report, node, there)
-            self.reports[report.peer], self.has_new = report, True
+            self.reports[report.peer] = report
+            self.has_new = True
             if report.incarnation:
                 self._relay(report, None)
 
@@ -375,7 +379,8 @@ class PeerNetwork:
         if self.config_key not in content:
             content[self.config_key] = ConfigRecord({"server-round": self.round_index})
         content[SAYS] = request.record()
-        ttl, group = max(self.timeout, LEAST_TTL), str(self.round_index)
+        ttl = max(self.timeout, LEAST_TTL)
+        group = str(self.round_index)
         return Message(content, self.node_of[peer], category, ttl=ttl, group_id=group)
 
     def ask(self, messages: Iterable[Message]) -> dict[int, Message]:
@@ -384,7 +389,8 @@ class PeerNetwork:
         A peer without an answer is silent until its answer comes, however late. The call does not wait for silent peers
         while others are asked too; the message to them also serves as a liveness probe.
         """
-        sent, replies = list(messages), dict[int, Message]()
+        sent = list(messages)
+        replies = dict[int, Message]()
         peers = [self.peer_at(message.metadata.dst_node_id) for message in sent]
         waiting = dict(zip(self.grid.push_messages(sent), peers, strict=True))
         self.unanswered |= waiting

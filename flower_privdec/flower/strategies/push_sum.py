@@ -104,7 +104,8 @@ def check_strategy(given: Mapping[str, Any]) -> None:
             raise ScenarioError(f"{name}=None must be a text{remedy}; leave it out for the usual one", code=OPTION)
     check_calls({name: value for name, value in given.items() if name.endswith("_fn")})
     check_kinds({"topology_options": given["topology_options"]}, (Mapping,), "a dict, such as {'degree': 4}")
-    topology, problem = given["topology"], ""
+    topology = given["topology"]
+    problem = ""
     if not isinstance(topology, str) and not all(hasattr(topology, name) for name in ("n_peers", "directed", "edges")):
         problem = f"topology={topology!r} must be a name that `privdec list` shows, or a Topology"
     if not 0 < given["fraction_train"] <= 1:
@@ -186,7 +187,8 @@ class PeerGrid:
     """
 
     def __init__(self, strategy: PushSum, grid: Grid) -> None:
-        self._strategy, self._grid = strategy, grid
+        self._strategy = strategy
+        self._grid = grid
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grid, name)
@@ -275,11 +277,17 @@ class PushSum(Strategy):
     ) -> None:
         check_strategy({name: value for name, value in locals().items() if name != "self"})
         self.topology, self.topology_options = topology, dict(topology_options or {})
-        self.fraction_train, self.fraction_evaluate, self.seed = fraction_train, fraction_evaluate, seed
-        self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes
+        self.fraction_train = fraction_train
+        self.fraction_evaluate = fraction_evaluate
+        self.seed = seed
+        self.min_train_nodes = min_train_nodes
+        self.min_evaluate_nodes = min_evaluate_nodes
         self.min_available_nodes = min_available_nodes
-        self.name, self.folder, self.patience = name, folder, patience
-        self.weighted_by_key, self.arrayrecord_key = weighted_by_key, arrayrecord_key
+        self.name = name
+        self.folder = folder
+        self.patience = patience
+        self.weighted_by_key = weighted_by_key
+        self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or aggregate_metricrecords
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or aggregate_metricrecords
@@ -456,7 +464,8 @@ class PushSum(Strategy):
         return self.network.reports
 
     def _build_graph(self, n_peers: int) -> None:
-        graph, options = self.topology, self.topology_options
+        graph = self.topology
+        options = self.topology_options
         graph = build_topology(graph, n_peers, seed=self.seed, **options) if isinstance(graph, str) else graph
         if graph.n_peers != n_peers:
             raise ScenarioError(
@@ -483,7 +492,8 @@ class PushSum(Strategy):
         if self._peers is None:
             log.info("%s on %s", type(self).__name__, getattr(self.topology, "name", self.topology))
             return
-        n_peers, run = self.network.n_peers, self.network.common["run"]
+        n_peers = self.network.n_peers
+        run = self.network.common["run"]
         log.info("%s on %s: %s peers, %s rounds", type(self).__name__, self._graph.name, n_peers, self._rounds)
         log.info("Run %r; %s", run, self._folders())
         log.info("Shares are %s", "sealed between the peers" if self._sealed else "open to this ServerApp")
@@ -527,7 +537,9 @@ class PushSum(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return a message for each peer that takes part: its frames, and the receivers of its shares; no arrays."""
-        self.network.round_index, self._asked, self._counted = server_round, [], []
+        self.network.round_index = server_round
+        self._asked = []
+        self._counted = []
         if server_round > self._rounds:
             raise RunError(
                 f"round {server_round} is after num_rounds={self._rounds}, for which each peer's noise was solved: "
@@ -570,7 +582,8 @@ class PushSum(Strategy):
         matrix, is_mean = matrix_of(self._graph, self.weights, round_index, present)
         for sender, receiver, weight in matrix.terms():
             if sender != receiver:
-                ours, theirs = counts[sender], counts[receiver]
+                ours = counts[sender]
+                theirs = counts[receiver]
                 weight = theirs / sum(counts.values()) if is_mean else weight * min(1.0, theirs / ours)
                 links[sender].append((receiver, weight))
         return links
@@ -595,7 +608,8 @@ class PushSum(Strategy):
         )
         mean = self._mean(answers, self._counted) if self._wants_mean else None
         if mean is not None:
-            self._last_mean, self._mean_of = mean, server_round
+            self._last_mean = mean
+            self._mean_of = server_round
         return mean, self._metrics(answers.values(), self.train_metrics_aggr_fn)
 
     def _note_privacy(self, answers: Iterable[int]) -> None:

@@ -67,7 +67,8 @@ def free_addresses(count: int) -> list[str]:
     ports: list[int] = []
     with ExitStack() as stack:
         while len(ports) < count:
-            port, one = LEAST_PORT + secrets.randbelow(MOST_PORT - LEAST_PORT), stack.enter_context(socket.socket())
+            port = LEAST_PORT + secrets.randbelow(MOST_PORT - LEAST_PORT)
+            one = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 one.bind(("127.0.0.1", port))
                 ports.append(port)
@@ -98,7 +99,9 @@ class PeerProcesses:
             loss: share of all messages that are lost on purpose.
             program: of a peer: what takes the arguments of `privdec`.
         """
-        self.scenario, self.out, self._program = scenario, out, program
+        self.scenario = scenario
+        self.out = out
+        self._program = program
         self._options = ["--insecure-seeds"] * insecure_seeds + ["--loss", str(loss)] * bool(loss)
         self._processes: dict[int, Process] = {}
 
@@ -199,7 +202,9 @@ class PeerProcesses:
 OnStatus = Callable[[int, dict[str, Any] | None, str], None]  # of a peer: its status and a word on it
 EVERY = 0.5  # seconds between an answer and the next request
 ANSWER_SECONDS = 1.0
-STARTING, SILENT, DONE = "starting", "no answer", "done"
+STARTING = "starting"
+SILENT = "no answer"
+DONE = "done"
 
 
 class Watch:
@@ -228,10 +233,12 @@ class Watch:
             thread.join()
 
     def _follow(self, peer: int) -> None:
-        scenario, processes = self._processes.scenario, self._processes
+        scenario = self._processes.scenario
+        processes = self._processes
         assert scenario.network.peers is not None
         credentials = credentials_of(scenario, processes.certificates, peer)
-        address, name = scenario.network.peers[peer].address, identities(scenario)[peer]
+        address = scenario.network.peers[peer].address
+        name = identities(scenario)[peer]
         connection = GrpcConnection(address, name, credentials, STATUS_CAP)
         word = STARTING
         try:

@@ -203,7 +203,8 @@ class Up:
                     self._gone.add(peer)
                 continue
             if status > 0 or self.scenario.network.mode == "synchronous" or len(self._alive()) == 1:
-                last, log = self._processes.last_line(peer), self._processes.log(peer)
+                last = self._processes.last_line(peer)
+                log = self._processes.log(peer)
                 raise RunError(f"peer {peer} ended ({last}); its log is {log}", code="up.peer-ended")
             self._gone.add(peer)
             _log.warning("peer %s was killed (signal %s); the others go on", peer, -status)
@@ -233,7 +234,8 @@ class Up:
             self._check()
             time.sleep(POLL)
         self.recorder.seconds += time.perf_counter() - since
-        rows, self._spent = self._rows(round_index), self._reported(round_index)
+        rows = self._rows(round_index)
+        self._spent = self._reported(round_index)
         self._evaluated, metrics = round_index, self.recorder.record(rows, round_index, self._spent.epsilons)
         self.recorder.save(State(np.arange(self.scenario.n_peers), round_index, rows=rows), None)
         every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
@@ -284,7 +286,8 @@ class Up:
     def _reported(self, round_index: int) -> Spent:
         """Return the ε that the peers report; keep the sources of their noise."""
         columns: dict[str, Any] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
-        columns["if_all_collude"], colluding = [], None
+        columns["if_all_collude"] = []
+        colluding = None
         broken: dict[str, str] = {}
         notes = list[str]()
         self._noise = []
@@ -351,7 +354,8 @@ def _injected_kill(name: str, text: str, n_peers: int, rounds: int, comes_back: 
     form = FORM.fullmatch(text)
     if form is None:
         raise ScenarioError(f"{option(name, repr(text))} must be PEER@ROUND, as 3@100", code="up.kill")
-    peer, round_index = int(form["peer"]), int(form["round"])
+    peer = int(form["peer"])
+    round_index = int(form["round"])
     if peer >= n_peers:
         raise ScenarioError(f"{option(name, text)}: there are the peers 0 to {n_peers - 1}", code="up.kill")
     if not round_index < rounds:

@@ -74,7 +74,8 @@ KEPT = 0.5  # of its weight: what a peer keeps where it mixes while it waits
 SPAN = 16  # rounds of a random graph in which a peer exchanges with all of its quorum
 PATIENCE = 3.0
 STRIKES = 2
-SEEN, SLOWEST = 4, 2.0
+SEEN = 4
+SLOWEST = 2.0
 REMEMBERED = 32  # periods
 GREETING_SECONDS = 2.0  # for the others, where they are known to be under way already
 
@@ -103,7 +104,8 @@ class StragglerPolicy:
     def __init__(self, first: float) -> None:
         """Begin with no neighbour on time."""
         self.on_time: set[int] = set()
-        self._first, self._exchanges = first, 0
+        self._first = first
+        self._exchanges = 0
         self._strikes: Counter[int] = (
             Counter()
         )  # exchanges in a row in which a neighbour was waited for and had nothing
@@ -244,7 +246,10 @@ class AsynchronousSession(Session):
     ) -> None:
         sizes = [frame_size(formats) for formats in (frames.shares or {}, *frames.exchanges.values())]
         super().__init__(witness, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
-        self.protocol, self._arithmetic, self._replies, self._retry = protocol, arithmetic, replies, retry
+        self.protocol = protocol
+        self._arithmetic = arithmetic
+        self._replies = replies
+        self._retry = retry
         self._most_weight = SURPLUS * n_peers
         self.rounds: dict[int, int] = {}
         self.boots: dict[int, int] = {}
@@ -256,7 +261,9 @@ class AsynchronousSession(Session):
         self.is_new = self.joins = False
         self.places: dict[int, tuple[int, int]] = {}
         self.stale: str | None = None
-        self.resumed_at, self.ahead, self.steps = 0, -1, 0
+        self.resumed_at = 0
+        self.ahead = -1
+        self.steps = 0
         self.met: dict[int, int] = {}
         self.met_at: dict[int, float] = {}
         self.heard_at: dict[int, float] = {}
@@ -326,7 +333,8 @@ class AsynchronousSession(Session):
             if not self.protocol.is_open(caller):
                 return [*replies]
             queue = self.queues[caller]
-            acknowledgements, queue.acknowledgements = queue.acknowledgements, []
+            acknowledgements = queue.acknowledgements
+            queue.acknowledgements = []
             return [*replies, *acknowledgements]
 
         return answer
@@ -412,7 +420,8 @@ class AsynchronousSession(Session):
     def _receive_hello(self, hello: Hello) -> Hello | None:
         if self.stale is not None:
             return None
-        seen, has_shares = hello.seen, self.frames.shares is not None
+        seen = hello.seen
+        has_shares = self.frames.shares is not None
         if not has_shares and seen > self.last_round + 1:
             raise RefusedError(
                 f"peer {hello.sender} reports rows of round {seen - 1} of peer {self.peer}, and the run has "
@@ -421,9 +430,11 @@ class AsynchronousSession(Session):
             )
         hello = hello if has_shares else replace(hello, seen=0)
         self.protocol.check_hello(hello)
-        neighbor, queue = hello.sender, self.queues[hello.sender]
+        neighbor = hello.sender
+        queue = self.queues[hello.sender]
         if self.is_new and hello.round_index > 0 and not hello.knows:  # it began without having met this peer
-            self.is_new, self.joins = False, True
+            self.is_new = False
+            self.joins = True
             if self.protocol.mass:  # which has to come with the shares of others
                 self.stale = f"peer {neighbor} is in round {hello.round_index} already"
                 return None
@@ -469,7 +480,8 @@ class AsynchronousSession(Session):
         """Return what a call has to bring: acknowledgements where no answer will, a share, and rows."""
         if not self.protocol.is_open(neighbor):
             return []
-        queue, shares = self.queues[neighbor], self.protocol.shares_to_send()
+        queue = self.queues[neighbor]
+        shares = self.protocol.shares_to_send()
         acknowledgements = [] if self._answering[neighbor] else queue.acknowledgements
         due = [share for share in shares if share.receiver == neighbor and share is not queue.share]
         return [*acknowledgements, *due, *queue.rows.values()]
@@ -503,13 +515,15 @@ class AsynchronousSession(Session):
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
         """See Session: what was lost with the call is sent again, and one that is lost or refuses it is greeted."""
-        queue, unreachable = self.queues[neighbor], isinstance(error, UnreachableError)
+        queue = self.queues[neighbor]
+        unreachable = isinstance(error, UnreachableError)
         queue.failures = queue.failures + 1 if unreachable else 0
         if self.is_lost(neighbor) or not unreachable:
             self.protocol.close(neighbor)
             queue.acknowledgements.clear()  # the counters of a hello hold them
         queue.hellos.clear()
-        queue.share, queue.hello_at = None, again
+        queue.share = None
+        queue.hello_at = again
 
 
 class AsynchronousPeer(RunningPeer):
@@ -523,7 +537,8 @@ class AsynchronousPeer(RunningPeer):
     # --- from a checkpoint to a session ---
 
     def _make_session(self, checkpoints: list[Checkpoint]) -> AsynchronousSession:
-        peer, neighbors = self.device.peer, self.timetable.neighbours(self.device.peer)
+        peer = self.device.peer
+        neighbors = self.timetable.neighbours(self.device.peer)
         self._partly = PartlyHeard(self.mixing, peer)
         self._partly_final = PartlyHeard(self.timetable.final_mixing, peer)
         self.trainer.use_mixing(self._partly)
@@ -532,7 +547,9 @@ class AsynchronousPeer(RunningPeer):
         first = min(GREETING_SECONDS, deadline) if checkpoints else deadline
         self.policy = StragglerPolicy(first)
         self._requests: dict[int, int] = {}  # the round of the last rows of each neighbour, to which a reply answers
-        self._neighbors, self._commits, self._joining = neighbors, 0, False
+        self._neighbors = neighbors
+        self._commits = 0
+        self._joining = False
         timetable = self.timetable
         exchanges = {at: self._formats(exchange) for at, exchange in timetable.exchanges.items()}
         self._replies = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Reply)]
@@ -543,7 +560,8 @@ class AsynchronousPeer(RunningPeer):
             exchanges[timetable.final_at] = self._formats(timetable.final_exchange)
         mass = RowMass(self.state, shares or ())
         self.protocol = PushSumProtocol(peer, neighbors, self.witness.boot, mass, self.arithmetic)
-        frames, scenario = FrameCodec(self._run_id, shares, exchanges), self.trainer.scenario
+        frames = FrameCodec(self._run_id, shares, exchanges)
+        scenario = self.trainer.scenario
         by_examples = getattr(self.trainer.algorithm, "by_examples", False)
         total = math.inf if by_examples else scenario.n_peers
         silent = [j for j in neighbors if peer not in timetable.receivers_ever(j)]
@@ -591,7 +609,8 @@ class AsynchronousPeer(RunningPeer):
                 code="checkpoints.damaged",
             ) from error
         self.protocol.restore(durable)
-        self._commits, self._requests = facts["place"], replied
+        self._commits = facts["place"]
+        self._requests = replied
         self.distances = distances
         is_final = self.state.round_index >= self.rounds  # else the final place is only where a round is over
         places = {self.timetable.final_at} if is_final else self.timetable.exchanges
@@ -657,7 +676,8 @@ class AsynchronousPeer(RunningPeer):
                 )
         self.session.is_new = False
         self._joining = self.session.joins and not self.protocol.mass
-        now, opened = time.monotonic(), [*filter(self.protocol.is_open, self._neighbors)]
+        now = time.monotonic()
+        opened = [*filter(self.protocol.is_open, self._neighbors)]
         self.policy.start(now, opened)
         with self.connections.changed:
             self.session.met_at = dict.fromkeys(opened, now) | self.session.met_at
@@ -697,7 +717,9 @@ class AsynchronousPeer(RunningPeer):
 
     def _must_wait(self, round_index: int) -> bool:
         """Return whether a round's steps have to wait, and note for what."""
-        session, network, weight = self.session, self.network, self._weight()
+        session = self.session
+        network = self.network
+        weight = self._weight()
         is_active = self.trainer.is_active(round_index)
         with self.connections.changed:
             needed = min(network.quorum, len(self._neighbors)) if is_active and network.alone == "wait" else 0
@@ -767,12 +789,14 @@ class AsynchronousPeer(RunningPeer):
 
     def _addable_shares(self) -> dict[int, int]:
         """Return the round of each neighbour's share that may be added now: in final mixing none that is ahead."""
-        waiting, k = self.protocol.waiting_rounds(), self.state.round_index
+        waiting = self.protocol.waiting_rounds()
+        k = self.state.round_index
         return waiting if k < self.rounds else {j: sent for j, sent in waiting.items() if sent <= k}
 
     def _check_left(self) -> None:
         """Give up where all neighbours are done and gone."""
-        session, protocol = self.session, self.protocol
+        session = self.session
+        protocol = self.protocol
         with self.connections.changed:
             left = [session.rounds.get(j, 0) >= self.end and not protocol.is_open(j) for j in self._neighbors]
         if self.state.round_index < self.rounds and all(left):
@@ -826,7 +850,8 @@ class AsynchronousPeer(RunningPeer):
 
     def _lowest_weight(self) -> float:
         """Return the lowest weight that this peer would have if all were as fast, from 1 at the beginning."""
-        n, lowest = self.mixing.n_peers, 1.0
+        n = self.mixing.n_peers
+        lowest = 1.0
         weights = torch.ones(n, 1, dtype=torch.float64)
         for k in range(min(self.rounds, MEASURED)):
             weights = self.mixing.matrix(k).apply(weights)
@@ -858,7 +883,8 @@ class AsynchronousPeer(RunningPeer):
         self.policy.end(time.monotonic(), there, set(wanted) - there, self._waited, message)
 
     def _exchange(self, exchange: Exchange) -> None:
-        k, shares = self.state.round_index, self.mixing.sends_shares
+        k = self.state.round_index
+        shares = self.mixing.sends_shares
         if k >= self.rounds:
             self._exchange_finally(exchange)
             return
@@ -870,12 +896,14 @@ class AsynchronousPeer(RunningPeer):
         if not shares:
             self._gossip(exchange, self.state)
             return
-        has_split, self._has_split = self._has_split, False
+        has_split = self._has_split
+        self._has_split = False
         if is_due:
             self._push(k, has_split)
         else:
             self._absorb()
-        self.state.at, self.state.waiting = self.state.at + 1, False
+        self.state.at = self.state.at + 1
+        self.state.waiting = False
         self._settle()
 
     def _settle(self) -> None:
@@ -887,8 +915,10 @@ class AsynchronousPeer(RunningPeer):
 
     def _push(self, round_index: int, has_split: bool) -> None:
         """Send shares, commit, and add those that come; see `_has_split`."""
-        turn, is_open = self._turn(round_index, self.state.at), self.protocol.is_open
-        outgoing, incoming = turn.weights, turn.senders
+        turn = self._turn(round_index, self.state.at)
+        is_open = self.protocol.is_open
+        outgoing = turn.weights
+        incoming = turn.senders
         others = [*filter(is_open, self.timetable.receivers_ever(self.device.peer))]
         if outgoing and others and not any(map(is_open, outgoing)):  # its receivers are down: others get their part
             outgoing = dict.fromkeys(others, sum(outgoing.values()) / len(others))
@@ -897,7 +927,8 @@ class AsynchronousPeer(RunningPeer):
             self._late = self._make_ready(outgoing, set(outgoing) - incoming)
             self._split(round_index, outgoing)
             self._commit(round_index + 1, self._uninformed(round_index + 1) | {*outgoing})
-        waiting, rounds = self.protocol.waiting_rounds, self.session.rounds
+        waiting = self.protocol.waiting_rounds
+        rounds = self.session.rounds
         self._await_senders(
             incoming, lambda j: j in self._new_senders or j in waiting() or rounds.get(j, 0) > round_index
         )
@@ -934,12 +965,14 @@ class AsynchronousPeer(RunningPeer):
 
     def _gossip(self, exchange: Exchange, state: State) -> None:
         """Send rows, and continue with those that have come."""
-        k, at = state.round_index, state.at
+        k = state.round_index
+        at = state.at
         sent = exchange.outgoing(state, self.mixing)
         if self._is_due(k):
             self._commit(k, self._uninformed(k))
         self._post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
-        wanted, self._late = self._turn(k, at).senders, set()
+        wanted = self._turn(k, at).senders
+        self._late = set()
 
         def is_past(j: int) -> bool:
             at_its_end = self.session.rounds.get(j, 0) >= self.rounds  # where it mixes, and no more
@@ -1005,12 +1038,14 @@ class AsynchronousPeer(RunningPeer):
 
     def _exchange_finally(self, exchange: Exchange) -> None:
         """Exchange in a round of final mixing, and wait for all neighbours that are up."""
-        k, at = self.state.round_index, self.state.at
+        k = self.state.round_index
+        at = self.state.at
         self.waits_for = f"its neighbours in round {k - self.rounds + 1} of final mixing"
         turn = self._turn(k, at)
         senders = turn.senders
         if self.mixing.sends_shares:
-            has_split, self._has_split = self._has_split, False
+            has_split = self._has_split
+            self._has_split = False
             if not has_split:
                 if self.protocol.uncommitted():
                     self._commit(k)
@@ -1035,7 +1070,8 @@ class AsynchronousPeer(RunningPeer):
             self._agreed.clear()
         agrees = len(self._agreed) >= (period or self.final)
         if k + 1 == self.end or (k + 1 >= self.rounds + self.final and agrees):
-            self.state.round_index, self.waits_for = self.end - 1, ""
+            self.state.round_index = self.end - 1
+            self.waits_for = ""
 
     def _await_finally(self, wanted: Collection[int], has_come: Callable[[int], bool], saved: int) -> None:
         """Wait for what some neighbours send in a round of final mixing, as long as they are up.
@@ -1090,7 +1126,8 @@ class AsynchronousPeer(RunningPeer):
             self._reset()
         if self.mixing.sends_shares:
             return self._relay_shares(round_index, round_index if saved is None else saved)
-        done, exchanges = False, dict(self.timetable.exchanges)
+        done = False
+        exchanges = dict(self.timetable.exchanges)
         if round_index >= self.end:
             exchanges[self.timetable.final_at] = self.timetable.final_exchange
         for at, exchange in exchanges.items():
@@ -1108,7 +1145,8 @@ class AsynchronousPeer(RunningPeer):
 
     def _relay_shares(self, round_index: int, saved: int) -> bool:
         """Add shares that came, give some to those that are behind or wait for weight, and report what is lacking."""
-        waiting, lacking = self._addable_shares(), self._lacking_weight()
+        waiting = self._addable_shares()
+        lacking = self._lacking_weight()
         if waiting or lacking or self.protocol.uncommitted():
             self._absorb()
             receivers = dict.fromkeys(lacking, (1 - KEPT) / max(1, len(lacking)))
@@ -1133,7 +1171,8 @@ class AsynchronousPeer(RunningPeer):
 
     def _is_under_way(self) -> bool:
         """Return whether something is on its way to a neighbour that is up, or came and is not acknowledged."""
-        protocol, opened = self.protocol, [*filter(self.protocol.is_open, self._neighbors)]
+        protocol = self.protocol
+        opened = [*filter(self.protocol.is_open, self._neighbors)]
         sent = any(protocol.owes(j) or self.session.queues[j].rows for j in opened)
         return sent or bool(protocol.waiting_rounds() or protocol.uncommitted())
 
@@ -1142,7 +1181,9 @@ class AsynchronousPeer(RunningPeer):
         if not self._is_alone or self.floor.want(self._weight(), under_way=False):
             return False
         with self.connections.changed:
-            met, steps, is_ready = self.session.met, self.session.steps, self.protocol.is_ready
+            met = self.session.met
+            steps = self.session.steps
+            is_ready = self.protocol.is_ready
             receivers = self.timetable.receivers_ever(self.device.peer)
             unmet = any(is_ready(j) and met.get(j, -1) < steps for j in receivers)
             return unmet and not self._is_under_way()
@@ -1156,7 +1197,8 @@ class AsynchronousPeer(RunningPeer):
 
     def _is_stuck(self) -> bool:
         """Return whether neither this peer nor a neighbour that is up has weight to spare, so that its floor sinks."""
-        session, up = self.session, [j for j in self._neighbors if self._is_up(j, at_the_end=True)]
+        session = self.session
+        up = [j for j in self._neighbors if self._is_up(j, at_the_end=True)]
         others = [(session.wants.get(j, Want.UNKNOWN), session.levels.get(j, 0)) for j in up]
         return self.floor.is_stuck(session.want, others)
 

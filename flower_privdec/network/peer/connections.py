@@ -43,8 +43,12 @@ class Session:
     """
 
     def __init__(self, witness: LedgerWitness, frames: FrameCodec, most: int, cap: int, last_round: int) -> None:
-        self.peer, self.witness, self.frames, self.last_round = witness.peer, witness, frames, last_round
-        self.most, self.cap = most + 1, cap + REPORT
+        self.peer = witness.peer
+        self.witness = witness
+        self.frames = frames
+        self.last_round = last_round
+        self.most = most + 1
+        self.cap = cap + REPORT
         self.fatal: PrivdecError | None = None
         self.quarantined: dict[int, str] = {}
         self.reported_to = dict.fromkeys(witness.neighbors, -1)
@@ -130,7 +134,10 @@ class Connections:
     """
 
     def __init__(self, session: Session, status: Callable[[], dict[str, Any]], retry: float, patience: float) -> None:
-        self.session, self._status, self._retry, self._patience = session, status, retry, patience
+        self.session = session
+        self._status = status
+        self._retry = retry
+        self._patience = patience
         self._holding = min(retry, patience) / 2  # seconds that an answer may be held back
         self._lock = RLock()
         self.changed = Condition(self._lock)
@@ -148,7 +155,8 @@ class Connections:
 
     def open(self, transport: Transport, neighbors: Iterable[int]) -> int:
         """Listen, and begin to call the neighbours; return the port that is listened on."""
-        self._transport, cap = transport, self.session.cap
+        self._transport = transport
+        cap = self.session.cap
         neighbors = list(neighbors)
         port = transport.serve(self._answer, cap, len(neighbors))
         self._connections = {peer: transport.connect(peer, cap) for peer in neighbors}

@@ -107,7 +107,8 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
         every: how many rounds lie between two status lines where there is no terminal.
         with_parent, charge_witnessed: see `run_peer`.
     """
-    folder, was_done = running.device.folder, running.state.round_index >= running.end
+    folder = running.device.folder
+    was_done = running.state.round_index >= running.end
     summary = folder / "summary.json"
     signal.signal(signal.SIGTERM, lambda *_: running.stop())
     if with_parent:
@@ -159,8 +160,10 @@ class _StatusLine:
 
     def __call__(self, running: RunningPeer) -> None:
         """Show a peer's status, unless one was shown just now."""
-        round_index, before = running.state.round_index, self._round_at
-        self._round_at, self._waiting = time.monotonic(), ""
+        round_index = running.state.round_index
+        before = self._round_at
+        self._round_at = time.monotonic()
+        self._waiting = ""
         is_due = self._round_at - before >= LINE_SECONDS if self._terminal else round_index % self._every == 0
         if is_due or round_index == running.rounds:
             self.show(status_line(running.status()))
@@ -172,7 +175,8 @@ class _StatusLine:
                 pause = AGAIN_SECONDS if waiting == self._waiting else WAITING_SECONDS
                 if self._terminal or now - self._waiting_at >= pause:
                     self.show(waiting)
-                    self._waiting, self._waiting_at = waiting, now
+                    self._waiting = waiting
+                    self._waiting_at = now
             self._over.wait(LINE_SECONDS)
 
     def show(self, text: str) -> None:

@@ -49,7 +49,8 @@ class Pace:
         """
         met = dict[int, tuple[int | None, int]]()
         for neighbor, reached in rounds.items():
-            boot, behind = boots.get(neighbor), max(0, round_index - reached)
+            boot = boots.get(neighbor)
+            behind = max(0, round_index - reached)
             before, least = self._met.get(neighbor, (boot, behind))
             met[neighbor] = boot, min(behind, least) if boot == before else behind
         self._met = met
@@ -77,7 +78,9 @@ class WeightFloor:
     """
 
     def __init__(self, usual: float, patience: float, now: float) -> None:
-        self.usual, self.level, self._patience = usual, 0, patience
+        self.usual = usual
+        self.level = 0
+        self._patience = patience
         self._above = now  # when the weight was at the floor last
 
     @property

@@ -119,8 +119,12 @@ class RunningPeer(ABC):
     waits_for = ""
 
     def __init__(self, trainer: Trainer, device: PeerDevice) -> None:
-        self.trainer, self.device, scenario = trainer, device, trainer.scenario
-        self.rounds, self.network, self.mixing = scenario.rounds, scenario.network, trainer.mixing
+        self.trainer = trainer
+        self.device = device
+        scenario = trainer.scenario
+        self.rounds = scenario.rounds
+        self.network = scenario.network
+        self.mixing = trainer.mixing
         self.final, self._left = final_rounds(trainer.mixing, scenario.rounds, self.network.final_mixing)
         further = self._more_final_rounds(self.final) if self.network.final_mixing == "auto" else 0
         self.timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds, self.final + further)
@@ -155,13 +159,16 @@ class RunningPeer(ABC):
             raise
 
     def _open(self) -> None:
-        trainer, folder = self.trainer, self.device.folder
+        trainer = self.trainer
+        folder = self.device.folder
         checkpoints = self._checkpoints()
         last = checkpoints[-1] if checkpoints else None
         state = (None, 0, None) if last is None else (last.state, last.transport["paid"], last.head)
         self.state = trainer.open(*state)
         try:
-            peer, boot, ledger = self.device.peer, draw_boot(), trainer.witnessed_ledger
+            peer = self.device.peer
+            boot = draw_boot()
+            ledger = trainer.witnessed_ledger
             if ledger is not None:
                 ledger.name_lines(boot)
             self._counts, neighbors = (
@@ -187,7 +194,8 @@ class RunningPeer(ABC):
 
     def _checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints to continue from, the older first; none at the beginning of a run."""
-        trainer, path = self.trainer, self.device.folder / CHECKPOINTS
+        trainer = self.trainer
+        path = self.device.folder / CHECKPOINTS
         self._log = CheckpointLog(path, self.generations)
         checkpoints = self._log.read(trainer.device)
         for checkpoint in checkpoints:
@@ -216,7 +224,8 @@ class RunningPeer(ABC):
         Args:
             begin: whether to take part; else it reports and charges alone, see `charge_witnessed`.
         """
-        device, transport = self.device, self.device.transport
+        device = self.device
+        transport = self.device.transport
         if transport is None:
             assert device.credentials is not None
             names = identities(self.trainer.scenario)
@@ -275,10 +284,12 @@ class RunningPeer(ABC):
 
     def _mix_finally(self) -> None:
         """Perform a round of final mixing."""
-        self.state.at, self.state.waiting = self.timetable.final_at, True
+        self.state.at = self.timetable.final_at
+        self.state.waiting = True
         self.distances = {}
         self._exchange(self.timetable.final_exchange)
-        self.state.at, self.state.round_index = 0, self.state.round_index + 1
+        self.state.at = 0
+        self.state.round_index = self.state.round_index + 1
 
     @staticmethod
     def _more_final_rounds(final: int) -> int:
@@ -329,7 +340,8 @@ class RunningPeer(ABC):
 
     def _await_reports(self, patience: float, wait: Callable[[Callable[[], bool], float], bool]) -> None:
         """Wait until all neighbours have reported; after `patience` seconds one is enough."""
-        since, witness = time.monotonic(), self.witness
+        since = time.monotonic()
+        witness = self.witness
         self.waits_for = "its neighbours' reports on its ledger"
         while not wait(lambda: all(map(witness.has_heard, witness.neighbors)), POLL):
             self._check_stopped()
@@ -449,7 +461,8 @@ class RunningPeer(ABC):
         The loss is of its model on public test examples at the last evaluation; None before one, or where it is not
         finite.
         """
-        scenario, connections = self.trainer.scenario, self.connections
+        scenario = self.trainer.scenario
+        connections = self.connections
         unheard, trouble = self.status_of_neighbors()
         return {
             "name": scenario.name,
@@ -580,7 +593,9 @@ class ScenarioTrainer:
         torch.set_num_threads(scenario.compute.threads)
         agreement = Agreement.of(scenario)
         self.scenario, self.mixing, self.algorithm = scenario, network_mixing(agreement), agreement.algorithm
-        self._peer, self._folder, self._insecure = peer, folder, insecure_seeds
+        self._peer = peer
+        self._folder = folder
+        self._insecure = insecure_seeds
         if insecure_seeds and scenario.compute.generator == "system":
             raise ScenarioError(
                 "--insecure-seeds draws from the scenario's seed, and compute.generator=system does not: leave one out",
@@ -589,12 +604,15 @@ class ScenarioTrainer:
         secret = None if insecure_seeds else _secret(folder)
         own = OwnParts.of(agreement, np.array([peer]), secret, data, "network", whole=data is not None)
         self.experiment = Experiment.joined(agreement, own)
-        self.run, self.device = self.experiment.own.run, self.experiment.device
+        self.run = self.experiment.own.run
+        self.device = self.experiment.device
         self.constants = agreement.constants
-        self._ledger_folder, self.pair_secrets = ledger_folder(scenario, folder), None
+        self._ledger_folder = ledger_folder(scenario, folder)
+        self.pair_secrets = None
         if len(secret_pairs(scenario)):
             self.pair_secrets = AgreedSecrets([peer], pair_run(self.experiment), identities(scenario))
-        root, self._held = scenario.data.root if data is None else data, -1
+        root = scenario.data.root if data is None else data
+        self._held = -1
         is_own = data is not None or scenario.data.each_its_own
         is_private = scenario.private is not None and is_own and not insecure_seeds
         self._data = Path(root.replace(PEER, str(peer))) if root is not None and is_private else None
@@ -608,7 +626,8 @@ class ScenarioTrainer:
         """See Trainer; a round is taken with all its steps, or not at all."""
         if (ledger := self.cohort.ledger) is None:
             return 0, None
-        paid, head = ledger.charged, ledger.head
+        paid = ledger.charged
+        head = ledger.head
         following = paid // self.cohort.steps_per_round
         if following < self.scenario.rounds and self.is_active(following):
             ledger.reserve()
@@ -741,7 +760,9 @@ def network_mixing(agreement: Agreement) -> Mixing:
 
 def _check_pairs(scenario: Scenario, mixing: Mixing) -> None:
     """Refuse pairs of peers that cannot agree on a secret, and exchanges in which late noise would never cancel."""
-    pairs, name, where = secret_pairs(scenario), scenario.topology.name, "privacy.noise.secrets"
+    pairs = secret_pairs(scenario)
+    name = scenario.topology.name
+    where = "privacy.noise.secrets"
     edges = set(map(tuple, np.sort(mixing.topology.support(), axis=1).tolist()))
     for one, other in (pair for pair in pairs.tolist() if tuple(pair) not in edges):
         raise ScenarioError(
@@ -782,7 +803,8 @@ def _hold(data: Path) -> int:
 def _secret(folder: Path) -> bytes:
     """Return the peer's secret, drawn by the operating system at first use; two processes at once get the same."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, new = folder / "secret", folder / f"secret-{secrets.token_hex(8)}"
+    path = folder / "secret"
+    new = folder / f"secret-{secrets.token_hex(8)}"
     if not path.exists():
         write_atomically(new, secrets.token_bytes(SECRET_BYTES))
         with contextlib.suppress(FileExistsError):

@@ -67,7 +67,9 @@ def spent_text(status: Status) -> str:
 
 def neighbours_text(status: Status) -> str:
     """Return how many neighbours are up, which are down, and which have not reported since the peer started."""
-    neighbours, down, unheard = status["neighbours"], status["down"], status["unheard"]
+    neighbours = status["neighbours"]
+    down = status["down"]
+    unheard = status["unheard"]
     up = len([one for one in neighbours if one not in unheard and str(one) not in down])
     lists = {"down": down, "not yet heard": [str(one) for one in unheard if str(one) not in down]}
     return f"{up}/{len(neighbours)} neighbours up" + "".join(

@@ -40,7 +40,10 @@ class SynchronousSession(Session):
         self, machine: Machine, witness: LedgerWitness, frames: FrameCodec, timetable: Timetable, retry: float
     ) -> None:
         super().__init__(witness, frames, 2, frames.cap + SMALL, timetable.end)
-        self.machine, self._timetable, self._neighbors, self._retry = machine, timetable, witness.neighbors, retry
+        self.machine = machine
+        self._timetable = timetable
+        self._neighbors = witness.neighbors
+        self._retry = retry
         self._informed: dict[int, int] = {}  # the place at which each neighbour knows this peer to be
         self._again: dict[tuple[int, int], float] = {}  # when to send what a neighbour has not used again, by place
         self._ask_again: dict[int, float] = {}  # when to ask each neighbour again whether it is at the end
@@ -97,7 +100,8 @@ class SynchronousSession(Session):
         Progress waits where an answer to the neighbour, which carries it, is about to leave. At the end a peer asks
         its neighbours where they are until all are there: a neighbour whose last calls were lost may have left.
         """
-        machine, informed = self.machine, self._informed.get(neighbor)
+        machine = self.machine
+        informed = self._informed.get(neighbor)
         awaits = machine.place >= 0 if informed is None else informed < machine.wanted(neighbor)
         if not self.witness.has_heard(neighbor):
             return True
@@ -143,11 +147,13 @@ class SynchronousPeer(RunningPeer):
     generations: ClassVar[int] = 2
 
     def _make_session(self, checkpoints: list[Checkpoint]) -> SynchronousSession:
-        timetable, peer = self.timetable, self.device.peer
+        timetable = self.timetable
+        peer = self.device.peer
         self.machine = Machine(peer, lambda place: timetable.turn(peer, place).receivers, timetable.places)
         exchanges = timetable.exchanges | ({timetable.final_at: timetable.final_exchange} if self.final else {})
         formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
-        self._restored, self._met = [checkpoint.state for checkpoint in checkpoints], False
+        self._restored = [checkpoint.state for checkpoint in checkpoints]
+        self._met = False
         self._rounding: dict[str, Tensor] = {}  # what the wire codec took away from the shares of this exchange
         frames = FrameCodec(self._run_id, exchanges=formats)
         self.session = SynchronousSession(self.machine, self.witness, frames, timetable, self.network.retry)
@@ -158,7 +164,8 @@ class SynchronousPeer(RunningPeer):
             self._arrive(state, self.timetable.place(state.round_index, state.at))
 
     def _exchange(self, exchange: Exchange) -> None:
-        place, machine = self.timetable.place(self.state.round_index, self.state.at), self.machine
+        place = self.timetable.place(self.state.round_index, self.state.at)
+        machine = self.machine
         self._save(place, self.state, {})
         self._arrive(self.state, place)
         self._await(lambda: not machine.missing() and not machine.behind(place - 1))
@@ -172,7 +179,9 @@ class SynchronousPeer(RunningPeer):
 
     def _arrive(self, state: State, place: int) -> None:
         """Tell the protocol that a state is on disk, and what is to be sent from it."""
-        peer, outgoing, awaited = self.device.peer, dict[int, RowMessage](), set[int]()
+        peer = self.device.peer
+        outgoing = dict[int, RowMessage]()
+        awaited = set[int]()
         self._rounding = {}
         if place < self.timetable.places:
             turn = self.timetable.turn(peer, place)
@@ -203,7 +212,8 @@ class SynchronousPeer(RunningPeer):
                     code="network.silent",
                 )
         self._check_stopped()
-        self.waits_for, self._met = "", True
+        self.waits_for = ""
+        self._met = True
 
     def _is_over(self, neighbor: int) -> bool:
         return not self.machine.before(self.timetable.places, [neighbor])

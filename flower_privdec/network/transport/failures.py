@@ -37,7 +37,8 @@ def address_of(text: str) -> tuple[str, int]:
 
 def listening_error(address: str) -> RunError:
     """Return why an address could not be listened on, by trying it again."""
-    code, why = "failed", "it was free when it was tried again: start this peer again"
+    code = "failed"
+    why = "it was free when it was tried again: start this peer again"
     try:
         host, port = address_of(address)
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -46,7 +47,8 @@ def listening_error(address: str) -> RunError:
             trial.bind(where)
             trial.listen()
     except socket.gaierror as error:
-        code, why = "unknown", f"{error.strerror}: its host name has no address here; correct it in network.peers"
+        code = "unknown"
+        why = f"{error.strerror}: its host name has no address here; correct it in network.peers"
     except OSError as error:
         code, remedy = LISTENING.get(error.errno or 0, ("failed", "mend that, then start this peer again"))
         why = f"{error.strerror}: {remedy}"
@@ -64,7 +66,8 @@ def calling_error(
         credentials: one's own.
         seconds: to wait at most.
     """
-    peer, context = f"{identity or 'the peer'} at {address}", context_of(credentials)
+    peer = f"{identity or 'the peer'} at {address}"
+    context = context_of(credentials)
     context.check_hostname = identity is not None
     try:
         with (
@@ -126,7 +129,8 @@ def shown_certificate(
         ValueError: the address is none.
     """
     context = context_of(credentials)
-    context.check_hostname, context.verify_mode = False, verify
+    context.check_hostname = False
+    context.verify_mode = verify
     with (
         socket.create_connection(address_of(address), timeout=seconds) as plain,
         context.wrap_socket(plain, server_hostname=identity) as secured,

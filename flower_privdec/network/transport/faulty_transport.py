@@ -77,7 +77,10 @@ class FaultyConnection:
     """Calls to one peer that get lost and late; see Connection."""
 
     def __init__(self, connection: Connection, transport: FaultyTransport, peer: int, draw: Random) -> None:
-        self._connection, self._transport, self._peer, self._draw = connection, transport, peer, draw
+        self._connection = connection
+        self._transport = transport
+        self._peer = peer
+        self._draw = draw
         self.sending = 0.0
 
     def call(self, content: Content, seconds: float) -> memoryview:

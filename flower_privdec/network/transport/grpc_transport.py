@@ -53,7 +53,8 @@ CALL_SECONDS = 120.0  # until all of a call must have come
 HANDSHAKE_SECONDS = 5.0  # until a connection has made a member's call
 CONNECTIONS_EACH = 8  # of one member; an honest one has one, one that it lost, and those of `privdec status`
 PENDING_EACH = 32  # of one address that have made no member's call yet
-MOST_CONNECTIONS, LEAST_CONNECTIONS = 512, 16
+MOST_CONNECTIONS = 512
+LEAST_CONNECTIONS = 16
 MOST_DESCRIPTORS = 4096  # to which a lower soft limit is raised where the hard limit allows it
 RESERVED = 96  # descriptors for ledger, checkpoints, data and one's own calls
 LOOK_SECONDS = 0.1
@@ -95,15 +96,20 @@ CALLING = [
 
 def pieces(content: Content) -> Iterator[bytes]:
     """Yield what is sent, a MiB at a time; a piece at least."""
-    piece, room, is_empty = list[memoryview](), PIECE, True
+    piece = list[memoryview]()
+    room = PIECE
+    is_empty = True
     for buffer in content:
         left = memoryview(buffer).cast("B")
         while left:
             piece.append(left[:room])
-            left, room, is_empty = left[room:], room - len(piece[-1]), False
+            left = left[room:]
+            room = room - len(piece[-1])
+            is_empty = False
             if not room:
                 yield b"".join(piece)
-                piece, room = [], PIECE
+                piece = []
+                room = PIECE
     if piece or is_empty:
         yield b"".join(piece)
 
@@ -119,7 +125,8 @@ def assembled(parts: Iterable[bytes], cap: int, who: str) -> memoryview:
     Raises:
         RefusedError: there are more; what came is forgotten.
     """
-    buffer, size = memoryview(bytearray()), 0
+    buffer = memoryview(bytearray())
+    size = 0
     for part in parts:
         if size + len(part) > cap:
             raise RefusedError(
@@ -147,7 +154,10 @@ class GrpcTransport:
     def __init__(
         self, peer: int, addresses: Sequence[str], identities: Sequence[str], credentials: Credentials
     ) -> None:
-        self._peer, self._addresses, self._identities, self._credentials = peer, addresses, identities, credentials
+        self._peer = peer
+        self._addresses = addresses
+        self._identities = identities
+        self._credentials = credentials
         self._server: GrpcServer | None = None
 
     def serve(self, answer: Answer, cap: int, callers: int) -> int:
@@ -198,7 +208,10 @@ class GrpcServer:
         connections: int | None = None,
         handshake: float = HANDSHAKE_SECONDS,
     ) -> None:
-        self._members, self._answer, self._cap, self._clock = members, answer, cap, clock
+        self._members = members
+        self._answer = answer
+        self._cap = cap
+        self._clock = clock
         self._guard, self._refusals = Lock(), set[str]()
         most = most_connections(len(members)) if connections is None else connections
         options = [*SERVING, ("grpc.max_allowed_incoming_connections", most)]
@@ -275,7 +288,10 @@ class GrpcConnection:
     """
 
     def __init__(self, address: str, identity: str, credentials: Credentials, cap: int) -> None:
-        self.address, self.identity, self._credentials, self._cap = address, identity, credentials, cap
+        self.address = address
+        self.identity = identity
+        self._credentials = credentials
+        self._cap = cap
         self.sending = 0.0
         shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
         options = [*CALLING, ("grpc.ssl_target_name_override", identity), ("grpc.default_authority", identity)]
@@ -304,7 +320,8 @@ class GrpcConnection:
                 f"{self.identity} at {self.address}: the connection was closed here", code="call.closed"
             ) from error
         except grpc.RpcError as error:
-            code, reason = error.code(), " ".join((error.details() or "").split())
+            code = error.code()
+            reason = " ".join((error.details() or "").split())
             if code == grpc.StatusCode.FAILED_PRECONDITION:
                 named = dict(error.trailing_metadata() or ()).get(CODE, "")
                 raise RefusedError(reason, code=str(named)) from error
@@ -346,7 +363,8 @@ def most_connections(members: int) -> int:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
-    used, least = len(os.listdir(DESCRIPTORS)), max(LEAST_CONNECTIONS, 2 * members)
+    used = len(os.listdir(DESCRIPTORS))
+    least = max(LEAST_CONNECTIONS, 2 * members)
     free = MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft - used - RESERVED
     if free < least:
         raise RunError(
@@ -396,7 +414,10 @@ class Admission:
         self, port: int, most: int, seconds: float = HANDSHAKE_SECONDS, patience: float = CALL_SECONDS
     ) -> None:
         """Start the watching thread."""
-        self._port, self._most, self._seconds, self._patience = port, most, seconds, patience
+        self._port = port
+        self._most = most
+        self._seconds = seconds
+        self._patience = patience
         self._guard, self._closed, self._calls = Lock(), Event(), set[_Call]()
         self._members: dict[Address, int] = {}
         self._since: dict[Address, float] = {}  # when each connection was first seen
@@ -417,7 +438,8 @@ class Admission:
             RefusedError: the member has as many as it may, all of which have come.
         """
         host, _, port = unquote(address).partition(":")[2].rpartition(":")
-        call, slowest = _Call(member, now := time.monotonic(), end), None
+        call = _Call(member, now := time.monotonic(), end)
+        slowest = None
         with self._guard:
             with suppress(ValueError):
                 self._members[_plain(host.strip("[]")), int(port)] = member
@@ -482,7 +504,8 @@ class Admission:
         groups: defaultdict[int | str, list[Address]] = defaultdict(list)
         pending = []
         for address in sorted(self._since, key=self._since.__getitem__):
-            member, host = self._members.get(address), address[0]
+            member = self._members.get(address)
+            host = address[0]
             if member is not None:
                 groups[member].append(address)
                 continue

@@ -29,8 +29,10 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario
 
-AUTHORITY_DAYS, PEER_DAYS = 3650, 365
-AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
+AUTHORITY_DAYS = 3650
+PEER_DAYS = 365
+AUTHORITY = "authority.pem"
+AUTHORITY_KEY = "authority.key"
 RENEWED = timedelta(days=30)  # before a certificate expires
 KNOWN_CERTIFICATES = 64  # that need not be read again
 EARLIER = timedelta(minutes=5)  # of a certificate's beginning: clocks differ
@@ -179,7 +181,8 @@ def identities_of(certificate: bytes) -> tuple[str, ...]:
 
 def time_problem(certificate: bytes, now: datetime | None = None) -> ScenarioError | None:
     """Return why a certificate is not valid yet, or no longer; None where it is."""
-    leaf, now = _read(certificate), now or datetime.now(UTC)
+    leaf = _read(certificate)
+    now = now or datetime.now(UTC)
     clock = f"the clock of the device that checks it says {now:%Y-%m-%d %H:%M} UTC"
     if now > leaf.not_valid_after_utc:
         return ScenarioError(
@@ -208,7 +211,8 @@ def certificate_problem(
         now: by default now.
     """
     try:
-        chain, trusted = _certificates(certificate), _certificates(authority)
+        chain = _certificates(certificate)
+        trusted = _certificates(authority)
     except ScenarioError as error:
         return error
     names = identities_of(certificate)
@@ -279,7 +283,8 @@ def context_of(credentials: Credentials) -> ssl.SSLContext:
     context = ssl.create_default_context(cadata=credentials.authority.decode())
     context.set_alpn_protocols(["h2"])
     with tempfile.TemporaryDirectory() as folder:  # mode 0700; ssl.load_cert_chain reads files alone
-        certificate, key = Path(folder) / "certificate", Path(folder) / "key"
+        certificate = Path(folder) / "certificate"
+        key = Path(folder) / "key"
         certificate.write_bytes(credentials.certificate)
         key.write_bytes(credentials.key)
         context.load_cert_chain(certificate, key)
@@ -393,7 +398,8 @@ def _authority(scenario: Scenario | AppScenario, folder: Path, certificate: Path
             "an authority has a certificate and a key: give both --authority and --authority-key",
             code="certificate.two-files",
         )
-    own, own_key = certificate or folder / AUTHORITY, key or folder / AUTHORITY_KEY
+    own = certificate or folder / AUTHORITY
+    own_key = key or folder / AUTHORITY_KEY
     if certificate is None and not own.exists() and not own_key.exists():
         made = Authority.create(scenario.name)
         folder.mkdir(parents=True, exist_ok=True)

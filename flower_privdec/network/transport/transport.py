@@ -94,7 +94,8 @@ class MemoryTransport:
     """Calls within a process; see Transport."""
 
     def __init__(self, network: MemoryNetwork, peer: int) -> None:
-        self.network, self.peer = network, peer
+        self.network = network
+        self.peer = peer
 
     def serve(self, answer: Answer, cap: int, callers: int) -> int:
         self.network.answers[self.peer] = answer, cap
@@ -115,11 +116,15 @@ class MemoryConnection:
     """Calls to a peer of the same process, in the caller's thread; see Connection."""
 
     def __init__(self, transport: MemoryTransport, peer: int, cap: int) -> None:
-        self._transport, self._peer, self._cap, self.sending = transport, peer, cap, 0.0
+        self._transport = transport
+        self._peer = peer
+        self._cap = cap
+        self.sending = 0.0
 
     def call(self, content: Content, seconds: float) -> memoryview:
         """See Connection; the call runs in the caller's thread, and `seconds` is ignored."""
-        caller, network = self._transport.peer, self._transport.network
+        caller = self._transport.peer
+        network = self._transport.network
         with network.changed:
             answer, cap = network.answers.get(self._peer, (None, 0))
             if answer is None:

@@ -139,7 +139,8 @@ def _step_epsilon(step: Steps, delta: float) -> float:
         points = np.linspace(low, high, 66)[1:-1]
         inside = np.maximum(remove(points), add(points))[0] <= delta
         first = int(np.argmax(inside)) if inside.any() else len(points)
-        low, high = float((low, *points)[first]), float((*points, high)[first])
+        low = float((low, *points)[first])
+        high = float((*points, high)[first])
     return high
 
 
@@ -196,7 +197,8 @@ def dp_accounting_epsilon(runs: Sequence[Alternatives], delta: float) -> float |
     """
     pld = require("dp_accounting.pld", *ACCOUNTING)
     zero_out = require("dp_accounting", *ACCOUNTING).NeighboringRelation.REPLACE_SPECIAL
-    costliest, costs = [_costliest(run) for run in runs if run], [0.0]
+    costliest = [_costliest(run) for run in runs if run]
+    costs = [0.0]
     if math.prod(map(len, costliest)) > MOST_CHOICES:
         return None
     for choice in _choices(costliest):

@@ -139,9 +139,11 @@ def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10
     def fits(steps: int) -> bool:
         return accounting.epsilon([release.times(steps)], delta) <= epsilon
 
-    low, high = 0, 1
+    low = 0
+    high = 1
     while high <= limit and fits(high):
-        low, high = high, 4 * high
+        low = high
+        high = 4 * high
     return last_that_fits(fits, low, min(high, limit + 1))
 
 
@@ -156,12 +158,14 @@ def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
         spent = accounting.epsilon(some(make_releases(math.exp(log_scale))), delta)
         return math.log(max(spent, 1e-300) / (AIM * budget)) if math.isfinite(spent) else 700.0
 
-    start, step = 0.0, math.log(2)
+    start = 0.0
+    step = math.log(2)
     if len(canonical(make_releases(1.0))) > 2 * FEW:
         near = bracket(lambda x: excess(x, fewer), start, step, math.log(SCALE_LIMIT))
         if near is not None:
             low, high = narrow(lambda x: excess(x, fewer), *near, _near_the_aim, 1e-7)
-            start, step = (low if _near_the_aim(low[1]) else high)[0], NEARBY
+            start = (low if _near_the_aim(low[1]) else high)[0]
+            step = NEARBY
             if _near_the_aim(excess(start)):
                 return math.exp(start)
     ends = bracket(excess, start, step, math.log(SCALE_LIMIT))
@@ -204,7 +208,8 @@ def bracket(function: Callable[[float], float], start: float, step: float, limit
         step: the first one from `start`, up or down; each next is half as long again.
         limit: the largest |x| that is evaluated; beyond it None is returned.
     """
-    x, value = start, function(start)
+    x = start
+    value = function(start)
     step = abs(step) if value > 0 else -abs(step)
     while abs(x + step) <= limit:
         before = (x, value)

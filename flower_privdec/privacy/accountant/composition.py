@@ -69,11 +69,13 @@ def compose(losses: Losses, interval: float, order: float) -> Tilted:
     counts = losses.counts
     weights, log_masses = tilt(losses, interval, order)
     expected = counts @ weights  # of all draws together; all but CUT of it is kept
-    below, above = np.cumsum(expected), np.cumsum(expected[::-1])
+    below = np.cumsum(expected)
+    above = np.cumsum(expected[::-1])
     first = int(np.searchsorted(below, CUT / 2, side="right"))
     last = len(expected) - int(np.searchsorted(above, CUT / 2, side="right"))
     start, total, slack = convolve(weights[:, first:last], counts)
-    lowest, infinite = (losses.lowest + first) * int(counts.sum()) + start, together(losses.infinite, counts)
+    lowest = (losses.lowest + first) * int(counts.sum()) + start
+    infinite = together(losses.infinite, counts)
     return Tilted(interval, order, lowest, total, float(counts @ log_masses), slack + CUT, infinite)
 
 
@@ -97,7 +99,8 @@ def together(chances: np.ndarray | Sequence[float], counts: np.ndarray | float =
 def combine(parts: Sequence[Tilted]) -> Tilted:
     """Return the sum of one loss of each part, some at a time."""
     while len(parts) > 1:
-        width, sums = max(2, CHUNK // max(len(part.weights) for part in parts)), []
+        width = max(2, CHUNK // max(len(part.weights) for part in parts))
+        sums = []
         for start in range(0, len(parts), width):
             some = parts[start : start + width]
             rows = np.zeros((len(some), max(len(part.weights) for part in some)))
@@ -105,7 +108,8 @@ def combine(parts: Sequence[Tilted]) -> Tilted:
                 row[: len(part.weights)] = part.weights
             low, weights, slack = convolve(rows, np.ones(len(some)))
             slack = math.expm1(math.fsum(math.log1p(s) for s in (slack, *(part.slack for part in some))))
-            lowest, log_mass = sum(part.lowest for part in some) + low, math.fsum(part.log_mass for part in some)
+            lowest = sum(part.lowest for part in some) + low
+            log_mass = math.fsum(part.log_mass for part in some)
             infinite, (h, t) = together([part.infinite for part in some]), (some[0].interval, some[0].order)
             sums.append(Tilted(h, t, lowest, weights, log_mass, slack, infinite))
         parts = sums
@@ -125,7 +129,8 @@ def convolve(rows: np.ndarray, counts: np.ndarray) -> tuple[int, np.ndarray, flo
     low, high = _window(rows, counts)
     size = scipy.fft.next_fast_len(high - low + 1, real=True)
     peak = int(np.argmax(counts @ rows))
-    spectrum, moves = np.ones(size // 2 + 1, dtype=np.complex128), 0.0
+    spectrum = np.ones(size // 2 + 1, dtype=np.complex128)
+    moves = 0.0
     width = max(1, CHUNK // size)
     for some in (slice(start, start + width) for start in range(0, len(rows), width)):
         padded = np.zeros((len(rows[some]), -(-rows.shape[1] // size) * size))
@@ -147,21 +152,25 @@ def convolve(rows: np.ndarray, counts: np.ndarray) -> tuple[int, np.ndarray, flo
 
 def _window(rows: np.ndarray, counts: np.ndarray) -> tuple[int, int]:
     """Return indices between which all but CUT of a sum's mass lies, each side, by Chernoff's bound."""
-    length, draws = rows.shape[1], float(counts.sum())
+    length = rows.shape[1]
+    draws = float(counts.sum())
     index = np.arange(length, dtype=np.float64)
     variances = np.maximum(_dot(rows, index * index) - _dot(rows, index) ** 2, 0.0)
     first = min(16 / math.sqrt(max(float(counts @ variances), 0.05)), 600 / length)
 
     def reach(positions: np.ndarray) -> float:
-        best, order = math.inf, float(first)
+        best = math.inf
+        order = float(first)
         while True:
             cumulant = float(counts @ np.log(_dot(rows, np.exp(order * positions))))
             bound = (cumulant - math.log(CUT)) / order
             if bound >= best:
                 return float(min(best, draws * (length - 1)))
-            best, order = bound, order / 2
+            best = bound
+            order = order / 2
 
-    low, high = math.floor(draws * (length - 1) - reach(index[::-1])), math.ceil(reach(index))
+    low = math.floor(draws * (length - 1) - reach(index[::-1]))
+    high = math.ceil(reach(index))
     if high - low >= MOST_POINTS:
         raise WindowError
     return low, high
@@ -206,7 +215,8 @@ def epsilon_at(tilted: Tilted, delta: float) -> tuple[float, float]:
         return math.inf, 0.0
     log_rest, first = math.log(rest), max(0, -tilted.lowest)  # ε < 0 need not be looked at
     epsilons = tilted.interval * np.arange(tilted.lowest + first, tilted.lowest + len(tilted.weights))
-    slack, scale = tilted.slack * math.exp(log_harm(tilted.order)), 0.0
+    slack = tilted.slack * math.exp(log_harm(tilted.order))
+    scale = 0.0
     sums = exceedance(tilted)[first:] + slack
     logs = np.log(sums) + tilted.log_mass - tilted.order * epsilons
     enough = np.flatnonzero(logs <= log_rest)
@@ -215,11 +225,13 @@ def epsilon_at(tilted: Tilted, delta: float) -> tuple[float, float]:
     elif (j := int(enough[0])) == 0:
         value = float(epsilons[0])
     else:  # straight lines in e^ε between the grid's points
-        high, low = math.exp(min(logs[j - 1], 0.0)), math.exp(logs[j])
+        high = math.exp(min(logs[j - 1], 0.0))
+        low = math.exp(logs[j])
         share = min(max((high - rest) / (high - low), 0.0), 1.0) if high > low else 1.0
         h = tilted.interval
         beyond = math.log1p(share * math.expm1(h)) if h < 700 else h + math.log(max(share, 1e-300))
-        value, scale = float(epsilons[j - 1]) + beyond, h / (logs[j - 1] - logs[j])
+        value = float(epsilons[j - 1]) + beyond
+        scale = h / (logs[j - 1] - logs[j])
     return max(0.0, min(value, renyi_epsilon(tilted.log_mass, tilted.order, log_rest))), float(scale)
 
 
@@ -301,9 +313,11 @@ class _Direction:
     """Steps whose losses with an example against without it (or the reverse, `add`) are composed."""
 
     def __init__(self, groups: Sequence[Steps], delta: float, add: bool) -> None:
-        self._delta, self._add = delta, add
+        self._delta = delta
+        self._add = add
         self._draws = math.fsum(float(steps.counts.sum()) for steps in groups)
-        tail, chance = math.log(TAIL) + math.log(delta) - math.log(self._draws), math.log(CHANCE / self._draws)
+        tail = math.log(TAIL) + math.log(delta) - math.log(self._draws)
+        chance = math.log(CHANCE / self._draws)
         # Steps, and how far above and below 0 their losses are computed.
         self._parts = [(s, s.reach(tail)[add], s.spread(chance)[not add]) for s in groups]
 
@@ -311,7 +325,8 @@ class _Direction:
         """Return ε; or, where it is at most `enough`, any number up to that."""
         coarsest = self.coarsest()
         try:
-            level, ratio = self._level(coarsest, None), 4.0
+            level = self._level(coarsest, None)
+            ratio = 4.0
         except WindowError:
             return self._renyi(coarsest)
         gain, finer_by = math.inf, 4.0  # what the last refinement lowered ε by, and how many times finer it was
@@ -324,11 +339,14 @@ class _Direction:
                     return min(level.epsilon, self._renyi(coarsest))
                 ratio = 2.0
                 continue
-            before, gain = gain, abs(level.epsilon - finer.epsilon)
+            before = gain
+            gain = abs(level.epsilon - finer.epsilon)
             # An error in proportion to h^p, with the largest p in [1, 2] that explains both gains.
             fits = [p for p in POWERS if gain * ratio**p * (finer_by**p - 1) <= before * (ratio**p - 1)]
             power = max(fits, default=1.0) if math.isfinite(before) else 1.0
-            level, finer_by, left = finer, ratio, gain / (ratio**power - 1)
+            level = finer
+            finer_by = ratio
+            left = gain / (ratio**power - 1)
             if left <= level.tolerance:
                 break
             steps = min(math.ceil(math.log2(left / level.tolerance) / power), 3) if level.tolerance > 0 else 3
@@ -379,7 +397,8 @@ class _Direction:
 
     def _order(self, losses: Sequence[Losses], interval: float, slack: float, near: _Level | None) -> float:
         """Return the order of tilt: 0 where slack is below SLACK of δ without one, else the least harmful."""
-        log_delta, steepest = math.log(self._delta), STEEPEST / interval
+        log_delta = math.log(self._delta)
+        steepest = STEEPEST / interval
         if math.log(slack) <= math.log(SLACK) + log_delta:
             return 0.0
         if near is None:
@@ -408,7 +427,8 @@ def _least(function: Callable[[float], float], start: float, most: float) -> flo
             values[log_order] = function(math.exp(log_order)) if log_order <= math.log(most) else math.inf
         return values[log_order]
 
-    x, step = math.log(start), 2.0
+    x = math.log(start)
+    step = 2.0
     while step > 0.05 and len(values) < MOST_ORDERS:
         better = min((x - step, x, x + step), key=at)
         x, step = better, step if better != x else step / 2

@@ -52,11 +52,13 @@ def gaussian_profile(epsilon: np.ndarray, mu: Numbers) -> np.ndarray:
 
     With a = ε/μ - μ/2 and the Mills ratio m(x) = Φ(-x) / φ(x), Φ(-a) - e^ε Φ(-a - μ) = φ(a) [m(a) - m(a + μ)].
     """
-    size, mu = np.abs(epsilon), np.asarray(mu, dtype=np.float64)
+    size = np.abs(epsilon)
+    mu = np.asarray(mu, dtype=np.float64)
     middle = size / mu
     low = np.clip(middle - mu / 2, -FAR, FAR)
     density = np.exp(-low * low / 2) / np.sqrt(2 * np.pi)
-    above, narrow = np.zeros(np.broadcast_shapes(size.shape, mu.shape)), mu < NARROW
+    above = np.zeros(np.broadcast_shapes(size.shape, mu.shape))
+    narrow = mu < NARROW
     if not narrow.all():
         far = low < -5  # the Mills ratio overflows there, and Φ is 1 but for 1e-6
         upper = np.where(far, scipy.special.ndtr(-low), density * _mills(np.maximum(low, -5.0)))
@@ -75,7 +77,8 @@ def _mills(x: np.ndarray) -> np.ndarray:
 
 def _narrow(x: np.ndarray, mu: np.ndarray) -> np.ndarray:
     """Return m(x - μ/2) - m(x + μ/2) for small μ: -μ m'(x) - μ³/24 m'''(x), with m' = x m - 1."""
-    m, square = _mills(x), x * x
+    m = _mills(x)
+    square = x * x
     return np.asarray(mu * (1 - x * m) + mu**3 / 24 * (2 + square - x * (3 + square) * m))
 
 
@@ -162,11 +165,16 @@ def mixture_end(loss: np.ndarray, q: Numbers, low: Numbers, high: Numbers) -> np
     By Newton's method from above, where log(P / N) >= `loss`: it is convex and rises, so no step passes the
     solution. Near 0 it is P / N - 1 that is solved for, which keeps the digits of a small loss.
     """
-    q, low, high = np.asarray(q), np.asarray(low), np.asarray(high)
+    q = np.asarray(q)
+    low = np.asarray(low)
+    high = np.asarray(high)
     x = _mixture_start(loss, q, low, high)
     for _ in range(NEWTON_STEPS):
-        a, b = low * x - low * low / 2, high * x - high * high / 2
-        small, u, v = np.minimum(loss, 1.0), np.minimum(a, 1.0), np.minimum(b, 1.0)
+        a = low * x - low * low / 2
+        b = high * x - high * high / 2
+        small = np.minimum(loss, 1.0)
+        u = np.minimum(a, 1.0)
+        v = np.minimum(b, 1.0)
         excess = (1 - q) * np.expm1(u) + q * np.expm1(v) - np.expm1(small)
         slope = (1 - q) * low * np.exp(u) + q * high * np.exp(v)
         whole = np.logaddexp(np.log1p(-q) + a, np.log(q) + b)
@@ -246,7 +254,9 @@ class Steps:
 
     def profiles(self) -> tuple[Profile, Profile]:
         """Return δ(ε) for ε >= 0, (remove, add), each [n] -> [b, n]."""
-        q, low, high = self.q, self.idle, self.drawn
+        q = self.q
+        low = self.idle
+        high = self.drawn
         if self.kind == "poisson":
             return lambda e: poisson_remove(e, q, high), lambda e: poisson_add(e, q, high)
         if self.kind == "mixture":
@@ -283,8 +293,11 @@ class Steps:
 
     def _tops(self, log_tail: float) -> tuple[np.ndarray, np.ndarray]:
         """Return bounds for `reach`, each from the mass beyond one point."""
-        q, low, high = self.q, self.idle, self.drawn
-        z, rare = _deviation(log_tail - math.log(2) + 0 * q), _deviation(log_tail - np.log(q))
+        q = self.q
+        low = self.idle
+        high = self.drawn
+        z = _deviation(log_tail - math.log(2) + 0 * q)
+        rare = _deviation(log_tail - np.log(q))
         if self.kind == "poisson":
             return sampled(high * high / 2 + high * rare, q), -np.log1p(-q)
         if self.kind == "uniform":
@@ -346,7 +359,8 @@ def _binned(rows: np.ndarray, *, any_rate: bool) -> np.ndarray:
     δ(ε) of a mixture grows with its rate and sensitivities. The bound for `uniform` need not grow with the rate,
     so that only equal ones go together there (not `any_rate`).
     """
-    rows, width = _merged(rows, rows[:, :3]), FINEST_BIN
+    rows = _merged(rows, rows[:, :3])
+    width = FINEST_BIN
     while len(rows) > MOST_DISTINCT:
         keys = np.floor(np.log(rows[:, :3]) / width)
         rows = _merged(rows, keys if any_rate else np.column_stack([rows[:, 0], keys[:, 1:]]))

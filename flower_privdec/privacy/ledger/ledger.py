@@ -314,7 +314,9 @@ class Ledger(Totals):
             BudgetError: the file is in use, was edited, lacks a segment, or belongs to another source.
         """
         super().__init__()
-        self.path, self._source, self.durable = ledger_path(directory, source), source, durable
+        self.path = ledger_path(directory, source)
+        self._source = source
+        self.durable = durable
         self._unsynced: tuple[list[Entry], list[str], int, Entry | None] = ([], [], 0, None)
         self._fd: int | None = _open_locked(self.path, durable)
         self._status: os.stat_result | None = None  # of the file, as it was closed
@@ -337,8 +339,10 @@ class Ledger(Totals):
         except BaseException:
             self.close()
             raise
-        self._segment, before = segment, segment.before
-        self.entries, self.lines = before.entries, before.lines
+        self._segment = segment
+        before = segment.before
+        self.entries = before.entries
+        self.lines = before.lines
         self.count(entries)
 
     @property
@@ -367,7 +371,8 @@ class Ledger(Totals):
             BudgetError: it is shorter, or differs there.
         """
         length, digest = head or (0, EMPTY_HASH)
-        length, segment = int(length), self._segment
+        length = int(length)
+        segment = self._segment
         if length > self.head[0]:
             message = f"{self.path} has {self.head[0]} lines where the checkpoint saw {length}; {RESTORE}"
             raise BudgetError(message, code="ledger.stale")
@@ -467,7 +472,9 @@ class Ledger(Totals):
 
         An interrupt closes the ledger, for it may not know which file is the last segment.
         """
-        segment, fd, done = self._segment, -1, False
+        segment = self._segment
+        fd = -1
+        done = False
         content, hashes = chained([self._header(segment.number + 1)], self.head)
         try:
             with replacing(sealed_path(self.path, segment.number)) as part:
@@ -477,7 +484,9 @@ class Ledger(Totals):
                 _write(fd, content)
             size = len(content)
             self._segment = Segment(*segment.end, Totals(), size, size, hashes, self._source)
-            sealed, self._fd, done = self._descriptor, fd, True
+            sealed = self._descriptor
+            self._fd = fd
+            done = True
             os.close(sealed)
         except OSError as error:
             raise self._disk_error(error) from error
@@ -524,7 +533,8 @@ class Ledger(Totals):
         """
         if self._status is None or not self.path.exists():
             return False
-        fd, before = _open_locked(self.path, durable=False), self._status
+        fd = _open_locked(self.path, durable=False)
+        before = self._status
         now = os.fstat(fd)
         if any(getattr(now, name) != getattr(before, name) for name in ("st_dev", "st_ino", "st_size", "st_mtime_ns")):
             os.close(fd)
@@ -567,7 +577,8 @@ def _united(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     union: list[Interval] = []
     for a, b in sorted(intervals):
         if union and a <= union[-1][1]:
-            a, b = union[-1][0], max(b, union.pop()[1])
+            a = union[-1][0]
+            b = max(b, union.pop()[1])
         union.append((a, b))
     return tuple(union)
 
@@ -786,7 +797,8 @@ def hash_of(previous: str, text: str) -> str:
 def chained(bodies: Iterable[Body], head: Head) -> tuple[bytes, list[str]]:
     """Return the lines that append bodies to a chain with this head, and their hashes."""
     index, previous = head
-    lines, hashes = [], []
+    lines = []
+    hashes = []
     for body in bodies:
         text = json.dumps({"index": index} | body, separators=(",", ":"))
         previous = hash_of(previous, text)
@@ -813,7 +825,8 @@ def parse(content: bytes, path: Path, source: str | None = None) -> tuple[Segmen
         BudgetError: a line is not a record, was edited, or does not follow the line before it; or the first is not a
             header of this format and source.
     """
-    segment, entries = Segment(), list[Entry]()
+    segment = Segment()
+    entries = list[Entry]()
     for number, line in enumerate(content.splitlines(keepends=True), start=1):
         match = LINE.fullmatch(line)
         text, digest = (match[1].decode(errors="replace") + "}", match[2].decode()) if match else ("", "")
@@ -885,7 +898,8 @@ def verified(path: Path) -> Iterator[tuple[Segment, list[Entry]]]:
             raise BudgetError(f"{message}; {RESTORE}", code="ledger.unfinished")
         message = f"{path} is missing or empty: nothing was spent; give a ledger that was written to"
         raise BudgetError(message, code="ledger.empty" if path.exists() else "ledger.unreadable")
-    end, totals = Segment().start, Totals()
+    end = Segment().start
+    totals = Totals()
     for number in range(last[0].number + 1):
         segment, entries = last if number == last[0].number else _read_sealed(path, number)
         _check_follows(path, end, segment, totals)
@@ -1077,9 +1091,12 @@ class CohortLedger(Ledger):
         except BaseException:
             self.close()
             raise
-        self._run, self._block, self._fresh = run, block, fresh
+        self._run = run
+        self._block = block
+        self._fresh = fresh
         self.charged = max(charged_until(self.entries, run.id), start)
-        self._steps, self._limits = self.spending.steps, self.spending.limits
+        self._steps = self.spending.steps
+        self._limits = self.spending.limits
         plans = {id(account.spends): account.spends for account in accounts}
         numbers = {key: number for number, key in enumerate(plans)}
         self._plan_of = np.array([numbers[id(account.spends)] for account in accounts], dtype=np.int64)
@@ -1126,7 +1143,8 @@ class CohortLedger(Ledger):
                 return
         if self._fresh:
             self.charged = step  # earlier steps belong to another run
-        started, length = time.perf_counter(), self._block
+        started = time.perf_counter()
+        length = self._block
         if length is None:
             length = max(1, self._steps // FIRST_BLOCK)
             if self._last_write is not None:
@@ -1182,7 +1200,8 @@ class CohortLedger(Ledger):
         Args:
             witnessed: see `lacks`.
         """
-        missing, plan = self.lacks(witnessed), self._steps
+        missing = self.lacks(witnessed)
+        plan = self._steps
         if missing:
             run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
             charges = []
@@ -1205,12 +1224,14 @@ class CohortLedger(Ledger):
         starts = {peer: [spend.from_step for spend in plan] for peer, plan in plans.items()}
 
         def same(peer: int, a: int, b: int, release: Release) -> bool:
-            plan, at = plans[peer], bisect_right(starts[peer], a) - 1
+            plan = plans[peer]
+            at = bisect_right(starts[peer], a) - 1
             while at >= 0 and a < b:  # equal epochs, one after the other, may be one interval
                 follows = at < len(plan) and plan[at].from_step <= a < plan[at].to_step
                 if not follows or plan[at].release.mechanism != release.mechanism:
                     return False
-                a, at = plan[at].to_step, at + 1
+                a = plan[at].to_step
+                at = at + 1
             return at >= 0
 
         for entry in self.entries:

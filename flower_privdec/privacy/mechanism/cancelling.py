@@ -114,13 +114,16 @@ def solve_pairs(needed: np.ndarray, edges: np.ndarray, colluding: int, strength:
     """
     needed = np.asarray(needed, dtype=np.float64)
     both = (needed[edges] > 0).all(axis=1)
-    ends, degrees = edges[both], np.bincount(edges[both].ravel(), minlength=len(needed))
-    pair, own = np.zeros(len(edges)), np.ones(len(needed))
+    ends = edges[both]
+    degrees = np.bincount(edges[both].ravel(), minlength=len(needed))
+    pair = np.zeros(len(edges))
+    own = np.ones(len(needed))
     pair[both] = strength * np.sqrt(needed[ends].prod(axis=1)) / degrees[ends].prod(axis=1) ** 0.25
     squares = np.zeros((len(needed), len(needed)))
     squares[ends[:, 0], ends[:, 1]] = squares[ends[:, 1], ends[:, 0]] = pair[both] ** 2
     for members in _connected_parts(squares > 0):
-        needs, between = needed[members], squares[np.ix_(members, members)]
+        needs = needed[members]
+        between = squares[np.ix_(members, members)]
         own[members] = _own_noise(needs, between, min(colluding, len(members) - 1)) / needs
     return PairNoise(own, pair)
 
@@ -172,7 +175,8 @@ def _spared(shaped: np.ndarray, uniform: np.ndarray, needed: np.ndarray) -> np.n
     allowed = SPARED * float(np.square(shaped).sum())
     if float(np.square(uniform).sum()) <= allowed:
         return uniform
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         is_allowed = float(np.square(np.maximum(shaped, middle * needed)).sum()) <= allowed
@@ -183,7 +187,8 @@ def _spared(shaped: np.ndarray, uniform: np.ndarray, needed: np.ndarray) -> np.n
 
 def _honest_sets(members: int, honest: int, count: int) -> list[np.ndarray]:
     """Return the first sets that colluders leave of a part, int64 [AT_ONCE or fewer, honest] at a time."""
-    sets, batches = islice(combinations(range(members), honest), count), []
+    sets = islice(combinations(range(members), honest), count)
+    batches = []
     while batch := list(islice(sets, max(1, AT_ONCE // honest**2))):
         batches.append(np.array(batch))
     return batches
@@ -197,7 +202,8 @@ def _least_square(
     With Σ_H = S (t² + S^{-1} L_H S^{-1}) S and the eigenvalues λ and eigenvectors u of the scaled Laplacian,
     V_i² [Σ_H^{-1}]_ii = (V_i / s_i)² Σ_k u_ik² / (t² + λ_k).
     """
-    largest, ratios = 0.0, np.square(needed / shape)
+    largest = 0.0
+    ratios = np.square(needed / shape)
     for chosen in sets:
         values, vectors = np.linalg.eigh(_scaled_laplacian(shape[chosen], squares[chosen[:, :, None], chosen[:, None]]))
         values = np.clip(values - ROUNDING * values[:, -1:], 0.0, None)  # never above the true ones
@@ -235,7 +241,9 @@ def _shape(
         return None
 
     honest = sets[0].shape[1]
-    upper, lower, relaxed = needed**2, needed**2 / honest, needed**2 * RELAXED
+    upper = needed**2
+    lower = needed**2 / honest
+    relaxed = needed**2 * RELAXED
     constraints = sum(chosen.size for chosen in sets) + 2 * len(needed)
     variances = upper * (1 + RELAXED) / 2
     for gap in np.geomspace(1.0, LAST_GAP, BARRIERS):
@@ -359,7 +367,8 @@ def _scaled_laplacian(needed: np.ndarray, squares: np.ndarray) -> np.ndarray:
 
 def _least(worst: Callable[[float], float]) -> float:
     """Return the least t² in (0, 1] at which a function that falls is at most 1, by bisection from above."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if worst(middle) <= 1 else (middle, high)
@@ -468,16 +477,19 @@ class PairPlan:
             where these sets are too many for a tenth of LARGEST_WORK.
         """
         profile_of, profiles = self._solved
-        n, first = self.needed.shape[1], [int(np.argmax(profile_of == number)) for number in range(len(profiles))]
+        n = self.needed.shape[1]
+        first = [int(np.argmax(profile_of == number)) for number in range(len(profiles))]
         honest = n - colluding
         if math.comb(n, honest) * honest**3 * len(profiles) > LARGEST_WORK / 10:  # for each number of colluders
             return None
         left = np.full((len(profiles), n), np.inf)
         for number, (step, profile) in enumerate(zip(first, profiles, strict=True)):
             needed = _relative(self.needed[step])
-            own, squares = np.where(needed > 0, profile.own * needed, 1.0), np.zeros((n, n))
+            own = np.where(needed > 0, profile.own * needed, 1.0)
+            squares = np.zeros((n, n))
             squares[self.edges[:, 0], self.edges[:, 1]] = squares[self.edges[:, 1], self.edges[:, 0]] = profile.pair**2
-            units, sets = np.where(needed > 0, needed, 1.0), combinations(range(n), honest)
+            units = np.where(needed > 0, needed, 1.0)
+            sets = combinations(range(n), honest)
             while batch := list(islice(sets, max(1, AT_ONCE // honest**2))):
                 chosen = np.array(batch)
                 part = squares[chosen[:, :, None], chosen[:, None]]

@@ -48,7 +48,8 @@ class Drawing:
     def most(self) -> int:
         """Return the most examples of a step; in a Poisson batch but for a chance of 2^-64 (Bernstein's inequality)."""
         if self.sampling == "poisson":
-            mean, rare = self.size * self.rate, -math.log(RARE)
+            mean = self.size * self.rate
+            rare = -math.log(RARE)
             return min(self.size, math.ceil(mean + rare / 3 + math.sqrt(rare**2 / 9 + 2 * mean * rare)))
         return self.size if self.sampling == "full" else min(self.size, -int(-self.batch // 1))
 

@@ -299,7 +299,8 @@ class Spend:
 
     def between(self, start: int, stop: int) -> Spend | None:
         """Return the part of this spend that the steps [start, stop) need, or None."""
-        start, stop = max(start, self.from_step), min(stop, self.to_step)
+        start = max(start, self.from_step)
+        stop = min(stop, self.to_step)
         if start >= stop:
             return None
         if self.whole or (start == self.from_step and stop == self.to_step):

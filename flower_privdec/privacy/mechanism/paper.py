@@ -62,11 +62,13 @@ def gdp_mu(epsilon: float, delta: float) -> float:
 
 def _crossing(rising: Callable[[float], float]) -> float:
     """Return where a rising function crosses 0."""
-    low, high = -1.0, 1.0
+    low = -1.0
+    high = 1.0
     while rising(low) > 0:
         low, high = 2 * low, low
     while rising(high) < 0:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     return float(scipy.optimize.brentq(rising, low, high, xtol=1e-14, rtol=1e-14))
 
 

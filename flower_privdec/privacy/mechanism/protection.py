@@ -226,7 +226,8 @@ class Protection:
         Raises:
             ArgumentError: the sums are not the declared ones, or more copies than declared.
         """
-        factors, names = self.kinds[self.kind_of[step]], tuple(sums)
+        factors = self.kinds[self.kind_of[step]]
+        names = tuple(sums)
         if factors is None:
             factors = dict.fromkeys(names, 1.0)
         elif factors.keys() != set(names):
@@ -326,7 +327,10 @@ def build_protection(
     share = float(participation.chances.mean())  # ι
     solver = _Solver(scenario, section, algorithm, schedule, first, share, weight_factor)
     solved: dict[tuple[Any, ...], Solution] = {}  # equal peers share one tuple of spends
-    noise, scales, accounts, claims = np.empty(active.shape), np.empty(len(peers)), [], []
+    noise = np.empty(active.shape)
+    scales = np.empty(len(peers))
+    accounts = []
+    claims = []
     for row, (mechanism, budget, delta) in enumerate(zip(mechanisms, budgets, deltas, strict=True)):
         paid = () if before is None else before.accounts[row].spends
         key = (mechanism.drawing, active[:, row].tobytes(), budget, delta, id(paid))
@@ -337,7 +341,8 @@ def build_protection(
         accounts.append(replace(account, peer=int(peers[row])))
         claims.append(claim)
     kinds, kind_of = _kinds(list(by_drawing.values()))
-    clip_norms, plan = schedule.clip_factor[:, None] * schedule.clip_norm[peers], None
+    clip_norms = schedule.clip_factor[:, None] * schedule.clip_norm[peers]
+    plan = None
     if pair is not None:
         plan = replace(pair(np.where(active, clip_norms * noise, 0.0)), factors=kinds, kind_of=kind_of)
         noise *= plan.own
@@ -386,7 +391,8 @@ class _Solver:
         Args:
             paid: what it spent in the steps before the plan.
         """
-        claim, past = None, [spend.release for spend in paid]
+        claim = None
+        past = [spend.release for spend in paid]
         if past and budget is not None and (spent := epsilon(past, delta)) > MOST_SPENT * budget:
             raise ScenarioError(
                 f"rounds={self.scenario.rounds}: the first {self.scenario.first_round} rounds have spent "
@@ -433,7 +439,9 @@ class _Solver:
 
     def _by_paper(self, drawing: Drawing, active: np.ndarray, budget: float, delta: float) -> tuple[float, Claim]:
         """Return the scale by eq. 11 (PrivSGP-VR), 8, 9, or Prop. 4 (Dyn-D2P), eq. 27 (PDSL), or Th. 1 (DP-DDA)."""
-        formula, q, b = self.algorithm.paper_noise, drawing.size, drawing.batch
+        formula = self.algorithm.paper_noise
+        q = drawing.size
+        b = drawing.batch
         scheduled = not self.schedule.constant and formula == "moments"  # Dyn-D2P's Algorithm 2 on PrivSGP's steps
         if formula is None or (formula in UNSCHEDULED and not self.schedule.constant):
             changed = " with a schedule" if formula else ""
@@ -443,7 +451,8 @@ class _Solver:
                 code="privacy.no-formula",
             )
         if formula == "subsampling":
-            rounds, quarters = len(active), tuple(paper.epsilon_after(budget, t) for t in QUARTERS)
+            rounds = len(active)
+            quarters = tuple(paper.epsilon_after(budget, t) for t in QUARTERS)
             sigma = paper.subsampled_sigma(budget, delta, rounds=rounds, dataset_size=q, share=self.share)
             breach = paper.subsampling_breach(budget, rounds=rounds, dataset_size=q, batch=b, share=self.share)
             return sigma * b, Claim(budget, quarters=quarters, breach=breach)
@@ -453,7 +462,8 @@ class _Solver:
         if formula != "gdp" and not scheduled:
             sigma = paper.moments_sigma(budget, delta, int(active.sum()), q, self.section.c_2, factor=FACTORS[formula])
             return sigma * b, Claim(budget)
-        total, shape = paper.gdp_mu(budget, delta), self.schedule.noise_shape[active]
+        total = paper.gdp_mu(budget, delta)
+        shape = self.schedule.noise_shape[active]
         if self.schedule.exponential is None:
             return paper.proposition_4(total, drawing.rate, shape), Claim(budget, total)
         mu_0 = paper.gdp_mu_0(total, drawing.rate, shape**-2.0)
@@ -583,7 +593,8 @@ def build_schedule(scenario: Scenario) -> Schedule:
     private = scenario.private
     if private is None:
         raise ValueError("a scenario without privacy has no schedule")
-    rounds, section = scenario.rounds, private.schedule
+    rounds = scenario.rounds
+    section = private.schedule
     clip, rho_c, rho_mu = dynamic(scenario.algorithm) or (None, 1.0, 1.0)
     clip = clip or private.clip_norm
     if np.ndim(clip) and np.size(clip) != scenario.n_peers:
@@ -597,7 +608,8 @@ def build_schedule(scenario: Scenario) -> Schedule:
         sigma = _stretch([1.0] if section.noise is None else section.noise, rounds, "noise")
         return Schedule(norms, factor, sigma / factor, None)
     if section is not None:
-        rho_c, rho_mu = section.rho_c, section.rho_mu
+        rho_c = section.rho_c
+        rho_mu = section.rho_mu
     share = np.arange(rounds) / rounds
     return Schedule(norms, rho_c**-share, rho_mu**-share, (rho_c, rho_mu))
 

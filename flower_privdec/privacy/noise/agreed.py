@@ -45,7 +45,9 @@ class AgreedSecrets(PairSecrets):
                 code="noise.cryptography",
             ) from error
         super().__init__({}, simulated=False)
-        self._peers, self._run, self._identities = frozenset(peers), run, identities
+        self._peers = frozenset(peers)
+        self._run = run
+        self._identities = identities
         self._key = X25519PrivateKey.generate() if private is None else X25519PrivateKey.from_private_bytes(private)
         self.public: bytes = self._key.public_key().public_bytes_raw()
         self._theirs: dict[int, tuple[bytes, bytes]] = {}  # of each peer elsewhere: public key, what only both know
@@ -89,7 +91,8 @@ class AgreedSecrets(PairSecrets):
                 "with each peer that it has heard",
                 code="noise.pair-secret",
             )
-        elsewhere, own = {peer, other} - self._peers, self._key.public_key()
+        elsewhere = {peer, other} - self._peers
+        own = self._key.public_key()
         common = self._theirs[min(elsewhere)][1] if elsewhere else self._key.exchange(own)
         publics = {one: self._theirs[one][0] if one in elsewhere else self.public for one in sorted((peer, other))}
         names = repr([(one, self._identities[one], public) for one, public in publics.items()]).encode()

@@ -27,7 +27,8 @@ _AT_ONCE = 2**26  # numbers of pairs that are drawn before they are added
 
 # What `philox` draws for key 1099511627798, step 7 and no receiver: one or two columns of each word, of a radius that
 # is refined, at the end of a block and in the next.
-_EXPECTED_KEY, _EXPECTED_STEP = 1099511627798, 7
+_EXPECTED_KEY = 1099511627798
+_EXPECTED_STEP = 7
 _EXPECTED = {
     0: 1.351081007438877,
     33: 0.7446968593819507,
@@ -62,7 +63,8 @@ class GPUNoise(PhiloxNoise):
 
     def _prepare(self, kernel: Any, keys: Mapping[int, bytes], device: torch.device) -> None:
         super().__init__(keys)
-        self._kernel, self._device = kernel, device
+        self._kernel = kernel
+        self._device = device
         self._device_keys: dict[tuple[str, bytes, bytes], Tensor] = {}
 
     def _on_device(self, rows: Tensor) -> Tensor:
@@ -80,7 +82,8 @@ class GPUNoise(PhiloxNoise):
         return device_keys, device_receivers
 
     def _draw_(self, rows: Tensor, std: Tensor, keys: Tensor, words: Tensor, step: int) -> None:
-        grid, double = (len(rows), -(-rows.shape[1] // _BLOCK)), rows.dtype == torch.float64
+        grid = (len(rows), -(-rows.shape[1] // _BLOCK))
+        double = rows.dtype == torch.float64
         self._kernel[grid](
             rows, rows.stride(0), rows.shape[1], std, keys, words, step, DOUBLE=double, enable_fp_fusion=True
         )
@@ -94,7 +97,8 @@ class GPUNoise(PhiloxNoise):
             drawn = torch.zeros(len(pairs[some]), out.shape[1], dtype=out.dtype, device=out.device)
             self.add_(drawn, drawn.new_ones(len(drawn)), step, pairs[some], purpose)
             for end in (0, 1):
-                rows, hosted = ends[some, end], ends[some, end] >= 0
+                rows = ends[some, end]
+                hosted = ends[some, end] >= 0
                 factors = torch.from_numpy(scales[some, end][hosted]).to(out)
                 parts = drawn[torch.from_numpy(hosted).to(out.device)] * factors[:, None]
                 out.index_add_(0, torch.from_numpy(rows[hosted]).to(out.device), parts)
@@ -103,7 +107,8 @@ class GPUNoise(PhiloxNoise):
         rows = torch.zeros(1, max(_EXPECTED) + 1, dtype=dtype, device=self._device)
         keys, receivers = torch.tensor([[_EXPECTED_KEY], [NO_RECEIVER]], device=self._device).unbind(0)
         self._draw_(rows, rows.new_ones(1), keys, receivers, _EXPECTED_STEP)
-        drawn, expected = rows.cpu().double().numpy()[0, list(_EXPECTED)], np.array(list(_EXPECTED.values()))
+        drawn = rows.cpu().double().numpy()[0, list(_EXPECTED)]
+        expected = np.array(list(_EXPECTED.values()))
         if not (np.abs(drawn - expected) <= _TOLERANCES[dtype]).all():
             raise RunError(
                 f"{self._device} draws other {dtype} noise than a CPU: set compute.device=cpu, and report this GPU",
@@ -162,7 +167,8 @@ def polar64(v, y):  # type: ignore[no-untyped-def]
     radius = tl.sqrt(tl.maximum(-2.0 * log, 0.0))
     t = (y << 2).to(tl.int32, bitcast=True).to(tl.float64) * 3.657295198167899e-10
     z = t * t
-    s, c = z * 0.0 + 1.0, z * 0.0 + 1.0
+    s = z * 0.0 + 1.0
+    c = z * 0.0 + 1.0
     for k in tl.static_range(7):
         s = 1.0 - s * z / ((14.0 - 2.0 * k) * (15.0 - 2.0 * k))
         c = 1.0 - c * z / ((14.0 - 2.0 * k) * (13.0 - 2.0 * k))
@@ -191,10 +197,12 @@ def add_normals(out, stride, d, std, keys, receivers, step, DOUBLE: tl.constexpr
     scale = tl.load(std + row)
     if scale != 0:
         key = tl.load(keys + row)
-        k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+        k0 = key.to(tl.uint32)
+        k1 = (key >> 32).to(tl.uint32)
         counter = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
         c0 = counter.to(tl.uint32)
-        c1, c2 = c0 * 0 + step.to(tl.uint32), c0 * 0 + tl.load(receivers + row).to(tl.uint32)
+        c1 = c0 * 0 + step.to(tl.uint32)
+        c2 = c0 * 0 + tl.load(receivers + row).to(tl.uint32)
         x0, x1, x2, x3 = tl.philox_impl(c0, c1, c2, c0 * 0, k0, k1, ROUNDS)
         if DOUBLE:
             n0, n1 = polar64(x0.to(tl.float64) + 0.5, x1)

@@ -37,7 +37,8 @@ class CancellingNoise(NoiseMechanism):
 
     def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
         """See NoiseMechanism; where a step has several sums, each has noise of its own."""
-        edges, peers = self.plan.edges, noised.peers
+        edges = self.plan.edges
+        peers = noised.peers
         row_of = np.full(len(self.plan.weights), -1)
         row_of[peers] = np.arange(len(peers))
         rows = row_of[edges]  # [E, 2], -1 of peers that are not among these
@@ -81,7 +82,8 @@ class CancellingNoise(NoiseMechanism):
             if noised.secrets.knows(*ends):
                 key = digest(32, "pair noise", noised.secrets.of(*ends), noised.step, noised.name)
             for end, sign in ENDS:
-                row, peer = rows[number, end], ends[end]
+                row = rows[number, end]
+                peer = ends[end]
                 if row < 0:
                     continue
                 drawn = torch.zeros(1, work.shape[1], dtype=torch.float64)

@@ -38,15 +38,23 @@ ROUNDS = 7
 TILE = 4 * LANES
 BLOCK = 8  # tiles of a row that stay in the cache while all pairs are added to them
 REFINED = np.uint32(2**16)
-_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+_M0 = np.uint64(0xD2511F53)
+_M1 = np.uint64(0xCD9E8D57)
+_W0 = np.uint64(0x9E3779B9)
+_W1 = np.uint64(0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
 _FLOAT = {"contract", "nnan", "ninf", "nsz"}
-_f4, _u4, _i4 = np.float32, np.uint32, np.int32
-_f8, _u8, _i8 = np.float64, np.uint64, np.int64
+_f4 = np.float32
+_u4 = np.uint32
+_i4 = np.int32
+_f8 = np.float64
+_u8 = np.uint64
+_i8 = np.int64
 
 
-_inline, _entry = partial(inlined, fastmath=_FLOAT), partial(compiled, fastmath=_FLOAT)
+_inline = partial(inlined, fastmath=_FLOAT)
+_entry = partial(compiled, fastmath=_FLOAT)
 
 
 @_inline
@@ -55,8 +63,12 @@ def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
     for _ in range(ROUNDS):
         p0 = (c0 & _LOW) * _M0
         p1 = (c2 & _LOW) * _M1
-        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
-        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+        c0 = (p1 >> _32) ^ c1 ^ k0
+        c1 = p1 & _LOW
+        c2 = (p0 >> _32) ^ c3 ^ k1
+        c3 = p0 & _LOW
+        k0 = (k0 + _W0) & _LOW
+        k1 = (k1 + _W1) & _LOW
     return _u4(c0), _u4(c1), _u4(c2), _u4(c3)
 
 
@@ -112,7 +124,8 @@ def polar64(v, y):  # type: ignore[no-untyped-def]
     radius = -radius if (_u4(y) & _u4(0x40000000)) != _u4(0) else radius
     t = _f8(_i4(_u4(y) << _u4(2))) * (2.0**-31 * 0.7853981633974483)
     z = t * t
-    s, c = 1.0, 1.0
+    s = 1.0
+    c = 1.0
     for k in (14.0, 12.0, 10.0, 8.0, 6.0, 4.0, 2.0):
         s = 1.0 - s * z / (k * (k + 1.0))
         c = 1.0 - c * z / (k * (k - 1.0))
@@ -166,7 +179,10 @@ def _add_tiles(normals, out, shape, std, keys, receivers, step, start, stop):  #
     tiles = (d + TILE - 1) // TILE
     tile = np.empty(TILE, out.dtype)
     for i in range(start // tiles, (stop + tiles - 1) // tiles):
-        scale, receiver, k0, k1 = std[i], receivers[i], keys[i] & _LOW, keys[i] >> _32
+        scale = std[i]
+        receiver = receivers[i]
+        k0 = keys[i] & _LOW
+        k1 = keys[i] >> _32
         if scale == 0:
             continue
         for j in range(max(0, start - i * tiles), min(tiles, stop - i * tiles)):
@@ -198,10 +214,12 @@ def _add_shared_tiles(normals, out, shape, ends, scales, keys, step, start, stop
     ends and scales, [pairs, 2], have the row and the factor of each end; a row below 0 is not there.
     """
     d, stride = shape
-    tile, receiver = np.empty(TILE, out.dtype), _u8(NO_RECEIVER)
+    tile = np.empty(TILE, out.dtype)
+    receiver = _u8(NO_RECEIVER)
     for block in range(start, stop, BLOCK):
         for e in range(len(keys)):
-            k0, k1 = keys[e] & _LOW, keys[e] >> _32
+            k0 = keys[e] & _LOW
+            k1 = keys[e] >> _32
             for j in range(block, min(stop, block + BLOCK)):
                 if _fill_tile(normals, tile, _u8(j * LANES), step, receiver, k0, k1) < REFINED:
                     _refine_tile(tile, _u8(j * LANES), step, receiver, k0, k1)
@@ -294,7 +312,8 @@ class PhiloxNoise:
         if out.numel() and len(pairs):
             with self._reachable(out) as rows:
                 flat, shape = _flat(rows)
-                factors, kernel = scales.astype(flat.dtype), _SHARED[rows.dtype]
+                factors = scales.astype(flat.dtype)
+                kernel = _SHARED[rows.dtype]
                 self._share_out(partial(kernel, flat, shape, ends, factors, keys, np.uint64(step)), rows, 1)
 
     @contextmanager
@@ -337,7 +356,8 @@ class PhiloxNoise:
             fill(0, tiles)
             return
         if self._pool is None or self._pool_size < threads:
-            self._pool, self._pool_size = ThreadPoolExecutor(threads, "noise"), threads
+            self._pool = ThreadPoolExecutor(threads, "noise")
+            self._pool_size = threads
         bounds = [tiles * part // threads for part in range(threads + 1)]
         for part in [self._pool.submit(fill, start, stop) for start, stop in pairwise(bounds)]:
             part.result()

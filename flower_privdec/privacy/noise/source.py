@@ -61,7 +61,8 @@ class PairSecrets:
     """
 
     def __init__(self, keys: Mapping[int, bytes], *, simulated: bool = True) -> None:
-        self._keys, self.simulated = keys, simulated
+        self._keys = keys
+        self.simulated = simulated
 
     def knows(self, peer: int, other: int) -> bool:
         """Return whether two peers share a draw now, as here always; else each adds as much noise of its own."""
@@ -206,7 +207,8 @@ def pieces(count: int, d: int, size: int) -> Iterator[tuple[slice, slice]]:
     Yields:
         The rows and the columns of each piece; a long row's parts, of nearly the same length, one after the other.
     """
-    rows, width = max(1, size // d), -(-d // -(-d // size))
+    rows = max(1, size // d)
+    width = -(-d // -(-d // size))
     for first in range(0, count, rows):
         for column in range(0, d, width):
             yield slice(first, min(first + rows, count)), slice(column, min(column + width, d))
