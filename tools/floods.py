@@ -28,7 +28,10 @@ from flower_privdec.network.transport.grpc_transport import METHOD
 from flower_privdec.network.transport.tls import Credentials, credentials_of, identities
 from flower_privdec.scenario import Scenario, load_scenario
 
-PEERS, TARGET, MEMBER, STRANGER = 4, 0, 3, "127.0.0.9"
+PEERS = 4
+TARGET = 0
+MEMBER = 3
+STRANGER = "127.0.0.9"
 SETTINGS = [
     f"n_peers={PEERS}",
     "rounds=1000000",
@@ -47,11 +50,13 @@ def silent(address: str, certificates: Path, scenario: Scenario) -> None:
 def handshakes(address: str, certificates: Path, scenario: Scenario) -> None:
     """Begin TLS with each connection, and stop in the middle of it."""
     context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
 
     def greet(connection: socket.socket) -> None:
         connection.setblocking(False)
-        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        incoming = ssl.MemoryBIO()
+        outgoing = ssl.MemoryBIO()
         with suppress(ssl.SSLWantReadError):
             context.wrap_bio(incoming, outgoing).do_handshake()
         connection.send(outgoing.read())
@@ -128,7 +133,8 @@ def main() -> None:
 
     def spell() -> tuple[float, float]:
         """Return the rounds a second of the others' slowest and of the target."""
-        before, since = dict(rounds), time.monotonic()
+        before = dict(rounds)
+        since = time.monotonic()
         time.sleep(chosen.seconds)
         passed = time.monotonic() - since
         speeds = {peer: (rounds[peer] - before[peer]) / passed for peer in rounds}

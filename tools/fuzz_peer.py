@@ -26,7 +26,10 @@ from flower_privdec.pushsum.lockstep import Timetable
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
 from tools.fuzz import ROWS, check_one_line, damaged, examples, run_for_minutes
 
-LIAR, PEER, HONEST, ROUNDS = 0, 1, 2, 6
+LIAR = 0
+PEER = 1
+HONEST = 2
+ROUNDS = 6
 INTEGERS = [0, 1, 2, 7, 2**31, 2**32, 2**63, 2**64 - 1]
 NUMBERS = [0.0, -1.0, float("nan"), float("inf"), 1e25, 3e38]
 ENDS = {"lockstep.place", "lockstep.stale"}  # what a member can end a synchronous run by, with its number
@@ -61,7 +64,8 @@ class Waiting:
             machine.arrive(at, {j: self.message(PEER, j, at) for j in (LIAR, HONEST)}, {LIAR, HONEST})
             machine.learn(LIAR, at)
             machine.learn(HONEST, at)
-        self.place, self.machine = place, machine
+        self.place = place
+        self.machine = machine
         machine.take(HONEST, place, self.rows)
 
     def message(self, sender: int, receiver: int, place: int) -> RowMessage:
@@ -86,7 +90,8 @@ class Waiting:
         Raises:
             AssertionError: it changed something of another, or ended the run for another reason.
         """
-        session, machine = self.session, self.machine
+        session = self.session
+        machine = self.machine
         try:
             messages = session.read(LIAR, memoryview(bytearray(content)))
             session.receive(LIAR, messages)()

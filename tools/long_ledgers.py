@@ -34,7 +34,8 @@ def write_long(folder: Path, rounds: int) -> None:
 
 def time_opening(folder: Path) -> str:
     """Open a ledger, and return CPU seconds and by how much the process grew."""
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.process_time()
     with Ledger(folder, "synthetic"):
         seconds = time.process_time() - started
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024

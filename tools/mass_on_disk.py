@@ -23,7 +23,8 @@ def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w")) -> 
         folders: of every peer, by number, while none of them is writing.
         names: of the rows that are shared.
     """
-    disks, parts = [], list[Mapping[str, Tensor]]()
+    disks = []
+    parts = list[Mapping[str, Tensor]]()
     for peer, folder in enumerate(folders):
         checkpoint = read_checkpoints(folder / CHECKPOINTS)[-1]
         mass = {name: checkpoint.state.rows[name][0] for name in names}

@@ -53,7 +53,8 @@ def correlations(path: str, settings: list[str]) -> dict[str, list[float]]:
 
     class Compared(pdsl.PDSL):
         def _values(self, cohort: Cohort, state: State, row: int, models: Tensor) -> np.ndarray:
-            values, held = super()._values(cohort, state, row, models), cohort.validation
+            values = super()._values(cohort, state, row, models)
+            held = cohort.validation
             if held is None:
                 raise TypeError("data.validation is missing")
 

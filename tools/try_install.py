@@ -137,7 +137,8 @@ def try_it(binaries: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as temporary:
-        place, began = Path(temporary), time.monotonic()
+        place = Path(temporary)
+        began = time.monotonic()
         binaries = make_environment(place / "environment", build_wheel(place), *sys.argv[1:])
         print(f"installed in {time.monotonic() - began:.0f} s: {footprint(binaries, place)}")
         try_it(binaries, place)

@@ -114,7 +114,8 @@ def _record_a_write(walk: Walk, folder: Path, step: Callable[[int], None]) -> No
     def size() -> int:
         return sum(path.stat().st_size for path in folder.iterdir())
 
-    before, index = size(), STEADY
+    before = size()
+    index = STEADY
     while size() == before:
         walk.forget()
         with walk.recording():
@@ -186,7 +187,8 @@ def network_round(mode: str) -> Callable[[Walk, Path], None]:
             running_peer(scenario, PeerDevice(index, folder / str(index), authority.issue(name), addresses))
             for index, name in enumerate(identities(scenario))
         ]
-        reached, lock = Counter[int](), threading.Lock()
+        reached = Counter[int]()
+        lock = threading.Lock()
 
         def on_round(peer: Any) -> None:
             """Record from the round end of the last peer to the next; no peer waits for that."""

@@ -19,7 +19,8 @@ import flower_privdec as fp
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 
-SEEDS, TIMED = (1, 2, 3), 5
+SEEDS = (1, 2, 3)
+TIMED = 5
 RATES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)  # the best on seed 0 is taken for the others
 
 
@@ -94,7 +95,8 @@ if __name__ == "__main__":
         plain = max(RATES, key=lambda rate: accuracy(name, rate, 0, privacy="none")[0])
         ours, theirs = seconds(name)
         runs = [accuracy(name, private, seed) for seed in SEEDS]
-        values, bytes_sent = [value for value, _ in runs], runs[0][1]
+        values = [value for value, _ in runs]
+        bytes_sent = runs[0][1]
         free = mean(accuracy(name, plain, seed, privacy="none")[0] for seed in SEEDS)
         trained = engine_of(name)[0].cohort.initial.numel()
         print(

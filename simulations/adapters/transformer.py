@@ -9,7 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-WORDS, LENGTH, TOPICS, OWN_WORDS = 400, 24, 8, 40
+WORDS = 400
+LENGTH = 24
+TOPICS = 8
+OWN_WORDS = 40
 WEIGHTS = Path(__file__).with_name("pretrained.safetensors")
 
 

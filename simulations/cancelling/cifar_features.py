@@ -17,12 +17,16 @@ import torch
 from PIL import Image
 from torch.nn.functional import adaptive_avg_pool2d, conv2d
 
-FILTERS, SIDE, HELD_OUT, NORM = 300, 6, 10_000, 4.0
+FILTERS = 300
+SIDE = 6
+HELD_OUT = 10_000
+NORM = 4.0
 
 
 def images(data: dict[str, np.ndarray], part: str) -> np.ndarray:
     """Return the images of a part, [N, 3, 32, 32] in 0 to 1."""
-    content, ends = data[f"{part}_jpeg"].tobytes(), data[f"{part}_offset"]
+    content = data[f"{part}_jpeg"].tobytes()
+    ends = data[f"{part}_offset"]
     pixels = [np.asarray(Image.open(io.BytesIO(content[start:end])).convert("RGB")) for start, end in pairwise(ends)]
     return np.stack(pixels).transpose(0, 3, 1, 2).astype(np.float32) / 255
 

@@ -16,8 +16,10 @@ def mnist(part: str, root: str, held_out: bool):  # type: ignore[no-untyped-def]
         held_out: whether the last 10,000 training images take the place of the test set.
     """
     data = torchvision.datasets.MNIST(root, train=held_out or part == "train")
-    images, classes = data.data.numpy() / 255, data.targets.numpy()
+    images = data.data.numpy() / 255
+    classes = data.targets.numpy()
     if held_out:
         chosen = slice(None, -HELD_OUT) if part == "train" else slice(-HELD_OUT, None)
-        images, classes = images[chosen], classes[chosen]
+        images = images[chosen]
+        classes = classes[chosen]
     return images[:, None], classes

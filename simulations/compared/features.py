@@ -43,5 +43,6 @@ if __name__ == "__main__":
     (x, y), (x_test, y_test) = {"mnist": mnist, "cifar": cifar}[name](source)
     Path("runs").mkdir(exist_ok=True)
     np.savez(f"runs/{name}.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
-    rest, held_out = slice(None, -HELD_OUT), slice(-HELD_OUT, None)
+    rest = slice(None, -HELD_OUT)
+    held_out = slice(-HELD_OUT, None)
     np.savez(f"runs/{name}-held-out.npz", x_train=x[rest], y_train=y[rest], x_test=x[held_out], y_test=y[held_out])

@@ -13,7 +13,9 @@ from sklearn.datasets import dump_svmlight_file
 
 from flower_privdec.data.readers import draw_sparse
 
-TRAIN, TEST, FEATURES = 20_000, 4_000, 2_000
+TRAIN = 20_000
+TEST = 4_000
+FEATURES = 2_000
 
 
 def epsilon_shaped(count: int) -> tuple[np.ndarray, np.ndarray]:

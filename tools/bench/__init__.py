@@ -66,7 +66,8 @@ def measure(
     ledger_seconds: float = SECONDS,
 ) -> Results:
     """Return what `main` prints, by workload."""
-    names, where = _names(workloads), resolve_device(device)
+    names = _names(workloads)
+    where = resolve_device(device)
     chosen = [WORKLOADS[name].resized(peers or WORKLOADS[name].n_peers) for name in names if name in WORKLOADS]
     results: Results = {}
     for workload in chosen:

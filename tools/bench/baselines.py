@@ -45,8 +45,11 @@ class Baseline(ABC):
     """
 
     def __init__(self, setup: Setup, tape: Tape | None = None, draw: Draw | None = None) -> None:
-        self.setup, self.tape, self.draw = setup, tape, draw
-        self.n, self.batch = setup.workload.n_peers, setup.workload.batch
+        self.setup = setup
+        self.tape = tape
+        self.draw = draw
+        self.n = setup.workload.n_peers
+        self.batch = setup.workload.batch
         self.loss = plain_loss(setup.workload.loss)
         self.round_index = 0
         shape = (self.n, setup.workload.examples)
@@ -111,7 +114,8 @@ class PeerLoop(Baseline):
         return self._x[peer, chosen], self._y[peer, chosen]
 
     def _step(self, peer: int, x: Tensor, y: Tensor) -> None:
-        parameters, weight = self.parameters[peer], self.weights[peer]
+        parameters = self.parameters[peer]
+        weight = self.weights[peer]
         with torch.no_grad():
             if weight != 1:
                 for parameter in parameters:
@@ -127,7 +131,8 @@ class PeerLoop(Baseline):
 
     def clipped_sum(self, peer: int, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return the sum of clipped gradients, a tensor for each parameter."""
-        model, parameters = self.models[peer], self.parameters[peer]
+        model = self.models[peer]
+        parameters = self.parameters[peer]
         total = [torch.zeros_like(parameter) for parameter in parameters]
         for b in range(len(y)):
             model.zero_grad()
@@ -177,7 +182,8 @@ class OpacusLoop(PeerLoop):
 
     def clipped_sum(self, peer: int, x: Tensor, y: Tensor) -> list[Tensor]:
         """See PeerLoop."""
-        model, parameters = self.models[peer], self.parameters[peer]
+        model = self.models[peer]
+        parameters = self.parameters[peer]
         model.zero_grad()
         torch.autograd.backward(self.loss(model(x), y))
         samples: list[Tensor] = [parameter.grad_sample for parameter in parameters]  # type: ignore[attr-defined]

@@ -14,9 +14,11 @@ from tools.bench.equality import check_equal
 from tools.bench.timing import Times, Work, paired, quiet, ratio
 from tools.bench.workloads import Setup, Workload
 
-LOOP, ENGINE = "plain loop over peers", "engine"
+LOOP = "plain loop over peers"
+ENGINE = "engine"
 CANCELLING = "engine, noise that cancels"
-OPACUS, VMAP = "loop with Opacus", "vmap(vmap(grad))"
+OPACUS = "loop with Opacus"
+VMAP = "vmap(vmap(grad))"
 SCALES = (10, 100, 1000)
 SLOW_SCALES = (10, 100)
 SCALING_ROUNDS = 5
@@ -58,7 +60,10 @@ def measure_workload(workload: Workload, device: torch.device, rounds: int, extr
 
 
 def _facts(setup: Setup, times: dict[str, Times], order: list[str]) -> dict[str, Any]:
-    n, loop, engine, whole = setup.workload.n_peers, times[LOOP].clock, times[ENGINE].clock, _limit(times)
+    n = setup.workload.n_peers
+    loop = times[LOOP].clock
+    engine = times[ENGINE].clock
+    whole = _limit(times)
     facts: dict[str, Any] = {
         "ratio_to_loop": ratio(loop, engine),
         "fraction_of_limit": ratio(whole, engine),

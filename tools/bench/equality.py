@@ -20,7 +20,8 @@ class InjectedNoise:
     """Noise that everyone can replay: row i of round k is a fixed normal vector."""
 
     def __init__(self, d: int, device: torch.device) -> None:
-        self.d, self.device = d, device
+        self.d = d
+        self.device = device
 
     def draw(self, round_index: int, peer: int) -> Tensor:
         """Return the noise of a peer in a round, [d] float64."""

@@ -22,7 +22,8 @@ from tools.bench.workloads import (
     synthetic,
 )
 
-FLWR_PEERS, FLWR_ROUNDS = 4, 10
+FLWR_PEERS = 4
+FLWR_ROUNDS = 10
 TRIED = 100  # examples on which the models are tried, at the end
 
 
@@ -51,8 +52,10 @@ def by_flwr_run(workload: Workload) -> float:
 
 def scenario_of(workload: Workload, rounds: int, folder: Path) -> Scenario:
     """Write a workload's data to a folder and return the scenario that trains on them."""
-    examples, path = synthetic(workload), folder / "data.npz"
-    x, y = np.asarray(examples.x), np.asarray(examples.y)
+    examples = synthetic(workload)
+    path = folder / "data.npz"
+    x = np.asarray(examples.x)
+    y = np.asarray(examples.y)
     np.savez(path, x_train=x, y_train=y, x_test=x[:TRIED], y_test=y[:TRIED])
     batch = {"sampling": "uniform", "size": workload.batch}
     sections = {

@@ -23,7 +23,8 @@ class TimedLedger:
     """A cohort's ledger that counts the wall time it takes of every round."""
 
     def __init__(self, ledger: CohortLedger) -> None:
-        self.ledger, self.seconds = ledger, 0.0
+        self.ledger = ledger
+        self.seconds = 0.0
 
     def charge(self, step: int, rows: np.ndarray) -> None:
         """See CohortLedger."""
@@ -61,7 +62,8 @@ def ledger_share(setup: Setup, seconds: float = SECONDS) -> dict[str, Any]:
 
 
 def _accounts(setup: Setup, rounds: int) -> list[Account]:
-    sampler, size = setup.data.sampler, setup.workload.examples
+    sampler = setup.data.sampler
+    size = setup.workload.examples
     rate = float(sampler.sampling_rate[0])
     release = Release("uniform", rate, size, int(sampler.sizes[0]), NOISE_MULTIPLIER, rounds)
     spends = (Spend(0, rounds, release),)

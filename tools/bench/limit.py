@@ -58,7 +58,8 @@ def works(setup: Setup) -> dict[str, Work]:
     rows = aligned(torch.zeros(setup.workload.n_peers, setup.d, dtype=setup.dtype, device=setup.device))
     spare = aligned(rows)
     peers = np.arange(len(rows))
-    source, std = build_noise(seed_keys(SEED, peers), setup.device), rows.new_ones(len(rows))
+    source = build_noise(seed_keys(SEED, peers), setup.device)
+    std = rows.new_ones(len(rows))
     return {
         "gemm": _products(setup),
         "copy": lambda: spare.copy_(rows),
@@ -81,7 +82,8 @@ def peak(setup: Setup) -> Work:
 def _products(setup: Setup) -> Work:
     """Return forward, backward and gradient products of every layer: of all peers' linear layers at once, and of
     convolutions one peer after the other, whose buffers then stay in the cache."""
-    n, batch = setup.workload.n_peers, setup.workload.batch
+    n = setup.workload.n_peers
+    batch = setup.workload.batch
     calls: list[tuple[Work, int]] = []
     for index, layer in enumerate(layers(setup)):
         conv = layer.module if isinstance(layer.module, nn.Conv2d) else None
@@ -101,9 +103,14 @@ def _products(setup: Setup) -> Work:
 def _linear(layer: MatrixLayer, n: int, batch: int) -> Iterator[tuple[str, list[Work]]]:
     weight = layer.module.weight.detach().expand(n, -1, -1).contiguous()
     (outputs, inputs), new = weight.shape[1:], weight.new_ones
-    a, delta = new(n, batch, inputs), new(n, batch, outputs)
-    z, below, gradient = torch.empty_like(delta), torch.empty_like(a), torch.empty_like(weight)
-    up, down, across = weight.transpose(1, 2), a.transpose(1, 2), delta.transpose(1, 2)
+    a = new(n, batch, inputs)
+    delta = new(n, batch, outputs)
+    z = torch.empty_like(delta)
+    below = torch.empty_like(a)
+    gradient = torch.empty_like(weight)
+    up = weight.transpose(1, 2)
+    down = a.transpose(1, 2)
+    across = delta.transpose(1, 2)
     yield (
         "forward",
         [lambda: torch.bmm(a, up, out=z), lambda: torch.bmm(weight, down, out=z.view(n, outputs, batch))],
@@ -118,11 +125,16 @@ def _linear(layer: MatrixLayer, n: int, batch: int) -> Iterator[tuple[str, list[
 
 def _convolution(layer: MatrixLayer, conv: nn.Conv2d, batch: int) -> Iterator[tuple[str, list[Work]]]:
     weight = conv.weight.detach()
-    a, delta = weight.new_ones(batch, *layer.inputs), weight.new_ones(batch, *layer.outputs)
-    stride, padding, dilation = list(conv.stride), list(conv.padding), list(conv.dilation)
+    a = weight.new_ones(batch, *layer.inputs)
+    delta = weight.new_ones(batch, *layer.outputs)
+    stride = list(conv.stride)
+    padding = list(conv.padding)
+    dilation = list(conv.dilation)
     last = tuple(t.contiguous(memory_format=torch.channels_last) for t in (delta, a, weight))
-    rows, positions = weight[0].numel(), layer.outputs[1:].numel()
-    patches, written = weight.new_ones(batch, rows, positions), weight.new_empty(batch, rows, len(weight))
+    rows = weight[0].numel()
+    positions = layer.outputs[1:].numel()
+    patches = weight.new_ones(batch, rows, positions)
+    written = weight.new_empty(batch, rows, len(weight))
     lines = delta.flatten(2).transpose(1, 2)
 
     def backward(tensors: tuple[Tensor, ...], *wanted: bool) -> Work:

@@ -26,9 +26,13 @@ from tools.bench.equality import ROUNDS, compare, start
 from tools.bench.timing import paired, quiet, ratio
 from tools.bench.workloads import IMAGES, SEED, Setup, Workload
 
-NAME, ENGINE = "FedDeper", "engine"
-ACTIVE, LOCAL_STEPS = 5, 10
-RATE, RHO, MIXING_RATE = 0.01, 0.003, 0.5
+NAME = "FedDeper"
+ENGINE = "engine"
+ACTIVE = 5
+LOCAL_STEPS = 10
+RATE = 0.01
+RHO = 0.003
+MIXING_RATE = 0.5
 WORKLOAD = Workload(NAME, 100, 32, model="mlp", options={"hidden": [512, 256]}, **IMAGES)  # type: ignore[arg-type]
 
 
@@ -69,7 +73,8 @@ class Loop:
 
     def walk(self, peer: int) -> nn.Module:
         """Take the local steps of one peer; return y, the model it sends."""
-        sent, personal = copy.deepcopy(self.common), self.personal[peer]
+        sent = copy.deepcopy(self.common)
+        personal = self.personal[peer]
         for step in range(LOCAL_STEPS):
             batch = self.setup.data.batch(self.round_index * LOCAL_STEPS + step, [peer])
             moves = [self.gradients(model, batch.x[0], batch.y[0]) for model in (sent, personal)]
@@ -136,7 +141,8 @@ def check_equal(workload: Workload, device: torch.device) -> None:
         RunError: they do not; nothing should be timed then.
     """
     setup = Setup.build(workload, device, torch.float64)
-    loop, rows = Loop(setup), start(setup)[0]
+    loop = Loop(setup)
+    rows = start(setup)[0]
     for model, row in zip(loop.personal, rows, strict=True):
         nn.utils.vector_to_parameters(row, model.parameters())
     ours = engine(setup)

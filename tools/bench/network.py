@@ -139,10 +139,12 @@ def _computing(scenario: Scenario) -> float:
     """Return the CPU milliseconds of all peers' steps of a round, up to its first exchange, with deployed noise."""
     agreement = Agreement.of(scenario)
     experiment = Experiment.joined(agreement, OwnParts.of(agreement, np.arange(1), secrets.token_bytes(32)))
-    cohort, times = experiment.cohort(), []
+    cohort = experiment.cohort()
+    times = []
     with quiet():
         for _ in range(STEPS):
-            state, began = experiment.initial_state(cohort), time.process_time()
+            state = experiment.initial_state(cohort)
+            began = time.process_time()
             advance(experiment.algorithm, cohort, state)
             times.append(time.process_time() - began)
     return float(np.median(times)) * scenario.n_peers * 1e3
@@ -157,8 +159,10 @@ def _receivers(scenario: Scenario) -> list[list[list[int]]]:
 
 def _peers(scenario: Scenario, where: Path) -> NetworkPace:
     with tempfile.TemporaryDirectory(dir=where) as name:
-        folder, placed = Path(name), _placed(scenario, Path(name))
-        file, certs = str(folder / "network.yaml"), str(folder / "certs")
+        folder = Path(name)
+        placed = _placed(scenario, Path(name))
+        file = str(folder / "network.yaml")
+        certs = str(folder / "certs")
         peers = [(file, peer, str(folder / str(peer)), certs) for peer in range(placed.n_peers)]
         stamps = together([(run_peer, arguments) for arguments in peers])
         return NetworkPace.of(stamps, slice(WARM_UP, -1))
@@ -166,7 +170,8 @@ def _peers(scenario: Scenario, where: Path) -> NetworkPace:
 
 def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int) -> NetworkPace:
     with tempfile.TemporaryDirectory() as name:
-        folder, placed = Path(name), _placed(scenario, Path(name))
+        folder = Path(name)
+        placed = _placed(scenario, Path(name))
         assert placed.network.peers is not None
         plan = {
             "addresses": [peer.address for peer in placed.network.peers],
@@ -218,7 +223,8 @@ class TimedSync:
 
     def __init__(self) -> None:
         """Take their places."""
-        self.seconds, self.count = 0.0, 0
+        self.seconds = 0.0
+        self.count = 0
         os.fsync = self._timed(os.fsync)  # type: ignore[assignment]
         os.fdatasync = self._timed(os.fdatasync)  # type: ignore[assignment]
 
@@ -245,7 +251,8 @@ def run_peer(scenario: str, peer: int, folder: str, certificates: str) -> list[t
     assert loaded.network.peers is not None
     addresses = tuple(peer.address for peer in loaded.network.peers)
     device = PeerDevice(peer, Path(folder), credentials_of(loaded, Path(certificates), peer), addresses)
-    timed, rounds = TimedSync(), list[tuple[float, ...]]()
+    timed = TimedSync()
+    rounds = list[tuple[float, ...]]()
 
     def note(running: RunningPeer) -> None:
         sent = running.connections.bytes_sent

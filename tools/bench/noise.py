@@ -22,7 +22,8 @@ def measure_noise(device: torch.device, rounds: int, size: int = SIZE) -> dict[s
     Returns:
         description; normals: by source, how many a second, in float32.
     """
-    row, std = torch.zeros(1, size, device=device), torch.ones(1, device=device)
+    row = torch.zeros(1, size, device=device)
+    std = torch.ones(1, device=device)
     sources: dict[str, NoiseSource] = {"simulated": build_noise(seed_keys(1, [0]), device)}
     sources |= {"system": SystemNoise(), "exact": ExactNoise()}
     with quiet():

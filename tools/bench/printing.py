@@ -44,7 +44,9 @@ def notes(result: dict[str, Any]) -> list[str]:
     if "normals" in result:
         return [f"{name}: {rate / 1e6:.0f} million a second" for name, rate in result["normals"].items()]
     if "floor" in result:
-        products, times, share = result["floor"]["ms"], result["times_the_floor"], result["fraction_of_floor"]
+        products = result["floor"]["ms"]
+        times = result["times_the_floor"]
+        share = result["fraction_of_floor"]
         return [
             f"floor: products {products:.2f} ms; a round takes {times:.2f} times that: {share:.0%} of what is possible"
         ]
@@ -70,7 +72,8 @@ def _ledger(facts: dict[str, Any]) -> str:
 def _workers(facts: dict[str, Any]) -> str:
     if facts["blocks"] == 1:
         return "workers: one takes it all, for a round is too short to be shared"
-    alone, busy = facts["alone"], facts["busy"]
+    alone = facts["alone"]
+    busy = facts["busy"]
     return (
         f"two workers take {alone['times']:.2f} times as many rounds as one ({alone['two_ms']:.2f} and "
         f"{alone['one_ms']:.2f} ms wall), and beside two busy loops {busy['times']:.2f} times as many"

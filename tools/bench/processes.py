@@ -117,7 +117,8 @@ def join(folder: Path, rank: int, peers: int) -> None:
     """Become one of some processes that meet in a folder; the process ends itself when its time is up."""
     signal.alarm(TIMEOUT)
     torch.set_num_threads(1)
-    timeout, rendezvous = timedelta(seconds=TIMEOUT), (folder / "rendezvous").as_uri()
+    timeout = timedelta(seconds=TIMEOUT)
+    rendezvous = (folder / "rendezvous").as_uri()
     distributed.init_process_group("gloo", init_method=rendezvous, timeout=timeout, rank=rank, world_size=peers)
 
 
@@ -133,10 +134,12 @@ def _timed(workload: str, rounds: int, rank: int) -> dict[str, float]:
     for _ in range(WARM_UP):
         peer.round()
     distributed.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     for _ in range(rounds):
         peer.round()
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    cpu = time.process_time() - cpu
+    wall = time.perf_counter() - wall
     distributed.barrier()
     return {"cpu_ms": cpu / rounds * 1e3, "wall_ms": wall / rounds * 1e3}
 

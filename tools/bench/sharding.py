@@ -45,7 +45,8 @@ EXCHANGES = {  # peers, and periods of the graph in a stretch, by parameters: ro
 }
 MANY = {"W4": 1000, "W1": 200}  # peers of one process, by which a host is forecast
 REPEATS = 25
-PEERS, HOSTS = 100_000, 64
+PEERS = 100_000
+HOSTS = 64
 NETWORK = 1.25e9  # bytes a second of 10 Gbit/s
 
 
@@ -194,7 +195,8 @@ def run_shard(folder: str, shard: int, request: Mapping[str, Any]) -> dict[str, 
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "rendezvous"), SHARDS)
     process_group = ProcessGroup.join(store, shard, Shards.split(SHARDS, SHARDS), THIS_MACHINE)
-    repeats, times = request["repeats"], dict[str, Any]()
+    repeats = request["repeats"]
+    times = dict[str, Any]()
     for name, rounds in request["rounds"].items():
         times[name] = _time_rounds(_again(process_group, WORKLOADS[name].n_peers), WORKLOADS[name], rounds, repeats)
     for d, (peers, periods) in request["exchanges"].items():
@@ -213,7 +215,8 @@ def _again(process_group: ProcessGroup, n_peers: int) -> ProcessGroup:
 
 def _time_rounds(process_group: ProcessGroup, workload: Workload, rounds: int, repeats: int) -> Times:
     """Time a round of one process, while the other waits, and of both."""
-    setup, shard = Setup.build(workload), process_group.shard
+    setup = Setup.build(workload)
+    shard = process_group.shard
     whole = setup.engine()
     part = ShardEngine(*some_rows(setup, process_group.shards.peers(shard)), process_group)
     works: dict[str, Work] = {"one": _nothing if shard else whole.round, "two": part.round}
@@ -222,7 +225,8 @@ def _time_rounds(process_group: ProcessGroup, workload: Workload, rounds: int, r
 
 def _time_exchanges(process_group: ProcessGroup, d: int, periods: int, repeats: int) -> Times:
     """Time an exchange of rows, and what it is made of: as many bytes over gloo alone, and mixing as many in memory."""
-    n_peers, peers = int(process_group.shards.ends[-1]), process_group.shards.peers(process_group.shard)
+    n_peers = int(process_group.shards.ends[-1])
+    peers = process_group.shards.peers(process_group.shard)
     mixing = Mixing(build_topology("directed-exponential", n_peers), "column-stochastic")
     phases = mixing.topology.period or 1
     rows = {"x": torch.randn(len(peers), d), "w": torch.ones(len(peers))}
@@ -232,7 +236,8 @@ def _time_exchanges(process_group: ProcessGroup, d: int, periods: int, repeats: 
 
     def exchange() -> None:
         engine.perform(Mix(("x", "w")))
-        engine.state.at, engine.state.round_index = 0, engine.state.round_index + 1
+        engine.state.at = 0
+        engine.state.round_index = engine.state.round_index + 1
 
     def mix() -> None:
         torch.lerp(own, other, 0.5, out=out)
@@ -251,8 +256,10 @@ def _time_exchanges(process_group: ProcessGroup, d: int, periods: int, repeats: 
 
 def _bare(process_group: ProcessGroup, d: int, rows: list[int]) -> Work:
     """Return what sends and receives so many rows one after the other, from and to the same memory."""
-    ours, theirs = torch.randn(max(rows), d), torch.empty(max(rows), d)
-    other, group = 1 - process_group.shard, process_group.group
+    ours = torch.randn(max(rows), d)
+    theirs = torch.empty(max(rows), d)
+    other = 1 - process_group.shard
+    group = process_group.group
 
     def swap() -> None:
         for count in rows:
@@ -270,11 +277,13 @@ def _side_by_side(process_group: ProcessGroup, works: Mapping[str, Work], rounds
     for repeat in range(repeats + 1):
         for name, work in list(works.items())[:: 1 if repeat % 2 else -1]:
             process_group.part()
-            began, busy = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            busy = time.process_time()
             for _ in range(rounds):
                 work()
             process_group.part()
-            busy, took = time.process_time() - busy, time.perf_counter() - began
+            busy = time.process_time() - busy
+            took = time.perf_counter() - began
             if repeat:
                 times[name].append(took / rounds * 1e3)
                 times[name + CPU].append(busy / rounds * 1e3)

@@ -51,7 +51,8 @@ class Times:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep to one core and one thread, without garbage collection; restore all three afterwards."""
-    threads, collecting = torch.get_num_threads(), gc.isenabled()
+    threads = torch.get_num_threads()
+    collecting = gc.isenabled()
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     try:
         if cores is not None:
@@ -71,10 +72,12 @@ def quiet() -> Iterator[None]:
 def once(work: Work, device: torch.device) -> tuple[float, float]:
     """Return what one call took by the clock and by the wall, in seconds."""
     _synchronize(device)
-    wall, process = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    process = time.process_time()
     work()
     _synchronize(device)
-    process, wall = time.process_time() - process, time.perf_counter() - wall
+    process = time.process_time() - process
+    wall = time.perf_counter() - wall
     return (process if device.type == "cpu" else wall), wall
 
 

@@ -46,7 +46,8 @@ def _answer(pipe: Connection) -> Any:
     try:
         result, problem = pipe.recv()
     except EOFError:
-        result, problem = None, "it was killed"
+        result = None
+        problem = "it was killed"
     if problem:
         raise RunError(f"a process of the benchmark failed: {problem}", code="bench.process-failed")
     return result

@@ -65,7 +65,8 @@ class BaselinePeer:
 
     def run(self) -> list[tuple[float, float]]:
         """Go through all places; return the clock and this process's CPU time after each."""
-        size, stamps = self._plan["bytes"], []
+        size = self._plan["bytes"]
+        stamps = []
         pieces = [bytes(min(PIECE, size - start)) for start in range(0, size, PIECE)]
         with ThreadPoolExecutor(8) as pool:
             for place, receivers in enumerate(self._plan["receivers"]):

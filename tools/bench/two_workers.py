@@ -24,7 +24,8 @@ from flower_privdec.engine.workers.partitioning import block_count, multiplicati
 from tools.bench.timing import LONGEST, WARM_UP
 from tools.bench.workloads import Setup, Workload
 
-WORKERS, BUSY = 2, 2
+WORKERS = 2
+BUSY = 2
 STRETCH = 0.1  # seconds that one timed stretch should last at least
 BUSY_LOOP = "import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
 BUSY_SECONDS = 600  # after which a busy loop ends by itself
@@ -92,7 +93,8 @@ def _seconds(pool: WorkerPool, count: int) -> float:
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Keep to one thread in each product, without garbage collection; restore both afterwards."""
-    threads, collecting = torch.get_num_threads(), gc.isenabled()
+    threads = torch.get_num_threads()
+    collecting = gc.isenabled()
     try:
         torch.set_num_threads(1)
         gc.disable()

@@ -26,9 +26,13 @@ from flower_privdec.rows.keys import keyed_generator, seed_keys
 from flower_privdec.scenario.sections import BatchSection, SGDSection
 
 SEED = 1
-CLIP_NORM, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.0, 0.05
+CLIP_NORM = 1.0
+NOISE_MULTIPLIER = 1.0
+LEARNING_RATE = 0.05
 FOREVER = 2**31  # rounds; nothing of that length is made
-PAIR_DEGREE, PAIR_STRENGTH, PAIR_ROUNDS = 4, 4.0, 20_000
+PAIR_DEGREE = 4
+PAIR_STRENGTH = 4.0
+PAIR_ROUNDS = 20_000
 
 
 @dataclass(frozen=True)
@@ -122,12 +126,14 @@ class Setup:
         """
         algorithm = build_algorithm(SGDSection(name="privsgp", learning_rate=LEARNING_RATE))
         n_peers = self.workload.n_peers
-        everybody, protection = build_participation("all", n_peers), constant_protection(n_peers)
+        everybody = build_participation("all", n_peers)
+        protection = constant_protection(n_peers)
         return self.engine_of(algorithm, self.mixing, everybody, LEARNING_RATE, protection, noise)
 
     def cancelling_engine(self) -> Engine:
         """Return the same engine with noise that cancels, for which each peer has secrets with PAIR_DEGREE others."""
-        engine, n = self.engine(), self.workload.n_peers
+        engine = self.engine()
+        n = self.workload.n_peers
         graph = build_topology("random-regular", n, seed=SEED, degree=min(PAIR_DEGREE, n - 1))
         ends = np.unique(np.sort(graph.support(), axis=1), axis=0)
         needed = np.full((PAIR_ROUNDS, n), LEARNING_RATE * CLIP_NORM * NOISE_MULTIPLIER / self.workload.batch)
@@ -169,7 +175,8 @@ def constant_protection(n_peers: int) -> Protection:
     """Return the same clip norm and noise for every peer and round; no peer is charged."""
     ones = np.broadcast_to(1.0, (FOREVER, n_peers))
     noise = np.broadcast_to(NOISE_MULTIPLIER, ones.shape)
-    kinds, kind_of = ({"gradient": 1.0},), np.broadcast_to(0, (FOREVER,))
+    kinds = ({"gradient": 1.0},)
+    kind_of = np.broadcast_to(0, (FOREVER,))
     return Protection(np.broadcast_to(CLIP_NORM, ones.shape), noise, (), (None,) * n_peers, "none", kinds, kind_of)
 
 

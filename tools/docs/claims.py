@@ -97,7 +97,8 @@ class Published(Group):
     def final(self, name: str) -> Estimate | None:
         """Return mean and spread as published; a seed whose value is not finite is in neither."""
         cells = self.cells or {}
-        mean, std = cells.get(f"{name}_mean"), cells.get(f"{name}_std")
+        mean = cells.get(f"{name}_mean")
+        std = cells.get(f"{name}_std")
         if not mean:
             return None
         diverged = sum(not math.isfinite(value) for value in self.finals(name))
@@ -137,7 +138,8 @@ def published(folders: Sequence[Path], part: Part, size: str, kinds: Mapping[str
                 places[place_of(row, varied)].append(row)
         return places
 
-    table, curves = by_place("table"), by_place("curves")
+    table = by_place("table")
+    curves = by_place("curves")
     empty = PartResult(part, varied, best, (), (), 0.0)
     groups = []
     for place in empty.places({}, []):
@@ -152,7 +154,8 @@ def results() -> Iterator[tuple[Study, str, Path, list[PartResult]]]:
     """Yield each published study with its size, its folder, and its parts that claim something."""
     for name, size in PUBLISHED:
         study, base = load_study(str(ROOT / name) if "/" in name else name)
-        folder, kinds = ROOT / "results" / f"{study.name}-{size}", kinds_of([load_scenario(base)])
+        folder = ROOT / "results" / f"{study.name}-{size}"
+        kinds = kinds_of([load_scenario(base)])
         parts = [part for part in study.parts if (folder / f"table-{part.name}.csv").is_file()]
         yield study, size, folder, [published([folder], part, size, kinds) for part in parts]
 
@@ -227,7 +230,8 @@ def up_to_date(readme: str, study: Study, size: str, folder: Path, parts: list[P
 
     def link(result: PartResult, i: int) -> str:
         """Return the link to a figure, with its own title where the study has another since."""
-        file, now = figure_name(result.part, i), figure_link(result, i)
+        file = figure_name(result.part, i)
+        now = figure_link(result, i)
         title = now[2:].partition("](")[0]
         return now if f">{title}<" in html.unescape((folder / file).read_text(encoding="utf-8")) else links[file]
 

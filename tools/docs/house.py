@@ -92,7 +92,8 @@ def arrow(path: list[Place], x: Points, top: int) -> str:
 
 def room(name: str, middle: float, floor: int) -> str:
     """Draw a room."""
-    x, y = middle - WIDTH / 2, floor * FLOOR + GAP
+    x = middle - WIDTH / 2
+    y = floor * FLOOR + GAP
     box = f'<rect x="{x:.0f}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>'
     text = f'<text fill="currentColor" stroke="none" x="{middle:.0f}" y="{y + HEIGHT / 2 + 5:.0f}">{name}</text>'
     return f'<g data-room="{name}" data-floor="{floor}">{box}{text}<title>{escape(purpose(name))}</title></g>'
@@ -102,7 +103,8 @@ def picture() -> str:
     """Return the drawing as SVG, for a page that is light or dark."""
     graph = imports()
     level = levels(graph)
-    paths, top = ways(graph, level), max(level.values())
+    paths = ways(graph, level)
+    top = max(level.values())
     x, wide = middles(arranged(level, paths.values()), level)
     arrows = "".join(arrow(path, x, top) for path in paths.values())
     rooms = "".join(room(name, x[name, floor], top - floor) for name, floor in level.items())

@@ -55,7 +55,8 @@ def command_of(page: str, part: Part) -> tuple[str, str | None, list[str]]:
 
 def published_choices(folder: Path, part: Part) -> Choices:
     """Return what was chosen in the part that another is chosen in, as its table says."""
-    free, best = [name for name in part.axes if name not in part.best_over], part.best_over
+    free = [name for name in part.axes if name not in part.best_over]
+    best = part.best_over
     rows = rows_of(folder / f"table-{part.name}.csv")
     return {part.name: {place_of(row, free): place_of(row, best) for row in rows}}
 
@@ -63,7 +64,8 @@ def published_choices(folder: Path, part: Part) -> Choices:
 def drawn_cells(folder: Path, name: str, count: int, draw: int) -> list[tuple[Cell, Part, dict[str, str], int]]:
     """Return some cells of a study's published tables, each with its part, its row and the place of its seed."""
     study, base = load_study(name)
-    page, drawn = (folder / README).read_text(encoding="utf-8"), []
+    page = (folder / README).read_text(encoding="utf-8")
+    drawn = []
     parts = [part for part in study.parts if (folder / f"table-{part.name}.csv").is_file()]
     for part in parts:
         source = next((other for other in study.parts if other.name == part.chosen_in), None)
@@ -104,7 +106,8 @@ def main(words: list[str]) -> int:
     name = given.study or (made[1].rstrip("`") if made else "")
     differing = total = 0
     for number in repeat(given.folder, name, given.rows, given.draw):
-        total, differing = total + 1, differing + (number.published != number.now)
+        total = total + 1
+        differing = differing + (number.published != number.now)
         sign = "=" if number.published == number.now else "IS NOT"
         print(f"{number.title}: {number.name} {number.published} {sign} {number.now}", flush=True)
     print(f"{total - differing} of {total} numbers are those of the table")

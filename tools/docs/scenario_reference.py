@@ -128,7 +128,8 @@ def ordered(model: type[BaseModel]) -> list[tuple[str, Json]]:
 
 def table(model: type[BaseModel], path: str) -> Iterator[str]:
     """Yield a section's introduction and the table of its keys."""
-    required, texts = model.model_json_schema().get("required", []), described(model)
+    required = model.model_json_schema().get("required", [])
+    texts = described(model)
     yield f"{introduced(model)}\n\n| key | type | default | rule | meaning |\n|---|---|---|---|---|"
     for key, part in ordered(model):
         cells = [typed(part), defaulted(key, part, required), ruled(part), texts.get(key, "")]

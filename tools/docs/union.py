@@ -26,7 +26,9 @@ def union(name: str, out: Path, folders: Sequence[Path]) -> Counter[str]:
         How many rows two folders have, by `equal` and `replaced`.
     """
     study, base = load_study(name)
-    size, results, shared = study.size(None), [], Counter[str]()
+    size = study.size(None)
+    results = []
+    shared = Counter[str]()
     cells = expand(study, base, size, study.parts)
     for part in study.parts:
         own = tuple(cell for cell in cells if cell.part == part.name)

@@ -56,7 +56,8 @@ class Lab:
         """Give each device its examples, its certificate and its scenario."""
         x, y = load_digits(return_X_y=True)
         order = np.random.default_rng(0).permutation(len(x))
-        x, y = (x[order] / 16).astype("float32"), y[order]
+        x = (x[order] / 16).astype("float32")
+        y = y[order]
         np.savez(self.folder / "public.npz", x_test=x[:TEST], y_test=y[:TEST])
         for device, part in enumerate(np.array_split(np.arange(TEST, len(x)), self.count)):
             np.savez(self.folder / f"{device}.npz", x_train=x[part], y_train=y[part])
@@ -157,7 +158,8 @@ class Lab:
 
 def wrong_clock(folder: Path) -> Path | None:
     """Return a library that sets a process's clock off; None where no compiler is at hand."""
-    compiler, library = shutil.which("cc") or shutil.which("gcc"), folder / "clock.so"
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    library = folder / "clock.so"
     if compiler is None:
         return None
     source = Path(__file__).with_name("clock.c")
@@ -197,7 +199,8 @@ def main() -> None:
 
 def run(lab: Lab, partition: float) -> None:
     """Run all devices to their ends, through a partition and a new address, and print what they end with."""
-    everyone, air = range(lab.count), lab.air
+    everyone = range(lab.count)
+    air = lab.air
     lab.prepare()
     for device in everyone:
         lab.start(device)

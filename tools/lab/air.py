@@ -26,7 +26,9 @@ from types import TracebackType
 from typing import Self
 
 CLONE_NEWNET = 0x40000000
-TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+TUNSETIFF = 0x400454CA
+IFF_TUN = 0x0001
+IFF_NO_PI = 0x1000
 MTU, QUEUE = 1500, 0.5  # bytes of a packet; seconds that packets wait for a slow line before they are dropped
 SUBNET = "10.77.0."
 
@@ -69,7 +71,8 @@ class Air:
         self.line, self._groups = line, [set(range(count))]
         self.packets = self.lost = 0
         self._made, self._tuns = list[str](), list[int]()
-        self._thread, self._is_over = Thread(target=self._carry, daemon=True), False
+        self._thread = Thread(target=self._carry, daemon=True)
+        self._is_over = False
 
     def __enter__(self) -> Self:
         if os.geteuid() != 0 or shutil.which("ip") is None or not Path("/dev/net/tun").exists():
@@ -101,7 +104,8 @@ class Air:
 
     def move(self, device: int, address: str) -> None:
         """Give a device another address; what is sent to the old one is dropped."""
-        space, old = self.spaces[device], self.addresses[device]
+        space = self.spaces[device]
+        old = self.addresses[device]
         ip("-n", space, "addr", "del", f"{old}/24", "dev", "lan0")  # and with it all others of its subnet
         ip("-n", space, "addr", "add", f"{address}/24", "dev", "lan0")
         self.addresses = [address if j == device else known for j, known in enumerate(self.addresses)]
@@ -134,7 +138,8 @@ class Air:
             with suppress(subprocess.SubprocessError):
                 ip("netns", "del", space)
             shutil.rmtree(_hosts(space).parent, ignore_errors=True)
-        self._tuns, self._made = [], []
+        self._tuns = []
+        self._made = []
 
     def _carry(self) -> None:
         """Carry packets until the network ends."""
@@ -144,7 +149,9 @@ class Air:
         while not self._is_over:
             pause = min(0.1, max(0.0, waiting[0][0] - time.monotonic())) if waiting else 0.1
             for tun in select.select(senders, [], [], pause)[0]:
-                packet, device, now = os.read(tun, MTU + 4), senders[tun], time.monotonic()
+                packet = os.read(tun, MTU + 4)
+                device = senders[tun]
+                now = time.monotonic()
                 receiver = self._receiver(device, packet)
                 if receiver is None:
                     continue

@@ -26,7 +26,8 @@ def exact_epsilon(task: Task, noise_multiplier: float) -> float:
     one: dp_event.DpEvent = dp_event.GaussianDpEvent(noise_multiplier)
     releases = task.rounds
     if task.privacy == "example":
-        one, releases = dp_event.PoissonSampledDpEvent(1 / task.steps, one), task.rounds * task.steps
+        one = dp_event.PoissonSampledDpEvent(1 / task.steps, one)
+        releases = task.rounds * task.steps
     accountant = PLDAccountant()
     accountant.compose(one, releases)
     return float(accountant.get_epsilon(task.delta))

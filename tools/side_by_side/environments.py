@@ -24,7 +24,9 @@ def make(tool: str, folder: Path) -> Path:
     This checkout is installed again each time, for it may have changed.
     """
     environment = folder / tool
-    binaries, stamp, wanted = environment / "bin", environment / MADE, _digest(tool)
+    binaries = environment / "bin"
+    stamp = environment / MADE
+    wanted = _digest(tool)
     if not stamp.exists() or stamp.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
         _pip(binaries, "install", "-r", str(requirements(tool)))

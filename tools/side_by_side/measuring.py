@@ -129,7 +129,8 @@ def measure(
         limit: seconds after which it is ended.
         environment: variables that override this process's.
     """
-    watch, load = Watch(uuid.uuid4().hex), os.getloadavg()[0]
+    watch = Watch(uuid.uuid4().hex)
+    load = os.getloadavg()[0]
     variables = {**os.environ, **(environment or {}), MARK: watch.mark}
     with log.open("wb") as out:
         began = time.monotonic()
@@ -158,7 +159,8 @@ def _wait(running: subprocess.Popen[bytes], watch: Watch, until: float) -> str:
 
 def _end(watch: Watch) -> None:
     """End every process of a watch, first by SIGTERM, then by SIGKILL."""
-    number, until = signal.SIGTERM, time.monotonic() + GRACE
+    number = signal.SIGTERM
+    until = time.monotonic() + GRACE
     while left := watch.look():
         for process in left:
             _signal(process, number)

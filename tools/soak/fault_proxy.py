@@ -82,7 +82,10 @@ class FaultyLink:
     """
 
     def __init__(self, target: str, seed: str, faults: LinkFaults) -> None:
-        self._target, self._seed, self.address, self.faults = target, seed, "", faults
+        self._target = target
+        self._seed = seed
+        self.address = ""
+        self.faults = faults
         self.bytes = self.connections = self.cuts = 0
         self._through, self._open = asyncio.Event(), set[asyncio.StreamWriter]()
 
@@ -109,7 +112,8 @@ class FaultyLink:
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Copy what comes over a connection both ways, until one side closes it or it is cut."""
         self.connections += 1
-        seed, writers = f"{self._seed} {self.connections}", {writer}
+        seed = f"{self._seed} {self.connections}"
+        writers = {writer}
         try:
             await self._through.wait()
             host, _, port = self._target.rpartition(":")
@@ -134,7 +138,8 @@ class FaultyLink:
         try:
             while not carrying.done():
                 piece = await reader.read(PIECE)
-                now, faults = asyncio.get_running_loop().time(), self.faults
+                now = asyncio.get_running_loop().time()
+                faults = self.faults
                 lose = faults.lose if now - last > PAUSE else 0.0  # the piece begins a message
                 if piece and draw.random() < 1 - (1 - faults.cut) * (1 - lose):
                     self.cuts += 1

@@ -87,9 +87,12 @@ def faults(seed: int, links: Sequence[Pair], kinds: Sequence[str], every: float,
         every: seconds between two of them, on average.
         longest: seconds that one lasts at most.
     """
-    draw, peers = Random(seed), sorted({peer for pair in links for peer in pair})
+    draw = Random(seed)
+    peers = sorted({peer for pair in links for peer in pair})
     while True:
-        kind, after, seconds = draw.choice(kinds), draw.uniform(0.5, 1.5) * every, draw.uniform(0.1, 1.0) * longest
+        kind = draw.choice(kinds)
+        after = draw.uniform(0.5, 1.5) * every
+        seconds = draw.uniform(0.1, 1.0) * longest
         peer, other = draw.choice(links)
         if kind not in ON_LINKS:
             yield Fault(kind, after, seconds, draw.choice(peers))

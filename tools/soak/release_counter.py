@@ -43,7 +43,9 @@ def count_into(path: Path) -> Callable[[], int]:
 
     The noise that a peer adds when its budget is spent is no private step: it reads no example.
     """
-    handle, release, taken = _opened(path), Cohort.release_rows_, [0]
+    handle = _opened(path)
+    release = Cohort.release_rows_
+    taken = [0]
 
     def counted(cohort: Cohort, *arguments: Any, **options: Any) -> None:
         release(cohort, *arguments, **options)
@@ -80,7 +82,8 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
     from flower_privdec.pushsum.frames import RowMessage
     from flower_privdec.pushsum.lockstep import Lockstep
 
-    handle, seen = _opened(path), set[str]()
+    handle = _opened(path)
+    seen = set[str]()
 
     def note(*words: object) -> None:
         key = f"{words[0]} {words[1]}"
@@ -139,7 +142,8 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
         mix(mechanism, out, std, what)
         os.write(handle, f"noised {what.name} {pairs[0]}\n".encode())
 
-    pairs, mix = [0], CancellingNoise.add_
+    pairs = [0]
+    mix = CancellingNoise.add_
     CancellingNoise.add_ = noised  # type: ignore[method-assign, assignment]
     before(SystemNoise, "add_", drawn)
     before(PushSumProtocol, "committed", shares)
@@ -147,7 +151,8 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
     before(AsynchronousPeer, "_post", posted)
     before(Lockstep, "arrive", arrived)
     before(RunningPeer, "_save", saved)
-    read, checkpoints = Session.read, RunningPeer._checkpoints
+    read = Session.read
+    checkpoints = RunningPeer._checkpoints
     Session.read = received  # type: ignore[method-assign, assignment]
     RunningPeer._checkpoints = resumed  # type: ignore[method-assign, assignment]
 
@@ -198,7 +203,8 @@ class ReleaseObserver:
 
     def _reveal(self, life: str, steps: int) -> None:
         """Count some steps of a process, and those before its start that it depends on."""
-        is_new, self._revealed[life] = life not in self._revealed, max(steps, self._revealed[life])
+        is_new = life not in self._revealed
+        self._revealed[life] = max(steps, self._revealed[life])
         parent = self._saved.get(self._resumed.get(life, ""))
         if is_new and parent is not None:
             self._reveal(*parent)

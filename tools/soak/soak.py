@@ -205,8 +205,13 @@ class SoakedRun:
             tally: where to count.
             weighed: whether the peers have push-sum weights, whose sum nothing may change.
         """
-        self.scenario, self.out, self.tally, self._weighed = scenario, out, tally, weighed
-        self._links, self._faults, self._patience = links, faults, patience
+        self.scenario = scenario
+        self.out = out
+        self.tally = tally
+        self._weighed = weighed
+        self._links = links
+        self._faults = faults
+        self._patience = patience
         out.mkdir(parents=True)
         self._proxy = FaultProxy()
         self.processes = ProxiedProcesses(scenario, out, self._proxy, self._program)
@@ -377,7 +382,8 @@ class SoakedRun:
 
     def _strike(self, fault: Fault) -> None:
         """Take a peer's newest ledger away from it, and start it again."""
-        peer, folder = fault.peer, self.processes.folder(fault.peer)
+        peer = fault.peer
+        folder = self.processes.folder(fault.peer)
         if fault.kind == "copy":
             assert self._twin is not None
             with contextlib.suppress(ProcessLookupError):
@@ -397,12 +403,14 @@ class SoakedRun:
 
     def _recover(self, recovery: Recovery, now: float) -> None:
         """Do what an owner does with a peer whose ledger is not the newest, until the peer takes steps again."""
-        peer, self._further = recovery.peer, now
+        peer = recovery.peer
+        self._further = now
         for other in self.processes.peers:  # that wait for each other end with one whose state went back
             if other != peer and self.processes.status(other) not in (None, 0):
                 recovery.ended.add(other)
                 self._start(other)
-        status, last_line = self.processes.status(peer), ""
+        status = self.processes.status(peer)
+        last_line = ""
         if status is None and not recovery.charging and counted_in(self._counts(peer)) > recovery.taken:
             self._recovered(recovery)
         elif status is not None:
@@ -463,7 +471,8 @@ class SoakedRun:
         best = max(self._rounds.values())
         if best > self._best:
             self.tally.rounds += best - self._best
-            self._best, self._further = best, now
+            self._best = best
+            self._further = now
         if now - self._further > self._patience and not self._ending():
             raise self._broken(f"no peer came further than round {best} for {self._patience:g} s", "soak.no-progress")
 
@@ -474,12 +483,14 @@ class SoakedRun:
             raise self._broken(problem, "soak.pairs")
         self._received = {peer: self._observer.received(peer) for peer in self.processes.peers}
         for peer in self.processes.peers if self.scenario.private is not None else ():
-            before, ledger = self._paid[peer], self.processes.folder(peer) / "ledger"
+            before = self._paid[peer]
+            ledger = self.processes.folder(peer) / "ledger"
             if self._copy.exists() or (self._recovery is not None and self._recovery.peer == peer):
                 continue
             try:
                 if peer in self._torn:
-                    received, paid = self._received[peer], Paid.of(ledger)
+                    received = self._received[peer]
+                    paid = Paid.of(ledger)
                     problem = ledger_problem(paid, before, received, sys.maxsize // 2, 1)
                 else:
                     paid, problem = look_at_ledger(ledger, self._counts(peer), before, self._lives[peer])
@@ -552,7 +563,8 @@ class SoakedRun:
 
     def line(self) -> str:
         """Return a line on the progress."""
-        rounds, n_faults = self._rounds.values(), sum(self.tally.faults.values())
+        rounds = self._rounds.values()
+        n_faults = sum(self.tally.faults.values())
         where = f"run {self.tally.runs}  rounds {min(rounds)} to {max(rounds)} of {self.scenario.rounds}"
         down = f"  gone: {peer_ranges(self._gone)}" if self._gone else ""
         room = f"  memory at most {memory(max(self.tally.largest.values()))}" if self.tally.largest else ""
@@ -597,7 +609,9 @@ class Soak:
                 raise ScenarioError(f"{name} {value:g} must be > 0 and finite")
         if out.exists():
             raise ScenarioError(f"{out} is there already; give another --out", code="soak.folder")
-        self.scenario, self.out, self.minutes = on_this_machine(scenario), out, minutes
+        self.scenario = on_this_machine(scenario)
+        self.out = out
+        self.minutes = minutes
         self.seed = SystemRandom().getrandbits(32) if seed is None else seed
         self.tally = Tally()
         agreement = Agreement.of(self.scenario)
@@ -617,7 +631,8 @@ class Soak:
         Raises:
             RunError: something that must hold did not; saying what, and where its traces are.
         """
-        end, between = time.monotonic() + 60 * self.minutes, 60 * self.minutes / LINES
+        end = time.monotonic() + 60 * self.minutes
+        between = 60 * self.minutes / LINES
         next_line = time.monotonic() + between
         for number in count(1):
             if time.monotonic() >= end:
@@ -635,7 +650,8 @@ class Soak:
 
     def _run(self, number: int) -> SoakedRun:
         out = self.out / f"run-{number}"
-        links, wrong = self._links, self._faults
+        links = self._links
+        wrong = self._faults
         return SoakedRun(self.scenario, out, links, wrong, self._patience, self.tally, weighed=self._weighed)
 
     def summary(self) -> list[str]:

@@ -15,7 +15,8 @@ app = ServerApp()
 @one_line_failure()
 def main(grid: Grid, context: Context) -> None:
     """Train, and try the global model on all digits after every round."""
-    config, nodes = context.run_config, len(list(grid.get_node_ids()))
+    config = context.run_config
+    nodes = len(list(grid.get_node_ids()))
     if nodes != CLIENTS:
         raise RunError(
             f"{nodes} SuperNodes must be {CLIENTS}, one for each digit: flwr run . --stream "

@@ -29,7 +29,8 @@ class Network(lightning.LightningModule):
 
     def __init__(self, hidden: int, learning_rate: float) -> None:
         super().__init__()
-        self.layers, self.learning_rate = model(hidden), learning_rate
+        self.layers = model(hidden)
+        self.learning_rate = learning_rate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -47,7 +48,8 @@ class Network(lightning.LightningModule):
 def relax(task: dict) -> None:
     """Take p2pfl's settings for one machine, and wait long enough for nodes that share two cores."""
     set_standalone_settings()
-    Settings.heartbeat.PERIOD, Settings.heartbeat.TIMEOUT = 10, PATIENCE
+    Settings.heartbeat.PERIOD = 10
+    Settings.heartbeat.TIMEOUT = PATIENCE
     Settings.training.VOTE_TIMEOUT = Settings.training.AGGREGATION_TIMEOUT = PATIENCE
     Settings.training.RAY_ACTOR_POOL_SIZE = task["cores"]
     Settings.gossip.TTL = task["n_peers"]

@@ -48,7 +48,8 @@ class Rounds(TrainingProcessCallback):
     """Records when training begins and when each round has ended."""
 
     def __init__(self, outcome: Outcome) -> None:
-        self.outcome, self.ended = outcome, 0.0
+        self.outcome = outcome
+        self.ended = 0.0
 
     def on_train_begin(self, *, model: PyTorchModel) -> Metrics:
         self.outcome.start()

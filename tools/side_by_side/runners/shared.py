@@ -23,7 +23,8 @@ def given() -> dict:
 
 def images(folder: str, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return MNIST's images [N, 784], scaled as usual, and their labels [N], from the original files."""
-    name, raw = ("train" if train else "t10k"), Path(folder) / "MNIST" / "raw"
+    name = "train" if train else "t10k"
+    raw = Path(folder) / "MNIST" / "raw"
     pixels = np.fromfile(raw / f"{name}-images-idx3-ubyte", np.uint8)[16:].reshape(-1, 784)
     labels = np.fromfile(raw / f"{name}-labels-idx1-ubyte", np.uint8)[8:]
     scaled = (pixels.astype(np.float32) / 255 - MEAN) / STD

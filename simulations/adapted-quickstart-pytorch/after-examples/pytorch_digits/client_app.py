@@ -12,7 +12,8 @@ app = ClientApp(mods=[PeerMod(share_metrics=False)])
 @app.train()
 def train(msg: Message, context: Context) -> Message:
     """Train for some epochs from the model that came, and answer with what became of it."""
-    config, node = context.run_config, context.node_config
+    config = context.run_config
+    node = context.node_config
     net = Net()
     net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     loader, _ = load_data(node["partition-id"], node["num-partitions"], config["batch-size"])
@@ -24,7 +25,8 @@ def train(msg: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
     """Try the model that came on the client's own test digits."""
-    config, node = context.run_config, context.node_config
+    config = context.run_config
+    node = context.node_config
     net = Net()
     net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
     _, loader = load_data(node["partition-id"], node["num-partitions"], config["batch-size"])

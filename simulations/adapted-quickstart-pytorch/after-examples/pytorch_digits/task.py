@@ -68,7 +68,8 @@ def fit(net: nn.Module, loader: DataLoader, epochs: int, learning_rate: float) -
 def score(net: nn.Module, loader: DataLoader) -> tuple[float, float]:
     """Return mean loss and accuracy."""
     net.eval()
-    loss, right = 0.0, 0
+    loss = 0.0
+    right = 0
     for x, y in loader:
         logits = net(x)
         loss += functional.cross_entropy(logits, y, reduction="sum").item()

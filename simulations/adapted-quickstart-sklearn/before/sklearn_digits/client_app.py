@@ -12,7 +12,8 @@ app = ClientApp()
 @app.train()
 def train(msg: Message, context: Context) -> Message:
     """Train for some epochs from the model that came, and answer with what became of it."""
-    config, node = context.run_config, context.node_config
+    config = context.run_config
+    node = context.node_config
     model = make_model(config["local-epochs"], config["penalty"])
     x, y, _, _ = load_data(node["partition-id"], node["num-partitions"])
     coef, intercept = msg.content["arrays"].to_numpy_ndarrays()
@@ -25,7 +26,8 @@ def train(msg: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
     """Try the model that came on the client's own test digits."""
-    config, node = context.run_config, context.node_config
+    config = context.run_config
+    node = context.node_config
     model = make_model(config["local-epochs"], config["penalty"])
     set_params(model, msg.content["arrays"].to_numpy_ndarrays())
     _, _, x, y = load_data(node["partition-id"], node["num-partitions"])

@@ -4,7 +4,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.linear_model import SGDClassifier
 
-DIGITS, PIXELS = 10, 64
+DIGITS = 10
+PIXELS = 64
 TEST = np.arange(1797) % 5 == 0  # every fifth digit is the common test set, the others are the clients'
 
 
@@ -44,5 +45,7 @@ def load_data(partition: int, partitions: int) -> tuple[np.ndarray, np.ndarray, 
     """Return one client's share of the other digits, four fifths to train on and one to test on."""
     images, labels = load_digits(return_X_y=True)
     own = np.random.default_rng(0).permutation(np.flatnonzero(~TEST))[partition::partitions]
-    x, y, cut = images[own] / 16, labels[own], len(own) * 4 // 5
+    x = images[own] / 16
+    y = labels[own]
+    cut = len(own) * 4 // 5
     return x[:cut], y[:cut], x[cut:], y[cut:]

@@ -42,7 +42,8 @@ def claims(task: dict, strategy: Any, result: Result) -> dict:
 def main(grid: Grid, context: Context) -> None:
     """Train, and try the model at the end."""
     task = given()
-    outcome, ended = Outcome(task), [0.0]
+    outcome = Outcome(task)
+    ended = [0.0]
     strategy: Any = FedAvg(fraction_train=1.0, fraction_evaluate=0.0, min_available_nodes=task["n_peers"])
     if task["privacy"] == "central":
         strategy = central(strategy, task)
