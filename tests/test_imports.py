@@ -33,7 +33,7 @@ STARTS = {
 }
 
 
-def test_a_room_imports_only_from_its_own_floor_and_those_below() -> None:
+def test_a_room_imports_only_from_floors_below() -> None:
     for path in MODULES:
         room, floor = room_of(path), FLOOR_OF[room_of(path)]
         for name in imported(path):
@@ -51,7 +51,7 @@ READS_IT = {  # certificates expire; a Flower peer that lost its state numbers t
 }
 
 
-def test_the_wall_clock_is_read_for_certificates_and_lost_states_alone() -> None:
+def test_the_wall_clock_is_read_in_few_places() -> None:
     """A clock that is set back changes no payment, and no checkpoint: which is newer is told by rounds."""
     for path in MODULES:
         nodes = list(ast.walk(tree_of(path)))
@@ -66,7 +66,7 @@ def test_every_room_is_on_a_floor() -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_start_imports_nothing_heavy_that_it_can_do_without(start: str, tmp_path: Path) -> None:
+def test_a_start_imports_nothing_heavy(start: str, tmp_path: Path) -> None:
     listing = "import atexit, sys; atexit.register(lambda: print('LOADED', *sys.modules, file=sys.stderr))\n"
     code = listing + start.replace("{folder}", str(tmp_path))
     started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -76,7 +76,7 @@ def _lend(packages: Path) -> None:
         os.symlink(info, packages / info.name)
 
 
-def test_it_works_without_extras_and_says_which_one_is_missing(wheel: Path, tmp_path: Path) -> None:
+def test_it_works_without_extras_and_names_missing_ones(wheel: Path, tmp_path: Path) -> None:
     binaries = make_environment(tmp_path / "environment", wheel, "--no-deps")
     (packages,) = (tmp_path / "environment" / "lib").glob("python*/site-packages")
     _lend(packages)

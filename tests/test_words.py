@@ -96,7 +96,7 @@ def test_a_docstring_names_what_is_there() -> None:
     assert [(place, name) for place, name in quoted if not set(name.split(".")) <= names] == []
 
 
-def test_a_test_matches_the_code_of_an_error_and_not_its_wording() -> None:
+def test_tests_match_error_codes_not_wordings() -> None:
     """`raises` of tests/support takes the code; the wording of the system's own errors alone may be matched."""
     nodes = [(path, node) for path in sorted((ROOT / "tests").rglob("*.py")) for node in ast.walk(tree_of(path))]
     calls = [(path, node) for path, node in nodes if isinstance(node, ast.Call)]

@@ -93,7 +93,7 @@ def test_it_follows_its_reference(build, staleness):
     np.testing.assert_allclose(models[-1].numpy(), x, rtol=1e-9, atol=1e-11)
 
 
-def test_at_each_event_one_peer_steps_and_one_pair_averages(build):
+def test_one_peer_steps_and_one_pair_averages_per_event(build):
     experiment = asynchronous(build)
     models, points, tape = watched_run(experiment)
     assert len(points) == EVENTS
@@ -111,7 +111,7 @@ def test_at_each_event_one_peer_steps_and_one_pair_averages(build):
 
 @settings(max_examples=10)
 @given(st.integers(1, 12), st.integers(0, 99))
-def test_no_gradient_is_of_a_model_older_than_the_staleness(build, staleness, seed):
+def test_gradients_are_never_older_than_the_staleness(build, staleness, seed):
     experiment = asynchronous(build, f"seed={seed}", "privacy=none", staleness=staleness)
     models, points, _ = watched_run(experiment)
     ages, last = [], {}
@@ -150,7 +150,7 @@ def test_a_peer_without_a_neighbour_just_then_steps_alone(build):
         np.testing.assert_array_equal(moved, experiment.participation.active(k))
 
 
-def test_a_peer_pays_for_the_events_in_which_it_wakes_and_for_no_other(build):
+def test_a_peer_pays_only_when_it_wakes(build):
     experiment = asynchronous(build, "privacy.epsilon=[0.5, 1.0, 2.0, 3.0]")
     woken = np.array(wakes(experiment))
     for peer, (account, spent) in enumerate(
@@ -164,7 +164,7 @@ def test_a_peer_pays_for_the_events_in_which_it_wakes_and_for_no_other(build):
     assert seldom.own.protection.noise_multiplier(0).max() < everybody.own.protection.noise_multiplier(0).min()
 
 
-def test_a_peer_that_never_wakes_pays_nothing_and_stays_where_it_was(build):
+def test_a_sleeping_peer_pays_nothing_and_keeps_its_model(build):
     experiment = asynchronous(build, "rounds=2")
     asleep = sorted(set(range(PEERS)) - set(wakes(experiment)))
     assert asleep

@@ -115,9 +115,7 @@ def test_it_follows_its_reference(build: Build, loss: str, algorithm: str, who: 
     st.one_of(st.integers(1, 5), st.floats(0.3, 1.0)),
     st.integers(0, 99),
 )
-def test_every_draw_is_doubly_stochastic_and_leaves_the_others_alone(
-    name: str, n: int, drawn: float, seed: int
-) -> None:
+def test_every_draw_is_doubly_stochastic_and_skips_inactive_peers(name: str, n: int, drawn: float, seed: int) -> None:
     graph = build_topology(name, 2 * (n // 2) if name == "random-regular" else n, seed=seed)
     if isinstance(drawn, int):
         graph = sample_edges(graph, drawn, seed)
@@ -138,7 +136,7 @@ def test_every_draw_is_doubly_stochastic_and_leaves_the_others_alone(
 
 
 @pytest.mark.parametrize(("name", "count"), [("complete", 1), ("complete", 3), ("star", 2), ("ring", 6), ("ring", 2)])
-def test_a_peer_is_active_as_often_as_its_chance_says(name: str, count: int) -> None:
+def test_a_peer_is_active_at_its_rate(name: str, count: int) -> None:
     participation = EdgeParticipation(sample_edges(build_topology(name, 6), count, seed=5))
     often = np.mean([participation.active(k) for k in range(3000)], axis=0)
     chances = participation.chances
@@ -161,7 +159,7 @@ def test_edges_are_drawn_from_the_topology_and_used_alone(build: Build) -> None:
         assert set(links.ravel()) == set(np.flatnonzero(experiment.participation.active(k)))
 
 
-def test_a_peer_pays_for_the_rounds_in_which_it_is_active_and_for_no_other(build: Build) -> None:
+def test_a_peer_pays_only_when_it_is_active(build: Build) -> None:
     experiment = build(*CANCER, L2, ONE_EDGE, COMPLETE, "rounds=30")
     active = np.stack([experiment.participation.active(k) for k in range(30)])
     for peer, account in enumerate(experiment.own.protection.accounts):
@@ -181,7 +179,7 @@ def test_the_schedule_s_sums_are_sums(strongly_convex: bool) -> None:
     assert schedule.pull(4) == (3.0 if strongly_convex else 6.0)
 
 
-def test_the_running_average_keeps_its_numbers_over_a_million_rounds(build: Build) -> None:
+def test_the_running_average_stays_precise_over_a_million_rounds(build: Build) -> None:
     """In float32, beside the same in float64: A_t passes 10^11, whose last digits float32 does not hold."""
     algorithm: Any = build(*CANCER, L2, COMPLETE).algorithm
     state, exact = State(np.arange(1), rows={name: torch.zeros(1, 1) for name in ("x", "average")}), 0.0
@@ -193,7 +191,7 @@ def test_the_running_average_keeps_its_numbers_over_a_million_rounds(build: Buil
     assert float(state.rows["average"]) == pytest.approx(exact, rel=1e-5)
 
 
-def test_the_average_is_of_all_rounds_an_inactive_peer_s_too(build: Build) -> None:
+def test_the_average_covers_all_rounds_inactive_peers_included(build: Build) -> None:
     experiment = build(*CANCER, L2, ONE_EDGE, COMPLETE, "privacy=none")
     cohort = experiment.cohort()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
@@ -204,7 +202,7 @@ def test_the_average_is_of_all_rounds_an_inactive_peer_s_too(build: Build) -> No
         torch.testing.assert_close(engine.state.rows["average"], total / (t * (t + 1) / 2), rtol=1e-10, atol=1e-12)
 
 
-def test_without_regularization_of_the_start_a_model_begins_in_the_box(build: Build) -> None:
+def test_unregularized_start_begins_inside_the_box(build: Build) -> None:
     box = "algorithm={name: dp-dda, schedule: convex, gamma: 1, regularizer: {kind: box, lower: 0.5, upper: 1}}"
     rows = finished(build(box, "topology={name: ring}"), 0)
     assert bool((rows["x"] == 0.5).all())
@@ -221,7 +219,7 @@ def test_it_learns(build: Build, settings_: list[str]) -> None:
 # --- the section ---
 
 
-def test_the_loss_may_stand_in_the_section_and_is_the_task_s(tiny: Callable[..., Scenario]) -> None:
+def test_the_section_may_name_the_tasks_loss(tiny: Callable[..., Scenario]) -> None:
     scenario = tiny(*CANCER, L2, COMPLETE)
     assert scenario.task.loss == "hinge"
     assert tiny(*CANCER, L2, COMPLETE, "task={loss: hinge}") == scenario
@@ -265,7 +263,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_noise_is_multiplied_with_the_gradient_after_it_is_added(build: Build) -> None:
+def test_noise_is_scaled_together_with_the_gradient(build: Build) -> None:
     """Round t's noise is a_t times the plan's, on a sum that one example moves by a_t clip norms over the batch."""
     experiment = build(*CANCER, L2, COMPLETE)
     tape, silent = NoiseTape(31), NoiseTape(31)

@@ -67,7 +67,7 @@ def reference(experiment, tape, gamma, batch_size, clip_of, sigma_of):
     return x, w, np.stack(clips), np.stack(sigmas)
 
 
-def test_dyn_d2p_follows_algorithm_1_and_every_round_has_its_c_mu_and_sigma(build):
+def test_dyn_d2p_follows_algorithm_1_with_its_schedules(build):
     c_0, rho_c, rho_mu = np.array([1.0, 0.5, 2.0, 0.8]), 3.0, 2.0
     name = algorithm("dyn-d2p", initial_clip=c_0.tolist(), rho_c=rho_c, rho_mu=rho_mu)
     experiment, tape = build(name, "privacy.epsilon=[1.0, 2.0, 3.0, 4.0]"), NoiseTape(650)
@@ -162,7 +162,7 @@ def test_lists_of_the_exponential_shape_are_dyn_d2p(build):
         np.testing.assert_allclose(a, b, rtol=1e-3)  # the scale is solved to within 0.5 % of the budget
 
 
-def test_shorter_lists_are_straight_lines_and_one_number_is_all_rounds(build):
+def test_short_lists_interpolate_and_one_number_is_constant(build):
     clip, sigma = schedules(build("privacy.schedule={clip_norms: [2.0, 1.0], noise: [4.0, 1.0, 0.5]}"))
     np.testing.assert_allclose(clip[:, 0], [2.0, 1.8, 1.6, 1.4, 1.2, 1.0])
     np.testing.assert_allclose(sigma[:, 0] / sigma[5, 0] * 0.5, [4.0, 2.8, 1.6, 0.9, 0.7, 0.5])
@@ -184,7 +184,7 @@ def test_schedules_fall_as_they_should_and_keep_the_budget(build, rho_c, rho_mu,
         assert 0.995 * budget <= spent <= budget
 
 
-def test_less_noise_late_is_paid_for_with_more_noise_early(build):
+def test_less_noise_late_costs_more_noise_early(build):
     const, dynamic = (build(algorithm(name)).own.protection for name in ("const-d2p", "dyn-mu-d2p"))
     assert dynamic.noise_multiplier(0)[0] > const.noise_multiplier(0)[0] > dynamic.noise_multiplier(ROUNDS - 1)[0]
 
@@ -212,7 +212,7 @@ def test_less_noise_late_is_paid_for_with_more_noise_early(build):
         (["privacy.schedule={noise: [1.0], rho_c: 2.0}"], ("privacy.schedule", "rho_c")),
     ],
 )
-def test_a_schedule_that_is_none_is_refused_in_one_line(build, given, refusal: tuple[str, ...]):
+def test_an_invalid_schedule_is_refused_in_one_line(build, given, refusal: tuple[str, ...]):
     with raises(ScenarioError, *refusal) as refused:
         build(*given)
     assert "\n" not in str(refused.value)

@@ -141,7 +141,7 @@ UNEQUAL = "data.partition={kind: sizes, sizes: [100, 60, 50, 30]}"
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
-def test_peers_of_unequal_size_count_by_their_examples_unless_asked_otherwise(build, name, weighting):
+def test_peers_count_by_their_examples_unless_asked_otherwise(build, name, weighting):
     chosen = [] if weighting == "examples" else ["algorithm.weighting=uniform"]
     experiment = build(*settings_for(name, UNEQUAL, *chosen))
     proximal = PROXIMAL if name == "fedprox" else 0.0
@@ -161,7 +161,7 @@ def test_methods_whose_papers_average_plainly_do(build, name):
     np.testing.assert_allclose(final_rows(experiment)["x"][0].numpy(), expected, rtol=1e-9, atol=1e-11)
 
 
-def test_over_a_graph_the_network_moves_by_the_weighted_mean_of_the_walks(build):
+def test_over_a_graph_the_network_moves_by_weighted_mean(build):
     graph = ["topology.name=star", "participation={kind: all}", UNEQUAL]
     experiment = build(*settings_for("fedavg", *graph))
     g, start = Gradients(experiment), experiment.initial.numpy()
@@ -186,7 +186,7 @@ def test_feddeper_at_lambda_1_and_rho_0_is_fedavg(build):
     assert float((other["x"] - fedavg).abs().max()) > 1e-3
 
 
-def test_at_lambda_1_the_personalized_model_of_an_active_peer_is_what_it_sent(build):
+def test_at_lambda_1_a_peer_sends_its_personalized_model(build):
     experiment = build(*settings_for("feddeper", "algorithm.rho=0", "algorithm.mixing_rate=1"))
     engine = engine_of(experiment)
     start = experiment.initial
@@ -241,7 +241,7 @@ def test_over_a_directed_graph_the_mass_is_conserved(build, name):
         state.round_index += 1
 
 
-def test_over_a_graph_feddepers_v_is_pulled_by_the_debiased_model(build):
+def test_over_a_graph_the_debiased_model_pulls_feddepers_v(build):
     experiment = build(*settings_for("feddeper", "topology.name=star", "participation={kind: all}"))
     engine = engine_of(experiment)
     engine.round()
@@ -303,7 +303,7 @@ def test_private_feddeper_clips_and_noises_both_gradients(build):
     np.testing.assert_allclose(engine.state.rows["personal"].numpy(), v, rtol=1e-9, atol=1e-11)
 
 
-def test_at_rho_0_the_personalized_model_gets_no_noise_and_no_clipping(build):
+def test_at_rho_0_the_personalized_model_is_not_noised(build):
     experiment = build(*private("feddeper", "algorithm.rho=0", "algorithm.mixing_rate=0.5", "privacy.clip_norm=0.01"))
     tape = Tape()
     engine = engine_of(experiment, tape)
@@ -321,7 +321,7 @@ def test_at_rho_0_the_personalized_model_gets_no_noise_and_no_clipping(build):
 
 
 @pytest.mark.parametrize("rho", [0.0, RHO])
-def test_the_ledger_charges_tau_releases_a_round_to_active_peers_alone(build, tmp_path, rho):
+def test_the_ledger_charges_tau_releases_to_active_peers_only(build, tmp_path, rho):
     moves = 2**0.5 if rho else 1.0
     experiment = build(
         *private("feddeper", f"algorithm.rho={rho}", "privacy.noise_multiplier=2", "privacy.epsilon=null")
@@ -359,13 +359,13 @@ def test_every_peer_keeps_its_budget_and_uses_it(build, tmp_path, name, graph):
     assert torch.isfinite(engine.state.rows["x"]).all()
 
 
-def test_the_noise_for_two_models_is_sqrt_2_times_that_for_one(build):
+def test_noise_for_two_models_is_sqrt_2_times_larger(build):
     one = build(*private("feddeper", "algorithm.rho=0")).own.protection.noise_multipliers
     two = build(*private("feddeper")).own.protection.noise_multipliers
     np.testing.assert_allclose(two, 2**0.5 * one, rtol=1e-3)
 
 
-def test_a_peer_without_budget_sends_no_stale_change_of_scaffold(build):
+def test_a_spent_peer_sends_no_stale_change_of_scaffold(build):
     experiment = build(*settings_for("scaffold", "participation={kind: all}"))
     engine = engine_of(experiment)
     engine.round()
@@ -415,7 +415,7 @@ def test_any_mixing_rate_lifts_the_lower_bound(build):
     assert experiment.algorithm.mixing_rate == 0.4
 
 
-def test_a_state_between_walk_and_mixing_can_be_taken_apart(build):
+def test_one_peers_walk_equals_its_row_of_all(build):
     experiment = build(*settings_for("feddeper"))
     engine = engine_of(experiment)
     experiment.algorithm.program[0](engine.cohort, engine.state)

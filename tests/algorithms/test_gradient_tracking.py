@@ -73,7 +73,7 @@ def test_it_keeps_the_laws_of_privacy(sections: dict[str, Any]) -> None:
     testing.assert_nothing_else_leaves(experiment, peer=1)
 
 
-def test_a_step_that_shows_more_than_it_declares_is_found(module: ModuleType) -> None:
+def test_a_step_that_releases_more_than_declared_is_found(module: ModuleType) -> None:
     class Leaking(module.GradientTracking):  # type: ignore[misc,name-defined]
         """Its messages have the gradient without noise in them."""
 
@@ -132,7 +132,7 @@ def test_it_follows_the_equations() -> None:
     np.testing.assert_allclose(engine.state.rows["x"].numpy(), x, rtol=1e-10, atol=1e-12)
 
 
-def test_a_row_of_a_step_is_the_step_of_that_row() -> None:
+def test_a_row_of_a_step_depends_on_that_row() -> None:
     experiment = built()
     whole = experiment.cohort()
     state = experiment.initial_state(whole)

@@ -53,7 +53,7 @@ def test_it_follows_its_reference(build: Any, graph: str, steps: int, accelerati
 
 
 @pytest.mark.parametrize("more", [["topology.name=random-edges", "topology.edges=3"], ["topology.name=server"], []])
-def test_plain_gossip_takes_one_matrix_a_round_whoever_is_active(build: Any, more: list[str]) -> None:
+def test_plain_gossip_takes_one_matrix_a_round(build: Any, more: list[str]) -> None:
     half = "participation={kind: uniform, fraction: 0.5}"
     experiment, tape = build(*settings_of("ring", 3, "none"), half, *more), NoiseTape(650)
     engine, x = engine_with(experiment, tape), np.tile(experiment.initial.numpy(), (7, 1))

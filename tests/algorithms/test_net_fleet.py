@@ -74,7 +74,7 @@ def test_the_corrections_sum_to_the_last_gradients(
         torch.testing.assert_close(rows["correction"].sum(0), rows["gradient"].sum(0), rtol=1e-9, atol=1e-12)
 
 
-def test_with_full_batches_and_like_data_the_mean_correction_is_the_mean_gradient(build: Any) -> None:
+def test_mean_correction_is_the_mean_gradient_for_full_batches(build: Any) -> None:
     """Without noise, all peers with the same examples: mean v is the gradient at the model the last step began at."""
     full = ["privacy=none", "data.batch={sampling: full}", "data.samples=240"]
     experiment = build(*settings_of(3, *full))
@@ -107,7 +107,7 @@ def test_noise_does_not_pile_up_in_the_correction(build: Any) -> None:
     assert np.mean(sizes[-20:]) < 1.2 * np.mean(sizes[10:30])
 
 
-def test_unlike_peers_meet_at_the_optimum_where_plain_local_steps_do_not(build: Any, label_partitions: None) -> None:
+def test_unlike_peers_meet_at_the_optimum_unlike_local_steps(build: Any, label_partitions: None) -> None:
     """With three digits a peer, all examples and no noise: nearer to the optimum, and to each other."""
     data = "data.partition={kind: pathological, classes_per_peer: 3}"
     common = [data, "privacy=none", "data.batch={sampling: full}", "rounds=100"]
@@ -123,7 +123,7 @@ def test_unlike_peers_meet_at_the_optimum_where_plain_local_steps_do_not(build: 
     assert apart["dp-net-fleet"] < 0.1 * apart["fedavg"]
 
 
-def test_a_peer_whose_budget_is_spent_leaves_nothing_stale_behind(build: Any) -> None:
+def test_a_spent_peer_leaves_nothing_stale_behind(build: Any) -> None:
     experiment = build(*settings_of(2, "privacy.epsilon=1"))
     cohort = experiment.cohort()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))

@@ -164,9 +164,7 @@ def projected(g: np.ndarray, own: int) -> np.ndarray:
 
 @given(n=st.integers(1, 8), d=st.integers(1, 12), seed=st.integers(0, 10**6), degenerate=st.booleans())
 @settings(max_examples=80)
-def test_no_gradient_opposes_the_direction_and_none_nearer_is_agreeable(
-    n: int, d: int, seed: int, degenerate: bool
-) -> None:
+def test_no_gradient_opposes_the_direction_and_it_is_nearest(n: int, d: int, seed: int, degenerate: bool) -> None:
     random = np.random.default_rng(seed)
     g = random.normal(size=(n, d)) * 10.0 ** random.integers(-6, 7)
     if degenerate:
@@ -199,7 +197,7 @@ MODELS = {"softmax": {}, "mlp": {"hidden": [7]}, "cnn-small": {}}
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["auto", "loop"])
-def test_blended_models_say_what_the_models_with_blended_parameters_say(name: str, kind: str) -> None:
+def test_blended_models_predict_like_blended_parameters(name: str, kind: str) -> None:
     module = build_model(name, [1, 8, 8], 10, seed=1, **MODELS[name]).double()
     kernel = build_kernel(module, "cross-entropy", [1, 8, 8], kind=kind)
     generator = torch.Generator().manual_seed(0)
@@ -238,7 +236,7 @@ def lines_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_round_is_told_and_a_resumed_run_tells_the_same(build: Build, tmp_path: Path) -> None:
+def test_every_round_is_reported_and_a_resumed_run_agrees(build: Build, tmp_path: Path) -> None:
     experiment = build(*PDSL_STAR, "rounds=5")
     summary = run(experiment, tmp_path / "whole")
     lines = lines_of(tmp_path / "whole")
@@ -261,14 +259,14 @@ def test_every_round_is_told_and_a_resumed_run_tells_the_same(build: Build, tmp_
     ]
 
 
-def test_a_run_that_is_looked_at_once_keeps_room_for_its_own_rounds(build: Build, tmp_path: Path) -> None:
+def test_a_run_evaluated_once_reports_all_rounds(build: Build, tmp_path: Path) -> None:
     run(build(*PDSL_STAR, "rounds=3", "evaluation.every=1000000000"), tmp_path / "run")
     (line,) = lines_of(tmp_path / "run")
     assert list(line["shapley"]) == ["1", "2", "3"]
     assert all(len(set(told["0"].values())) > 1 for told in line["shapley"].values())
 
 
-def test_a_neighbour_whose_budget_is_spent_answers_zero_and_others_go_on(build: Build, tmp_path: Path) -> None:
+def test_a_spent_neighbour_answers_zero_and_others_continue(build: Build, tmp_path: Path) -> None:
     """The hub's budget allows fewer rounds than the leaves' at the same noise."""
     given = "privacy={epsilon: 3.0, delta: 1.0e-3, noise_multiplier: 1.5}"
     experiment = build(*PDSL_STAR, given)
@@ -321,7 +319,7 @@ def test_the_summary_tells_the_budget_and_the_replies_apart(build: Build, tmp_pa
     assert "ε of the replies to one neighbour alone" in plan_text(make_plan(build(*PDSL_STAR)), verbose=True)
 
 
-def test_the_values_of_a_round_share_what_its_whole_neighbourhood_is_worth(build: Build) -> None:
+def test_shapley_values_of_a_round_add_up(build: Build) -> None:
     monte_carlo = "algorithm={name: pdsl, learning_rate: 0.3, shapley: monte-carlo, permutations: 4}"
     for algorithm in (PDSL_STAR[0], monte_carlo):
         experiment = build(algorithm, *PDSL_STAR[1:])
@@ -331,7 +329,7 @@ def test_the_values_of_a_round_share_what_its_whole_neighbourhood_is_worth(build
         assert (shares > 0).all()
 
 
-def test_a_fresh_subsample_is_drawn_each_round_and_permutations_are_each_peers_own(build: Build) -> None:
+def test_subsamples_change_each_round_and_permutations_by_peer(build: Build) -> None:
     seen: list[tuple[int, ...]] = []
     worth = Validation.worth
 
@@ -348,7 +346,7 @@ def test_a_fresh_subsample_is_drawn_each_round_and_permutations_are_each_peers_o
     assert len({total for _, total in seen}) == 3  # one a round, for all peers
 
 
-def test_validation_examples_are_in_no_test_figure_and_follow_the_data_seed(build: Build) -> None:
+def test_validation_examples_follow_the_data_seed_and_test_nothing(build: Build) -> None:
     whole = build("data.test_samples=327", "data.validation=30")  # all there are
     held, tested = whole.public.validation, whole.public
     assert held is not None
@@ -414,7 +412,7 @@ def test_twelve_in_a_neighbourhood_are_exact(build: Build) -> None:
     assert experiment.algorithm.section.shapley == "exact"
 
 
-def test_shuffled_epochs_on_a_graph_that_changes_have_no_proved_privacy(build: Build) -> None:
+def test_shuffled_epochs_on_a_changing_graph_have_no_proof(build: Build) -> None:
     graph = "topology={name: random-edges, edges: 3, supergraph: complete}"
     with raises(ScenarioError, "privacy.sampling"):
         build(*PDSL_STAR, graph, "data.batch.sampling=shuffle")
@@ -423,7 +421,7 @@ def test_shuffled_epochs_on_a_graph_that_changes_have_no_proved_privacy(build: B
 # --- privacy ---
 
 
-def test_the_papers_formula_is_a_claim_for_one_round_beside_the_exact_epsilon(build: Build) -> None:
+def test_the_papers_formula_is_a_claim_beside_exact_epsilon(build: Build) -> None:
     experiment = build(
         *PDSL_STAR, "topology.name=complete", "privacy={epsilon: 300.0, delta: 1e-3, calibration: paper, phi_min: 0.5}"
     )
@@ -435,7 +433,7 @@ def test_the_papers_formula_is_a_claim_for_one_round_beside_the_exact_epsilon(bu
     assert any("eq. 27 of PDSL is for one round, and there are 6" in warning for warning in plan["warnings"])
 
 
-def test_the_budget_covers_the_own_gradient_and_all_replies_together(build: Build) -> None:
+def test_the_budget_covers_own_gradient_and_all_replies(build: Build) -> None:
     """On a star: the hub releases four sums a round, a leaf two; each alone would cost less."""
     plan = build(*PDSL_STAR).own.protection
     assert plan is not None

@@ -107,12 +107,12 @@ def test_a_step_without_a_single_least_value_is_refused(h: Regularizer, scale: f
     assert "\n" not in str(refused.value)
 
 
-def test_gamma_may_be_zero_where_the_regularizer_is_strongly_convex() -> None:
+def test_gamma_may_be_zero_if_regularizer_is_strongly_convex() -> None:
     x = Regularizer(l1=0.5, l2=2.0).minimizer(torch.tensor([[-3.0, 0.5, 4.0]]), scale=1.0, gamma=0.0)
     torch.testing.assert_close(x, torch.tensor([[1.25, 0.0, -1.75]]))
 
 
-def test_a_scale_of_zero_leaves_the_box_and_the_ball() -> None:
+def test_scale_zero_leaves_the_box_and_the_ball() -> None:
     z = torch.tensor([[-30.0, 40.0]])
     torch.testing.assert_close(Regularizer(radius=1.0).minimizer(z, 0.0, 1.0), torch.tensor([[0.6, -0.8]]))
     torch.testing.assert_close(Regularizer(lower=0.0, upper=2.0).minimizer(z, 0.0, 1.0), torch.tensor([[2.0, 0.0]]))

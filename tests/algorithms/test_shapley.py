@@ -69,7 +69,7 @@ def test_zero_element_who_adds_nothing_gets_nothing(solver: str, n: int, seed: i
 @pytest.mark.parametrize("solver", SOLVERS)
 @given(n=players, seed=seeds)
 @settings(max_examples=40)
-def test_additivity_the_values_of_a_sum_of_games_are_the_sums(solver: str, n: int, seed: int) -> None:
+def test_additivity_values_of_a_sum_of_games_are_sums(solver: str, n: int, seed: int) -> None:
     one, other = table_game(seed, n), table_game(seed + 1, n)
     both = SOLVERS[solver](Game(n, lambda coalitions: one(coalitions) + other(coalitions)))
     apart = SOLVERS[solver](Game(n, one)) + SOLVERS[solver](Game(n, other))
@@ -134,7 +134,7 @@ def test_truncated_permutations_try_fewer_and_keep_the_balance(n: int, seed: int
     np.testing.assert_allclose(never, monte_carlo(whole, 9, np.random.default_rng(seed)), atol=1e-12)
 
 
-def test_a_truncated_permutation_ends_where_nothing_is_left_to_gain() -> None:
+def test_a_truncated_permutation_ends_when_nothing_is_left() -> None:
     game = Game(8, lambda coalitions: coalitions[:, 0] * 1.0)  # player 0 is all there is
     values = monte_carlo(game, 6, np.random.default_rng(2), truncation=1e-9)
     np.testing.assert_array_equal(values, np.eye(8)[0])
@@ -143,7 +143,7 @@ def test_a_truncated_permutation_ends_where_nothing_is_left_to_gain() -> None:
     assert game.evaluations < whole.evaluations
 
 
-def test_weights_follow_the_paper_and_are_alike_where_it_says_0_over_0() -> None:
+def test_weights_follow_the_paper_and_are_even_at_zero() -> None:
     np.testing.assert_allclose(normalized(np.array([1.0, 3.0, 2.0])), [0, 1, 0.5])
     np.testing.assert_allclose(
         aggregation_weights(np.array([1.0, 3.0, 2.0]), [0.5, 0.25, 0.25]), [0, 1 / 0.25 / 1.5, 0.5 / 0.25 / 1.5]

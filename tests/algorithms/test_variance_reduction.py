@@ -60,7 +60,7 @@ def test_factored_is_dense(build, alike, privacy, model, more):
 
 
 @pytest.mark.parametrize("table", ["factored", "dense"])
-def test_a_batch_of_nobody_still_takes_the_step_of_the_table(build, table):
+def test_an_empty_batch_still_takes_the_tables_step(build, table):
     experiment = build(*vr(table), "data.batch.size=1", "data.samples=8", "privacy=none", "seed=11")
     engine, stayed = engine_of(experiment), 0
     for k in range(20):
@@ -96,13 +96,13 @@ def mean_of_table(experiment, rows, table):
 
 @settings(max_examples=10)
 @given(st.sampled_from(["dense", "factored", "blocks"]), st.integers(0, 40), st.integers(1, 99), st.booleans())
-def test_the_mean_is_the_mean_of_the_table_after_any_number_of_rounds(build, table, rounds, seed, some):
+def test_the_tables_mean_stays_exact_after_many_rounds(build, table, rounds, seed, some):
     experiment = build(*vr(table), *MLP, *UNEQUAL, f"seed={seed}", "rounds=40", *(SOME if some else []))
     rows = after(experiment, rounds)
     torch.testing.assert_close(mean_of_table(experiment, rows, table), rows["table.mean"], rtol=1e-10, atol=1e-12)
 
 
-def test_in_single_precision_the_mean_hardly_drifts_in_many_rounds(build):
+def test_the_mean_hardly_drifts_in_single_precision(build):
     experiment = build(*vr("factored"), "compute.dtype=float32", "rounds=500", "n_peers=2", *MLP)
     rows = after(experiment, 500)
     exact = mean_of_table(experiment, rows, "factored")
@@ -165,7 +165,7 @@ def test_privsgp_vr_follows_algorithm_1(build, table):
     np.testing.assert_allclose(rows["table.mean"].numpy(), mean, rtol=1e-9, atol=1e-12)
 
 
-def test_with_one_example_a_step_it_is_eq_6_word_for_word(build):
+def test_one_example_a_step_follows_eq_6(build):
     experiment = build(*vr("factored"), "data.batch={sampling: uniform, size: 1}", "privacy.clip_norm=0.6")
     ref = Reference(experiment, 0.6)
     x, _, _ = reference_privsgp_vr(ref, 6, 0.5, 1)
@@ -284,7 +284,7 @@ def test_it_converges_linearly_to_the_pooled_optimum(build, two_classes, table):
     assert found[-1] < 2e-5
 
 
-def test_sgp_stalls_at_its_noise_floor_on_the_same_problem(build, two_classes):
+def test_sgp_stalls_at_its_noise_floor(build, two_classes):
     path, best, _ = two_classes
     found = distances(logistic(build, path, [f"algorithm={{name: sgp, learning_rate: {RATE}}}"]), best)
     assert found[-10:].min() > 0.02
@@ -292,7 +292,7 @@ def test_sgp_stalls_at_its_noise_floor_on_the_same_problem(build, two_classes):
 
 
 @pytest.mark.slow
-def test_over_a_sparse_graph_it_converges_where_peers_agree_and_else_up_to_their_disagreement(build, two_classes):
+def test_over_a_sparse_graph_it_converges_up_to_disagreement(build, two_classes):
     path, best, _ = two_classes
     sparse = logistic(build, path, vr("factored", RATE), "topology.name=directed-exponential")
     orders = [np.random.default_rng(seed).permutation(EXAMPLES) for seed in range(PEERS)]
@@ -315,7 +315,7 @@ def test_it_repeats_bit_for_bit_and_follows_the_seed(build):
 
 @pytest.mark.parametrize("table", ["factored", "dense", "blocks", "snapshot"])
 @pytest.mark.parametrize("more", [[], UNEQUAL, MLP + UNEQUAL], ids=["softmax", "unequal", "mlp"])
-def test_the_memory_a_table_is_said_to_take_is_what_it_takes(build, table, more):
+def test_the_forecast_of_a_tables_memory_is_right(build, table, more):
     experiment = build(*vr(table), *more)
     rows = engine_of(experiment).state.rows
     kept = {name: value for name, value in rows.items() if name not in ("x", "w")}
@@ -338,7 +338,7 @@ def test_factors_take_a_small_part_of_what_gradients_do():
 # --- refused ---
 
 
-def test_a_table_that_does_not_fit_is_refused_before_anything_is_written(build, monkeypatch, tmp_path):
+def test_a_table_too_large_is_refused_before_any_write(build, monkeypatch, tmp_path):
     experiment = build(*vr("dense"))
     monkeypatch.setattr(view, "available_bytes", lambda device: 1 << 20)
     with raises(ScenarioError, "memory.short", "algorithm.table='dense'"):
@@ -347,7 +347,7 @@ def test_a_table_that_does_not_fit_is_refused_before_anything_is_written(build, 
     build(*vr("factored")).cohort()
 
 
-def test_a_factored_table_of_a_cnn_is_refused_when_the_run_is_built(build):
+def test_a_factored_table_of_a_cnn_is_refused(build):
     with raises(ScenarioError, "tables.not-stacked", "table='factored'"):
         build(*vr("factored"), "model={name: cnn-small}")
 

@@ -41,7 +41,7 @@ def test_every_name_of_the_api_is_there_and_described() -> None:
         fp.rnu  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_the_wheel_takes_the_package_as_it_is_with_its_mark_of_being_typed() -> None:
+def test_the_wheel_ships_the_whole_typed_package() -> None:
     assert (ROOT / "flower_privdec" / "py.typed").is_file()
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel == {"packages": ["flower_privdec"], "force-include": {"scenarios": "flower_privdec/scenarios"}}
@@ -59,7 +59,7 @@ def test_a_scenario_of_python_is_that_of_a_file(tiny_text: str, tmp_path: Path) 
     assert to_yaml(fp.make_scenario(scenario)) == to_yaml(scenario)
 
 
-def test_settings_change_a_value_and_sections_take_the_place_of_sections(tiny_text: str, tmp_path: Path) -> None:
+def test_settings_change_values_and_sections_replace_sections(tiny_text: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(tiny_text)
     for scenario in (
@@ -156,7 +156,7 @@ def test_an_argument_that_is_something_else_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_mistake_in_a_file_has_its_line_and_one_laid_over_it_does_not(tiny_text: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_names_its_line(tiny_text: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(tiny_text.replace("rounds: 6", "rounds: 0"))
     with raises(fp.ScenarioError, "scenario.greater_than_equal", r"tiny\.yaml:4: rounds=0"):
@@ -184,7 +184,7 @@ def test_a_run_says_what_the_command_line_would(tmp_path: Path) -> None:
     assert str(result).startswith("tiny: mean model ")
 
 
-def test_a_scenarios_file_is_run_and_a_thread_count_of_ones_own_is_kept(tiny_text: str, tmp_path: Path) -> None:
+def test_a_file_runs_with_ones_own_thread_count(tiny_text: str, tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(tiny_text)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -206,7 +206,7 @@ def test_a_finished_run_goes_on(tmp_path: Path) -> None:
     assert 5 < second.privacy[0]["epsilon"] <= 6
 
 
-def test_a_run_without_a_folder_has_one_as_long_as_its_result() -> None:
+def test_a_temporary_folder_lives_as_long_as_its_result() -> None:
     result = fp.run(fp.make_scenario(SECTIONS, rounds=2))
     folder = result.folder
     assert (folder / "ledger" / "digits.jsonl").is_file()
@@ -237,7 +237,7 @@ def test_metrics_are_a_frame_where_pandas_is(monkeypatch: pytest.MonkeyPatch) ->
 # --- callbacks ---
 
 
-def test_a_callback_stops_a_run_that_goes_on_later_to_the_same_end(tmp_path: Path) -> None:
+def test_a_run_stopped_by_callback_resumes_exactly(tmp_path: Path) -> None:
     scenario = fp.make_scenario(SECTIONS)
     whole = fp.run(scenario)
     part = fp.run(scenario, out=tmp_path / "run", on_evaluation=lambda metrics: np.bool(metrics["round"] >= 4))
@@ -252,7 +252,7 @@ def test_a_callback_stops_a_run_that_goes_on_later_to_the_same_end(tmp_path: Pat
     assert torch.equal(rest.models["peer-2"]["1.weight"], whole.models["peer-2"]["1.weight"])
 
 
-def test_a_stopped_runs_models_are_those_of_a_run_of_so_many_rounds() -> None:
+def test_a_stopped_runs_models_equal_those_of_fewer_rounds() -> None:
     scenario = fp.make_scenario(SECTIONS, privacy="none")
     part = fp.run(scenario, on_evaluation=lambda metrics: metrics["round"] == 4)
     whole = fp.run(fp.make_scenario(scenario, rounds=4))
@@ -261,7 +261,7 @@ def test_a_stopped_runs_models_are_those_of_a_run_of_so_many_rounds() -> None:
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_a_run_that_is_stopped_at_its_end_is_finished() -> None:
+def test_a_run_stopped_at_its_end_is_finished() -> None:
     assert fp.run(fp.make_scenario(SECTIONS), on_evaluation=lambda metrics: metrics["round"] == 6).finished
 
 
@@ -284,7 +284,7 @@ def test_callbacks_are_called_at_each_round_evaluation_and_end(tmp_path: Path) -
         fp.run(fp.make_scenario(SECTIONS), on_round=print, runtime="flower")
 
 
-def test_a_callback_that_returns_something_else_or_raises_is_heard(tmp_path: Path) -> None:
+def test_a_callback_that_raises_or_returns_nonsense_is_reported(tmp_path: Path) -> None:
     with raises(ArgumentError, "api.on-evaluation", "on_evaluation"):
         fp.run(fp.make_scenario(SECTIONS), on_evaluation=lambda metrics: metrics["epsilon"])
 
@@ -299,7 +299,7 @@ def test_a_callback_that_returns_something_else_or_raises_is_heard(tmp_path: Pat
 # --- models ---
 
 
-def test_a_model_is_ready_to_use_and_is_the_one_that_was_tried(tmp_path: Path) -> None:
+def test_a_model_is_ready_to_use_and_was_evaluated(tmp_path: Path) -> None:
     scenario = fp.make_scenario(SECTIONS, {"data.test_samples": 100})
     result = fp.run(scenario, out=tmp_path / "run")
     public = fp_public(scenario)
@@ -332,7 +332,7 @@ def test_a_model_fills_a_module_of_ones_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_with_buffers_and_tied_parameters_comes_back_whole(tmp_path: Path) -> None:
+def test_buffers_and_tied_parameters_of_a_model_come_back(tmp_path: Path) -> None:
     model = {"module": "user_models:tied"}
     result = fp.run(fp.make_scenario(SECTIONS, model=model), out=tmp_path / "run")
     module = fp.load_run(tmp_path / "run").model()
@@ -355,7 +355,7 @@ def test_a_folder_gives_what_the_run_gave(tmp_path: Path) -> None:
         assert all(torch.equal(again.models[owner][name], tensor) for name, tensor in state.items())
 
 
-def test_a_folder_that_is_no_run_or_damaged_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_damaged_or_foreign_folder_is_refused(tmp_path: Path) -> None:
     scenario = fp.make_scenario(SECTIONS, rounds=2)
     folder = fp.run(scenario, out=tmp_path / "run").folder
     damages: dict[str, Callable[[], Any]] = {

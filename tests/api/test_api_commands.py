@@ -26,7 +26,7 @@ def test_a_printed_scenario_is_yaml_of_the_same_scenario() -> None:
     assert parse_scenario(str(scenario)) == scenario
 
 
-def test_results_show_themselves_in_a_notebook_with_pictures_in_its_colours(result: fp.RunResult) -> None:
+def test_results_show_themselves_in_a_notebook(result: fp.RunResult) -> None:
     pytest.importorskip("matplotlib")
     shown: list[Any] = [result, fp.plan(result.scenario), fp.topology(result.scenario)]
     for one in shown:
@@ -40,7 +40,7 @@ def test_results_show_themselves_in_a_notebook_with_pictures_in_its_colours(resu
         result.plot("acuracy")
 
 
-def test_a_comparison_has_a_figure_with_a_point_for_each_row() -> None:
+def test_a_comparison_plots_a_point_for_each_row() -> None:
     pytest.importorskip("matplotlib")
     table = fp.compare(fp.make_scenario(SECTIONS, rounds=2), ["sgp", "local"], seeds=[1])
     labels = [text.get_text() for text in table.plot().axes[0].get_xticklabels()]
@@ -62,7 +62,7 @@ def test_a_graph_is_described_and_drawn(tmp_path: Path) -> None:
         alone.plot()
 
 
-def test_a_report_takes_results_and_folders_and_a_ledger_is_read(result: fp.RunResult, tmp_path: Path) -> None:
+def test_a_report_takes_results_folders_and_a_ledger(result: fp.RunResult, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page = fp.report(result, tmp_path / "one.html")
     assert page.read_text() == fp.report([str(result.folder)], tmp_path / "two.html").read_text()
@@ -76,7 +76,7 @@ STUDY = (
 )
 
 
-def test_a_study_of_ones_own_runs_and_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_from_python_runs_and_has_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text(str(fp.make_scenario(SECTIONS)))

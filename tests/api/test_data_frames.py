@@ -32,7 +32,7 @@ def scenario(train: Any, test: Any = None, **others: Any) -> fp.Scenario:
     return fp.make_scenario(sections, data=data | {"batch": {"size": 5}} | others)
 
 
-def test_a_frame_is_read_as_the_same_table_of_a_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_reads_like_the_same_table_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     frame().to_csv("rows.csv", index=False)
     file = {"dataset": "csv", "root": "rows.csv", "test": "rows.csv", "table": TABLE, "labels": ["well", "ill"]}
@@ -73,7 +73,7 @@ def of_pictures(rows: Any) -> fp.Scenario:
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
-def test_a_hugging_face_dataset_of_images_is_read_as_pixels(mode: str, channels: int) -> None:
+def test_a_hugging_face_dataset_of_images_becomes_pixels(mode: str, channels: int) -> None:
     rows = pictures(mode=mode)
     result = fp.run(of_pictures(rows))
     weight = result.model()[1].weight
@@ -110,7 +110,7 @@ def test_regression_takes_the_target_as_a_number() -> None:
         ({}, {"table": TABLE | {"numbrs": {}}}, "scenario.extra_forbidden", "numbrs"),
     ],
 )
-def test_a_wrong_frame_is_one_line_with_column_and_row(
+def test_a_wrong_frame_is_refused_by_column_and_row(
     columns: dict[str, Any], others: dict[str, Any], code: str, place: str
 ) -> None:
     with raises(fp.ScenarioError, code, place) as error:

@@ -52,7 +52,7 @@ def audited(app: ClientApp, trials: int = 40, one_run: int | None = None, folder
     return audit_app(run, PEERS, trials=trials, one_run=one_run, seed=1)
 
 
-def test_what_is_printed_for_updates_holds_and_little_noise_shows_much() -> None:
+def test_printed_epsilon_for_updates_holds_and_little_noise_leaks() -> None:
     little = audited(app_of(far, clip_norm=1.0, noise_multiplier=0.4, delta=1e-3), 80)
     much = audited(app_of(far, clip_norm=1.0, noise_multiplier=20.0, delta=1e-3), 16)
     for result, trials in ((little, 80), (much, 16)):
@@ -111,7 +111,7 @@ def test_an_observer_without_noise_refutes_what_is_printed() -> None:
     assert result.epsilon_lower_bound > result.epsilon
 
 
-def test_a_real_ledger_of_updates_is_refused_and_not_charged(tmp_path: Path) -> None:
+def test_a_real_ledger_of_updates_is_refused_uncharged(tmp_path: Path) -> None:
     app = app_of(far, clip_norm=1.0, noise_multiplier=2.0)
     PushSum(fraction_evaluate=0.0).start(
         LocalGrid(app, PEERS, folder=tmp_path), ArrayRecord([np.zeros(D)]), num_rounds=1
@@ -151,7 +151,7 @@ def fitted(folder: Path | None = None) -> Callable[[np.ndarray], np.ndarray]:
     return train
 
 
-def test_examples_that_an_app_protects_are_audited_in_one_run(tmp_path: Path) -> None:
+def test_examples_protected_by_an_app_are_audited_once(tmp_path: Path) -> None:
     result = audited(app_of(fitted(), share_metrics=False), one_run=30)
     assert result.holds, result.verdict
     assert result.canaries == 30 * PEERS

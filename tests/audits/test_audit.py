@@ -69,7 +69,7 @@ def test_a_bound_from_scores_is_below_what_gaussians_cost(sigma: float, delta: f
     assert 0 <= epsilon_from_scores(absent, present, delta, 1 - 1e-9) <= cost
 
 
-def test_a_bound_from_scores_is_near_what_they_can_show() -> None:
+def test_a_bound_from_scores_is_nearly_tight() -> None:
     count = 20_000
     apart = epsilon_from_scores(np.zeros(count), np.ones(count), 1e-5, 0.95)
     assert apart == pytest.approx(math.log(count / 2 / -math.log(0.025)), abs=0.01)  # no false alarm in the second half
@@ -77,7 +77,7 @@ def test_a_bound_from_scores_is_near_what_they_can_show() -> None:
     assert epsilon_from_scores(np.zeros(1), np.ones(1), 1e-5, 0.95) == 0
 
 
-def test_a_bound_from_guesses_is_that_of_a_binomial_without_delta() -> None:
+def test_a_bound_from_guesses_is_a_binomials_without_delta() -> None:
     shown = epsilon_from_guesses(1000, 1000, 800, 0.0, 0.95)
     assert stats.binom.sf(799, 1000, 1 / (1 + math.exp(-shown))) == pytest.approx(0.05, rel=1e-4)
     assert epsilon_from_guesses(1000, 1000, 800, 1e-4, 0.95) < shown
@@ -135,7 +135,7 @@ def test_canaries_change_their_sign_where_gradients_are_remembered(settings: str
     assert scores[there].mean() - scores[~there].mean() > 0.25
 
 
-def test_what_was_released_at_a_snapshot_is_subtracted_from_the_steps_after_it() -> None:
+def test_a_snapshots_release_is_subtracted_from_later_steps() -> None:
     """Under the same draws, a canary is seen farther apart than by an observer who forgets what was released."""
     settings = "algorithm={name: privsgp-vr, table: snapshot, snapshot_every: 3, learning_rate: 0.1}"
     canaries = with_canaries(experiment_of(*SHORT, *settings_for(settings), "rounds=6", "privacy.epsilon=4"))
@@ -164,7 +164,7 @@ def test_an_audit_repeats_by_its_seed() -> None:
 
 @pytest.mark.parametrize("colluding", [0, 1, 2])
 @pytest.mark.parametrize("topology", ["complete", "directed-exponential"])
-def test_colluders_that_subtract_what_they_share_leave_the_planned_noise(colluding: int, topology: str) -> None:
+def test_colluders_subtract_shared_noise_and_leave_the_planned_rest(colluding: int, topology: str) -> None:
     """The mean log ratio of both worlds is a replica's, within five standard errors; all is as planned."""
     noise = f"privacy.noise={{kind: cancelling, colluding: {colluding}, secrets: complete}}"
     experiment = experiment_of(*FULL, noise, f"topology.name={topology}", "privacy.epsilon=6")
@@ -326,7 +326,7 @@ def test_a_replica_exposes_what_papers_claim(name: str) -> None:
     assert claimed < least < shown <= epsilon([release], delta)
 
 
-def test_a_claim_that_is_refuted_is_named_and_the_printed_epsilon_holds() -> None:
+def test_a_refuted_claim_is_named_and_printed_epsilon_holds() -> None:
     paper_noise = "privacy={epsilon: 3.0, delta: 1.0e-3, calibration: paper, c_2: 0.3724}"
     experiment = experiment_of(
         *SHORT[:-1], "data.batch={sampling: poisson, size: 1}", *settings_for("algorithm.name=privsgp-vr"), paper_noise
@@ -340,7 +340,7 @@ def test_a_claim_that_is_refuted_is_named_and_the_printed_epsilon_holds() -> Non
 # --- one run of real training ---
 
 
-def test_an_audit_in_one_run_is_below_what_is_printed_and_shows_something_where_noise_is_small() -> None:
+def test_an_audit_in_one_run_is_sound_and_informative() -> None:
     digits = ["rounds=20", "data.samples=240", "data.batch={sampling: poisson, size: 20}", "privacy.clip_norm=1.0"]
     tight = audit_in_one_run(experiment_of(*digits, "privacy.epsilon=1"), canaries=40)
     loose = audit_in_one_run(experiment_of(*digits, "privacy={epsilon: 1000, delta: 1.0e-5}"), canaries=40)
@@ -354,7 +354,7 @@ def test_an_audit_in_one_run_is_below_what_is_printed_and_shows_something_where_
     ("overrides", "canaries", "code"),
     [(["privacy=none"], 4, "audit.no-privacy"), ([], 2, "audit.trials"), ([], 13, "audit.trials")],
 )
-def test_an_audit_in_one_run_refuses_what_it_cannot_do(overrides: list[str], canaries: int, code: str) -> None:
+def test_an_audit_in_one_run_refuses_unsupported_settings(overrides: list[str], canaries: int, code: str) -> None:
     with raises(ScenarioError, code):
         audit_in_one_run(experiment_of(*SHORT, *overrides), canaries=canaries)
 
@@ -384,7 +384,7 @@ def test_arguments_out_of_range_are_refused() -> None:
         audit(experiment, confidence=1.0)
 
 
-def test_the_command_prints_a_table_or_json_and_exits_with_1_for_what_is_broken(
+def test_the_command_prints_results_and_exits_1_if_broken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["audit", "digits", "--set", "rounds=2", "--trials", "16", "--replica", "100"]

@@ -78,7 +78,7 @@ def test_what_cannot_be_audited_is_refused(tmp_path: Path) -> None:
         _ = audit.result
 
 
-def test_an_audit_leaves_out_what_is_out_and_adds_no_canary(tmp_path: Path) -> None:
+def test_without_noise_excluded_examples_add_nothing(tmp_path: Path) -> None:
     """Without noise the sum of a batch is that of the examples that are in it."""
     sums: list[Tensor] = []
 

@@ -35,7 +35,7 @@ def row_of(**levels: str) -> Row:
 
 
 @pytest.mark.parametrize("number", range(CASES))
-def test_rows_run_by_all_laws_or_are_refused_with_a_remedy_that_works(number: int, tmp_path: Path) -> None:
+def test_rows_obey_all_laws_or_are_refused_with_remedy(number: int, tmp_path: Path) -> None:
     violations = []
     for row in rows()[number * ROWS : (number + 1) * ROWS]:
         outcome = try_row(row, tmp_path / "row", number)

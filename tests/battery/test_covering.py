@@ -38,7 +38,7 @@ def tuples_of(rows: list[tuple[int, ...]], strength: int) -> set[Part]:
 
 
 @pytest.mark.parametrize(("strength", "most"), [(2, 30), (3, 120)])
-def test_every_tuple_is_in_a_row_of_a_short_array(strength: int, most: int) -> None:
+def test_every_tuple_is_in_a_short_array(strength: int, most: int) -> None:
     array = Array(SIZES, everything, strength)
     total = len(array.uncovered)
     rows = grown(array, [])
@@ -77,7 +77,7 @@ def test_levels_that_mean_nothing_beside_others_count_for_nothing() -> None:
 @pytest.mark.parametrize(
     "guilty", [frozenset({(0, 2)}), frozenset({(1, 1), (5, 4)}), frozenset({(0, 2), (3, 1), (4, 1)})]
 )
-def test_the_cause_is_the_least_set_of_levels_that_is_refused(guilty: Part) -> None:
+def test_the_cause_is_the_smallest_refused_set_of_levels(guilty: Part) -> None:
     row, plain, builds = (2, 1, 3, 1, 1, 4), (0,) * 6, []
 
     def still(other: tuple[int, ...]) -> bool:

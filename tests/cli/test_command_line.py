@@ -124,7 +124,7 @@ main()
 """
 
 
-def test_ctrl_c_in_the_first_half_second_is_one_line() -> None:
+def test_ctrl_c_during_startup_is_one_line() -> None:
     ended = subprocess.run([sys.executable, "-c", PRESSED_WHILE_IMPORTING], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 130
     assert ended.stderr == "interrupted: nothing has begun; run the same command again\n"
@@ -218,7 +218,7 @@ def test_a_folder_that_is_gone_is_one_line(
 
 
 @pytest.mark.parametrize("name", ["a:b", "$x_$", "100 %", "[red]x", "é"])
-def test_a_name_is_shown_as_it_is_and_can_be_drawn(
+def test_a_strange_name_is_shown_and_can_be_plotted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_text: str, name: str
 ) -> None:
     (tmp_path / "s.yaml").write_text(tiny_text)

@@ -27,7 +27,7 @@ STATUS = {
 }
 
 
-def test_a_network_on_a_terminal_has_a_row_for_each_peer(tmp_path: Path) -> None:
+def test_a_terminal_shows_a_row_for_each_peer(tmp_path: Path) -> None:
     shown = io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=110)
     with network_progress(small_scenario("n_peers=5"), tmp_path, console=terminal) as (on_metrics, on_status):
@@ -49,7 +49,7 @@ def test_a_network_on_a_terminal_has_a_row_for_each_peer(tmp_path: Path) -> None
     assert "INSECURE seeds" in last
 
 
-def test_a_network_elsewhere_is_plain_lines_and_its_peers_are_not_asked(tmp_path: Path) -> None:
+def test_without_a_terminal_lines_are_plain_and_peers_unasked(tmp_path: Path) -> None:
     shown_on = Console(file=io.StringIO(), width=110)
     with network_progress(small_scenario(), tmp_path, console=shown_on) as (_, on_status):
         assert on_status is None

@@ -26,7 +26,7 @@ with replacing(Path(sys.argv[1])) as part:
 """
 
 
-def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for content in (b"one", b"", b"three" * 10**6):
         write_atomically(path, content)
@@ -35,7 +35,7 @@ def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_what_fails_half_way_leaves_the_file_as_it_was(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path, error: type[BaseException]) -> None:
     path = tmp_path / "file"
     write_atomically(path, b"old")
 
@@ -60,7 +60,7 @@ def test_a_killed_writer_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert path.read_bytes() == b"new"
 
 
-def test_a_file_is_its_owners_only_unless_it_is_public(tmp_path: Path) -> None:
+def test_a_file_is_owner_only_unless_public(tmp_path: Path) -> None:
     with umask_of_none():
         write_atomically(tmp_path / "open", b"", public=True)
         with replacing(tmp_path / "closed") as part:
@@ -71,7 +71,7 @@ def test_a_file_is_its_owners_only_unless_it_is_public(tmp_path: Path) -> None:
     assert (tmp_path / "closed").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_that_was_left_open_to_others_is_closed_to_them(tmp_path: Path) -> None:
+def test_a_file_open_to_others_is_closed_to_them(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("before\n")
     path.chmod(0o644)
@@ -105,6 +105,6 @@ def test_a_file_is_opened_once_a_descriptor_is_free(tmp_path: Path, monkeypatch:
     assert (tmp_path / "a").read_bytes() == b"content"
 
 
-def test_other_errors_of_opening_a_file_are_raised_at_once(tmp_path: Path) -> None:
+def test_other_errors_of_opening_are_raised_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         open_file(tmp_path / "missing" / "a", os.O_RDONLY)

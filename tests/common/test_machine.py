@@ -19,7 +19,7 @@ from flower_privdec.common.machine import provenance
         ([], ""),
     ],
 )
-def test_of_other_programs_than_privdec_the_name_alone_is_recorded(
+def test_only_names_of_other_programs_are_recorded(
     arguments: list[str], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flower's processes have tokens among their arguments, and a summary is shown to people."""

@@ -44,7 +44,7 @@ def topology(name: str, **arguments: Any) -> str:
 # --- algorithms ---
 
 
-def test_an_own_algorithm_reads_its_own_keys_and_shows_every_default(tiny: Callable[..., Scenario]) -> None:
+def test_an_own_algorithm_reads_its_keys_and_shows_defaults(tiny: Callable[..., Scenario]) -> None:
     scenario = tiny(HEAVY)
     assert "beta: 0.5" in to_yaml(scenario)
     assert scenario.algorithm.name == "user_parts:HeavyBall"
@@ -64,7 +64,7 @@ def test_an_own_algorithm_is_run_planned_and_drawn(build: Build, tmp_path: Path)
     assert 2.9 < float(summary["privacy"][0]["epsilon"]) <= 3
 
 
-def test_no_memory_of_the_last_step_is_stochastic_gradient_push(build: Build, alike: Any) -> None:
+def test_zero_momentum_is_stochastic_gradient_push(build: Build, alike: Any) -> None:
     plain = build("algorithm={name: privsgp, learning_rate: 0.1}")
     own = alike(build(HEAVY, "algorithm.beta=0"), plain)
     one, other = (testing.run_rounds(each, 4).state.rows["x"] for each in (plain, own))
@@ -78,7 +78,7 @@ def test_an_own_algorithm_keeps_the_laws_of_privacy(build: Build) -> None:
     testing.assert_nothing_else_leaves(experiment)
 
 
-def test_an_own_algorithm_that_declares_nothing_has_no_finite_budget(build: Build) -> None:
+def test_an_own_algorithm_without_declaration_has_no_finite_budget(build: Build) -> None:
     undeclared = HEAVY.replace("HeavyBall", "Undeclared")
     with raises(ScenarioError, "privacy.undeclared", "'user_parts:Undeclared'"):
         build(undeclared)
@@ -124,9 +124,7 @@ def test_an_own_algorithm_that_declares_nothing_has_no_finite_budget(build: Buil
         ),
     ],
 )
-def test_an_own_algorithm_that_does_not_fit_is_refused_in_one_line(
-    build: Build, setting: str, refusal: tuple[str, ...]
-) -> None:
+def test_an_unfit_own_algorithm_is_refused_in_one_line(build: Build, setting: str, refusal: tuple[str, ...]) -> None:
     with raises(ScenarioError, *refusal) as error:
         build(setting)
     assert "\n" not in str(error.value)
@@ -156,7 +154,7 @@ PLACES = {
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_module_that_cannot_be_had_is_one_line_status_2_and_leaves_nothing(
+def test_an_unloadable_module_is_one_line_and_exit_2(
     name: str,
     place: str,
     tiny_text: str,
@@ -208,7 +206,7 @@ def part():
 
 
 @pytest.mark.parametrize("setting", FAILS_ON_THE_TEST_SET)
-def test_own_code_that_fails_on_the_test_set_is_named_with_its_line(
+def test_own_code_that_fails_on_test_set_is_named(
     setting: str,
     tiny_text: str,
     tmp_path: Path,
@@ -230,7 +228,7 @@ def test_own_code_that_fails_on_the_test_set_is_named_with_its_line(
 
 
 @pytest.mark.parametrize("target", ["", "a", "a:", ":b", "a:b:c", "a.b:c.d", "../a:b", "a b:c", "a:b()", "a..b:c"])
-def test_a_target_that_names_no_part_of_a_module_is_refused(target: str) -> None:
+def test_a_target_that_names_no_part_is_refused(target: str) -> None:
     with raises(ScenarioError, "code.name", r"'package\.module:name'"):
         load_own(target, "key")
 
@@ -281,7 +279,7 @@ class part(nn.Module):
 
 
 @pytest.mark.parametrize("name", RAISED)
-def test_whatever_a_model_does_is_one_line_status_2_and_leaves_nothing(
+def test_any_failing_model_is_one_line_and_exit_2(
     name: str,
     tiny_text: str,
     tmp_path: Path,
@@ -324,7 +322,7 @@ def part():
 
 @pytest.mark.parametrize("what", ["sys.exit(3)", "raise KeyError('secret')"])
 @pytest.mark.parametrize("after", [12, 15])
-def test_a_forward_that_fails_later_ends_the_run_in_one_line(
+def test_a_failing_forward_ends_the_run_in_one_line(
     what: str,
     after: int,
     tiny_text: str,
@@ -347,12 +345,12 @@ def test_a_forward_that_fails_later_ends_the_run_in_one_line(
     assert ("secret" in said) == ("public test set" in said and "secret" in what)
 
 
-def test_what_an_own_algorithm_raises_in_a_round_is_told_by_its_place(build: Build, tmp_path: Path) -> None:
+def test_errors_of_an_own_algorithm_are_named_by_place(build: Build, tmp_path: Path) -> None:
     with raises(RunError, "run.own-code", "1: algorithm.module='user_parts:Stumbling'"):
         run(build("algorithm={module: 'user_parts:Stumbling', learning_rate: 0.1}", "privacy=none"), tmp_path / "run")
 
 
-def test_what_own_parts_raise_while_they_are_built_or_begun_is_one_line(build: Build, tmp_path: Path) -> None:
+def test_errors_while_building_own_parts_are_one_line(build: Build, tmp_path: Path) -> None:
     with raises(ScenarioError, "code.fails", "user_parts:sloppy"):
         build("topology={module: 'user_parts:sloppy'}")
     with raises(ScenarioError, "code.fails"):
@@ -376,7 +374,7 @@ def test_a_plan_names_the_gradient_kernel_and_why(build: Build) -> None:
 
 
 @pytest.mark.parametrize("place", ["algorithm", "topology", "data.dataset"])
-def test_the_code_of_an_own_part_is_part_of_the_run(
+def test_the_code_of_an_own_part_changes_the_run(
     place: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pin_salts(monkeypatch)
@@ -430,7 +428,7 @@ def test_threads_do_not_parse_source_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert codes[0] == codes[3]
 
 
-def test_the_arguments_of_an_own_part_are_part_of_the_run(build: Build) -> None:
+def test_the_arguments_of_an_own_part_change_the_run(build: Build) -> None:
     ids = [build("rounds=1", topology("hub", spokes=spokes)).own.run.id for spokes in (2, 2, 3)]
     assert ids[0] == ids[1] != ids[2]
 
@@ -449,7 +447,7 @@ def test_own_graphs_are_networkx_graphs_lists_mappings_and_topologies() -> None:
     assert build_topology("user_parts:changing", 8).period == 3
 
 
-def test_a_parameter_named_seed_gets_the_scenarios_unless_it_is_given() -> None:
+def test_a_parameter_named_seed_gets_the_scenarios_seed() -> None:
     edges = [
         build_topology("user_parts:seeded", 9, seed=seed, arguments=given).edges(0).tolist()
         for seed, given in ((1, {}), (1, {}), (2, {}), (2, {"seed": 1}))
@@ -501,7 +499,7 @@ def test_own_arrays_are_dealt_out_and_trained_on(build: Build, tmp_path: Path) -
     assert (tmp_path / "run" / "ledger" / "own.jsonl").exists()
 
 
-def test_whoever_needs_the_test_set_asks_an_own_dataset_for_no_example(
+def test_reading_the_test_set_draws_no_training_example(
     tiny: Callable[..., Scenario], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, blobs = [], user_parts.blobs
@@ -515,7 +513,7 @@ def test_whoever_needs_the_test_set_asks_an_own_dataset_for_no_example(
     assert asked == ["test"]
 
 
-def test_the_root_of_a_scenario_reaches_an_own_dataset_peer_by_peer(build: Build) -> None:
+def test_the_root_reaches_an_own_dataset_peer_by_peer(build: Build) -> None:
     plain = build(BLOBS).own.examples
     rooted = build(BLOBS[:-1] + ", root: there}").own.examples
     assert not torch.equal(plain.x, rooted.x)

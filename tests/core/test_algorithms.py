@@ -38,7 +38,7 @@ def slice_of(state, row):
 
 
 @pytest.mark.parametrize("participation", ["kind=all", "kind=uniform"])
-def test_row_law_every_step_of_a_row_is_that_row_of_the_step(build, variant, participation):
+def test_row_law_every_step_computes_a_row_from_itself(build, variant, participation):
     alone = {*ALL_ACTIVE, "n_peers=1", "algorithm.acceleration=chebyshev"}
     if participation == "kind=uniform" and alone & set(variant):
         pytest.skip("one peer at a time, or all: it has no other participation")
@@ -182,7 +182,7 @@ def test_push_sum_takes_its_gradient_at_the_debiased_model(build, graph):
 
 
 @pytest.mark.parametrize("name", ["d-psgd", "dp2-sgd", "dp-dpsgd"])
-def test_gossip_mixes_the_models_and_descends_at_what_they_were_before(build, name):
+def test_gossip_mixes_models_and_descends_at_the_old_ones(build, name):
     """Lian et al. 2017: x_i ← Σ_j W_ij x_j - γ g_i(x_i), not W (x - γ g), nor with g at the mixed model."""
     experiment, tape = build(f"algorithm.name={name}", "topology.name=ring", "n_peers=6"), NoiseTape(650)
     engine = engine_with(experiment, tape)
@@ -202,7 +202,7 @@ def test_gossip_mixes_the_models_and_descends_at_what_they_were_before(build, na
         (1.0, [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
     ],
 )
-def test_the_learning_rate_falls_to_0_after_the_last_round(decay, expected):
+def test_the_learning_rate_falls_to_0_at_the_end(decay, expected):
     rate = LearningRate(np.array([2.0, 0.5]), decay, 8)
     for k, share in enumerate(expected):
         np.testing.assert_allclose(rate.at(k), [2.0 * share, 0.5 * share], rtol=1e-15)
@@ -214,7 +214,7 @@ def test_runs_repeat_bit_for_bit_and_follow_the_seed(build):
     assert not torch.equal(first.rows["x"], other.rows["x"])
 
 
-def test_push_sum_alone_reaches_the_mean_in_log2_n_rounds(build):
+def test_push_sum_reaches_the_mean_in_log2_n_rounds(build):
     experiment = build("n_peers=8", "privacy=none", "algorithm.learning_rate=1e-300")
     cohort = experiment.cohort()
     state = experiment.initial_state(cohort)

@@ -22,7 +22,7 @@ EMA = "algorithm.average={kind: ema, decay: 0.7}"
 
 
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd", "fedavg", "local"])
-def test_an_average_is_that_of_the_rows_of_all_rounds(name: str, build: Build) -> None:
+def test_an_average_covers_the_rows_of_all_rounds(name: str, build: Build) -> None:
     settings = [f"algorithm.name={name}", "topology.name=complete", "rounds=5"]
     experiment, plain = build(*settings, EMA, "privacy=none"), build(*settings, "privacy=none")
     cohort = plain.cohort()
@@ -42,7 +42,7 @@ def test_an_average_is_that_of_the_rows_of_all_rounds(name: str, build: Build) -
     torch.testing.assert_close(experiment.algorithm.models(rows), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_the_averages_are_what_is_evaluated_and_written_and_spend_nothing(tiny: Tiny, tmp_path: Path) -> None:
+def test_averages_are_evaluated_and_written_and_spend_nothing(tiny: Tiny, tmp_path: Path) -> None:
     plain, averaged = (run(Experiment.build(tiny(*more)), tmp_path / str(len(more))) for more in ((), (EMA,)))
     assert [row["epsilon"] for row in plain["privacy"]] == [row["epsilon"] for row in averaged["privacy"]]
     models, rows = load_file(tmp_path / "1" / "model.safetensors"), load_file(tmp_path / "1" / "checkpoint")

@@ -297,7 +297,7 @@ def test_each_neighbour_costs(crossing: Experiment, build: Build) -> None:
     assert plan.receivers["gradient"].tolist() == [[4, 1, 1, 1, 1]] * 4
 
 
-def test_the_replies_to_one_neighbour_tell_less_than_all_together(crossing: Experiment) -> None:
+def test_replies_to_one_neighbour_tell_less_than_all_together(crossing: Experiment) -> None:
     plan = protection(crossing)
     total, replies = plan.epsilons(4), plan.epsilons(4, ONE_NEIGHBOUR)
     assert replies[0] < 0.5 * total[0]
@@ -336,7 +336,7 @@ def protection(experiment: Experiment) -> Protection:
 
 
 @pytest.mark.parametrize("nodes", [5, 2])
-def test_releases_for_a_neighbour_each_are_the_same_in_relay(crossing: Experiment, tmp_path: Path, nodes: int) -> None:
+def test_releases_for_each_neighbour_agree_in_relay(crossing: Experiment, tmp_path: Path, nodes: int) -> None:
     pytest.importorskip("flwr")
     from flower_privdec.flower.apps.client_app import client_app
     from flower_privdec.flower.apps.server_app import Relay

@@ -38,7 +38,7 @@ def one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     pin_salts(monkeypatch)
 
 
-def test_processes_that_hold_one_peer_each_do_what_the_engine_does(
+def test_processes_of_one_peer_each_match_the_engine(
     tiny: Callable[..., Scenario], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, some: Callable[..., list[list[str]]]
 ) -> None:
     several = [settings_for(*variant) for variant in some(VARIANTS) if "algorithm.name=dp-sgd" not in variant]

@@ -58,7 +58,7 @@ def test_embedded_split_is_the_same_for_every_seed() -> None:
     assert torch.equal(load_dataset("digits", seed=1).x_train, load_dataset("digits", seed=2).x_train)
 
 
-def test_breast_cancer_is_learnable_from_a_transform_of_each_example_alone() -> None:
+def test_breast_cancer_is_learnable_after_a_per_example_transform() -> None:
     from sklearn.datasets import load_breast_cancer
     from sklearn.linear_model import LogisticRegression
 
@@ -106,7 +106,7 @@ def test_idx_files(tmp_path: Path, name: str, kind: str, constants: Any) -> None
     assert data.n_classes == 10
 
 
-def test_mnist_root_that_is_not_there_names_path_and_remedy(tmp_path: Path) -> None:
+def test_a_missing_mnist_root_names_path_and_remedy(tmp_path: Path) -> None:
     refused("data.root is missing", "digits", name="mnist")
     refused(str(tmp_path), "MNIST/raw/train-images-idx3-ubyte", "digits", root=tmp_path, name="mnist")
     idx_folder(tmp_path)

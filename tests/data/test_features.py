@@ -97,7 +97,7 @@ def test_an_examples_features_depend_on_no_other(shape: tuple[int, ...], whiten:
 
 
 @pytest.mark.usefixtures("few_drawings")
-def test_features_have_the_norm_and_number_that_was_asked_for() -> None:
+def test_features_have_the_requested_norm_and_number() -> None:
     z = Extractor(section(norm=3.0, whitening="strokes"), (1, 8, 8))(images(20))
     assert z.shape == (20, 5 * 2 * 2)
     assert z.dtype is torch.float32
@@ -127,7 +127,7 @@ def test_whitening_evens_out_the_variances_down_to_the_ridge() -> None:
     torch.testing.assert_close(torch.linalg.eigvalsh(after), expected.sort().values, rtol=1e-3, atol=1e-5)
 
 
-def test_drawings_are_centred_ink_on_paper_and_always_the_same() -> None:
+def test_drawings_are_centred_ink_and_reproducible() -> None:
     drawn = draw_strokes(12, (28, 28))
     assert drawn.dtype == np.float32
     assert (drawn.min(), drawn.max()) == (0, 1)
@@ -167,7 +167,7 @@ def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"whitening": "strokes"}, (3, 8, 8), ["features.whitening=strokes", "not 3", "none"]),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_before_any_work(
+def test_unfit_settings_are_refused_before_any_work(
     changes: dict[str, Any], shape: tuple[int, ...], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(ScenarioError) as caught:
@@ -295,9 +295,7 @@ def test_features_are_for_their_owner_alone() -> None:
     assert (cache_folder() / "features").stat().st_mode & 0o077 == 0
 
 
-def test_features_are_computed_and_reported_where_the_cache_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_features_work_if_the_cache_is_not_writable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
     x, result = images(6), torch.randn(6, 3)
     assert torch.equal(keep(x, result), result)

@@ -170,9 +170,7 @@ def test_pathological_leaves_out_a_class_that_nobody_drew() -> None:
 @pytest.mark.usefixtures("label_partitions")
 @given(least=st.integers(1, 20), seed=st.integers(0, 2**40), alpha=st.sampled_from([0.02, 0.1, 1.0]))
 @settings(max_examples=25)
-def test_with_a_least_size_nobody_holds_less_and_as_few_as_can_be_are_moved(
-    least: int, seed: int, alpha: float
-) -> None:
+def test_a_least_size_is_met_by_moving_few_examples(least: int, seed: int, alpha: float) -> None:
     """Nobody who drew enough gains, nobody gives away what takes it below another, and everything is assigned."""
     parts = divide(LABELS, 30, "dirichlet", seed, alpha=alpha, min_size=least)
     check_lawful(parts, 30, len(LABELS))
@@ -253,7 +251,7 @@ for kind, options in (("dirichlet", {"alpha": 1.0}), ("shards", {"shards_per_pee
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("label_partitions")
-def test_label_partitions_touch_neither_network_nor_disk_and_print_nothing(tmp_path: Path) -> None:
+def test_label_partitions_use_no_network_and_print_nothing(tmp_path: Path) -> None:
     home, plots = (
         tmp_path / "home",
         tmp_path / "plots",

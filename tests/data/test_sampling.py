@@ -203,7 +203,7 @@ def test_poisson_counts_are_binomial(count: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("round_index", [0, 127, 128, 255])
-def test_poisson_has_no_edge_at_the_ends_of_a_block(round_index: int) -> None:
+def test_poisson_sampling_is_seamless_at_block_ends(round_index: int) -> None:
     n_peers, count = 4000, 6
     seen = np.zeros(count)
     for row in used(seeded("poisson", 2, [count] * n_peers, 8).batch(round_index, range(n_peers))):
@@ -245,7 +245,7 @@ def test_uniform_makes_every_set_equally_likely() -> None:
 
 
 @pytest.mark.parametrize(("count", "size"), [(12, 4), (10, 3), (300, 2), (5, 5), (9, 1)])
-def test_shuffle_uses_each_example_at_most_once_in_an_epoch(count: int, size: int) -> None:
+def test_shuffle_uses_each_example_once_an_epoch(count: int, size: int) -> None:
     sampler, steps = seeded("shuffle", size, [count], 1), count // size
     epochs = [
         [position for k in range(steps) for position in used(sampler.batch(epoch * steps + k, [0]))[0]]
@@ -280,7 +280,7 @@ def test_a_batch_larger_than_a_peers_data_is_refused(kind: str) -> None:
         seeded(kind, 8, SIZES, 1)
 
 
-def test_with_a_rate_every_peer_has_its_own_expected_batch() -> None:
+def test_a_rate_gives_every_peer_its_own_expected_batch() -> None:
     sampler = sampling("poisson", None, SIZES, dict.fromkeys(range(10), 1), rate=0.13)
     np.testing.assert_array_equal(sampler.sampling_rate, np.full(10, 0.13))  # as given, for ε is the accountant's at it
     np.testing.assert_allclose(sampler.normalizer, 0.13 * SIZES, rtol=1e-15)
@@ -302,7 +302,7 @@ def test_a_rate_is_an_independent_coin_for_each_example() -> None:
 
 
 @pytest.mark.parametrize("kind", ["poisson", "uniform", "shuffle", "blocks"])
-def test_small_peers_take_all_they_hold_and_others_are_as_ever(kind: str) -> None:
+def test_small_peers_take_everything_and_others_are_unchanged(kind: str) -> None:
     sampler = sampling(kind, 15, SIZES, dict.fromkeys(range(10), 1), small_peers="full")
     small = np.flatnonzero(SIZES <= 15)
     np.testing.assert_array_equal(sampler.sampling_rate[small], np.ones(len(small)))
@@ -362,7 +362,7 @@ def test_batches_hold_the_sampled_examples(kind: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_process_that_holds_a_few_peers_sees_the_same(kind: str) -> None:
+def test_a_process_with_few_peers_draws_the_same(kind: str) -> None:
     everyone, examples, few = peer_data(kind), some_examples(), [2, 3, 7]
     own = replace(examples, parts=tuple(examples.parts[peer] for peer in few))
     sampler = everyone.sampler.like(partition_sizes=SIZES[few])

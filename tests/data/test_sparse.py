@@ -82,7 +82,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero() -> None:
     assert float(out.norm()) <= 1
 
 
-def test_a_model_that_is_more_than_a_linear_layer_is_refused(build: Build) -> None:
+def test_sparse_data_refuse_models_beyond_a_linear_layer(build: Build) -> None:
     with raises(ScenarioError, "gradients.sparse"):
         build(*SYNTHETIC[:1], "model={name: mlp, hidden: [3]}")
     with raises(ScenarioError, "features.no-images", "scattering"):
@@ -99,7 +99,7 @@ def test_the_laws_of_privacy_hold_for_sparse_examples(build: Build, algorithm: s
     testing.assert_nothing_else_leaves(experiment)
 
 
-def test_the_known_optimum_of_the_drawn_texts_is_the_optimum(build: Build) -> None:
+def test_the_known_optimum_of_drawn_texts_is_optimal(build: Build) -> None:
     experiment = build(*SYNTHETIC, DDA, "privacy=none")
     objective = ConvexObjective.of(experiment, experiment.own)
     sign = 2.0 * objective.targets.numpy() - 1
@@ -167,18 +167,14 @@ def test_a_file_is_read_plain_or_compressed(build: Build, tmp_path: Path, name: 
         (b"\n# nothing\n", "data.empty", ""),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_its_line(
-    build: Build, tmp_path: Path, content: bytes, code: str, names: str
-) -> None:
+def test_a_wrong_file_is_refused_by_line(build: Build, tmp_path: Path, content: bytes, code: str, names: str) -> None:
     train, test = written(tmp_path, content), written(tmp_path, b"1 4:1\n-1 1:1\n", "test")
     with raises(ScenarioError, code, names) as refused:
         of_file(build, train, test)
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_cut_off_or_endless_is_refused(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_truncated_or_endless_file_is_refused(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     test = written(tmp_path, b"1 4:1\n-1 1:1\n", "test")
     whole = Path(written(tmp_path, LINES * 500, "train.gz"))
     whole.write_bytes(whole.read_bytes()[:-20])

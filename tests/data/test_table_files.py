@@ -59,7 +59,7 @@ def test_a_row_s_features_depend_on_that_row_alone(tabled: Tabled) -> None:
 
 
 @pytest.mark.parametrize(("missing", "width"), [("center", 4), ("flag", 7)])
-def test_missing_values_and_columns_count_as_centers_or_have_flags(missing: str, width: int, tabled: Tabled) -> None:
+def test_missing_values_become_centers_or_have_flags(missing: str, width: int, tabled: Tabled) -> None:
     test = "sex,age,ill\nm, NA ,yes\n,50,no\n"
     x, _ = read(tabled(test=test, more=f", missing: {missing}"))
     assert x[:, :4].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
@@ -126,9 +126,7 @@ def test_parquet_is_read_as_csv_is(tabled: Tabled, tmp_path: Path) -> None:
         ("age\tsex\tbmi\till\n60\tf\t25\tyes\n", "data.column", r"delimiter.*'\\t'"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_file_row_and_column_and_no_value(
-    test: str, code: str, names: str, tabled: Tabled
-) -> None:
+def test_a_wrong_table_names_row_and_column_never_values(test: str, code: str, names: str, tabled: Tabled) -> None:
     with raises(ScenarioError, code, names=names) as caught:
         read(tabled(test=test))
     message = str(caught.value)
@@ -153,7 +151,7 @@ def test_a_table_without_public_constants_is_refused(more: str, code: str, table
         tiny(f"data={{dataset: csv, test: t.csv, root: r.csv, batch: {{size: 2}}, table: {{{table}{more}}}}}")
 
 
-def test_truth_values_of_a_frame_are_the_classes_0_and_1() -> None:
+def test_boolean_columns_are_classes_0_and_1() -> None:
     table = TableSection(target="ill", numbers={"age": (50.0, 10.0)})
     frame: dict[str, list[Any]] = {"age": [60, 40], "ill": [True, False]}
     _, y = from_frame(list(frame), frame.__getitem__, "data.train", table, None, "classes")
@@ -164,7 +162,7 @@ def test_truth_values_of_a_frame_are_the_classes_0_and_1() -> None:
     ("scale", "labels", "targets", "key"),
     [((0.0, 2.0), None, "classes", "target_scale"), (None, ["no", "yes"], "numbers", "data.labels")],
 )
-def test_a_key_that_the_targets_have_no_use_for_is_refused(
+def test_an_unused_key_for_targets_is_refused(
     scale: tuple[float, float] | None, labels: list[str] | None, targets: Targets, key: str
 ) -> None:
     table = TableSection(target="ill", numbers={"age": (50.0, 10.0)}, target_scale=scale)
@@ -173,7 +171,7 @@ def test_a_key_that_the_targets_have_no_use_for_is_refused(
         from_frame(list(frame), frame.__getitem__, "data.train", table, labels, targets)
 
 
-def test_classes_that_are_numbers_with_a_point_point_to_regression(tiny: Tiny, tmp_path: Path) -> None:
+def test_classes_with_a_decimal_point_suggest_regression(tiny: Tiny, tmp_path: Path) -> None:
     arrays = {
         "x_train": np.ones((40, 3)),
         "x_test": np.ones((9, 3)),
@@ -185,7 +183,7 @@ def test_classes_that_are_numbers_with_a_point_point_to_regression(tiny: Tiny, t
         Experiment.build(tiny(f"data={{dataset: npz, root: {tmp_path / 'own.npz'}, batch: {{size: 2}}}}"))
 
 
-def test_a_folder_of_images_has_a_folder_for_each_class(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_image_folder_has_one_folder_per_class(tiny: Tiny, tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     for half in ("train", "test"):
         for shade, name in enumerate(("cat", "dog")):

@@ -48,7 +48,7 @@ STUDY = "{name: one, base: base.yaml, seeds: [1, 2], parts: [{name: main, axes: 
 POINTS = ["{label: a}", "{label: b, settings: [rounds=2]}", "{label: c, settings: [rounds=1]}"]
 
 
-def test_two_publications_of_a_study_are_one_with_the_rows_of_both(tmp_path: Path) -> None:
+def test_two_publications_of_a_study_merge_their_rows(tmp_path: Path) -> None:
     """As the study publishes them itself, but for the lines on what made it; a row of neither was not run."""
     (tmp_path / "base.yaml").write_text(BASE)
     path, (a, b, c) = tmp_path / "study.yaml", POINTS
@@ -92,7 +92,7 @@ def comparison(name: str) -> dict[tuple[str, ...], str]:
     return {tuple(line[:3]): f"{100 * float(line[mean]):.1f}" for line in lines if line[-1] == "3"}
 
 
-def test_the_comparison_in_the_readme_is_that_of_the_table() -> None:
+def test_the_readmes_comparison_equals_the_table() -> None:
     """All that is there was run with three seeds, and the sentence under it holds of all algorithms."""
     shown = comparison("compared-laptop")
     places = [("1", "iid"), ("1", "Dirichlet 0.3"), ("3", "iid")]
@@ -135,7 +135,7 @@ def test_the_comparison_in_the_readme_is_that_of_the_table() -> None:
     assert len(cifar) == len(shown) == 4 * 2 * 19
 
 
-def test_the_speed_up_that_the_page_has_is_that_of_the_tables() -> None:
+def test_the_pages_speed_up_equals_the_tables() -> None:
     text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
     for size, sentence in (
         ("paper", "25, 50 and 100 peers end at {} % and at a training loss of {} after"),
@@ -147,7 +147,7 @@ def test_the_speed_up_that_the_page_has_is_that_of_the_tables() -> None:
         assert sentence.format(*("{}, {} and {}".format(*values) for values in (accuracies, losses))) in text
 
 
-def test_figures_of_the_page_are_those_of_the_results_beside_them() -> None:
+def test_the_pages_figures_equal_the_results() -> None:
     """Each row, point and paragraph that links to results has no figure that the linked pages lack, but differences.
 
     Two figures one over the other stand in one line there.
@@ -169,7 +169,7 @@ def test_figures_of_the_page_are_those_of_the_results_beside_them() -> None:
     assert of_results >= 12
 
 
-def test_the_studies_that_draw_other_numbers_on_another_machine_are_those_that_the_page_names(
+def test_studies_that_vary_by_machine_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
@@ -186,14 +186,14 @@ def test_the_studies_that_draw_other_numbers_on_another_machine_are_those_that_t
     assert others == set(re.findall(r"`([\w-]+)`", sentence[1]))
 
 
-def test_every_figure_of_a_results_page_has_the_title_that_the_page_gives_it() -> None:
+def test_every_results_figure_has_the_pages_title() -> None:
     for readme in (ROOT / "results").glob("*/README.md"):
         for title, file in re.findall(r"(?m)^!\[(.*)\]\((.*)\)$", readme.read_text(encoding="utf-8")):
             drawn = html.unescape((readme.parent / file).read_text(encoding="utf-8"))
             assert f">{title}<" in drawn, f"{readme.parent.name}/{file}: {title}"
 
 
-def test_a_value_reads_the_same_from_a_run_and_from_its_csv_table() -> None:
+def test_a_value_reads_alike_from_run_and_csv() -> None:
     """A mean that ends in 5 is rounded once, as the table has it."""
     share = Reading("accuracy", lambda line, _: None, share=True)
     for ends_in_5 in (0.3095, 0.4145, 0.0125, 0.9985):
@@ -204,7 +204,7 @@ def test_a_value_reads_the_same_from_a_run_and_from_its_csv_table() -> None:
         assert around == [read, read]
 
 
-def test_what_the_rounds_are_in_proportion_to_is_the_peers() -> None:
+def test_n_times_more_peers_have_n_times_fewer_rounds() -> None:
     """Final values show a speed-up only where n times more peers have n times fewer rounds."""
     for name in ("privsgp-vr", "privsgp-vr-cifar"):
         study, _ = claims.load_study(name)

@@ -191,7 +191,7 @@ def test_a_stale_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # --- what is made from the code ---
 
 
-def test_pages_ask_only_for_parts_that_are_made_and_every_part_is_asked_for() -> None:
+def test_pages_ask_for_every_part_and_no_other() -> None:
     asked = [name for page in DOCS for name in made.MARK.findall(page.read_text(encoding="utf-8"))]
     assert sorted(asked) == sorted(made.PARTS)
 
@@ -212,7 +212,7 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _sections(part)
 
 
-def test_the_reference_says_of_every_key_its_type_its_default_and_what_it_means() -> None:
+def test_the_reference_gives_every_key_type_default_and_meaning() -> None:
     rows = [line.split(" | ") for line in made.PARTS["scenario"]().splitlines() if line.startswith("| `")]
     wanted = set(_keys(Scenario))
     assert {row[0].strip("| `") for row in rows} == wanted

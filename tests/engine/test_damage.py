@@ -114,7 +114,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object, status: int 
 
 @pytest.mark.parametrize("privacy", [OPEN, PRIVATE], ids=["open", "private"])
 @pytest.mark.parametrize("flag", [[], ["--resume"]], ids=["anew", "resume"])
-def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(
+def test_a_second_run_in_a_live_folder_is_refused(
     tmp_path: Path,
     tiny_text: str,
     build: Build,
@@ -149,7 +149,7 @@ def test_two_that_begin_together_do_not_both_write(tmp_path: Path, build: Build)
         Run(build(*OPEN), tmp_path / "run")
 
 
-def test_a_folder_that_changes_between_look_and_lock_is_refused(
+def test_a_folder_changed_before_its_lock_is_refused(
     tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = FolderLock.take
@@ -238,7 +238,7 @@ def outcome(folder: Path) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("file", DAMAGED)
-def test_a_damaged_file_is_refused_before_anything_changes_or_does_not_matter(
+def test_a_damaged_file_is_refused_first_or_harmless(
     stopped: Path, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     """A run that was stopped goes on to the end that it has undamaged, or says in one line why it does not."""
@@ -284,9 +284,7 @@ def test_a_half_written_line_costs_nothing(half: Path, build: Build, tmp_path: P
     assert resumed["loss"] == whole["loss"]
 
 
-def test_a_run_whose_metrics_were_moved_away_is_evaluated_again_at_its_end(
-    half: Path, build: Build, tmp_path: Path
-) -> None:
+def test_a_run_without_its_metrics_is_evaluated_again(half: Path, build: Build, tmp_path: Path) -> None:
     whole = run(build(), tmp_path / "whole")
     finished = Run(build(), half, resume=True)
     finished.advance()
@@ -376,7 +374,7 @@ def test_a_summary_of_something_else_is_one_line(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"{}", b'{"name": "x"}', b"\xff\xfe\x00", b"[" * 100_000])
-def test_a_damaged_summary_is_one_line_and_is_written_again(
+def test_a_damaged_summary_is_reported_and_rewritten(
     done: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
     whole = (done / "summary.json").read_bytes()
@@ -485,7 +483,7 @@ def test_a_checkpoint_that_is_whole_reads_back(half: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "metrics.jsonl", "summary.json", "model.safetensors"])
-def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_was_kept(
+def test_a_full_disk_is_one_line_and_resumable(
     half: Path,
     build: Build,
     tmp_path: Path,
@@ -519,7 +517,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_what_was_kept(
     assert json.loads((half / "summary.json").read_text())["accuracy"] == whole["accuracy"]
 
 
-def test_a_disk_that_is_full_before_the_first_checkpoint_leaves_nothing_to_resume_and_says_so(
+def test_a_disk_full_before_the_first_checkpoint_leaves_nothing(
     build: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_text: str
 ) -> None:
     (tmp_path / "s.yaml").write_text(tiny_text)

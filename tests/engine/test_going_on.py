@@ -46,7 +46,7 @@ def same(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_more_rounds_without_privacy_are_those_of_one_long_run(tiny: Tiny, tmp_path: Path) -> None:
+def test_more_rounds_without_privacy_equal_one_long_run(tiny: Tiny, tmp_path: Path) -> None:
     run(Experiment.build(tiny("privacy=none")), tmp_path / "run")
     more(tiny("privacy=none", "rounds=10"), tmp_path / "run")
     run(Experiment.build(tiny("privacy=none", "rounds=10")), tmp_path / "long")
@@ -55,7 +55,7 @@ def test_more_rounds_without_privacy_are_those_of_one_long_run(tiny: Tiny, tmp_p
     assert lines == [2, 4, 6, 8, 10]
 
 
-def test_the_epsilon_of_more_rounds_is_that_of_all_their_releases(tiny: Tiny, tmp_path: Path) -> None:
+def test_epsilon_of_more_rounds_covers_all_releases(tiny: Tiny, tmp_path: Path) -> None:
     run(Experiment.build(tiny()), tmp_path / "run")
     summary = more(tiny(*MORE), tmp_path / "run")
     entries = read_chain(tmp_path / "run" / "ledger" / "digits.jsonl")[1]
@@ -69,7 +69,7 @@ def test_the_epsilon_of_more_rounds_is_that_of_all_their_releases(tiny: Tiny, tm
     assert read_result(tmp_path / "run").finished
 
 
-def test_the_noise_of_more_rounds_is_of_no_other_run(tiny: Tiny, tmp_path: Path) -> None:
+def test_more_rounds_draw_noise_of_no_other_run(tiny: Tiny, tmp_path: Path) -> None:
     run(Experiment.build(tiny()), tmp_path / "run")
     stages, whole = Experiment.build(with_more_rounds(tiny(*MORE), tmp_path / "run")), Experiment.build(tiny(*MORE))
     first = Experiment.build(tiny())
@@ -95,7 +95,7 @@ def test_each_peer_goes_on_within_its_own_budget(tiny: Tiny, tmp_path: Path) -> 
     assert all(0.97 * budget < value <= budget for value, budget in zip(spent, (2, 3, 4, 5), strict=True)), spent
 
 
-def test_given_noise_takes_as_many_rounds_as_the_budget_has(tiny: Tiny, tmp_path: Path) -> None:
+def test_given_noise_continues_until_the_budget_ends(tiny: Tiny, tmp_path: Path) -> None:
     noise = ("privacy.noise_multiplier=1.5", "privacy.epsilon=3")
     first = run(Experiment.build(tiny(*noise)), tmp_path / "run")["privacy"][0]["epsilon"]
     row = more(tiny(*noise, "rounds=40"), tmp_path / "run")["privacy"][0]
@@ -105,7 +105,7 @@ def test_given_noise_takes_as_many_rounds_as_the_budget_has(tiny: Tiny, tmp_path
     assert row == long  # one mechanism, however it is laid out
 
 
-def test_part_of_an_epoch_costs_what_all_of_it_does(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_partial_epoch_costs_a_whole_one(tiny: Tiny, tmp_path: Path) -> None:
     shuffled = ("data.batch={sampling: shuffle, size: 12}", "privacy={noise_multiplier: 2.0, delta: 1.0e-3}")
     run(Experiment.build(tiny(*shuffled, "rounds=7")), tmp_path / "run")  # an epoch has 5 steps
     summary = more(tiny(*shuffled, "rounds=10"), tmp_path / "run")
@@ -123,7 +123,7 @@ def test_a_run_may_be_given_more_rounds_twice(tiny: Tiny, tmp_path: Path) -> Non
     assert summary["privacy"][0]["epsilon"] == pytest.approx(epsilon(releases_in(entries), 1e-3), rel=1e-6)
 
 
-def test_more_rounds_that_are_interrupted_end_with_the_same_bits(tiny: Tiny, tmp_path: Path, monkeypatch: Any) -> None:
+def test_interrupted_extra_rounds_end_with_the_same_bits(tiny: Tiny, tmp_path: Path, monkeypatch: Any) -> None:
     for name in ("run", "whole"):
         run(Experiment.build(tiny()), tmp_path / name)
     more(tiny(*MORE), tmp_path / "whole")
@@ -159,7 +159,7 @@ def test_noise_of_the_operating_system_goes_on_too(tiny: Tiny, tmp_path: Path) -
     assert summary["privacy"][0]["epsilon"] <= 4
 
 
-def test_the_scenario_of_more_rounds_is_no_run_of_its_own(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_scenario_of_more_rounds_starts_no_run(tiny: Tiny, tmp_path: Path) -> None:
     """Elsewhere its first rounds would be taken again, with noise of the first plan, and without a charge."""
     first = tiny("rounds=4", "privacy.epsilon=2")
     run(Experiment.build(first), tmp_path / "run")
@@ -175,7 +175,7 @@ def test_the_scenario_of_more_rounds_is_no_run_of_its_own(tiny: Tiny, tmp_path: 
         audit(experiment, trials=8, replica=8)
 
 
-def test_more_rounds_of_one_run_are_not_taken_from_another_with_as_many(tiny: Tiny, tmp_path: Path) -> None:
+def test_more_rounds_refuse_a_checkpoint_of_another_run(tiny: Tiny, tmp_path: Path) -> None:
     run(Experiment.build(tiny()), tmp_path / "run")
     run(Experiment.build(tiny("seed=4")), tmp_path / "other")
     experiment = Experiment.build(with_more_rounds(tiny(*MORE), tmp_path / "run"))
@@ -183,7 +183,7 @@ def test_more_rounds_of_one_run_are_not_taken_from_another_with_as_many(tiny: Ti
         run(experiment, tmp_path / "other", resume=True)
 
 
-def test_steps_that_were_charged_twice_count_twice_for_more_rounds(tiny: Tiny, tmp_path: Path) -> None:
+def test_steps_charged_twice_count_twice_for_more_rounds(tiny: Tiny, tmp_path: Path) -> None:
     system = ("compute.generator=system", "privacy={noise_multiplier: 2.0, delta: 1.0e-3}")
     broken_off = Run(Experiment.build(tiny(*system)), tmp_path / "run")
     broken_off.advance()
@@ -284,7 +284,7 @@ def test_a_spent_budget_ends_the_training_of_all(tiny: Tiny, tmp_path: Path) -> 
     assert "stopped_at" not in some  # one peer trains to the end
 
 
-def test_a_stopped_run_counts_every_step_that_was_charged_for_good(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_stopped_run_counts_every_charged_step(tiny: Tiny, tmp_path: Path) -> None:
     experiment = Experiment.build(tiny("compute.generator=system"))
     stopped = Run(experiment, tmp_path / "run")
     stopped.advance()
@@ -297,7 +297,7 @@ def test_a_stopped_run_counts_every_step_that_was_charged_for_good(tiny: Tiny, t
     assert summary["privacy"][0]["epsilon"] == pytest.approx(epsilon(releases_in(entries), 1e-3), rel=1e-6)
 
 
-def test_a_run_that_stops_before_its_first_checkpoint_has_no_summary(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_stopped_before_its_checkpoint_has_no_summary(tiny: Tiny, tmp_path: Path) -> None:
     stopped = Run(Experiment.build(tiny()), tmp_path / "run")
     assert stopped.stop("interrupt") is None
     stopped.close()
@@ -315,7 +315,7 @@ def test_a_lean_run_that_stops_has_no_summary(tiny: Tiny, tmp_path: Path, monkey
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_what_all_others_learn_of_a_stopped_run_counts_every_step_too(tiny: Tiny, tmp_path: Path) -> None:
+def test_all_others_epsilon_of_a_stopped_run_counts_everything(tiny: Tiny, tmp_path: Path) -> None:
     noise = "privacy.noise={kind: cancelling, colluding: 1, secrets: complete, strength: 2.0}"
     experiment = Experiment.build(tiny("compute.generator=system", noise))
     stopped = Run(experiment, tmp_path / "run")

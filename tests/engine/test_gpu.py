@@ -196,7 +196,7 @@ def test_a_gpu_follows_the_cpus_trajectory(
 
 @NEEDS_GPU
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_the_benchmarks_engine_takes_the_loops_step_on_a_gpu(name: str) -> None:
+def test_the_engine_takes_the_benchmark_loops_step_on_gpu(name: str) -> None:
     check_equal(WORKLOADS[name].resized(4), "cuda")
 
 

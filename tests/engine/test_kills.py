@@ -105,7 +105,7 @@ def scenario_of(variant: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=[" ".join(variant) for variant in VARIANTS])
-def test_a_run_killed_three_times_at_random_is_the_run_that_was_not(number: int, tmp_path: Path) -> None:
+def test_a_run_killed_three_times_ends_the_same(number: int, tmp_path: Path) -> None:
     scenario, draw, blade, kills = scenario_of(VARIANTS[number]), random.Random(number), Blade(), 0
     run(Experiment.build(scenario), tmp_path / "whole")
     with places(blade):
@@ -130,7 +130,7 @@ def reached(checkpoint: Path) -> int:
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed_at_any_moment_leave_what_goes_on(tmp_path: Path) -> None:
+def test_killed_processes_leave_a_run_that_can_continue(tmp_path: Path) -> None:
     scenario = tmp_path / "s.yaml"
     scenario.write_text(TINY.replace("rounds: 6", "rounds: 600"))
     run(Experiment.build(parse_scenario(scenario.read_text())), tmp_path / "whole")

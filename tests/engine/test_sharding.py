@@ -254,7 +254,7 @@ def test_a_message_of_another_place_is_refused(tiny: Tiny, tmp_path: Path) -> No
     assert "round 0: rows of the shard of peers 2-3 are of another place" in str(ends[0])
 
 
-def test_a_shard_that_leaves_is_named_by_all_that_wait_for_it(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_leaving_shard_is_named_by_all_waiting(tiny: Tiny, tmp_path: Path) -> None:
     shards = Shards.split(6, 3)
     make = engines_of(tiny("n_peers=6", "topology.name=directed-exponential-full", "rounds=50"), shards)
 
@@ -273,7 +273,7 @@ def test_a_shard_that_leaves_is_named_by_all_that_wait_for_it(tiny: Tiny, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_shard_that_is_killed_ends_the_others_at_once(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_killed_shard_ends_the_others_at_once(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("rounds=50")
     path, shards = tmp_path / "rendezvous", Shards.split(4, 2)
     make = engines_of(scenario, shards)
@@ -348,7 +348,7 @@ def test_shards_that_do_not_come_are_named(tmp_path: Path) -> None:
         pass
 
 
-def test_shards_meet_at_the_address_that_is_named_and_at_no_other(tmp_path: Path) -> None:
+def test_shards_meet_at_the_named_address_only(tmp_path: Path) -> None:
     (address,), shards = own_addresses(1), Shards.split(2, 2)
     place, port, seen = Rendezvous.given(THIS_MACHINE, address), int(address.partition(":")[2]), []
 
@@ -372,7 +372,7 @@ def test_shards_meet_at_the_address_that_is_named_and_at_no_other(tmp_path: Path
     assert seen == ["here"]
 
 
-def test_the_first_shard_listens_where_it_is_and_nowhere_else() -> None:
+def test_the_first_shard_listens_locally_only() -> None:
     place = Rendezvous.given("127.0.0.2", own_addresses(1)[0])
     with raises(RunError, "shards.elsewhere", r"127\.0\.0\.2"), place.store(0, Shards.split(2, 2), "token"):
         pass

@@ -81,7 +81,7 @@ def noises(experiment: Experiment) -> list[torch.Tensor]:
 
 
 @ALL
-def test_two_runs_differ_and_have_the_noise_of_a_deployed_peer(build: Build, variant: list[str]) -> None:
+def test_two_runs_differ_and_have_deployed_peers_noise(build: Build, variant: list[str]) -> None:
     experiment = build(*system(*variant))
     cohort = experiment.cohort()
     assert type(cohort.noise) is SystemNoise
@@ -97,7 +97,7 @@ def test_a_seeded_run_is_the_same_twice(build: Build) -> None:
     assert torch.equal(*(testing.run_rounds(experiment, 3).state.rows["x"] for _ in range(2)))
 
 
-def test_batches_and_secrets_of_pairs_are_new_in_every_cohort(build: Build) -> None:
+def test_batches_and_pair_secrets_are_new_per_cohort(build: Build) -> None:
     experiment = build(*system("algorithm.name=privsgp"))
     cohorts = [experiment.cohort() for _ in range(2)]
     batches = [cohort.data.sampler.batch(0, cohort.rows).index.tolist() for cohort in cohorts]
@@ -138,7 +138,7 @@ class Killed(BaseException):
 
 
 @ALL
-def test_steps_that_a_resumed_run_takes_again_are_charged_again(
+def test_steps_repeated_after_resume_are_charged_again(
     tiny: Tiny, tmp_path: Path, variant: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment, whole = Experiment.build(tiny(*system(*variant), "rounds=6")), Engine.round
@@ -171,7 +171,7 @@ def test_steps_that_a_resumed_run_takes_again_are_charged_again(
         assert float(row["epsilon"]) >= epsilon(own, row["delta"]) * (1 - 1e-9)
 
 
-def test_an_epoch_that_a_resumed_run_is_in_is_charged_again(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_epoch_repeated_after_resume_is_charged_again(tiny: Tiny, tmp_path: Path) -> None:
     """Its examples are drawn again in another order, so an example may take part in it twice."""
     batch = "data.batch={sampling: shuffle, size: 3}"  # 10 steps in an epoch of 30 examples
     scenario = tiny(*system("algorithm.name=privsgp", batch), "rounds=8")

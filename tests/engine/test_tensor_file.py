@@ -43,7 +43,7 @@ def test_it_is_the_librarys_file_to_the_last_byte(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == save(tensors, {"privdec": "x"})
 
 
-def test_a_disk_that_is_full_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, opened = tmp_path / "file", os.fdopen
     write_tensors(path, {"x": torch.ones(3)}, {})
     before = path.read_bytes()

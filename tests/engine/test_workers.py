@@ -57,7 +57,7 @@ def until(state: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=[" ".join(variant) for variant in VARIANTS])
-def test_the_bits_are_the_same_for_any_number_of_workers(number, build, tmp_path):
+def test_any_number_of_workers_gives_the_same_bits(number, build, tmp_path):
     experiment = build(*settings_for(*VARIANTS[number]), "rounds=3")
     n_peers = experiment.scenario.n_peers
     rows, figures = whole(experiment, tmp_path / "1", 1)
@@ -95,7 +95,7 @@ LARGER = {
 
 
 @pytest.mark.parametrize("settings", LARGER.values(), ids=LARGER)
-def test_the_bits_are_the_same_whatever_the_model_and_the_graph(settings, build, tmp_path):
+def test_bits_agree_for_every_model_and_graph(settings, build, tmp_path):
     experiment = build(*settings, "rounds=3")
     rows, figures = whole(experiment, tmp_path / "1", 1)
     again, said = whole(experiment, tmp_path / "3", 3)
@@ -116,7 +116,7 @@ def test_a_run_goes_on_with_another_number_of_workers(build, tmp_path, first, th
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 3
 
 
-def test_rows_that_a_step_makes_or_puts_elsewhere_are_found(build, tmp_path):
+def test_rows_that_a_step_replaces_are_noticed(build, tmp_path):
     experiment = build("algorithm={module: 'worker_runs:Growing', learning_rate: 0.5}", "rounds=4")
     rows, figures = whole(experiment, tmp_path / "1", 1)
     again, said = whole(experiment, tmp_path / "2", 2)
@@ -142,7 +142,7 @@ def paid_steps(out: Path) -> int:
     return max(payment.to_step for payment in read_chain(ledger)[1])
 
 
-def test_a_killed_worker_ends_the_run_with_its_reason_and_nothing_is_lost(build, tmp_path):
+def test_a_killed_worker_ends_the_run_and_loses_nothing(build, tmp_path):
     experiment = build()
     rows, figures = whole(experiment, tmp_path / "undisturbed", 2)
     with smallest_blocks():
@@ -163,7 +163,7 @@ def test_a_killed_worker_ends_the_run_with_its_reason_and_nothing_is_lost(build,
     assert said == figures[2:]
 
 
-def test_a_worker_holds_no_lock_and_a_second_run_is_refused(build, tmp_path):
+def test_a_worker_holds_no_lock(build, tmp_path):
     experiment = build()
     with smallest_blocks():
         under_way = Run(experiment, tmp_path / "run", workers=3)
@@ -191,7 +191,7 @@ def own(name: str) -> str:
     return f"algorithm={{module: 'worker_runs:{name}', learning_rate: 0.5}}"
 
 
-def test_what_a_users_part_raises_in_a_worker_is_told_and_what_it_says_is_not(build, tmp_path):
+def test_a_users_error_in_a_worker_is_located_privately(build, tmp_path):
     with pytest.raises(RunError) as raised:
         whole(build(own("Clumsy")), tmp_path / "run", 2)
     said = str(raised.value)
@@ -201,7 +201,7 @@ def test_what_a_users_part_raises_in_a_worker_is_told_and_what_it_says_is_not(bu
     assert not own_workers()
 
 
-def test_a_users_part_that_ends_its_process_ends_the_run(build, tmp_path):
+def test_a_users_exit_in_a_worker_ends_the_run(build, tmp_path):
     with raises(RunError, "run.worker-ended", r"round 1: .*peers 2-3 .*status 7"):
         whole(build(own("Leaving")), tmp_path / "run", 2)
     assert not own_workers()
@@ -215,7 +215,7 @@ def run_in_a_group(*words: object) -> int:
         return privdec(*words)
 
 
-def test_a_forked_process_frees_no_garbage_of_the_tests_before(tmp_path):
+def test_a_forked_process_frees_no_earlier_garbage(tmp_path):
     class Cycle:
         def __init__(self):
             self.itself = self
@@ -260,7 +260,7 @@ def test_a_small_model_stays_in_one_process(build, tmp_path):
     under_way.close()
 
 
-def test_auto_takes_the_cores_that_there_are_and_no_more_than_pay(build, monkeypatch):
+def test_auto_takes_as_many_cores_as_pay(build, monkeypatch):
     experiment = build()
     with smallest_blocks():
         for cores, workers in ((1, 1), (2, 2), (3, 3), (64, 4)):
@@ -311,7 +311,7 @@ def test_more_workers_than_pay_or_than_cores_are_said(build, caplog, monkeypatch
     assert "compute.workers=3 take turns on 2 cores" in caplog.text
 
 
-def test_where_nothing_can_be_forked_one_process_takes_all_blocks(build, monkeypatch):
+def test_without_fork_one_process_takes_all_blocks(build, monkeypatch):
     monkeypatch.setattr(partitioning, "can_fork", lambda: False)
     monkeypatch.setattr(partitioning, "available_cores", lambda: 8)
     experiment = build()
@@ -321,7 +321,7 @@ def test_where_nothing_can_be_forked_one_process_takes_all_blocks(build, monkeyp
             partitioning.partition_cohort(experiment, 2)
 
 
-def test_auto_is_one_beside_other_processes_of_ours_and_with_threads(build, monkeypatch):
+def test_auto_is_one_beside_processes_or_threads(build, monkeypatch):
     monkeypatch.setattr(partitioning, "available_cores", lambda: 8)
     with smallest_blocks():
         threaded = build("compute.threads=2")

@@ -40,7 +40,7 @@ def frozen_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items() if name.startswith("features.")}
 
 
-def test_only_what_is_trained_is_a_row_and_is_noised(tiny: Tiny) -> None:
+def test_only_trained_parts_are_rows_and_noised(tiny: Tiny) -> None:
     experiment = Experiment.build(tiny(*ADAPTED))
     before = frozen_of(experiment.module)
     end = testing.run_rounds(experiment, 2).state.rows["x"]
@@ -52,7 +52,7 @@ def test_only_what_is_trained_is_a_row_and_is_noised(tiny: Tiny) -> None:
     assert not torch.equal(saved["head.weight"], experiment.module.state_dict()["head.weight"])
 
 
-def test_one_example_moves_a_release_by_no_more_than_declared_and_nothing_else_leaves(tiny: Tiny) -> None:
+def test_one_example_moves_only_releases_as_declared(tiny: Tiny) -> None:
     experiment = Experiment.build(tiny(*ADAPTED, "data.samples=60", "data.batch.size=4"))
     testing.assert_sensitivity(experiment, rounds=1)
     testing.assert_noise(experiment, rounds=1)
@@ -81,9 +81,7 @@ def test_a_model_is_saved_whole(tiny: Tiny, tmp_path: Path) -> None:
     assert names == set(module.state_dict())
 
 
-def test_the_relay_and_the_network_do_what_the_engine_does(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relay_and_network_match_the_engine(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pin_salts(monkeypatch)
     scenario = tiny(*ADAPTED)
     expected = testing.run_rounds(Experiment.build(scenario), 2).state.rows["x"]
@@ -109,7 +107,7 @@ def test_a_node_with_other_frozen_weights_is_refused(tiny: Tiny, tmp_path: Path)
         strategy.start(LocalGrid(client_app(), 4, folder=tmp_path / "nodes"))
 
 
-def test_a_frame_of_a_peer_with_other_frozen_weights_is_of_another_run(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_frame_with_other_frozen_weights_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     runs = []
     for shift, device in zip((0.0, 1e-6), devices(tiny(*ADAPTED), tmp_path, memory=True), strict=False):
         trainer = ScenarioTrainer(tiny(*ADAPTED), device.peer, device.folder)
@@ -120,7 +118,7 @@ def test_a_frame_of_a_peer_with_other_frozen_weights_is_of_another_run(tiny: Tin
     assert runs[0] != runs[1]
 
 
-def test_private_trains_a_frozen_backbone_s_head_and_leaves_its_statistics(tmp_path: Path) -> None:
+def test_private_trains_a_frozen_backbones_head(tmp_path: Path) -> None:
     from user_models import adapted
 
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ def test_the_minimum_is_found_and_nothing_is_below_it(loss: str, h: str) -> None
     assert simple.fun >= found.value - found.gap
 
 
-def test_the_value_is_the_mean_over_peers_of_each_one_s_mean() -> None:
+def test_the_value_is_the_mean_of_peers_means() -> None:
     objective, x = drawn("hinge", Regularizer(l2=0.5, l1=0.25)), np.array([0.3, -1.0, 0.2, 0.0, 0.1])
     features, sign = objective.features.toarray(), 2 * objective.targets.numpy() - 1
     losses = np.maximum(0, 1 - sign * (features @ x))
@@ -77,7 +77,7 @@ def test_the_value_is_the_mean_over_peers_of_each_one_s_mean() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_model_is_laid_out_as_the_kernel_lays_it_out(build: Build, bias: bool) -> None:
+def test_a_model_is_laid_out_like_the_kernel(build: Build, bias: bool) -> None:
     experiment = build("algorithm={name: dp-dda}", "topology={name: ring}", f"model={{name: softmax, bias: {bias}}}")
     objective = ConvexObjective.of(experiment, experiment.own)
     x = torch.randn(len(experiment.initial), dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_what_has_no_bound_has_no_minimum(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.rglob("minimum-*"))
 
 
-def test_a_minimum_is_kept_and_one_of_other_data_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_minimum_is_cached_by_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = find_minimum(drawn("hinge", Regularizer(l2=0.1)))
     (path,) = tmp_path.rglob("minimum-*")
@@ -157,9 +157,7 @@ def test_suboptimality_falls_and_stands_in_metrics_and_summary(build: Build, tmp
     assert summary["optimum"]["value"] == find_minimum(objective).value  # type: ignore[union-attr]
 
 
-def test_without_a_strongly_convex_regularizer_breast_cancer_is_learned_to_a_thousandth(
-    build: Build, tmp_path: Path
-) -> None:
+def test_breast_cancer_without_strong_convexity_is_nearly_solved(build: Build, tmp_path: Path) -> None:
     """As the paper promises for convex objectives without noise."""
     schedule = "loss: logistic, schedule: convex, gamma: 0.04, regularizer: {kind: l1, weight: 0.01}"
     settings = [f"algorithm={{name: dp-dda, {schedule}}}", "data={dataset: breast-cancer, batch: {sampling: full}}"]
@@ -167,7 +165,7 @@ def test_without_a_strongly_convex_regularizer_breast_cancer_is_learned_to_a_tho
     assert 0 <= run(experiment, tmp_path / "run")["suboptimality"] < 1e-3
 
 
-def test_figures_of_private_examples_are_withheld_unless_the_scenario_ignores_it(build: Build, tmp_path: Path) -> None:
+def test_figures_of_private_examples_are_withheld_by_default(build: Build, tmp_path: Path) -> None:
     settings = [*CANCER, DUAL, COMPLETE, "task={loss: hinge}"]
     kept = run(build(*settings), tmp_path / "kept")
     assert not {"suboptimality", "optimum"} & set(kept)

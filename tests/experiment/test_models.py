@@ -91,7 +91,7 @@ def test_resnet18_is_the_papers_apart_from_its_norm() -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "mlp", "cnn-small"])
-def test_initial_parameters_are_keyed_and_global_state_is_left_alone(name: str) -> None:
+def test_initial_parameters_are_keyed_and_use_no_global_state(name: str) -> None:
     state = torch.get_rng_state()
     rows = [flatten(build_model(name, (1, 8, 8), 4, seed=seed)) for seed in (1, 1, 2)]
     assert torch.equal(rows[0], rows[1])
@@ -111,7 +111,7 @@ def test_options() -> None:
     assert narrow(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_flatten_and_unflatten_are_inverse_and_follow_torch_s_order() -> None:
+def test_flatten_and_unflatten_are_inverse_in_torchs_order() -> None:
     model = build_model("mlp", (3,), 2, seed=1, hidden=[4])
     row = torch.arange(float(parameter_count(model)))
     unflatten(model, row)
@@ -177,14 +177,14 @@ def test_own_module_that_fails_or_returns_no_tensor(factory: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["softmax", "mean", "sum"])
-def test_an_own_module_that_mixes_the_examples_of_a_batch_is_refused(way: str, factory: str) -> None:
+def test_an_own_module_that_mixes_examples_is_refused(way: str, factory: str) -> None:
     build_model(f"{factory}:over", (4,), 3, seed=1, arguments={"way": "none"})
     with raises(ScenarioError, "model.mixes-examples"):
         build_model(f"{factory}:over", (4,), 3, seed=1, arguments={"way": way})
 
 
 @pytest.mark.parametrize("kind", ["float64", "float16"])
-def test_an_own_module_of_another_type_is_told_which_to_take(kind: str, factory: str) -> None:
+def test_an_own_module_of_another_type_gets_a_remedy(kind: str, factory: str) -> None:
     with raises(ScenarioError, "model.input", f"{kind}: build it in float32"):
         build_model(f"{factory}:typed", (4,), 3, seed=1, arguments={"kind": kind})
 

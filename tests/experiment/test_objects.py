@@ -66,7 +66,7 @@ METRIC = "def part(outputs, targets):\n    return (outputs.argmax(-1) == targets
 
 
 @pytest.mark.slow
-def test_objects_of_every_kind_make_a_run_and_its_result() -> None:
+def test_objects_of_every_kind_make_a_run() -> None:
     scenario = given(
         model=inside(NET),
         task={"loss": inside(LOSS), "metrics": [inside(METRIC), "accuracy"]},
@@ -106,7 +106,7 @@ def test_given_parts_compute_what_named_ones_do() -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_what_lies_in_a_module_is_named_by_where_it_lies() -> None:
+def test_what_lies_in_a_module_is_named_by_path() -> None:
     scenario = fp.make_scenario(
         SECTIONS,
         model=user_models.residual,
@@ -137,14 +137,14 @@ def test_a_graph_is_given_in_many_forms(graph: Any) -> None:
     assert mixing.topology.edges(0).tolist() == ring.topology.edges(0).tolist()
 
 
-def test_a_topology_that_changes_and_a_section_without_a_name_are_taken() -> None:
+def test_a_changing_topology_and_unnamed_section_are_accepted() -> None:
     mixing = Experiment.build(given(topology=DirectedExponential(4))).mixing
     assert mixing is not None
     assert mixing.topology.period == 2
     assert given(topology={"weights": "column-stochastic"}).topology.name == "directed-exponential"
 
 
-def test_a_graph_that_is_changed_later_stays_as_it_was_given() -> None:
+def test_a_graph_changed_later_stays_as_given() -> None:
     graph = nx.cycle_graph(4)
     scenario = given(topology=graph)
     graph.remove_edge(0, 1)
@@ -188,7 +188,7 @@ def test_data_of_every_form_are_dealt_out_alike(train: Any) -> None:
     assert [part.tolist() for part in examples.parts] == [part.tolist() for part in plain.parts]
 
 
-def test_each_peer_has_its_own_where_a_list_is_given() -> None:
+def test_a_list_gives_each_peer_its_own() -> None:
     cuts = (0, 30, 80, 120, 200)
     train = [(X[a:b], Y[a:b]) for a, b in pairwise(cuts)]
     train[2] = Visits(80, 120)  # type: ignore[call-overload]
@@ -252,7 +252,7 @@ def test_what_is_no_data_is_refused_in_one_line(data: dict[str, Any], refusal: t
 # --- ledgers ---
 
 
-def test_a_ledger_counts_given_data_under_the_name_of_their_source(tmp_path: Path) -> None:
+def test_given_data_are_charged_under_their_source(tmp_path: Path) -> None:
     privacy = {"epsilon": 3.0, "delta": 1e-3, "ledger": str(tmp_path / "ledger")}
     with raises(fp.ScenarioError, "data.source", r"data\.source"):
         given(privacy=privacy)
@@ -269,7 +269,7 @@ def test_a_ledger_counts_given_data_under_the_name_of_their_source(tmp_path: Pat
         fp.make_scenario(SECTIONS, {"data.source": "mine"})
 
 
-def test_without_a_ledger_folder_given_data_are_counted_in_the_run_alone() -> None:
+def test_given_data_without_ledger_folder_are_counted_alone() -> None:
     result = fp.run(given(rounds=2))
     assert (result.folder / "ledger" / "own.jsonl").is_file()
     assert result.privacy[0]["scope"] == "this run alone"
@@ -290,7 +290,7 @@ def ids(*scenarios: fp.Scenario) -> list[str]:
         ("algorithm", "class part(Base):\n    released = one_sum\n    factor = 1\n", "1\n", "2\n"),
     ],
 )
-def test_what_can_be_seen_of_the_code_that_is_given_names_its_run(
+def test_visible_content_of_given_code_names_its_run(
     monkeypatch: pytest.MonkeyPatch, place: str, source: str, old: str, new: str
 ) -> None:
     pin_salts(monkeypatch)
@@ -349,7 +349,7 @@ def test_what_changed_since_it_was_given_is_refused() -> None:
     Experiment.build(scenario)
 
 
-def test_what_holds_something_that_has_no_content_is_a_part_of_its_own() -> None:
+def test_what_has_no_content_keeps_a_part_distinct() -> None:
     """A lock, a generator or an open file: two such parts have two names and two runs, be they alike or not."""
     for held in (threading.Lock(), (each for each in ()), sys.stdout):
         net = inside("def part():\n    held\n    return nn.Linear(6, 2)\n", held=held)
@@ -472,9 +472,7 @@ def test_a_hash_is_the_same_in_another_process() -> None:
 # --- where objects cannot go ---
 
 
-def test_a_run_of_objects_is_read_without_them_and_not_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_objects_is_readable_but_not_rerunnable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = inside("class part(Base):\n    released = one_sum\n", Base=SGP, one_sum=one_sum)
     scenario = given(
         model=inside(NET), algorithm={"module": algorithm, "learning_rate": 0.5}, topology=nx.cycle_graph(4)
@@ -497,9 +495,7 @@ def test_a_run_of_objects_is_read_without_them_and_not_run_again(
             rerun()  # type: ignore[operator]
 
 
-def test_a_stopped_run_of_objects_goes_on_with_the_same_objects_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_of_objects_needs_the_same_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pin_salts(monkeypatch)
 
     def made(source: str) -> fp.Scenario:

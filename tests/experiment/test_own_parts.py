@@ -73,9 +73,7 @@ def test_the_agreement_is_made_without_any_training_example(tiny: Tiny, files: P
         OwnParts.of(agreement)
 
 
-def test_files_of_their_own_that_are_what_would_be_dealt_out_give_the_same_run_bit_for_bit(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_peers_own_files_give_the_same_bits(tiny: Tiny, tmp_path: Path) -> None:
     digits = Experiment.build(tiny(*SMALL))
     folder = write_files(digits, tmp_path / "data")
     x, y = digits.own.examples.x.numpy(), digits.own.examples.y.numpy()
@@ -88,9 +86,7 @@ def test_files_of_their_own_that_are_what_would_be_dealt_out_give_the_same_run_b
 
 
 @pytest.mark.parametrize("algorithm", [["algorithm.name=sgp"], FEDAVG], ids=["sgp", "fedavg"])
-def test_deployed_nodes_run_to_the_end_while_every_other_peers_file_is_missing(
-    tiny: Tiny, files: Path, tmp_path: Path, algorithm: list[str]
-) -> None:
+def test_deployed_nodes_need_no_other_peers_file(tiny: Tiny, files: Path, tmp_path: Path, algorithm: list[str]) -> None:
     full = "data.batch={sampling: full}"  # for else a deployed peer draws its examples afresh
     scenario = own_files(tiny, files, "privacy=none", "compute.dtype=float64", full, *algorithm)
     run(Experiment.build(scenario), tmp_path / "engine")
@@ -112,9 +108,7 @@ def test_deployed_nodes_run_to_the_end_while_every_other_peers_file_is_missing(
         torch.testing.assert_close(theirs[name], ours[name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_deployed_node_that_does_not_say_where_its_own_file_is_is_told(
-    tiny: Tiny, files: Path, tmp_path: Path
-) -> None:
+def test_a_deployed_node_must_name_its_own_file(tiny: Tiny, files: Path, tmp_path: Path) -> None:
     config = {0: {"ledger": str(tmp_path / "ledger"), "epsilon": float("inf"), "delta": 1e-5}}
     scenario = own_files(tiny, files, "n_peers=1", "privacy=none", "algorithm={name: local, learning_rate: 0.1}")
     with raises(RunError, "nodes.failed", "data-root"):

@@ -53,21 +53,21 @@ def keys_of(experiment: Experiment) -> set[bytes]:
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_code_of_ones_own_shares_no_draw_with_any_run(build: Build, kind: str) -> None:
+def test_code_of_ones_own_shares_no_draw(build: Build, kind: str) -> None:
     one, again = build(*OWN[kind], "rounds=1"), build(*OWN[kind], "rounds=1")
     assert not keys_of(one) & keys_of(again)
     assert one.own.sampler.batch(0, [0]).index.tolist() != again.own.sampler.batch(0, [0]).index.tolist()
 
 
 @pytest.mark.parametrize("kind", BY_CONTENT)
-def test_what_is_known_by_its_content_draws_the_same_again(build: Build, kind: str) -> None:
+def test_content_keyed_parts_draw_the_same_again(build: Build, kind: str) -> None:
     few = ["rounds=1", "data.samples=60", "data.test_samples=20", "data.batch.size=4"]
     one, again = build(*few, *BY_CONTENT[kind]), build(*few, *BY_CONTENT[kind])
     assert keys_of(one) == keys_of(again)
     assert one.own.run == again.own.run
 
 
-def test_without_noise_or_with_that_of_the_system_there_is_no_salt(build: Build) -> None:
+def test_without_seeded_noise_there_is_no_salt(build: Build) -> None:
     for settings in (["privacy=none"], ["compute={dtype: float64, generator: system}"]):
         own = build(*MODEL, "rounds=1", *settings).own
         assert own.unsalted is None
@@ -101,7 +101,7 @@ def test_a_graph_is_in_the_key_by_its_edges(build: Build, tmp_path: Path, which:
     assert not found[0] & found[2]
 
 
-def test_own_graphs_with_the_same_edges_and_another_kind_are_two() -> None:
+def test_own_graphs_of_another_kind_differ() -> None:
     ring = nx.cycle_graph(4, create_using=nx.DiGraph)
     shifts = [[1, 2], [2, 3], [3, 0], [0, 1]]  # all edges that the exponential graph ever has
     sections = {"privacy": {"epsilon": 3.0, "delta": 1e-3}, "name": "x", "n_peers": 4, "rounds": 1}
@@ -115,7 +115,7 @@ def test_own_graphs_with_the_same_edges_and_another_kind_are_two() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_what_peers_hold_is_told_apart_by_type_and_shape() -> None:
+def test_objects_are_told_apart_by_type_and_shape() -> None:
     ones = torch.ones(2, 2)
     y = torch.zeros(2, dtype=torch.int64)
     features = [ones, ones.reshape(2, 2, 1), ones.to(torch.float64), ones.to(torch.bfloat16), ones.to(torch.int64)]
@@ -163,9 +163,7 @@ def runs_in(folder: Path) -> set[str]:
     return {entry.run.id for path in folder.glob("*.jsonl") for _, entries in verified(path) for entry in entries}
 
 
-def test_the_same_experiment_run_twice_is_two_runs_and_says_so(
-    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_experiment_run_twice_is_two_runs(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     privacy = f"privacy={{noise_multiplier: 2.0, delta: 1e-3, ledger: {tmp_path / 'ledger'}}}"
     experiment = Experiment.build(tiny(*MODEL, *SHORT, "rounds=2", privacy))
     with caplog.at_level(logging.WARNING):

@@ -43,7 +43,7 @@ def drawn_by(experiment: Experiment) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("draws", ["data", "model", "run"])
-def test_a_seed_changes_all_its_own_draws_and_no_other(build: Build, draws: str) -> None:
+def test_a_seed_changes_only_its_own_draws(build: Build, draws: str) -> None:
     """Without privacy, where batches are drawn by the seed alone."""
     before = drawn_by(build(*DRAWN, "privacy=none"))
     after = drawn_by(build(*DRAWN, "privacy=none", f"seeds.{draws}=7"))
@@ -64,7 +64,7 @@ def test_with_privacy_every_seed_is_in_the_runs_keys(build: Build, draws: str) -
     assert all(drawn_by(before)[name] == drawn_by(after)[name] for name in kept)
 
 
-def test_seed_is_what_seeds_leave_out_and_who_says_it_changes_nothing(build: Build) -> None:
+def test_seed_fills_in_for_missing_seeds_and_changes_nothing(build: Build) -> None:
     whole, spelled = build("seed=5"), build("seed=9", "seeds={data: 5, model: 5, run: 5}")
     assert spelled.scenario.all_seeds() == whole.scenario.all_seeds() == {"data": 5, "model": 5, "run": 5}
     assert build("seed=9", "seeds={model: 5}").scenario.all_seeds() == {"data": 9, "model": 5, "run": 9}
@@ -80,7 +80,7 @@ def test_seed_is_what_seeds_leave_out_and_who_says_it_changes_nothing(build: Bui
     assert torch.equal(*states)
 
 
-def test_seeds_are_read_back_and_a_seed_laid_over_them_is_still_one(tiny: Tiny) -> None:
+def test_seeds_are_read_back_and_a_later_seed_wins(tiny: Tiny) -> None:
     scenario = tiny("seed=3", "seeds.run=8")
     again = parse_scenario(to_yaml(scenario))
     assert again == scenario

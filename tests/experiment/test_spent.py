@@ -114,7 +114,7 @@ def test_a_stronger_adversary_has_no_smaller_epsilon(build: Build, tmp_path: Pat
     assert epsilon_of_runs(costs_in(entries, ONE_NEIGHBOUR), 1e-3) <= values[1]
 
 
-def test_a_number_that_is_not_recorded_counts_as_the_next_larger() -> None:
+def test_an_unrecorded_number_counts_as_the_next_larger() -> None:
     release = Release("full", 1.0, 10, 10, 1.0, against=((1, 5.0), (4, 3.0)), one_neighbour=2.0)
     noises = {colluding: release.towards(Adversary(colluding)).noise_multiplier for colluding in (0, 1, 2, 4, 5, None)}
     assert noises == {0: 5.0, 1: 5.0, 2: 3.0, 4: 3.0, 5: 1.0, None: 1.0}

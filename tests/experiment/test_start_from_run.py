@@ -46,9 +46,7 @@ def entries(folder: Path) -> list[Any]:
     return read_chain(folder / "ledger" / "digits.jsonl")[1]
 
 
-def test_a_run_starts_from_anothers_mean_model_and_is_charged_in_its_ledger(
-    first: Path, start: Start, tmp_path: Path
-) -> None:
+def test_a_run_continues_anothers_model_in_its_ledger(first: Path, start: Start, tmp_path: Path) -> None:
     experiment = Experiment.build(start(first))
     mean = load_file(first / "model.safetensors")
     assert torch.equal(experiment.initial, torch.cat([mean["mean/1.weight"].flatten(), mean["mean/1.bias"]]))
@@ -65,18 +63,18 @@ def test_a_run_starts_from_anothers_mean_model_and_is_charged_in_its_ledger(
     assert len(runs_in(entries(first))) == 3
 
 
-def test_a_scenario_that_starts_from_a_run_is_written_and_read_back(first: Path, start: Start) -> None:
+def test_a_scenario_starting_from_a_run_round_trips(first: Path, start: Start) -> None:
     scenario = start(first)
     assert "from: " in to_yaml(scenario)
     assert parse_scenario(to_yaml(scenario)) == scenario
 
 
-def test_a_budget_that_the_first_run_spent_takes_no_step(first: Path, start: Start, tmp_path: Path) -> None:
+def test_a_budget_already_spent_takes_no_step(first: Path, start: Start, tmp_path: Path) -> None:
     with raises(BudgetError, "ledger.spent-elsewhere"):
         run(Experiment.build(start(first, "privacy.epsilon=3")), tmp_path / "second")
 
 
-def test_a_copied_run_is_charged_in_the_ledger_of_the_original(first: Path, start: Start, tmp_path: Path) -> None:
+def test_a_copied_run_is_charged_in_the_originals_ledger(first: Path, start: Start, tmp_path: Path) -> None:
     copytree(first, tmp_path / "copy")
     run(Experiment.build(start(tmp_path / "copy")), tmp_path / "second")
     assert (len(runs_in(entries(first))), len(runs_in(entries(tmp_path / "copy")))) == (2, 1)
@@ -96,9 +94,7 @@ def test_a_run_without_its_ledger_is_not_started_from(first: Path, start: Start,
         Experiment.build(start(tmp_path / "open"))
 
 
-def test_a_ledger_that_was_begun_again_is_not_that_of_the_run(
-    first: Path, tiny: Tiny, start: Start, tmp_path: Path
-) -> None:
+def test_a_ledger_begun_again_is_refused(first: Path, tiny: Tiny, start: Start, tmp_path: Path) -> None:
     rmtree(first / "ledger")
     run(Experiment.build(tiny("seed=9")), tmp_path / "other")
     copytree(tmp_path / "other" / "ledger", first / "ledger")
@@ -154,9 +150,7 @@ def test_what_cannot_be_started_from_is_one_line(first: Path, tiny: Tiny, start:
         Agreement.of(start(tmp_path / "half", "privacy=none"))
 
 
-def test_peers_with_ledgers_of_their_own_do_not_start_on_the_same_data(
-    first: Path, start: Start, tmp_path: Path
-) -> None:
+def test_peers_with_own_ledgers_refuse_the_same_data(first: Path, start: Start, tmp_path: Path) -> None:
     with raises(ScenarioError, "origin.own-ledgers", names=str(first)):
         Up(start(first), tmp_path / "network")
 

@@ -24,7 +24,7 @@ HINGE = ["data={dataset: breast-cancer, batch: {size: 8}}", "model={name: linear
 
 
 @pytest.mark.parametrize("settings", [["model={name: mlp, hidden: [6]}"], HINGE], ids=["mlp", "hinge"])
-def test_it_is_the_mean_over_peers_of_their_mean_losses(build: Build, tmp_path: Path, settings: list[str]) -> None:
+def test_training_loss_is_the_mean_of_peers_means(build: Build, tmp_path: Path, settings: list[str]) -> None:
     """In a run's lines, its summary and a plain computation; of peers that have unequally many examples."""
     settings = [*settings, UNEQUAL, "privacy=none", "rounds=4"]
     experiment = build(*settings, ASKED)
@@ -40,9 +40,7 @@ def test_it_is_the_mean_over_peers_of_their_mean_losses(build: Build, tmp_path: 
     assert lines[-1]["training_loss"]["mean_model"] == pytest.approx(expected, rel=1e-9)
 
 
-def test_beside_privacy_it_is_refused_unless_the_scenario_ignores_what_it_tells(
-    tiny: Tiny, build: Build, tmp_path: Path
-) -> None:
+def test_beside_privacy_it_is_refused_unless_ignored(tiny: Tiny, build: Build, tmp_path: Path) -> None:
     with raises(ScenarioError, "evaluation.training-loss", names="evaluation.private=ignored"):
         tiny(ASKED)
     experiment = build(ASKED, "evaluation.private=ignored")

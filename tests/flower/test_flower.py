@@ -64,7 +64,7 @@ def test_engine_and_flower_follow_one_trajectory(
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_another_runtime_shares_no_noise_with_the_engine_unless_they_are_to_be_compared(
+def test_runtimes_share_no_noise_unless_comparable(
     tiny: Tiny, tmp_path: Path, engine_runs: Callable[[Scenario], Path], host: str
 ) -> None:
     scenario = tiny("compute.generator=null", "rounds=2")
@@ -144,7 +144,7 @@ def test_failed_run_says_why_and_resumes_where_it_was(
     assert_same_run(tmp_path / "flower", engine_runs(scenario))
 
 
-def test_relay_does_not_go_on_without_the_nodes_own_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
+def test_relay_needs_the_nodes_own_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
     class StopHereError(Exception):
         pass
 
@@ -375,7 +375,7 @@ def test_launcher_refuses_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_supervisor_ends_its_command_when_its_parent_is_gone(tmp_path: Path) -> None:
+def test_the_supervisor_ends_with_its_parent(tmp_path: Path) -> None:
     folder = tmp_path / "supervised"
     folder.mkdir()
     script = "import subprocess, time; subprocess.Popen(['sleep', '300']); print('up', flush=True); time.sleep(300)"

@@ -115,7 +115,7 @@ def test_the_adapted_apps_last_lines_save_the_networks_mean(monkeypatch, tmp_pat
     assert "unit: one peer with all its data" in said
 
 
-def test_a_network_in_torch_keeps_its_names_and_is_saved(monkeypatch, tmp_path):
+def test_a_torch_network_keeps_its_names_and_is_saved(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     run_in_process(QUICKSTARTS["pytorch"] / "after", 2, config={"num-server-rounds": 1})
     saved = torch.load("final_model.pt")
@@ -124,7 +124,7 @@ def test_a_network_in_torch_keeps_its_names_and_is_saved(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_examples_are_protected_over_all_rounds_and_no_loss_of_theirs_leaves(monkeypatch, tmp_path):
+def test_examples_are_protected_over_all_rounds_without_their_loss(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     strategies, start = [], PushSum.start
 
@@ -148,7 +148,7 @@ def test_examples_are_protected_over_all_rounds_and_no_loss_of_theirs_leaves(mon
 # What is wrong, named.
 
 
-def test_a_folder_without_an_app_is_refused_before_anything_starts(tmp_path):
+def test_a_folder_without_an_app_is_refused(tmp_path):
     with raises(ScenarioError, "app.pyproject", names="pyproject.toml"):
         run_in_process(tmp_path, 2)
     with raises(ScenarioError, "app.pyproject", names="pyproject.toml"):
@@ -156,7 +156,7 @@ def test_a_folder_without_an_app_is_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_config_that_the_app_does_not_have_is_refused(tmp_path):
+def test_an_unknown_run_config_is_refused(tmp_path):
     app = QUICKSTARTS["sklearn"] / "before"
     with raises(ScenarioError, "flower.run-config", names="'num-server-round' .*num-server-rounds"):
         run_in_process(app, 2, config={"num-server-round": 3})
@@ -170,7 +170,7 @@ def test_a_run_config_that_the_app_does_not_have_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_round_of_a_log_is_passed_on_when_it_changes(tmp_path):
+def test_the_round_of_a_log_is_passed_on(tmp_path):
     seen = []
     rounds, log = _round_poll(lambda *both: seen.append(both)), tmp_path / "log"
     for text in (None, "starting", "[ROUND 1/3]", "[ROUND 1/3] x", "[ROUND 1/3]\n[ROUND 2/3]\n[ROUND 3/3] done"):
@@ -184,7 +184,7 @@ def test_the_round_of_a_log_is_passed_on_when_it_changes(tmp_path):
 
 
 @pytest.mark.slow
-def test_flower_run_of_an_app_that_fails_exits_with_1_and_names_the_log(tmp_path, monkeypatch, capsys):
+def test_a_failing_flwr_run_exits_1_naming_its_log(tmp_path, monkeypatch, capsys):
     app = tmp_path / "app"
     shutil.copytree(QUICKSTARTS["sklearn"] / "before", app)
     server = app / "sklearn_digits" / "server_app.py"

@@ -183,7 +183,7 @@ def run_of_engine(tiny: Tiny, tmp_path: Path, *settings: str) -> Path:
 
 
 @pytest.mark.parametrize("host", ["relay", "sharded"])
-def test_a_simulation_with_noise_of_the_operating_system_agrees_on_secrets_too(
+def test_a_simulation_with_system_noise_agrees_on_secrets(
     host: str, tiny: Tiny, tmp_path: Path, shared: list[Draw]
 ) -> None:
     flower_runs.run_under_flower(tiny(*DIRECTED, "compute.generator=system"), tmp_path / "run", host)
@@ -207,7 +207,7 @@ def first_rows(relaying: Relaying) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("settings", "shares"), [(COMPLETE, 4), (DIRECTED, 2)], ids=["complete", "two exchanges"])
-def test_what_a_server_with_q_colluders_sees_has_the_noise_that_is_charged(
+def test_a_server_with_q_colluders_faces_the_charged_noise(
     settings: list[str], shares: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each draw is a coordinate of its own here, so that the rows that the server has are the noise's coefficients."""
@@ -240,7 +240,7 @@ def test_what_a_server_with_q_colluders_sees_has_the_noise_that_is_charged(
 
 
 @pytest.mark.parametrize("host", ["relay", "sharded"])
-def test_machines_on_which_seeded_noise_would_not_cancel_are_refused(
+def test_machines_on_which_seeded_noise_cannot_cancel_are_refused(
     host: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flower_privdec.experiment.view.cpu_model", partial(next, count()))
@@ -249,7 +249,7 @@ def test_machines_on_which_seeded_noise_would_not_cancel_are_refused(
         flower_runs.run_under_flower(tiny(*COMPLETE, "compute.generator=null"), tmp_path / "run", host)
 
 
-def test_a_node_plans_the_noise_that_all_others_count_on(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_node_plans_the_same_pair_noise_as_all(tiny: Tiny, tmp_path: Path) -> None:
     """So what q colluders, and q + 1, learn of the engine's noise they learn of the nodes'."""
     whole = Experiment.build(tiny(*DIRECTED)).own
     for peers in ([0], [1, 2], [3]):
@@ -299,7 +299,7 @@ FORGERIES = [
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_server_that_substitutes_keys_is_found_before_anything_is_released(
+def test_substituted_keys_are_found_before_any_release(
     forgery: str, tiny: Tiny, tmp_path: Path, shared: list[Draw]
 ) -> None:
     class Substituting(Relaying):
@@ -370,7 +370,7 @@ def test_a_node_that_has_other_data_dealt_out_stops(tiny: Tiny, tmp_path: Path, 
     assert not shared
 
 
-def test_an_announcement_of_an_earlier_session_shares_no_draw_again(tiny: Tiny, tmp_path: Path, shared) -> None:
+def test_an_old_sessions_announcement_repeats_no_draw(tiny: Tiny, tmp_path: Path, shared) -> None:
     """The node takes the key, which the other has forgotten: noise is left in the mean, and no draw is used twice."""
 
     class Replaying(Relaying):
@@ -428,7 +428,7 @@ class Failing(Relaying):
         ("dropped out", "it dropped out", 3.0),
     ],
 )
-def test_a_node_that_was_rolled_back_stops_and_a_resumed_run_draws_from_other_secrets(
+def test_a_rolled_back_node_stops_and_secrets_are_renewed(
     wrong: str, words: str, epsilon: float, tiny: Tiny, tmp_path: Path, shared: list[Draw]
 ) -> None:
     """A node whose context or folder is an old copy would take a step again, with the draws that it has released."""
@@ -447,7 +447,7 @@ def test_a_node_that_was_rolled_back_stops_and_a_resumed_run_draws_from_other_se
     assert rows[1]["epsilon_if_all_collude"] > rows[1]["epsilon"]
 
 
-def test_a_message_that_a_server_repeats_brings_out_no_draw_again(tiny: Tiny, tmp_path: Path, shared) -> None:
+def test_a_repeated_message_repeats_no_draw(tiny: Tiny, tmp_path: Path, shared) -> None:
     """From its own state a node goes on, and a message that would begin again finds the key used."""
     relaying = Relaying(tiny(*COMPLETE), "relay", tmp_path)
     relaying.start()
@@ -457,7 +457,7 @@ def test_a_message_that_a_server_repeats_brings_out_no_draw_again(tiny: Tiny, tm
     assert_used_once(shared, ends=None)
 
 
-def test_a_session_ends_for_good_when_another_begins_in_its_folder(tiny: Tiny, tmp_path: Path, shared) -> None:
+def test_a_session_ends_when_another_begins(tiny: Tiny, tmp_path: Path, shared) -> None:
     """Of two messages at once the one that fails leaves the old context, and a second run would hide that."""
 
     class Remembering(Relaying):
@@ -483,7 +483,7 @@ def test_a_session_ends_for_good_when_another_begins_in_its_folder(tiny: Tiny, t
     ],
 )
 @pytest.mark.parametrize("host", ["relay", "sharded"])
-def test_a_server_does_not_decide_with_whom_a_node_shares_noise(
+def test_a_server_does_not_choose_who_shares_noise(
     config: dict[str, Any],
     settings: list[str],
     words: str,
@@ -507,7 +507,7 @@ def test_a_peer_whose_identity_is_not_known_is_named(tiny: Tiny, tmp_path: Path)
         relaying.start()
 
 
-def test_a_secret_takes_the_identities_beside_the_keys_of_a_session(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_secret_binds_identities_and_session_keys(tiny: Tiny, tmp_path: Path) -> None:
     """A copy of a node's context, which has a session's key, does not make the session's secrets."""
     scenario, private = Relaying(tiny(*COMPLETE), "relay", tmp_path).scenario, os.urandom(32)
     nodes = [

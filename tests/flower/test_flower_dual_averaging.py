@@ -83,7 +83,7 @@ def test_it_minimises_the_regularized_mean_loss() -> None:
     assert np.abs(start(strategy, 120) - best).max() < 0.2
 
 
-def test_a_peer_pays_for_the_rounds_in_which_it_is_active_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_a_peer_pays_for_active_rounds_across_a_restart(tmp_path: Path) -> None:
     options: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 3.0, "delta": 1e-3}
     for rounds in (2, 6):
         strategy = DualAveraging("ring", name="law", fraction_train=0.5, min_train_nodes=1, fraction_evaluate=0.0)
@@ -93,7 +93,7 @@ def test_a_peer_pays_for_the_rounds_in_which_it_is_active_and_goes_on_after_a_re
     assert all("noise multiplier 3" in report.spent for report in strategy.reports.values())
 
 
-def test_an_interrupted_run_ends_with_the_numbers_of_one_that_was_not(tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_with_the_same_numbers(tmp_path: Path) -> None:
     def run(rounds: int, folder: Path) -> np.ndarray:
         return start(DualAveraging("ring", name="law", gamma=2.0, fraction_evaluate=0.0), rounds, folder)
 
@@ -120,7 +120,7 @@ WRONG = ["x", "{}", "[1]", DualStep(False, 0.0).to_json(), DualStep(False, 1.0, 
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_peer_takes_no_step_that_a_server_made_up(text: str, tmp_path: Path) -> None:
+def test_a_server_cannot_invent_a_step(text: str, tmp_path: Path) -> None:
     with raises(RunError, "flower.dual"):
         DualStep.from_json(text)
     grid = LocalGrid(client(gradient_step), 1, folder=tmp_path)

@@ -53,7 +53,7 @@ def end_as_flower_does(error: Exception) -> None:
         (OSError(28, "No space left on device", "runs/a"), "OSError: [Errno 28] No space left on device: 'runs/a'"),
     ],
 )
-def test_a_failure_that_can_be_mended_is_the_logs_last_line(logged: list[str], error: Exception, line: str) -> None:
+def test_a_mendable_failure_is_the_logs_last_line(logged: list[str], error: Exception, line: str) -> None:
     @one_line_failure()
     def main() -> None:
         raise error from ValueError("how it came about")
@@ -82,7 +82,7 @@ def test_a_run_after_a_failed_one_is_logged_whole(logged: list[str]) -> None:
     assert logged == ["first", "second", "third"]
 
 
-def test_the_end_of_a_nodes_process_is_told_once_by_the_strategy(logged: list[str]) -> None:
+def test_a_dead_node_is_reported_once(logged: list[str]) -> None:
     class RayActorError(Exception):
         """Of the name of Ray's."""
 
@@ -136,7 +136,7 @@ def test_a_handler_answers_a_failure_with_one_line(error: Exception) -> None:
     assert reply.error.reason in ("peer 3 has no data", "FileNotFoundError: [Errno 2] No such file: 'a.npz'")
 
 
-def test_a_client_app_that_fails_fails_the_run_and_its_peers_are_named(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_failing_client_app_names_its_peers(tiny: Tiny, tmp_path: Path) -> None:
     app = ClientApp()
     app.query("partition")(reply_partition)
 
@@ -183,7 +183,7 @@ def flwr(tmp_path: Path) -> Iterator[Callable[..., None]]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
-def test_the_folder_is_that_of_the_latest_command_for_the_app(tmp_path: Path, flwr: Callable[..., None]) -> None:
+def test_the_folder_belongs_to_the_latest_command(tmp_path: Path, flwr: Callable[..., None]) -> None:
     app, other = write_app(tmp_path / "app", "one"), write_app(tmp_path / "other", "two")
     installed = write_app(tmp_path / "home" / "apps" / "one", "one")  # Flower's copy, from which the ServerApp runs
     assert caller_folder(installed) is None

@@ -115,7 +115,7 @@ def test_over_a_graph_it_has_the_engines_numbers(build, tmp_path):
 
 
 @pytest.mark.parametrize("seal", [False, True])
-def test_over_a_server_a_run_of_the_same_name_goes_on_where_it_stopped(build, tmp_path, seal):
+def test_over_a_server_a_named_run_continues(build, tmp_path, seal):
     experiment = build(*SCENARIO, "topology.name=server")
     run(LocalGrid(client_app(experiment, seal=seal), 4, folder=tmp_path), experiment, 2)
     result, _ = run(LocalGrid(client_app(experiment, seal=seal), 4, folder=tmp_path), experiment, 5)
@@ -125,7 +125,7 @@ def test_over_a_server_a_run_of_the_same_name_goes_on_where_it_stopped(build, tm
     assert_personal_models_are(rows, experiment, tmp_path)
 
 
-def test_a_round_whose_sealed_peers_do_not_all_answer_leaves_x_as_it_was(build, tmp_path):
+def test_a_sealed_round_with_missing_answers_changes_nothing(build, tmp_path):
     experiment = build(*SCENARIO, "topology.name=server")
     lost = []
 
@@ -203,7 +203,7 @@ def test_every_round_is_charged_and_noised_before_anything_leaves(tmp_path, topo
 
 
 @pytest.mark.parametrize("topology", ["server", "directed-exponential"])
-def test_what_leaves_a_peer_moves_by_no_more_than_the_clip_norm(tmp_path, topology, monkeypatch):
+def test_what_leaves_a_peer_respects_the_clip_norm(tmp_path, topology, monkeypatch):
     """Sensitivity: the update before noise has at most norm C, whatever data and v are, in every round."""
     norms, noised = [], peer_state.exactly_noised
 
@@ -223,7 +223,7 @@ def test_what_leaves_a_peer_moves_by_no_more_than_the_clip_norm(tmp_path, topolo
 
 
 @pytest.mark.parametrize("topology", ["server", "directed-exponential"])
-def test_neither_a_model_nor_the_personalized_one_is_readable_by_the_server(tmp_path, topology):
+def test_the_server_reads_neither_of_the_models(tmp_path, topology):
     answers: list[dict] = []
     grid = ReadingGrid(
         learning_app(PeerMod(clip_norm=0.5, noise_multiplier=2.0, seal=True), answers), 3, folder=tmp_path
@@ -242,7 +242,7 @@ def test_neither_a_model_nor_the_personalized_one_is_readable_by_the_server(tmp_
     assert "own" not in repr(grid.seen)  # nor a metric of it
 
 
-def test_the_personalized_model_reaches_the_evaluate_function_and_survives_a_restart(tmp_path):
+def test_the_personalized_model_reaches_evaluation_and_survives_restarts(tmp_path):
     def own_after(folder, rounds):
         grid = LocalGrid(learning_app(PeerMod()), 2, folder=tmp_path / folder)
         result = FedDeper(**SETTINGS, name="run").start(grid, zero_model(), num_rounds=rounds)
@@ -252,7 +252,7 @@ def test_the_personalized_model_reaches_the_evaluate_function_and_survives_a_res
     assert 0 < first != own_after("restarted", 3) == own_after("at-once", 3)
 
 
-def test_a_spent_budget_ends_training_and_the_personalized_model_stays(tmp_path):
+def test_a_spent_budget_keeps_the_personalized_model(tmp_path):
     mod = PeerMod(clip_norm=0.5, noise_multiplier=2.0, epsilon=composed(2.0, 2, 1e-5) * 1.01)
     strategy = FedDeper(**SETTINGS, name="run", fraction_evaluate=0.0)
     strategy.start(LocalGrid(learning_app(mod), 2, folder=tmp_path), zero_model(), num_rounds=5)
@@ -261,7 +261,7 @@ def test_a_spent_budget_ends_training_and_the_personalized_model_stays(tmp_path)
     assert len(ledger) == 3  # a header and two rounds
 
 
-def test_examples_are_protected_by_private_with_a_ledger_over_all_rounds(tmp_path):
+def test_private_protects_examples_over_all_rounds(tmp_path):
     privacy = {"noise_multiplier": 2.0, "delta": 1e-3, "clip_norm": 0.1}
     answers: list[dict] = []
     app = learning_app(PeerMod(share_metrics=False), answers, **privacy)
@@ -274,7 +274,7 @@ def test_examples_are_protected_by_private_with_a_ledger_over_all_rounds(tmp_pat
         assert all(not torch.equal(record[name], zeros[name]) for name in zeros)
 
 
-def test_one_example_moves_the_pair_of_gradients_by_no_more_than_c(tmp_path):
+def test_one_example_moves_both_gradients_by_at_most_c(tmp_path):
     """Sensitivity: y's and v's gradients of one example are clipped as one vector."""
     from flower_privdec.flower.strategies.feddeper_strategy import TwoModelLoss, TwoModels
     from flower_privdec.training_loop.clipped_sum import ClippedSum
@@ -288,7 +288,7 @@ def test_one_example_moves_the_pair_of_gradients_by_no_more_than_c(tmp_path):
 
 
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
-def test_a_servers_mean_is_over_the_peers_that_took_a_step(seal, tmp_path, monkeypatch):
+def test_a_servers_mean_covers_peers_that_stepped(seal, tmp_path, monkeypatch):
     """Also after a restart; a peer whose budget is spent neither moves the mean nor draws it back to x."""
     monkeypatch.setattr(peer_state, "exactly_noised", lambda update, std: update)
     options = {"seal": seal, "clip_norm": 9.0, "noise_multiplier": 1.0}
@@ -306,7 +306,7 @@ def test_a_servers_mean_is_over_the_peers_that_took_a_step(seal, tmp_path, monke
 
 
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
-def test_a_run_whose_budgets_are_all_spent_keeps_its_model_after_a_restart(seal, tmp_path):
+def test_a_fully_spent_run_keeps_its_model_after_restart(seal, tmp_path):
     app = client(lambda arrays, *_: [arrays[0] + 0.1], seal=seal, clip_norm=9.0, noise_multiplier=2.0, epsilon=3.0)
     models = []
     for rounds in (4, 6):
@@ -317,7 +317,7 @@ def test_a_run_whose_budgets_are_all_spent_keeps_its_model_after_a_restart(seal,
     assert np.abs(models[0]).max() > 0
 
 
-def test_no_message_replaces_the_mass_of_a_peer_over_a_graph(tmp_path):
+def test_no_message_replaces_a_peers_mass(tmp_path):
     grid = LocalGrid(client(lambda arrays, *_: arrays), 2, folder=tmp_path)
     PushSum(name="run", fraction_evaluate=0.0).start(grid, zeros(), 1)
     state = state_of(tmp_path, 0)
@@ -393,7 +393,7 @@ def test_a_message_without_a_personalized_model_is_refused():
 APP = ROOT / "simulations" / "feddeper"
 
 
-def test_the_example_app_learns_a_global_and_better_personalized_models(monkeypatch, tmp_path):
+def test_the_example_app_learns_global_and_personalized_models(monkeypatch, tmp_path):
     """Ten peers with one digit each: a model per peer is certain of its own digit, the common one is not."""
     monkeypatch.syspath_prepend(str(APP))
     client, server = (importlib.import_module(f"feddeper.{name}").app for name in ("client_app", "server_app"))

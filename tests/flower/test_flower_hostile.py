@@ -202,7 +202,7 @@ class InspectingGrid(ReadingGrid):
 
 @every
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
-def test_nothing_leaves_a_protected_peer_but_what_is_noised_and_what_is_public(
+def test_only_noised_and_public_values_leave_a_protected_peer(
     strategy: type[PushSum], seal: bool, tmp_path: Path
 ) -> None:
     grid = InspectingGrid(telling(seal), 4, folder=tmp_path)
@@ -277,7 +277,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("options", [PROTECTED, {"share_metrics": False}], ids=["peer", "examples"])
 @pytest.mark.parametrize(("reply", "said"), FAILURES.values(), ids=FAILURES)
-def test_what_a_protected_app_says_when_it_fails_stays_in_its_log(
+def test_a_failing_protected_apps_words_stay_local(
     reply: Callable[[Message], Any],
     said: str,
     options: dict[str, Any],
@@ -293,7 +293,7 @@ def test_what_a_protected_app_says_when_it_fails_stays_in_its_log(
 
 
 @pytest.mark.parametrize("name", ["an error", "nothing", "no model", "shape", "unreadable"])
-def test_an_app_that_is_not_protected_is_told_what_is_wrong(name: str, tmp_path: Path) -> None:
+def test_an_unprotected_app_is_told_its_error(name: str, tmp_path: Path) -> None:
     with raises(RunError, "nodes.all-failed", FAILURES[name][1]) as error:
         start(tmp_path, 1, answers(FAILURES[name][0], PeerMod()))
     assert "\n" not in str(error.value)
@@ -301,7 +301,7 @@ def test_an_app_that_is_not_protected_is_told_what_is_wrong(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("options", [{}, PROTECTED], ids=["open", "protected"])
-def test_an_app_that_raises_is_told_where_and_which_path_was_tried(
+def test_a_raising_app_is_named_with_its_path(
     options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the error where the app is not protected, and in the log of the peer's own node."""
@@ -319,7 +319,7 @@ def test_an_app_that_raises_is_told_where_and_which_path_was_tried(
 # Noise.
 
 
-def test_no_two_peers_and_no_two_rounds_share_their_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_and_rounds_share_no_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, noised = [], peer_state.exactly_noised
 
     def keeping(update: np.ndarray, std: float) -> np.ndarray:
@@ -334,9 +334,7 @@ def test_no_two_peers_and_no_two_rounds_share_their_noise(tmp_path: Path, monkey
     assert np.std(drawn) == pytest.approx(5.0, rel=0.1)
 
 
-def test_noise_that_no_float32_holds_leaves_the_model_as_it_was(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_noise_beyond_float32_leaves_the_model_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     grid = LocalGrid(client(moves, clip_norm=1e38, noise_multiplier=1e4), 2, folder=tmp_path)
     strategy = PushSum(fraction_evaluate=0.0)
     strategy.start(grid, ArrayRecord([np.zeros(3, np.float32)]), 2)
@@ -349,7 +347,7 @@ def test_noise_that_no_float32_holds_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("fate", ["deleted", "rolled back"])
-def test_a_ledger_that_forgot_what_was_paid_is_not_gone_on_from(fate: str, tmp_path: Path) -> None:
+def test_a_ledger_that_lost_payments_is_refused(fate: str, tmp_path: Path) -> None:
     app = client(moves, **PROTECTED)
     start(tmp_path, 1, app)
     ledgers = [tmp_path / f"peer-{peer}" / "peer-updates.jsonl" for peer in (0, 1)]
@@ -388,22 +386,20 @@ def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, mo
     assert f"{2 + (fate == 'state')} Gaussian updates" in told.spent
 
 
-def test_updates_that_had_no_protection_are_never_said_to_have_some(tmp_path: Path) -> None:
+def test_unprotected_updates_are_never_called_protected(tmp_path: Path) -> None:
     start(tmp_path, 1, client(moves))
     told = start(tmp_path, 2, client(moves, **PROTECTED)).reports[0]
     assert told.epsilon == np.inf
     assert "1 update of this run had no protection" in told.spent
 
 
-def test_another_clip_norm_and_noise_are_each_charged_as_they_are(tmp_path: Path) -> None:
+def test_changed_clip_norm_and_noise_are_charged_as_used(tmp_path: Path) -> None:
     start(tmp_path, 1, client(moves, **PROTECTED))
     told = start(tmp_path, 2, client(moves, clip_norm=9.0, noise_multiplier=2.0)).reports[0]
     assert "1 Gaussian update of noise multiplier 2 and 1 Gaussian update of noise multiplier 5" in told.spent
 
 
-def test_a_budget_of_the_apps_own_ends_training_and_not_relaying(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_apps_own_budget_ends_training_not_relaying(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def reply(message: Message) -> Message:
         if message.content["config"]["server-round"] > 1:
             raise BudgetError(TEXT)
@@ -440,7 +436,7 @@ def says(**fields: Any) -> Callable[[RecordDict], None]:
 
 
 @pytest.mark.parametrize("fields", [{"peer": -1}, {"peer": 3}, {"n_peers": 2**62}, {"n_peers": 0}, {"n_peers": -4}])
-def test_a_node_that_is_no_peer_of_as_many_is_named(fields: dict[str, int]) -> None:
+def test_a_node_outside_the_number_of_peers_is_named(fields: dict[str, int]) -> None:
     grid = LyingGrid(says(**fields), {"introduce"}, client(moves), 3)
     with raises(RunError, "nodes.partition-id"):
         PushSum(patience=0.1).start(grid, zeros(), 1)
@@ -474,7 +470,7 @@ def test_one_node_that_lies_ends_nobodys_run(lie: Callable[[RecordDict], None], 
 
 
 @pytest.mark.parametrize("lists", [{"keys": []}, {"receivers": [1, 2]}, {"held": [1]}, {"incarnations": []}])
-def test_an_order_whose_lists_do_not_fit_is_refused_in_one_line(lists: dict[str, Any], tmp_path: Path) -> None:
+def test_an_order_with_unequal_lists_is_refused(lists: dict[str, Any], tmp_path: Path) -> None:
     app = client(moves, **PROTECTED)
     start(tmp_path, 1, app)
     common = {"round_index": 2, "rounds": 2, "neighbors": [1], "incarnations": [5], "keys": [b"k"]}
@@ -496,7 +492,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("frame", NONSENSE.values(), ids=NONSENSE)
 @pytest.mark.parametrize("kind", ["introduce", "round"])
-def test_a_node_whose_frames_are_nonsense_is_named_and_the_others_go_on(
+def test_a_node_with_invalid_frames_is_named_others_continue(
     frame: bytes, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lie(content: RecordDict) -> None:
@@ -510,7 +506,7 @@ def test_a_node_whose_frames_are_nonsense_is_named_and_the_others_go_on(
     assert "peer 0 handed in what is not relayed: a frame" in caplog.text
 
 
-def test_no_mask_is_used_twice_where_a_state_is_begun_anew(tmp_path: Path) -> None:
+def test_a_renewed_state_reuses_no_mask(tmp_path: Path) -> None:
     app = client(moves, seal=True)
     start(tmp_path, 1, app)
     grid, peers = LocalGrid(app, 2, folder=tmp_path), (0, 1)
@@ -567,9 +563,7 @@ class TamperingGrid(LocalGrid):
 
 @every
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_a_relay_does_to_sealed_shares_no_mass_is_made_or_lost(
-    strategy: type[PushSum], seed: int, tmp_path: Path
-) -> None:
+def test_whatever_a_relay_does_mass_is_conserved(strategy: type[PushSum], seed: int, tmp_path: Path) -> None:
     app = client(moves, seal=True)
     grid = TamperingGrid(seed, app, 4, folder=tmp_path)
     topology = "ring" if strategy is Gossip else "directed-exponential"
@@ -581,7 +575,7 @@ def test_whatever_a_relay_does_to_sealed_shares_no_mass_is_made_or_lost(
     assert grid.seen
 
 
-def test_metrics_of_one_peer_that_are_not_the_others_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_that_differ_between_peers_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     def reply(node: int, **metrics: Any) -> Message:
         message = Message(RecordDict(), node, "train")
         message.metadata.__dict__["_message_id"] = str(node)

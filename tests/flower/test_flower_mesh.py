@@ -40,7 +40,7 @@ def mean_of(n_peers: int) -> np.ndarray:
     return np.mean([values_of(peer) for peer in range(n_peers)], axis=0)
 
 
-def test_a_mesh_reaches_the_exact_mean_and_no_share_passes_the_server(tmp_path):
+def test_a_mesh_reaches_the_mean_without_the_server(tmp_path):
     grid = grid_of(tmp_path, 4)
     result = Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 2)
     assert np.abs(first(result.arrays) - mean_of(4)).max() < 1e-12
@@ -50,7 +50,7 @@ def test_a_mesh_reaches_the_exact_mean_and_no_share_passes_the_server(tmp_path):
         assert line == "name: mesh"
 
 
-def test_a_mesh_that_is_done_is_not_run_again_and_none_goes_on_from_relayed_rounds(tmp_path):
+def test_a_finished_mesh_is_not_rerun_after_relayed_rounds(tmp_path):
     grid = grid_of(tmp_path, 2)
     once = Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 2)
     again = Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 2)
@@ -59,7 +59,7 @@ def test_a_mesh_that_is_done_is_not_run_again_and_none_goes_on_from_relayed_roun
         Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 3)
 
 
-def test_a_peer_that_was_lost_finishes_once_the_run_of_its_name_is_started_again(tmp_path):
+def test_a_lost_peer_finishes_when_its_run_restarts(tmp_path):
     """The others are done, and train no more: they run on from their checkpoints so that it reaches them."""
     trained, is_off = [], [True]
 
@@ -82,7 +82,7 @@ def test_a_peer_that_was_lost_finishes_once_the_run_of_its_name_is_started_again
     assert sorted(trained) == sorted([(peer, k) for peer in range(3) for k in range(1, 7)] + [(2, 3)])
 
 
-def test_where_a_node_has_no_address_the_rounds_are_relayed(tmp_path, caplog):
+def test_nodes_without_address_fall_back_to_relaying(tmp_path, caplog):
     grid = grid_of(tmp_path, 4, without=(2,))
     result = Mesh(name="mesh").start(grid, zeros(), 2)
     assert np.abs(first(result.arrays) - mean_of(4)).max() < 1e-12
@@ -90,7 +90,7 @@ def test_where_a_node_has_no_address_the_rounds_are_relayed(tmp_path, caplog):
     assert not list(tmp_path.glob("peer-?/mesh-*"))
 
 
-def test_a_meshs_ledger_is_the_peers_own_and_holds_its_owners_budget(tmp_path):
+def test_a_meshs_ledger_holds_its_owners_budget(tmp_path):
     grid = grid_of(tmp_path, 2, clip_norm=1.0, noise_multiplier=5.0, delta=1e-3)
     grid.contexts[100].node_config["epsilon"] = 0.8
     strategy = Mesh(name="mesh", mode="synchronous")
@@ -126,14 +126,14 @@ def scenario_text(**changes) -> str:
         ),
     ],
 )
-def test_a_server_decides_nothing_but_the_graph_and_the_addresses(changes, wrong, tmp_path):
+def test_a_server_decides_only_graph_and_addresses(changes, wrong, tmp_path):
     settings = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None, "127.0.0.1:7100", tmp_path)
     with pytest.raises((RunError, ScenarioError)) as error:
         _checked_scenario("mesh", scenario_text(**changes), settings)
     assert re.search(wrong, f"{error.value.code}: {error.value}")
 
 
-def test_a_node_without_an_address_or_certificates_is_refused_with_the_remedy(tmp_path):
+def test_a_node_without_address_or_certificate_gets_a_remedy(tmp_path):
     settings, initial = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None), InitialArrays({})
     with raises(RunError, "mesh.address", names="--node-config"):
         run_mesh("mesh", scenario_text(), initial, settings, None, lambda arrays, server_round: arrays)
@@ -154,6 +154,6 @@ def test_a_stranger_that_the_server_introduces_gets_nowhere(tmp_path):
     [{"mode": "sometimes"}, {"deadline": -1.0}, {"name": "a/b"}, {"topology": object()}],
     ids=lambda options: next(iter(options)),
 )
-def test_a_mesh_that_cannot_be_is_refused_before_the_run(options):
+def test_an_impossible_mesh_is_refused_before_the_run(options):
     with raises(ScenarioError, "mesh.setting", next(iter(options))):
         Mesh(**{"name": "mesh", **options})

@@ -224,7 +224,7 @@ def write_app(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("flower-superlink", path=str(Path(sys.executable).parent)) is None, reason="no flwr")
-def test_a_mesh_of_supernodes_over_tls_has_the_engines_numbers(tmp_path, capsys):
+def test_a_mesh_over_tls_matches_the_engine(tmp_path, capsys):
     app = write_app(tmp_path)
     with deployment(tmp_path) as deployed:
         run = deployed.start("run", "flwr", "run", str(app), "dep", "--stream")

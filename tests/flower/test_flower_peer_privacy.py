@@ -67,7 +67,7 @@ def composed(noise, rounds):
 
 
 @pytest.mark.slow
-def test_the_ledger_over_100_rounds_and_a_restart_is_dp_accountings_composition(tmp_path):
+def test_a_ledger_of_100_rounds_matches_dp_accounting(tmp_path):
     options = {"clip_norm": 1.0, "noise_multiplier": 12.0, "delta": DELTA}
     half = start(tmp_path, 50, **options).reports[0].epsilon
     assert half == pytest.approx(composed(12.0, 50), rel=2e-3)
@@ -79,14 +79,14 @@ def test_the_ledger_over_100_rounds_and_a_restart_is_dp_accountings_composition(
     assert len(ledger) == 101
 
 
-def test_the_ledger_is_the_peers_own_and_another_run_adds_to_it(tmp_path):
+def test_the_ledger_is_the_peers_and_adds_up(tmp_path):
     options = {"clip_norm": 1.0, "noise_multiplier": 3.0, "delta": DELTA}
     start(tmp_path, 2, name="one", **options)
     told = start(tmp_path, 3, name="two", **options).reports[0]
     assert told.epsilon == pytest.approx(composed(3.0, 5), rel=2e-3)
 
 
-def test_epsilon_is_said_with_its_unit_its_adjacency_and_what_was_charged(tmp_path, caplog):
+def test_epsilon_is_printed_with_unit_adjacency_and_charges(tmp_path, caplog):
     start(tmp_path, 2, clip_norm=1.0, noise_multiplier=3.0)
     (line,) = [record.message for record in caplog.records if record.message.startswith("Privacy of")]
     assert re.match(
@@ -102,7 +102,7 @@ def test_nothing_protected_costs_infinity_and_says_so(tmp_path, caplog):
     assert "Privacy of peers 0, 1: epsilon = inf (unit: one peer with all its data)" in caplog.text
 
 
-def test_examples_that_the_apps_own_loop_protects_are_counted_over_all_rounds_in_the_peers_folder(tmp_path):
+def test_an_apps_protected_examples_are_counted_per_peer(tmp_path):
     app, options = ClientApp(mods=[PeerMod(share_metrics=False)]), {"delta": 1e-3, "noise_multiplier": 2.0}
     spent: dict[int, list[float]] = {0: [], 1: []}
 
@@ -132,7 +132,7 @@ def test_examples_that_the_apps_own_loop_protects_are_counted_over_all_rounds_in
         peer_folder()
 
 
-def test_a_budget_that_is_reached_stops_training_and_the_peer_goes_on_relaying(tmp_path, caplog):
+def test_a_reached_budget_stops_training_and_relaying_continues(tmp_path, caplog):
     done = []
 
     def step(arrays, peer, server_round):
@@ -162,14 +162,14 @@ def test_training_ends_when_every_budget_is_reached(tmp_path, caplog):
     assert strategy.reports[0].epsilon <= options["epsilon"]
 
 
-def test_the_noise_is_solved_for_the_rounds_that_are_planned(tmp_path):
+def test_noise_is_solved_for_the_planned_rounds(tmp_path):
     told = start(tmp_path, 20, clip_norm=1.0, epsilon=2.0, delta=DELTA).reports[1]
     assert 0.99 * 2.0 < told.epsilon <= 2.0
     assert told.round_index == 20
     assert composed(solved_noise(2.0, DELTA, 20), 20) == pytest.approx(2.0, rel=1e-2)
 
 
-def test_a_round_that_fails_after_it_was_paid_is_paid_again(tmp_path):
+def test_a_round_failing_after_payment_is_paid_again(tmp_path):
     def fails(arrays, peer, server_round):
         raise ValueError("secret 4711")
 
@@ -180,7 +180,7 @@ def test_a_round_that_fails_after_it_was_paid_is_paid_again(tmp_path):
     assert start(tmp_path, 1, **options).reports[0].epsilon == pytest.approx(composed(3.0, 2), rel=2e-3)
 
 
-def test_a_ledger_that_was_edited_is_not_gone_on_from(tmp_path):
+def test_an_edited_ledger_is_refused(tmp_path):
     options = {"clip_norm": 1.0, "noise_multiplier": 3.0}
     start(tmp_path, 2, **options)
     path = tmp_path / "peer-0" / "peer-updates.jsonl"
@@ -194,7 +194,7 @@ def test_a_ledger_that_was_edited_is_not_gone_on_from(tmp_path):
 
 @given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=8), st.floats(1e-6, 1e6))
 @settings(max_examples=200)
-def test_no_update_is_longer_than_the_clip_norm_and_a_short_one_stays(numbers, clip_norm):
+def test_no_update_exceeds_the_clip_norm(numbers, clip_norm):
     update = np.array(numbers)
     after = clipped(update, clip_norm)
     assert np.isfinite(after).all()
@@ -203,7 +203,7 @@ def test_no_update_is_longer_than_the_clip_norm_and_a_short_one_stays(numbers, c
         assert after is update
 
 
-def test_a_zero_update_stays_zero_and_is_noised_all_the_same(tmp_path):
+def test_a_zero_update_is_noised_too(tmp_path):
     assert not clipped(np.zeros(4), 1.0).any()
     strategy = start(tmp_path, 1, step=lambda arrays, *_: arrays, clip_norm=2.0, noise_multiplier=1.5, size=4000)
     noise = first(strategy.result.arrays) * np.sqrt(2)  # the mean of two peers
@@ -211,7 +211,7 @@ def test_a_zero_update_stays_zero_and_is_noised_all_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e300])
-def test_updates_that_are_no_numbers_count_as_zero_and_are_named(wrong, tmp_path, caplog):
+def test_non_finite_updates_count_as_zero_and_are_named(wrong, tmp_path, caplog):
     def step(arrays, peer, server_round):
         return [np.array([wrong, 1.0, 2.0])] if peer == 0 else arrays
 
@@ -228,7 +228,7 @@ def test_updates_that_are_no_numbers_count_as_zero_and_are_named(wrong, tmp_path
     assert caplog.text.count("2 of 2 peers trained") == 4  # nobody is told that it was no number
 
 
-def test_noise_comes_from_the_system_and_is_never_the_same(tmp_path):
+def test_noise_comes_from_the_system_and_never_repeats(tmp_path):
     one, other = (
         start(tmp_path / name, 1, clip_norm=1.0, noise_multiplier=1.0).result.arrays for name in ("one", "other")
     )
@@ -236,7 +236,7 @@ def test_noise_comes_from_the_system_and_is_never_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_metrics_of_a_protected_peer_stay_with_it_unless_it_is_told_otherwise(share, tmp_path):
+def test_metrics_of_a_protected_peer_stay_unless_shared(share, tmp_path):
     grid = LocalGrid(
         client(moves_a_little, clip_norm=1.0, noise_multiplier=1.0, share_metrics=share), 2, folder=tmp_path
     )
@@ -277,7 +277,7 @@ def numbers_in(seen: list[bytes], values: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
-def test_who_reads_all_that_the_server_app_relays_finds_no_models_number_in_sealed_shares(seal, tmp_path):
+def test_relayed_sealed_shares_show_no_number_of_a_model(seal, tmp_path):
     grid = ReadingGrid(client(sets_its_values_once, seal=seal), 4, folder=tmp_path)
     PushSum(name="r").start(grid, zeros(), 2, evaluate_fn=lambda *_: None)
     parts = np.concatenate([values_of(peer) * part for peer in range(4) for part in (1.0, 0.5, 0.25)])
@@ -285,7 +285,7 @@ def test_who_reads_all_that_the_server_app_relays_finds_no_models_number_in_seal
     assert numbers_in(grid.seen, parts) is not seal
 
 
-def test_the_networks_mean_is_exact_where_nobody_may_read_a_model(tmp_path):
+def test_the_mean_is_exact_though_nobody_reads_models(tmp_path):
     grid = LocalGrid(client(sets_its_values_once, seal=True), 6, folder=tmp_path)
     strategy = PushSum(fraction_evaluate=0.0)
     seen = []
@@ -294,7 +294,7 @@ def test_the_networks_mean_is_exact_where_nobody_may_read_a_model(tmp_path):
     assert strategy.peer_arrays == {}
 
 
-def test_masks_cancel_in_the_sum_of_all_and_in_no_other():
+def test_masks_cancel_only_in_the_sum_of_all():
     values = {peer: np.array([1e6, -3.25, 1e-12, 0.0]) * (peer + 1) for peer in (0, 3, 7)}
     shared = {frozenset(pair): bytes([sum(pair)] * 32) for pair in ((0, 3), (0, 7), (3, 7))}
     parts = {
@@ -331,7 +331,7 @@ def two(tmp_path):
     return both, send, take
 
 
-def test_a_sealed_share_is_taken_once_in_order_and_by_nobody_else(two):
+def test_a_sealed_share_is_taken_once_by_its_receiver(two):
     both, send, take = two
     one, second = send(), send()
     with raises(RefusedError, "share.gap"):
@@ -350,7 +350,7 @@ def test_a_sealed_share_is_taken_once_in_order_and_by_nobody_else(two):
         take(share)
 
 
-def test_every_byte_of_a_sealed_share_is_held_by_its_seal(two):
+def test_a_seal_covers_every_byte_of_a_share(two):
     both, send, take = two
     share = send()
     for at in range(len(share)):
@@ -364,7 +364,7 @@ def test_every_byte_of_a_sealed_share_is_held_by_its_seal(two):
     assert take(share)
 
 
-def test_an_open_share_is_refused_by_who_takes_sealed_ones_alone(two):
+def test_a_sealing_peer_refuses_an_open_share(two):
     both, _, take = two
     with raises(RefusedError, "frame.sealed"):
         take(frozen_share(*both, run_frames("run", both[0].layout)))
@@ -381,7 +381,7 @@ def test_a_share_that_is_not_finite_is_refused(number):
     assert receiver.x.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_key_that_changes_after_it_was_first_seen_is_refused(tmp_path, caplog):
+def test_a_key_changed_after_first_use_is_refused(tmp_path, caplog):
     """The relay that introduces the peers swaps a key in a later run, to stand between them."""
     start(tmp_path, 2, seal=True)
     stranger = public_key(tmp_path / "stranger")
@@ -413,7 +413,7 @@ def test_peers_that_do_not_agree_on_seals_are_named():
         PushSum().start(grid, zeros(), 1)
 
 
-def test_a_deployed_peer_seals_and_must_say_where_its_things_are():
+def test_a_deployed_peer_seals_and_needs_its_folders():
     app = client(moves_a_little)
     bare = LocalGrid(app, 2, config={})
     for context in bare.contexts.values():
@@ -435,7 +435,7 @@ def test_a_deployed_peer_seals_and_must_say_where_its_things_are():
         ({"receivers": [1, 9]}, ("nodes.all-failed", r"shares for peers \[9\]")),
     ],
 )
-def test_a_relay_that_says_nonsense_costs_a_peer_no_budget(said, refusal: tuple[str, ...], tmp_path, monkeypatch):
+def test_an_invalid_relay_costs_a_peer_no_budget(said, refusal: tuple[str, ...], tmp_path, monkeypatch):
     send = PeerNetwork.message
 
     def lying(self, peer, category, kind, content, **more):
@@ -478,7 +478,7 @@ def test_a_relay_cannot_introduce_peers_that_nobody_counted(tmp_path):
     assert state.model().any()
 
 
-def test_a_hostile_message_makes_no_file_outside_a_peers_folder(tmp_path):
+def test_a_hostile_message_writes_only_in_peers_folder(tmp_path):
     grid = LocalGrid(client(moves_a_little), 2, folder=tmp_path / "in")
     PushSum(name="../../out").start(grid, zeros(), 1)
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
@@ -499,7 +499,7 @@ def test_an_update_is_noised_on_a_grid() -> None:
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_an_app_does_not_train_where_its_charge_cannot_be_written(is_full, tmp_path, monkeypatch):
+def test_an_app_whose_charge_fails_does_not_train(is_full, tmp_path, monkeypatch):
     app, trained = ClientApp(mods=[PeerMod(clip_norm=1.0, noise_multiplier=1.0, delta=DELTA)]), []
 
     @app.train()

@@ -44,7 +44,7 @@ def states(folder: Path, n_peers: int, run: str) -> list[PeerState]:
 
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
 @pytest.mark.parametrize("n_peers", [8, 16])
-def test_push_sum_reaches_the_exact_mean_in_log2_n_rounds(n_peers, seal, tmp_path):
+def test_push_sum_reaches_the_mean_in_log2_n_rounds(n_peers, seal, tmp_path):
     rounds = n_peers.bit_length() - 1
     grid = LocalGrid(client(sets_its_values_once, seal=seal), n_peers, folder=tmp_path)
     result = PushSum(name="mean", fraction_evaluate=0.0).start(grid, zeros(), rounds)
@@ -59,7 +59,7 @@ def test_one_round_less_is_not_enough():
     assert max(np.abs(first(each) - mean_of(8)).max() for each in strategy.peer_arrays.values()) > 1
 
 
-def test_a_gradient_step_over_the_exponential_graph_has_the_engines_numbers(build):
+def test_a_gradient_step_matches_the_engine(build):
     """Stochastic Gradient Push: an app that takes one step from z on the engine's own batches."""
     experiment = build(
         "algorithm={name: sgp, learning_rate: 0.5}", "topology.name=directed-exponential", "privacy=none"
@@ -146,7 +146,7 @@ def test_no_mass_is_lost_or_added_whatever_messages_are(seed, tmp_path):
         np.testing.assert_allclose(first(arrays), mean_of(4), rtol=1e-6)
 
 
-def test_a_peer_that_never_answers_holds_the_others_up_once(monkeypatch):
+def test_a_silent_peer_delays_others_only_once(monkeypatch):
     def fate(count, message):
         said = message.content["privdec.says"]
         late = said.get("round_index", 0) > 1 or said["kind"] == "deliver"
@@ -188,7 +188,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path):
     assert len(done) == 20
 
 
-def test_who_was_killed_in_a_round_takes_part_in_it_again_and_the_others_do_not(tmp_path):
+def test_a_killed_peer_repeats_its_round_and_others_wait(tmp_path):
     done, killed = [], {(2, 3)}
 
     def step(arrays, peer, server_round):
@@ -209,7 +209,7 @@ def test_who_was_killed_in_a_round_takes_part_in_it_again_and_the_others_do_not(
     assert sum(state.w for state in states(tmp_path, 4, "killed")) == pytest.approx(4, abs=1e-12)
 
 
-def test_node_ids_may_change_and_peers_stay_who_they_are(tmp_path):
+def test_peers_keep_identities_when_node_ids_change(tmp_path):
     def start(rounds, ids):
         grid = LocalGrid(client(sets_its_values_once), 4, folder=tmp_path)
         grid.contexts = dict(zip(ids, grid.contexts.values(), strict=True))
@@ -224,7 +224,7 @@ def test_node_ids_may_change_and_peers_stay_who_they_are(tmp_path):
         np.testing.assert_allclose(first(arrays), mean_of(4), rtol=1e-12)
 
 
-def test_an_old_copy_of_a_state_is_found_out_and_begins_again_without_a_model(tmp_path, caplog):
+def test_a_stale_state_is_detected_and_restarts_empty(tmp_path, caplog):
     def start(rounds):
         PushSum(name="old", fraction_evaluate=0.0).start(
             LocalGrid(client(sets_its_values_once), 2, folder=tmp_path), zeros(), rounds
@@ -244,7 +244,7 @@ def test_an_old_copy_of_a_state_is_found_out_and_begins_again_without_a_model(tm
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_weight_is_whole_again_whichever_states_are_lost_stale_or_late(seed, tmp_path):
+def test_the_weight_recovers_from_lost_stale_or_late_states(seed, tmp_path):
     """Σ w is the number of peers, or of their examples, and every model is within the hull of what the app set."""
     draw, late, counts = random.Random(seed), seed if seed % 2 else None, [(1, 1, 1, 1), (10, 20, 30, 40)][seed // 2]
     paths = [state_path(tmp_path / f"peer-{peer}", "whole") for peer in range(4)]
@@ -278,7 +278,7 @@ def test_the_weight_is_whole_again_whichever_states_are_lost_stale_or_late(seed,
 # What the app sees.
 
 
-def test_evaluate_fn_and_the_last_lines_of_a_quickstart_get_the_networks_mean():
+def test_evaluate_fn_and_quickstart_code_get_the_mean():
     seen = []
 
     def evaluate_fn(server_round, arrays):
@@ -325,7 +325,7 @@ def test_an_app_that_cannot_evaluate_trains_all_the_same(caplog):
     assert "4 of 4 peers trained (peers 0, 1, 2, 3: cannot evaluate: No evaluate function registered" in caplog.text
 
 
-def test_whole_numbers_are_neither_mixed_nor_noised_and_types_and_order_stay():
+def test_integers_are_neither_mixed_nor_noised():
     given = {
         "z": np.zeros((2, 2), np.float32),
         "count": np.array(0),
@@ -408,7 +408,7 @@ def test_arrays_that_do_not_fit_are_named(content, refusal: tuple[str, ...]):
     assert "\n" not in str(error.value)
 
 
-def test_one_peer_with_another_model_is_named_and_the_others_go_on(caplog):
+def test_one_peer_with_another_model_is_named(caplog):
     def step(arrays, peer, server_round):
         return [np.ones(5)] if peer == 1 else [arrays[0] + 1]
 
@@ -417,7 +417,7 @@ def test_one_peer_with_another_model_is_named_and_the_others_go_on(caplog):
     assert first(strategy.peer_arrays[0]).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_peers_whose_models_are_not_alike_refuse_each_others_shares(tmp_path):
+def test_peers_with_unlike_models_refuse_shares(tmp_path):
     """As when one SuperNode has another version of the app: its share is refused by name, and nothing else happens."""
     grid = LocalGrid(client(sets_its_values_once), 2, folder=tmp_path)
     PushSum(name="x", fraction_evaluate=0.0).start(grid, zeros(), 1)
@@ -454,7 +454,7 @@ def test_a_wrong_node_config_is_named(config, refusal: tuple[str, ...]):
         PushSum(patience=0.2).start(grid, zeros(), 1)
 
 
-def test_a_directed_graph_is_refused_by_gossip_before_anything_runs():
+def test_gossip_refuses_a_directed_graph_at_once():
     with raises(ScenarioError, "mixing.directed", "'directed-ring'"):
         Gossip(topology="directed-ring")
 
@@ -473,20 +473,20 @@ def test_wrong_options_are_refused_at_once(options, refusal: tuple[str, ...]):
         PushSum(**options)
 
 
-def test_an_app_without_the_mod_is_told_what_to_write():
+def test_an_app_without_the_mod_gets_a_remedy():
     app = ClientApp()
     app.train()(lambda message, context: Message(RecordDict(), reply_to=message))
     with raises(RunError, "flower.no-peer-mod", names=r"mods=\[PeerMod"):
         PushSum(patience=0.2).start(LocalGrid(app, 2), zeros(), 1)
 
 
-def test_the_mod_without_a_strategy_of_its_own_says_so():
+def test_the_mod_without_our_strategy_says_so():
     grid = LocalGrid(client(sets_its_values_once), 2)
     (reply,) = grid.send_and_receive([Message(RecordDict({"arrays": zeros()}), 100, "train")])
     assert "comes from no strategy of flower_privdec" in reply.error.reason
 
 
-def test_nodes_that_all_fail_end_the_run_with_their_reason():
+def test_if_all_nodes_fail_the_run_ends_with_reason():
     def step(arrays, peer, server_round):
         raise ValueError("the disk is on fire")
 
@@ -505,7 +505,7 @@ def test_initial_arrays_that_are_not_finite_are_refused():
         run_with(sets_its_values_once, start=ArrayRecord([np.array([1.0, np.nan])]))
 
 
-def test_a_graph_of_ones_own_must_join_as_many_peers():
+def test_an_own_graph_must_join_all_peers():
     from flower_privdec.graph.topology import build_topology
 
     with raises(ScenarioError, "nodes.graph"):

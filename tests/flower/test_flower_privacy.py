@@ -134,7 +134,7 @@ def test_a_private_row_in_an_answer_is_found(
         testing.assert_nothing_else_leaves(build(*SHORT, *settings_for(*settings)), seen_under_flower("relay"))
 
 
-def test_an_answer_holds_what_other_peers_may_see_and_no_more(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_answer_holds_only_what_peers_may_see(tiny: Tiny, tmp_path: Path) -> None:
     kept: list[RecordDict] = []
 
     class Keeping(LocalGrid):
@@ -174,7 +174,7 @@ def test_a_deployed_node_keeps_its_secret_to_itself(tiny: Tiny, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("host", ["relay", "sharded"])
-def test_a_claim_that_does_not_apply_is_noted_as_by_the_engine(build: Build, tmp_path: Path, host: str) -> None:
+def test_an_inapplicable_claim_is_noted_like_the_engine(build: Build, tmp_path: Path, host: str) -> None:
     lines = ["algorithm={name: dp-dda}", "privacy.calibration=paper", "data.batch={sampling: full}"]
     experiment = build("rounds=1", *lines)
     strategy, nodes = HOSTS[host]
@@ -194,9 +194,7 @@ def test_a_claim_that_does_not_apply_is_noted_as_by_the_engine(build: Build, tmp
         ["compute.generator=system", "privacy.ledger=ledger"],
     ],
 )
-def test_what_no_node_can_host_is_refused_before_the_start(
-    tiny: Tiny, tmp_path: Path, host: str, settings: list[str]
-) -> None:
+def test_what_no_node_can_host_is_refused_first(tiny: Tiny, tmp_path: Path, host: str, settings: list[str]) -> None:
     strategy, nodes = HOSTS[host]
     grid = LocalGrid(client_app(), nodes, folder=tmp_path / "nodes")
     with raises(ScenarioError, "node.scenario"):
@@ -251,7 +249,7 @@ class Reading(LocalGrid):
 
 
 @pytest.mark.parametrize("mode", ["relay", "sharded"])
-def test_no_folder_of_the_servers_machine_reaches_a_deployed_node(
+def test_no_server_folder_reaches_a_deployed_node(
     tiny: Tiny, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The nodes of a simulation are told of them; a node of another machine has its own."""
@@ -279,9 +277,7 @@ def test_a_scenario_without_folders_is_the_same_run(tiny: Tiny) -> None:
     assert "/a" not in to_yaml(plain).replace("/own", "")
 
 
-def test_an_error_tells_a_server_no_folder_of_a_nodes_machine(
-    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_shows_no_folder_of_a_node(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     message = order(tiny("rounds=2"), begin=1)
     refused = answer(deployed(tmp_path / "node"), message)
     assert "checkpoint-1 is not there" in refused.error.reason
@@ -297,18 +293,14 @@ def test_an_error_tells_a_server_no_folder_of_a_nodes_machine(
         assert str(ledger) in caplog.text
 
 
-def test_a_node_that_runs_in_the_root_folder_keeps_the_other_slashes_of_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_in_the_root_folder_keeps_other_slashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     (context,) = deployed(tmp_path / "node").contexts.values()
     line = line_for_server(RunError(f"{tmp_path}/node/ledger: 3 of 4 rounds/steps, either / or"), context)
     assert line == "ledger: 3 of 4 rounds/steps, either / or"
 
 
-def test_what_is_wrong_with_a_nodes_data_stays_in_its_log(
-    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_nodes_data_error_stays_in_its_log(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the row of a table that is wrong, nor how many examples the node has."""
     table = tmp_path / "wards.csv"
     table.write_text("age,ill\n" + "40,1\n" * 30 + "elderly,0\n")
@@ -341,7 +333,7 @@ def ledger_of(folder: Path) -> dict:
     return runs_in(read_chain(folder / "ledger" / "digits.jsonl")[1])
 
 
-def test_a_deployed_node_draws_its_own_noise_and_keeps_its_own_ledger(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_deployed_node_owns_its_noise_and_ledger(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("rounds=2")
     rows = []
     for name in ("a", "b"):
@@ -354,7 +346,7 @@ def test_a_deployed_node_draws_its_own_noise_and_keeps_its_own_ledger(tiny: Tiny
     assert (tmp_path / "a" / "secret").stat().st_mode & 0o77 == 0
 
 
-def test_a_deployed_node_imports_no_module_that_its_owner_does_not_allow(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_deployed_node_imports_only_allowed_modules(tiny: Tiny, tmp_path: Path) -> None:
     for setting in (
         "algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}",
         "model={module: 'user_models:residual'}",
@@ -368,7 +360,7 @@ def test_a_deployed_node_imports_no_module_that_its_owner_does_not_allow(tiny: T
         assert not allowed.has_error(), allowed.error.reason
 
 
-def test_a_deployed_node_pays_again_for_steps_it_takes_again(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_deployed_node_pays_for_repeated_steps(tiny: Tiny, tmp_path: Path) -> None:
     for _ in range(3):
         grid = deployed(tmp_path / "node", epsilon=30.0)
         assert not answer(grid, order(tiny("rounds=2"))).has_error()
@@ -379,9 +371,7 @@ def test_a_deployed_node_pays_again_for_steps_it_takes_again(tiny: Tiny, tmp_pat
 Taken = list[tuple[int, list[int]]]
 
 
-def test_a_deployed_node_pays_for_every_step_in_whatever_order_it_is_told_to_take_them(
-    tiny: Tiny, tmp_path: Path, taken: Taken
-) -> None:
+def test_a_deployed_node_pays_for_steps_in_any_order(tiny: Tiny, tmp_path: Path, taken: Taken) -> None:
     scenario, grid = tiny("rounds=20", "privacy.epsilon=1"), deployed(tmp_path / "node", epsilon=100.0)
     for _ in range(3):  # begun again and again: what the ledger has paid is further than the run is
         reply = answer(grid, order(scenario, until=20))
@@ -396,7 +386,7 @@ def test_a_deployed_node_pays_for_every_step_in_whatever_order_it_is_told_to_tak
 @pytest.mark.parametrize(
     "settings", [[], ["data.batch.sampling=uniform"], ["data.batch.sampling=blocks", "algorithm=" + BLOCKS]]
 )
-def test_a_deployed_node_draws_its_examples_again_for_a_step_it_takes_again(
+def test_a_repeated_step_draws_its_examples_again(
     tiny: Tiny, tmp_path: Path, taken: Taken, settings: list[str]
 ) -> None:
     scenario = tiny("rounds=20", "data.batch.size=2", *settings)
@@ -406,7 +396,7 @@ def test_a_deployed_node_draws_its_examples_again_for_a_step_it_takes_again(
     assert len({tuple(drawn) for _, drawn in taken}) > 1
 
 
-def test_a_deployed_node_does_not_go_on_with_the_state_of_another_run(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_deployed_node_refuses_another_runs_state(tiny: Tiny, tmp_path: Path) -> None:
     base = "algorithm={name: feddeper, learning_rate: 0.1, local_steps: 2, rho: %s}"
     grid = deployed(tmp_path / "node", epsilon=100.0)
     private = tiny(base % 0.0)  # its personal model is neither clipped nor noised, and must not be sent
@@ -416,7 +406,7 @@ def test_a_deployed_node_does_not_go_on_with_the_state_of_another_run(tiny: Tiny
     assert not go_on(grid, private, reply, until=6).has_error()
 
 
-def test_a_server_names_no_code_to_run_and_no_file_to_read(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_server_names_neither_code_nor_files(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "own.csv").write_text("alice,52,yes\n")
     call = f'model={{module: "os:system", arguments: {{command: "touch {tmp_path}/ran"}}}}'
     file = f"topology={{name: edge-list, file: {tmp_path}/own.csv}}"
@@ -427,7 +417,7 @@ def test_a_server_names_no_code_to_run_and_no_file_to_read(tiny: Tiny, tmp_path:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_nodes_own_budget_overrides_the_scenario(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("rounds=2", "privacy.epsilon=1000")
     reply = answer(deployed(tmp_path / "node", epsilon=0.5), order(scenario))
     assert not reply.has_error()
@@ -453,7 +443,7 @@ def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(t
         ({}, {"begin": -1}, [], r"the node of peers \[0\] has lost its state"),
     ],
 )
-def test_a_deployed_node_refuses_what_is_not_the_servers_to_say(
+def test_a_deployed_node_refuses_unauthorized_settings(
     tiny: Tiny, tmp_path: Path, config: dict[str, object], fields: dict[str, object], settings: list[str], rule: str
 ) -> None:
     reply = answer(deployed(tmp_path / "node", **config), order(tiny(*settings), **fields))
@@ -480,7 +470,7 @@ def test_no_deployed_node_hosts_everybody(tiny: Tiny, tmp_path: Path, host: str)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_deployed_node_reads_its_own_data_not_the_servers(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_deployed_node_reads_its_own_data(tiny: Tiny, tmp_path: Path) -> None:
     arrays = {"x_train": np.eye(8, 5), "y_train": np.arange(8) % 2, "x_test": np.eye(4, 5), "y_test": np.arange(4) % 2}
     np.savez(tmp_path / "own.npz", **arrays)
     data = "data={dataset: npz, root: /etc/passwd, batch: {sampling: poisson, size: 1}}"
@@ -491,7 +481,7 @@ def test_a_deployed_node_reads_its_own_data_not_the_servers(tiny: Tiny, tmp_path
 
 
 @pytest.mark.parametrize("label", ["PLANTED", "4711.25"])
-def test_what_is_wrong_with_a_table_stays_with_its_node(
+def test_a_tables_error_stays_with_its_node(
     label: str, tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [f"{row},{row % 2}" for row in range(8)]
@@ -525,7 +515,7 @@ class Ray:
         return self
 
 
-def test_a_process_is_a_simulation_by_itself_not_by_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_turns_a_process_into_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not in_simulation(SIMULATED)
     with node_settings.simulating():
         assert in_simulation({**SIMULATED, "folder": "own"})
@@ -534,9 +524,7 @@ def test_a_process_is_a_simulation_by_itself_not_by_a_message(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("mode", [Ray.SCRIPT_MODE, Ray.WORKER_MODE], ids=["driver", "worker"])
-def test_an_app_that_starts_ray_makes_no_simulation_of_its_supernode(
-    mode: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_starting_ray_does_not_make_a_simulation(mode: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The app's own `ray.init()` makes its process a driver; not even a worker's has an owner's node-config."""
     monkeypatch.setitem(sys.modules, "ray", Ray(mode))
     owned = {**SIMULATED, "folder": str(tmp_path)}

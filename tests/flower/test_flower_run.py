@@ -128,7 +128,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two shards run at the same time, each on a CPU")
-def test_a_shard_that_is_killed_is_named_and_the_run_goes_on(
+def test_a_killed_shard_is_named_and_the_run_continues(
     tiny: Tiny, tmp_path: Path, nothing_left: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as dying:
@@ -224,7 +224,7 @@ def user(tmp_path: Path) -> Iterator[User]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="the command's folder is looked up in /proc")
-def test_flwr_run_of_the_readme_leaves_its_results_where_it_was_typed(user: User, tmp_path: Path) -> None:
+def test_flwr_run_of_the_readme_writes_its_results(user: User, tmp_path: Path) -> None:
     """The command needs no variable; the quickstart by relay and the repository by a cohort end with the same models.
 
     The second run meets the SuperLink that the first has started.

@@ -187,7 +187,7 @@ def test_a_start_of_ones_own_works_as_it_did(base, mods, seal, tmp_path):
     assert all("train_loss" in line for line in lines)
 
 
-def test_a_start_of_ones_own_may_call_flowers_and_have_other_defaults(tmp_path):
+def test_an_own_start_may_wrap_flowers_with_other_defaults(tmp_path):
     class Longer(PushSum):
         def start(self, grid, initial_arrays, num_rounds=5, **options):
             return super().start(grid, initial_arrays, num_rounds, **options)
@@ -200,7 +200,7 @@ def test_a_start_of_ones_own_may_call_flowers_and_have_other_defaults(tmp_path):
     assert all(49 < report.epsilon <= 50 for report in strategy.reports.values())  # solved for five rounds
 
 
-def test_more_rounds_than_the_noise_was_solved_for_are_refused():
+def test_more_rounds_than_planned_are_refused():
     class Endless(PushSum):
         def start(self, grid, initial_arrays, num_rounds=3):
             return super().start(grid, initial_arrays, num_rounds=num_rounds + 1)
@@ -211,7 +211,7 @@ def test_more_rounds_than_the_noise_was_solved_for_are_refused():
 
 @holds("start")
 @both
-def test_a_second_start_trains_from_the_arrays_that_it_is_given(base, mods):
+def test_a_second_start_trains_from_given_arrays(base, mods):
     grid = LocalGrid(halving(mods), 4)
     begun = base(**options_of[base]).start(grid, zeros(), 2)
     ended = base(**options_of[base]).start(grid, begun.arrays, 3)
@@ -219,7 +219,7 @@ def test_a_second_start_trains_from_the_arrays_that_it_is_given(base, mods):
     assert sorted(ended.train_metrics_clientapp) == [1, 2, 3]
 
 
-def test_starts_without_a_name_share_the_budget_and_one_of_a_name_that_has_its_rounds_is_named(tmp_path, caplog):
+def test_unnamed_starts_share_the_budget_named_ones_finish(tmp_path, caplog):
     mod = PeerMod(clip_norm=1.0, noise_multiplier=5.0, delta=1e-3)
     for rounds in (2, 3):  # each as from a script of its own
         strategy = PushSum("complete")
@@ -236,7 +236,7 @@ def test_starts_without_a_name_share_the_budget_and_one_of_a_name_that_has_its_r
 
 @holds("FedProx")
 @pytest.mark.parametrize(("base", "mods"), [(FedProx, []), (PushSum, [PeerMod()])], ids=["before", "after"])
-def test_a_fedprox_client_finds_its_strength_in_the_train_config(base, mods):
+def test_a_fedprox_client_reads_its_strength(base, mods):
     app, strengths = ClientApp(mods=mods), []
 
     @app.train()
@@ -252,14 +252,14 @@ def test_a_fedprox_client_finds_its_strength_in_the_train_config(base, mods):
 
 
 @holds("FedXgbBagging")
-def test_trees_have_no_mean_and_are_refused_in_a_line():
+def test_trees_are_refused_because_they_have_no_mean():
     with raises(RunError, "app.arrays", names="real-valued"):
         PushSum().start(LocalGrid(halving([PeerMod()]), 3), ArrayRecord([np.frombuffer(b"{}", np.uint8)]), 1)
 
 
 @holds("@app.query")
 @pytest.mark.parametrize("everywhere", [False, True], ids=["train alone", "everywhere"])
-def test_queries_are_answered_where_the_mod_is_on_the_train_function_alone(everywhere):
+def test_queries_are_answered_if_only_train_has_the_mod(everywhere):
     peer = PeerMod()
     app = ClientApp(mods=[peer] if everywhere else [])
 
@@ -300,7 +300,7 @@ def saving(base: type, folder: Path) -> type:
 @holds("aggregate_train")
 @both
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
-def test_a_strategy_that_saves_in_aggregate_train_gets_the_mean_without_an_evaluate_fn(base, mods, seal, tmp_path):
+def test_a_strategy_saving_in_aggregate_train_gets_the_mean(base, mods, seal, tmp_path):
     mods = [PeerMod(seal=seal)] if mods else []
     saving(base, tmp_path)(**options_of[base]).start(LocalGrid(halving(mods), 4), zeros(), 3)
     saved = [np.load(tmp_path / f"round-{k}.npz")["arr_0"][0, 0] for k in (1, 2, 3)]
@@ -347,7 +347,7 @@ def median(base: type) -> type:
 
 
 @both
-def test_a_hook_that_aggregates_models_itself_gets_each_peers_own(base, mods):
+def test_an_aggregating_hook_gets_each_peers_model(base, mods):
     evaluated = []
     median(base)(**options_of[base]).start(
         LocalGrid(halving(mods), 4), zeros(), 1, evaluate_fn=lambda k, arrays: evaluated.append(value_of(arrays))
@@ -355,7 +355,7 @@ def test_a_hook_that_aggregates_models_itself_gets_each_peers_own(base, mods):
     assert evaluated == [0.0, 0.75]
 
 
-def test_a_hook_that_reads_a_sealed_model_is_refused_in_a_line():
+def test_a_hook_reading_sealed_models_is_refused():
     with raises(RunError, "flower.sealed-model", names="'arrays'"):
         median(PushSum)("complete").start(LocalGrid(halving([PeerMod(seal=True)]), 4), zeros(), 1)
 
@@ -371,7 +371,7 @@ def test_messages_that_a_hook_leaves_out_are_not_sent(base, mods):
     assert result.train_metrics_clientapp[1]["train_loss"] == 1.0  # of 0, 1 and 2
 
 
-def test_messages_of_a_hooks_own_making_are_refused_in_a_line():
+def test_messages_made_by_a_hook_are_refused():
     class Own(PushSum):
         def configure_train(self, server_round, arrays, config, grid):
             return [Message(RecordDict({"arrays": arrays}), node, "train") for node in grid.get_node_ids()]
@@ -384,7 +384,7 @@ def test_messages_of_a_hooks_own_making_are_refused_in_a_line():
 @pytest.mark.parametrize(
     "wrapper", [DifferentialPrivacyServerSideFixedClipping, DifferentialPrivacyClientSideFixedClipping]
 )
-def test_flowers_privacy_wrappers_around_ours_are_refused_in_a_line(wrapper):
+def test_flowers_privacy_wrappers_are_refused(wrapper):
     wrapped = wrapper(PushSum("complete"), noise_multiplier=1.0, clipping_norm=1.0, num_sampled_clients=4)
     with raises(RunError, "flower.not-started", names="PeerMod"):
         wrapped.start(LocalGrid(halving([PeerMod()]), 4), zeros(), 1)
@@ -418,7 +418,7 @@ def peer_of(context: Context) -> int:
 
 @pytest.mark.parametrize(("strategy", "graph"), [(PushSum, "directed-exponential"), (Gossip, "ring")])
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
-def test_on_a_graph_unequal_peers_come_to_the_weighted_mean(strategy, graph, seal):
+def test_unequal_peers_reach_the_weighted_mean(strategy, graph, seal):
     """Counts from 1 to 90: peers whose steps were as many times as long would overshoot."""
     counts = (1, 3, 2, 6, 20, 90)
     before = FedAvg(fraction_evaluate=0.0).start(LocalGrid(settling([], counts), 6), zeros(), 40)
@@ -442,7 +442,7 @@ def settling(mods: list[Any], counts: tuple[int, ...]) -> ClientApp:
     return app
 
 
-def test_the_log_tells_what_weighting_by_private_counts_would_tell(caplog):
+def test_the_log_warns_about_weighting_by_private_counts(caplog):
     caplog.set_level(logging.INFO)
     mod = PeerMod(clip_norm=1.0, noise_multiplier=1.0)
     PushSum("complete").start(LocalGrid(halving([mod], COUNTS), 4), zeros(), 2)
@@ -452,7 +452,7 @@ def test_the_log_tells_what_weighting_by_private_counts_would_tell(caplog):
 
 
 @pytest.mark.parametrize("count", [0, -1, float("nan"), float("inf"), 1e300])
-def test_a_count_that_is_none_counts_as_one_and_the_log_says_so(count, caplog):
+def test_a_missing_count_counts_as_one_with_warning(count, caplog):
     counts = (1, 1, count, 1)
     result = PushSum("complete").start(LocalGrid(halving([PeerMod()], counts), 4), zeros(), 1)
     assert value_of(result.arrays) == 0.75
@@ -482,7 +482,7 @@ def test_a_mod_that_stands_twice_is_named():
             PushSum().start(LocalGrid(halving(mods), 2), zeros(), 1)
 
 
-def test_a_function_of_the_context_that_fails_is_named_with_its_place_and_its_message_stays(caplog):
+def test_a_failing_context_function_is_named_without_its_message(caplog):
     def rate(context: Context) -> float:
         raise ValueError("patient 17 has it")
 
@@ -496,7 +496,7 @@ def test_a_function_of_the_context_that_fails_is_named_with_its_place_and_its_me
     assert "patient 17 has it" in caplog.text
 
 
-def test_an_app_that_names_its_only_train_function_is_told_to_leave_the_name_out():
+def test_an_app_naming_its_only_train_function_gets_remedy():
     app = ClientApp(mods=[PeerMod()])
 
     @app.train("special")
@@ -646,7 +646,7 @@ def test_arguments_out_of_range_are_named(options):
 
 
 @holds("min_available_nodes")
-def test_a_run_begins_with_min_available_nodes_when_others_do_not_come():
+def test_a_run_begins_with_min_available_nodes():
     class Missing(LocalGrid):
         def get_node_ids(self):
             return [node for node in self.contexts if node != 103]
@@ -662,7 +662,7 @@ def test_a_run_begins_with_min_available_nodes_when_others_do_not_come():
 # --- run config ---
 
 
-def test_settings_of_the_mod_come_from_the_run_config_or_the_context(tmp_path):
+def test_settings_come_from_run_config_or_context(tmp_path):
     mod = PeerMod(clip_norm="run-config:clip", epsilon="run-config:epsilon", delta=lambda context: 1e-3)
     for epsilon in (5.0, 10.0):
         folder = tmp_path / str(epsilon)
@@ -697,13 +697,13 @@ def logging_mod(message: Message, context: Context, app: Any) -> Message:
 
 @holds("PeerMod")
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_mod_that_only_reads_may_stand_on_either_side(before):
+def test_a_mod_that_only_reads_may_stand_anywhere(before):
     mods = [logging_mod, PeerMod()] if before else [PeerMod(), logging_mod]
     result = PushSum("complete").start(LocalGrid(halving(mods), 4), zeros(), 2)
     assert value_of(result.arrays) == 1.125
 
 
-def test_a_mod_before_ours_that_needs_the_model_is_named():
+def test_a_mod_that_needs_the_model_is_named():
     def needs_model(message: Message, context: Context, app: Any) -> Message:
         message.content["arrays"].to_numpy_ndarrays()
         return app(message, context)
@@ -750,7 +750,7 @@ def test_a_server_fn_is_told_how_to_port():
 # --- what the log and the result report ---
 
 
-def test_shared_metrics_are_in_the_log_and_in_flowers_final_table(caplog):
+def test_shared_metrics_reach_log_and_final_table(caplog):
     caplog.set_level(logging.INFO)
     random.seed(0)
     PushSum("complete").start(LocalGrid(halving([PeerMod()]), 4), zeros(), 2)
@@ -794,7 +794,7 @@ def test_a_run_that_protects_examples_ends_with_their_epsilon(seeded, caplog, tm
     assert "epsilon = inf" not in caplog.text
 
 
-def test_messages_of_a_round_have_its_number_as_their_group():
+def test_messages_are_grouped_by_round():
     groups: dict[str, set[str]] = {}
 
     class Noting(LocalGrid):
@@ -808,7 +808,7 @@ def test_messages_of_a_round_have_its_number_as_their_group():
 
 
 @pytest.mark.parametrize(("folder", "words"), [(None, "this run alone"), ("kept", "ledgers in ")])
-def test_the_log_tells_where_ledgers_lie_and_whether_they_last(folder, words, caplog, tmp_path):
+def test_the_log_says_where_ledgers_lie_and_last(folder, words, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     where = None if folder is None else tmp_path / folder
     PushSum("complete").start(LocalGrid(halving([PeerMod()]), 2, folder=where), zeros(), 1)
@@ -868,7 +868,7 @@ def test_functions_of_metrics_are_called_where_metrics_are_shared(base, mods, sh
 
 @holds("summary")
 @both
-def test_a_summary_can_be_overridden_and_called_before_the_start(base, mods):
+def test_a_summary_can_be_overridden_and_called_early(base, mods):
     called = []
 
     class Own(base):  # type: ignore[misc,valid-type]
@@ -882,7 +882,7 @@ def test_a_summary_can_be_overridden_and_called_before_the_start(base, mods):
     assert len(called) == 2
 
 
-def test_each_argument_and_hook_of_fedavg_has_one_row_which_a_test_holds():
+def test_every_argument_of_fedavg_has_a_tested_row():
     page = (ROOT / "docs/how-to/flower.md").read_text()
     table = page.split("### FedAvg's arguments and hooks")[1].split("### ")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|") and "---" not in line][1:]
@@ -924,7 +924,7 @@ print(sorted(heavy))
 """
 
 
-def test_a_client_process_of_an_app_without_torch_imports_none(tmp_path):
+def test_a_client_without_torch_imports_no_torch(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROCESS, tmp_path], capture_output=True, text=True, check=False, cwd=tmp_path
     )
@@ -942,7 +942,7 @@ def test_without_flower_the_import_names_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize("sends_frozen", [True, False])
-def test_a_frozen_part_is_noised_where_it_is_sent_and_stays_where_it_is_not(sends_frozen: bool) -> None:
+def test_a_frozen_part_is_noised_only_if_sent(sends_frozen: bool) -> None:
     """As the page says: a record holds the trained arrays alone, and the app loads them into its model."""
     app = ClientApp(mods=[PeerMod(clip_norm=1.0, noise_multiplier=1.0, delta=1e-3)])
     used = []

@@ -98,7 +98,7 @@ def app_in(folder: Path, base: str, options: str, mods: str) -> Path:
     return folder
 
 
-def test_flower_run_runs_any_app_and_leaves_what_it_saved(
+def test_flower_run_runs_any_app_and_keeps_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An app with a start of its own that saves and weighs, over gossip on two peers, with next to no noise."""

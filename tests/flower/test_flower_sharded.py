@@ -29,7 +29,7 @@ from flower_privdec.scenario import Scenario, to_yaml
 from tools.battery.together_grid import TogetherGrid
 
 
-def test_a_shard_that_fails_is_named_and_the_run_goes_on_from_the_round_that_all_have(
+def test_a_failed_shard_is_named_and_the_run_resumes(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = Node.save
@@ -63,14 +63,14 @@ def test_a_finished_run_can_be_concluded_again(tiny: Tiny, tmp_path: Path) -> No
     assert ((out / "model.safetensors").read_bytes(), (out / "metrics.jsonl").read_text()) == (models, lines)
 
 
-def test_a_run_does_not_go_on_with_another_number_of_shards(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_refuses_another_number_of_shards(tiny: Tiny, tmp_path: Path) -> None:
     flower_runs.run_under_flower(tiny("rounds=2"), tmp_path / "flower", "sharded")
     grid = TogetherGrid(client_app(), 3, folder=tmp_path / "flower-nodes")
     with raises(RunError, "shards.count", names="2 shards.*3"):
         Sharded(tiny("rounds=2"), tmp_path / "flower", resume=True).start(grid)
 
 
-def test_a_run_is_few_messages_however_often_it_is_evaluated(
+def test_messages_stay_few_however_often_it_evaluates(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sharded, "MESSAGES", 2)
@@ -217,7 +217,7 @@ def test_a_deployed_node_hosts_its_own_share_alone(
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
-def test_a_deployed_node_goes_on_from_no_round_but_one_it_has(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_deployed_node_continues_only_from_its_rounds(tiny: Tiny, tmp_path: Path) -> None:
     for begin, rule in ((-1, "has lost its state"), (4, "checkpoint-4 is not there")):
         grid = deployed(tmp_path, 1)
         (reply,) = grid.send_and_receive([order(tiny(), peers=[0, 1, 2, 3], shards=1, begin=begin)])
@@ -244,7 +244,7 @@ def test_an_address_that_others_reach_is_said(
         ({"mode": "sharded", "n_supernodes": 2, "cpus": 2}, "flower.supernodes: n_supernodes=2 .*cpus=2 .* at most 1"),
     ],
 )
-def test_shards_that_cannot_run_at_the_same_time_are_refused(
+def test_shards_that_cannot_run_together_are_refused(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], rule: str
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)

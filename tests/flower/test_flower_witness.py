@@ -112,7 +112,7 @@ class Peers:
 
 @pytest.mark.parametrize("strategy", RELAYS)
 @pytest.mark.parametrize("fault", ["restored", "lost", "ledger deleted"])
-def test_a_backup_or_an_empty_folder_takes_no_step_and_can_be_charged_once(fault, strategy, tmp_path):
+def test_a_restored_or_empty_folder_takes_no_step(fault, strategy, tmp_path):
     peers = Peers(tmp_path, strategy)
     peers.run(2)
     backup = peers.copy("backup")
@@ -136,9 +136,7 @@ def test_a_backup_or_an_empty_folder_takes_no_step_and_can_be_charged_once(fault
 
 @pytest.mark.parametrize("strategy", RELAYS)
 @pytest.mark.parametrize("seed", range(3))
-def test_no_sequence_of_restored_swapped_and_lost_folders_releases_more_than_its_ledger_pays_for(
-    seed, strategy, tmp_path
-):
+def test_no_sequence_of_restored_folders_releases_unpaid(seed, strategy, tmp_path):
     draw, peers, rounds, names = Random(seed), Peers(tmp_path, strategy), 0, count()
 
     def run(*, charge: bool) -> None:
@@ -167,7 +165,7 @@ def test_no_sequence_of_restored_swapped_and_lost_folders_releases_more_than_its
 
 
 @pytest.mark.parametrize("strategy", RELAYS)
-def test_a_folder_that_is_restored_between_two_rounds_takes_no_step(strategy, tmp_path):
+def test_a_folder_restored_between_rounds_takes_no_step(strategy, tmp_path):
     peers = Peers(tmp_path, strategy)
     peers.before[0, 3] = lambda: peers.copy("backup")
     peers.before[0, 5] = lambda: peers.put(tmp_path / "backup")
@@ -188,7 +186,7 @@ def test_a_check_of_the_ledger_comes_before_the_step(tmp_path):
     assert peers.count[1] == 2
 
 
-def test_a_state_misses_a_line_that_no_neighbour_has_counted(tmp_path):
+def test_a_state_misses_lines_no_neighbour_counted(tmp_path):
     peers = Peers(tmp_path, PushSum)
     peers.run(2)
     peers.before[2, 3] = dies
@@ -200,7 +198,7 @@ def test_a_state_misses_a_line_that_no_neighbour_has_counted(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", RELAYS)
-def test_a_peer_that_lost_its_key_too_takes_no_step(strategy, tmp_path):
+def test_a_peer_without_its_key_takes_no_step(strategy, tmp_path):
     peers = Peers(tmp_path, strategy)
     peers.run(2)
     peers.put(None, keep="nothing")
@@ -209,7 +207,7 @@ def test_a_peer_that_lost_its_key_too_takes_no_step(strategy, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", RELAYS)
-def test_of_two_copies_none_goes_on_without_the_others_lines(strategy, tmp_path):
+def test_neither_of_two_copies_continues_without_the_other(strategy, tmp_path):
     """The original takes a step of which no neighbour hears, then the copy one, then the original comes back."""
     peers = Peers(tmp_path, strategy)
     peers.run(2)
@@ -230,7 +228,7 @@ def test_of_two_copies_none_goes_on_without_the_others_lines(strategy, tmp_path)
     assert peers.payments() == peers.count[1] > 4
 
 
-def test_a_server_that_drops_reports_can_only_stop_a_peer(tmp_path):
+def test_a_server_dropping_reports_can_only_stop_peers(tmp_path):
     peers = Peers(tmp_path, PushSum)
     assert UNWITNESSED in peers.run(3, forge=lambda receiver, name, frame: None if receiver == 1 else frame)
     assert peers.count == {0: 3, 2: 3}

@@ -166,7 +166,7 @@ def test_an_app_is_given_a_copy_of_the_message(answer: Callable[..., RecordDict]
 
 
 @pytest.mark.parametrize("kind", ["evaluate", "query", "query.other", "system", "get_parameters"])
-def test_other_messages_than_training_are_refused_and_the_app_is_not_imported(kind: str, tmp_path: Path) -> None:
+def test_only_training_messages_reach_the_app(kind: str, tmp_path: Path) -> None:
     app = an_app(lambda message, context: RecordDict({"metrics": MetricRecord({"accuracy": SECRET})}))
     if kind in ("evaluate", "query"):
         assert shows(app(a_message(kind), a_context()))
@@ -196,7 +196,7 @@ def test_an_update_is_clipped_as_a_whole_and_noised(tmp_path: Path) -> None:
     assert b.dtype == np.float32
 
 
-def test_the_noise_of_a_release_is_the_policys_and_fresh(tmp_path: Path) -> None:
+def test_noise_of_a_release_follows_the_policy(tmp_path: Path) -> None:
     message = a_message(arrays=zeros(20_000))
     app = an_app(lambda message, context: RecordDict({"arrays": message.content["arrays"]}))
     guard = guarded(tmp_path, app, clip_norm=0.5, noise_multiplier=2.0)
@@ -214,7 +214,7 @@ def test_an_update_that_is_no_number_counts_as_zero(wrong: float, tmp_path: Path
 
 
 @pytest.mark.parametrize("value", [0.0, np.finfo(float).max])
-def test_an_app_that_has_numpy_raise_tells_nothing_by_an_overflow(value: float, tmp_path: Path) -> None:
+def test_raising_numpy_errors_reveals_no_overflow(value: float, tmp_path: Path) -> None:
     """Its setting outlasts it, and the update of a private example may be the largest number that there is."""
 
     def answer(message: Message, context: Context) -> RecordDict:
@@ -235,7 +235,7 @@ def test_an_app_that_has_numpy_raise_tells_nothing_by_an_overflow(value: float, 
     assert [charges(tmp_path / "peers", peer) for peer in (0, 1)] == [2, 2]
 
 
-def test_a_message_that_is_no_model_is_refused_before_it_is_charged(tmp_path: Path) -> None:
+def test_a_message_without_a_model_is_refused_uncharged(tmp_path: Path) -> None:
     guard = Guard(a_policy(tmp_path), lambda: pytest.fail("imported"))
     wrong: list[dict[str, Any]] = [
         {"more": zeros(2)},
@@ -248,7 +248,7 @@ def test_a_message_that_is_no_model_is_refused_before_it_is_charged(tmp_path: Pa
     assert charges(tmp_path) == 0
 
 
-def test_the_budget_ends_training_and_restarts_do_not_renew_it(tmp_path: Path) -> None:
+def test_the_budget_ends_training_across_restarts(tmp_path: Path) -> None:
     app = an_app(lambda message, context: RecordDict(model(0.0)))
     settings: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-3, "rounds": 3, "noise_multiplier": None}
     replies = [guarded(tmp_path, app, **settings)(a_message(), a_context()) for _ in range(5)]
@@ -258,7 +258,7 @@ def test_the_budget_ends_training_and_restarts_do_not_renew_it(tmp_path: Path) -
     assert spent_so_far(tmp_path / "peer-0", 1e-3).epsilon <= 4.0
 
 
-def test_the_charge_is_on_disk_before_the_app_runs_and_a_crash_after_it_costs_it(tmp_path: Path) -> None:
+def test_the_charge_is_on_disk_before_the_app(tmp_path: Path) -> None:
     def answer(message: Message, context: Context) -> RecordDict:
         assert charges(tmp_path) == 1
         raise KeyboardInterrupt
@@ -279,7 +279,7 @@ def test_a_ledger_that_cannot_be_written_lets_nothing_out(tmp_path: Path, monkey
     assert guard(a_message(), a_context()).has_error()
 
 
-def test_an_app_changes_neither_the_nodes_settings_nor_the_budget(tmp_path: Path) -> None:
+def test_an_app_changes_neither_settings_nor_budget(tmp_path: Path) -> None:
     def answer(message: Message, context: Context) -> RecordDict:
         context.node_config |= {"epsilon": 1e9, "folder": "/tmp/elsewhere", "partition-id": 5}
         return RecordDict(model())
@@ -295,7 +295,7 @@ def test_an_app_changes_neither_the_nodes_settings_nor_the_budget(tmp_path: Path
     assert charges(tmp_path) == 2
 
 
-def test_a_folder_is_of_one_peer_and_of_the_policy(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_peer_and_policy(tmp_path: Path) -> None:
     guard = guarded(tmp_path, an_app(lambda message, context: RecordDict(model(0.0))))
     assert guard(a_message(), a_context()).has_content()
     other = guard(a_message(), a_context(**{"partition-id": 1, "num-partitions": 2}))
@@ -343,7 +343,7 @@ def test_the_owners_peer_mod_replaces_the_apps(mods: list[Any], tmp_path: Path) 
         )
 
 
-def test_apps_with_a_numpy_client_are_answered_in_their_form(tmp_path: Path) -> None:
+def test_numpy_clients_are_answered_in_their_form(tmp_path: Path) -> None:
     from flwr.client import NumPyClient
 
     class Client(NumPyClient):
@@ -418,7 +418,7 @@ def test_only_listed_apps_are_installed(tmp_path: Path, monkeypatch: pytest.Monk
     assert charges(tmp_path) == 1
 
 
-def test_a_run_that_names_another_app_than_its_fab_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_naming_another_app_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(a_policy(tmp_path), an_app(ATTACKS["a raw update"]), monkeypatch)
     refused = process.run(b"good", "../other/app".replace("/", "", 1))
     assert refused.has_error()
@@ -436,7 +436,7 @@ def test_words_of_a_failure_that_flower_would_send_stay(tmp_path: Path, monkeypa
     assert str(SECRET) not in process.details[-1]
 
 
-def test_an_answer_that_is_not_the_guards_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_guards_own_answer_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(a_policy(tmp_path), an_app(ATTACKS["a raw update"]), monkeypatch)
     raw = make_message(a_message().metadata, content=RecordDict(model()))
     runtime.push_message(None, raw, a_context())
@@ -444,7 +444,7 @@ def test_an_answer_that_is_not_the_guards_is_not_sent(tmp_path: Path, monkeypatc
     assert not shows(process.sent[-1])
 
 
-def test_every_kind_of_task_but_a_client_app_is_refused(tmp_path: Path) -> None:
+def test_only_a_client_app_is_accepted(tmp_path: Path) -> None:
     words, variables = guarded_command(a_policy(tmp_path), ["flower-supernode", "--insecure"])
     assert Path(words[0]).name == "flower-supernode"
     assert words[1:] == ["--insecure"]
@@ -492,7 +492,7 @@ GOOD = {"folder": "state", "epsilon": "8", "delta": "1e-5", "clip_norm": "1.0", 
         ({"examples": "0"}, "scenario.greater_than_equal", "examples=0"),
     ],
 )
-def test_a_typo_in_a_policy_gets_value_rule_and_remedy(
+def test_a_typo_in_a_policy_gets_a_remedy(
     changes: dict[str, str | None], code: str, names: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "policy.yaml"

@@ -103,7 +103,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("config", [{}, {"mean-peers": 3}, {"mean-peers": 2}], ids=["all", "three", "two"])
 @pytest.mark.parametrize("sets", CHOSEN.values(), ids=list(CHOSEN))
-def test_sums_over_chosen_sets_do_not_give_a_peers_model(
+def test_sums_over_chosen_sets_hide_each_model(
     sets: list[Sequence[int]], config: dict[str, Any], tmp_path: Path
 ) -> None:
     server = Server(tmp_path, **config)
@@ -111,13 +111,13 @@ def test_sums_over_chosen_sets_do_not_give_a_peers_model(
 
 
 @pytest.mark.parametrize(("config", "least"), [({}, N), ({"mean-peers": 2}, 2)])
-def test_no_sum_is_over_fewer_peers_than_the_owner_allows(config: dict[str, Any], least: int, tmp_path: Path) -> None:
+def test_every_sum_covers_as_many_peers_as_required(config: dict[str, Any], least: int, tmp_path: Path) -> None:
     server = Server(tmp_path, **config)
     assert server.sum_of(range(least - 1)) is None
     assert server.sum_of(range(least)) is not None
 
 
-def test_a_round_between_two_sums_makes_no_other_set_of_near_peers(tmp_path: Path) -> None:
+def test_a_round_in_between_makes_no_near_set(tmp_path: Path) -> None:
     """Each state enters one sum, but the models of two rounds are near: so are the sums' differences."""
     server = Server(tmp_path, **{"mean-peers": 3})
     assert server.sum_of(EVERYBODY) is not None
@@ -126,7 +126,7 @@ def test_a_round_between_two_sums_makes_no_other_set_of_near_peers(tmp_path: Pat
     assert server.sum_of(EVERYBODY) is not None
 
 
-def test_a_peer_that_moves_alone_is_not_told_by_the_sums_before_and_after(tmp_path: Path) -> None:
+def test_a_moving_peer_is_hidden_in_successive_sums(tmp_path: Path) -> None:
     server = Server(tmp_path)
     assert server.sum_of(EVERYBODY) is not None
     server.step([0], receivers=[1], weights=[0.5])  # half of its mass is on its way: the sum would change by that

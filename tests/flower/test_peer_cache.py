@@ -23,7 +23,7 @@ from flower_privdec.privacy.ledger.ledger import ledger_path, read_chain
 PRIVATE: dict[str, Any] = {"clip_norm": 1.0, "noise_multiplier": 2.0, "delta": 1e-3}
 
 
-def test_an_entry_counts_as_long_as_its_file_is_the_same(tmp_path: Path) -> None:
+def test_an_entry_counts_while_its_file_is_unchanged(tmp_path: Path) -> None:
     path, cache = tmp_path / "file", PeerCache(is_temporary=False)
     assert cache.get(path, lambda: "none") == "none"
     assert cache.get(path, lambda: pytest.fail("it is not there, as before")) == "none"
@@ -38,7 +38,7 @@ def test_an_entry_counts_as_long_as_its_file_is_the_same(tmp_path: Path) -> None
     assert cache.get(path, lambda: "none") == "none"
 
 
-def test_peers_of_a_temporary_folder_write_no_state_and_end_with_the_same_numbers(tmp_path: Path) -> None:
+def test_peers_in_a_temporary_folder_write_no_state(tmp_path: Path) -> None:
     grid = LocalGrid(client(sets_its_values_once), 4)
     ours = PushSum(name="run").start(grid, zeros(), 3)
     theirs = PushSum(name="run").start(LocalGrid(client(sets_its_values_once), 4, folder=tmp_path), zeros(), 3)
@@ -48,7 +48,7 @@ def test_peers_of_a_temporary_folder_write_no_state_and_end_with_the_same_number
 
 
 @pytest.mark.parametrize("is_temporary", [True, False])
-def test_a_train_function_that_fails_leaves_the_state_as_it_was(is_temporary: bool, tmp_path: Path) -> None:
+def test_a_failing_train_function_keeps_the_state(is_temporary: bool, tmp_path: Path) -> None:
     """What the failed message absorbed is absorbed again by the next one: no mass is lost or counted twice."""
     app = ClientApp(mods=[PeerMod()])
 
@@ -67,7 +67,7 @@ def test_a_train_function_that_fails_leaves_the_state_as_it_was(is_temporary: bo
     assert np.abs(np.stack(models) - 1.5).max() < 0.05  # the mean of 0, 1, 2 and 3, which all approach
 
 
-def test_a_state_that_is_replaced_between_two_messages_is_read_again(tmp_path: Path) -> None:
+def test_a_state_replaced_between_messages_is_reread(tmp_path: Path) -> None:
     grid, path = LocalGrid(client(sets_its_values_once), 2, folder=tmp_path), state_path(tmp_path / "peer-0", "run")
     PushSum(name="run").start(grid, zeros(), 1)
     early = path.read_bytes()
@@ -81,7 +81,7 @@ def test_a_state_that_is_replaced_between_two_messages_is_read_again(tmp_path: P
     assert after.shares.incarnation > late.shares.incarnation  # it was noticed that it is an old copy
 
 
-def test_a_temporary_ledger_has_a_line_for_each_round_and_verifies(tmp_path: Path) -> None:
+def test_a_temporary_ledger_verifies_line_by_round(tmp_path: Path) -> None:
     grid = LocalGrid(client(sets_its_values_once, **PRIVATE), 2)
     strategy = PushSum(name="run")
     strategy.start(grid, zeros(), 3)
@@ -90,7 +90,7 @@ def test_a_temporary_ledger_has_a_line_for_each_round_and_verifies(tmp_path: Pat
     assert "3 Gaussian updates" in strategy.reports[1].spent
 
 
-def test_a_ledger_is_opened_again_only_where_its_file_is_as_it_was(tmp_path: Path) -> None:
+def test_a_ledger_is_reopened_only_if_its_file_matches(tmp_path: Path) -> None:
     ledger = PeerLedger(tmp_path, "run", 1, 0, 1e-3)
     ledger.charge(1, 1.0)
     ledger.close()
@@ -109,7 +109,7 @@ def test_a_ledger_is_opened_again_only_where_its_file_is_as_it_was(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_temporary", [True, False])
-def test_a_message_that_fails_while_it_is_saved_leaves_the_state_as_it_was(
+def test_a_message_failing_while_saved_keeps_the_state(
     is_temporary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step that was lost with it is not in the models: what it moved was neither saved nor sent."""

@@ -114,7 +114,7 @@ def models(places) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
-def test_an_unmodified_app_reaches_the_exact_mean_in_log2_n_rounds(mode, tmp_path):
+def test_an_unmodified_app_reaches_the_exact_mean(mode, tmp_path):
     scenario = scenario_of(f"network.mode={mode}", *FREE)
     places = devices(scenario, tmp_path, insecure_seeds=False)
     run_all(peers_of(scenario, places, sets_its_values_once))
@@ -171,7 +171,7 @@ def test_no_kill_takes_mass_or_adds_any(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_ledger_over_a_hundred_rounds_and_a_kill_is_what_dp_accounting_composes(tmp_path):
+def test_a_killed_peers_ledger_matches_dp_accounting(tmp_path):
     scenario = scenario_of(
         "n_peers=2",
         "rounds=100",
@@ -196,7 +196,7 @@ def test_a_ledger_over_a_hundred_rounds_and_a_kill_is_what_dp_accounting_compose
         assert "one peer with all its data" in status["privacy"]
 
 
-def test_a_peer_whose_budget_ends_stops_training_and_continues_to_relay(tmp_path):
+def test_a_spent_peer_stops_training_and_relays(tmp_path):
     budget = PeerSpent((update_release(2.0, 3),), 1e-3).epsilon
     settings = f"privacy={{clip_norm: 1, noise_multiplier: 2, epsilon: {budget * 1.0001}, delta: 1e-3}}"
     scenario = scenario_of("rounds=8", "network.mode=synchronous", settings)
@@ -217,7 +217,7 @@ def test_a_peer_whose_budget_ends_stops_training_and_continues_to_relay(tmp_path
     assert max(float((row - rows[0]).abs().max()) for row in rows) < 1e-12, "five rounds of relaying make a mean"
 
 
-def test_an_app_whose_own_budget_ends_trains_no_more_and_its_peer_goes_on_relaying(tmp_path):
+def test_an_apps_spent_budget_ends_training_not_relaying(tmp_path):
     settings = ("n_peers=2", "rounds=4", "network.mode=synchronous")
     scenario = scenario_of(*settings, "privacy={clip_norm: 1, noise_multiplier: 1, delta: 1e-3}")
     places, asked = devices(scenario, tmp_path, insecure_seeds=False), []
@@ -236,7 +236,7 @@ def test_an_app_whose_own_budget_ends_trains_no_more_and_its_peer_goes_on_relayi
     assert not peers[0].trainer.is_active(3)
 
 
-def test_updates_without_protection_are_reported_when_their_run_continues_with_it(tmp_path):
+def test_earlier_unprotected_updates_are_reported(tmp_path):
     scenario = scenario_of("n_peers=2", "rounds=3")
     places = devices(scenario, tmp_path, insecure_seeds=False)
     run_all(peers_of(scenario, places, sets_its_values_once))
@@ -259,7 +259,7 @@ def test_an_app_that_returns_another_model_is_named(returned, wrong, tmp_path):
         app.train(ArrayRecord([np.zeros(3)]), 1)
 
 
-def test_an_update_of_any_size_moves_the_model_by_its_clip_norm_and_noise(tmp_path):
+def test_an_update_moves_the_model_by_bounded_amounts(tmp_path):
     scenario = scenario_of("rounds=1", "privacy={clip_norm: 1e-3, noise_multiplier: 1, delta: 1e-3}")
     places = devices(scenario, tmp_path, insecure_seeds=False)
     huge = {0: 1e25, 1: np.nan, 2: np.inf, 3: 0.0}
@@ -366,7 +366,7 @@ def test_a_quickstart_runs_unmodified_and_learns(folder, tmp_path):
         assert load_initial(place.folder / "initial.safetensors").digest == initial.digest
 
 
-def test_what_a_server_app_tells_the_train_function_is_told_by_every_peer(tmp_path):
+def test_a_server_apps_config_reaches_every_train_function(tmp_path):
     with opened_app(QUICKSTARTS["pytorch"] / "before", {}) as app:
         initial = initial_from_server_app(app, 4, 1)
     assert initial.key == "arrays"
@@ -431,7 +431,7 @@ def test_peers_that_begin_differently_refuse_each_other(tmp_path):
             peer.close()
 
 
-def test_a_scenario_that_names_its_initial_arrays_takes_no_others(tmp_path):
+def test_named_initial_arrays_cannot_be_replaced(tmp_path):
     scenario = scenario_of(f"initial={'a' * 64}")
     (place, *_) = devices(scenario, tmp_path, insecure_seeds=False)
     with raises(ScenarioError, "app.initial-differs", names="a" * 64):
@@ -450,7 +450,7 @@ def test_seeds_of_a_test_are_refused(tmp_path):
         peers_of(scenario_of(), devices(scenario_of(), tmp_path)[:1], sets_its_values_once)
 
 
-def test_an_app_that_fails_ends_its_peer_with_a_word_and_can_go_on(tmp_path):
+def test_a_failing_app_ends_its_peer_and_can_resume(tmp_path):
     scenario = scenario_of("n_peers=2", "rounds=3")
     places, broken = devices(scenario, tmp_path, insecure_seeds=False), [True]
 
@@ -487,13 +487,13 @@ def test_an_app_that_fails_ends_its_peer_with_a_word_and_can_go_on(tmp_path):
         (["network.peers=[{address: '127.0.0.1:1'}]"], ("network.peer-count",)),
     ],
 )
-def test_what_a_scenario_of_an_app_may_not_say_is_named(settings, refusal: tuple[str, ...]):
+def test_an_unsupported_key_for_apps_is_named(settings, refusal: tuple[str, ...]):
     with raises(ScenarioError, *refusal):
         scenario_of(*settings)
 
 
 @pytest.mark.parametrize("value", ["{a: 1}", "[1, two]", "null"])
-def test_a_config_that_no_message_may_have_is_refused_before_the_run(value, tmp_path):
+def test_a_config_no_message_can_carry_is_refused(value, tmp_path):
     scenario = scenario_of(f"train_config={{rate: {value}}}")
     with raises(ScenarioError, "app.config", names="train_config"):
         ClientAppRunner(client(sets_its_values_once), scenario, zeros(), 0, tmp_path)
@@ -519,7 +519,7 @@ def test_a_ledger_that_was_cut_is_refused(tmp_path):
         peers_of(scenario, places[:1], sets_its_values_once)
 
 
-def test_a_run_that_its_ledger_allows_no_update_is_refused(tmp_path):
+def test_a_run_without_any_allowed_update_is_refused(tmp_path):
     scenario = scenario_of(
         "n_peers=2", "rounds=2", "privacy={clip_norm: 1, noise_multiplier: 5, epsilon: 0.9, delta: 1e-3}"
     )
@@ -566,7 +566,7 @@ def test_certificates_are_made_for_a_scenario_without_a_model(scenario_file):
         (["--app", QUICKSTARTS["sklearn"] / "before", "--set", "data={dataset: digits}"], "data"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_any_work(options, wrong, scenario_file, capsys):
+def test_contradictory_settings_are_refused_before_any_work(options, wrong, scenario_file, capsys):
     folder = scenario_file.parent
     status = privdec("peer", scenario_file, "--id", "0", "--out", folder / "0", "--certs", folder / "certs", *options)
     assert status == 2

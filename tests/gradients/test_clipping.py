@@ -137,7 +137,7 @@ def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, 
 @pytest.mark.parametrize(("name", "kind"), [*(("mlp", kind) for kind in [*ORDER, "loop"]), ("cnn-small", "factored")])
 @settings(max_examples=8)
 @given(data=st.data())
-def test_no_value_or_target_moves_a_sum_by_more_with_other_losses(loss: str, name: str, kind: str, data: Any) -> None:
+def test_no_value_or_target_moves_a_sum_by_more(loss: str, name: str, kind: str, data: Any) -> None:
     check_law(name, kind, loss, torch.float32, data.draw)
 
 
@@ -145,7 +145,7 @@ def test_no_value_or_target_moves_a_sum_by_more_with_other_losses(loss: str, nam
 @pytest.mark.parametrize("loss", MARGINS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_no_value_moves_a_sum_of_one_example_by_more(loss: str, dtype: torch.dtype, data: Any) -> None:
+def test_no_value_moves_a_single_examples_sum_by_more(loss: str, dtype: torch.dtype, data: Any) -> None:
     check_law("linear", "single", loss, dtype, data.draw)
 
 
@@ -153,7 +153,7 @@ def test_no_value_moves_a_sum_of_one_example_by_more(loss: str, dtype: torch.dty
 @pytest.mark.parametrize("loss", MARGINS)
 @settings(max_examples=12, deadline=None)
 @given(how=st.sampled_from(FILLS), seed=st.integers(0, 2**16), clip=st.sampled_from([None, 0.3]))
-def test_one_example_by_itself_adds_what_it_does_in_stacks(
+def test_one_example_alone_adds_what_it_does_stacked(
     loss: str, name: str, how: str, seed: int, clip: float | None
 ) -> None:
     (module, stacked), (_, single) = kernel_of(name, "stacked", loss), kernel_of(name, "single", loss)
@@ -326,7 +326,7 @@ def tiny_inputs(_: float, large: float, tiny: float) -> tuple[nn.Module, list[fl
 )
 @pytest.mark.parametrize("kind", ["stacked", "factored", "vmap", "loop"])
 @pytest.mark.parametrize("make", [tiny_deltas, tiny_deltas_twice, tiny_inputs])
-def test_what_underflows_in_one_factor_is_not_multiplied_by_the_other(
+def test_an_underflow_in_one_factor_stays_zero(
     make: Any, kind: str, dtype: torch.dtype, sizes: tuple[float, ...], clip: float
 ) -> None:
     module, numbers, example = make(*sizes)
@@ -448,7 +448,7 @@ def test_factors_are_finite(dtype: torch.dtype, params: str, example: str, seed:
 
 
 @pytest.mark.parametrize("table", ["factored", "dense"])
-def test_a_table_forgets_a_gradient_that_is_no_longer_finite(build: Any, table: str) -> None:
+def test_a_table_forgets_a_gradient_that_became_infinite(build: Any, table: str) -> None:
     """After steps at parameters that are numbers and that are not, the mean is that of the entries again."""
     experiment = build(f"algorithm={{name: privsgp-vr, learning_rate: 0.5, table: {table}}}", "privacy=none")
     cohort, peers = experiment.cohort(), np.arange(4)

@@ -81,7 +81,7 @@ def test_convolution_chains_agree_with_the_loop(name: str, memory_bytes: int) ->
 
 @pytest.mark.parametrize("channels", [2, 8])
 @pytest.mark.parametrize("size", [1, 2**28])
-def test_written_gradients_do_not_depend_on_how_many_patches_are_cut(
+def test_written_gradients_do_not_depend_on_patch_count(
     channels: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flower_privdec.gradients.factored._PATCH_BYTES", size)
@@ -242,7 +242,7 @@ def test_padding_and_empty_batches_add_nothing(name: str, kind: str) -> None:
     scale=st.floats(-10, 10).filter(lambda value: abs(value) > 1e-3),
     size=st.floats(0.01, 30),
 )
-def test_one_example_moves_a_row_by_at_most_the_clip_norm(
+def test_one_example_moves_a_row_within_the_clip_norm(
     name: str, seed: int, clip: float, scale: float, size: float
 ) -> None:
     """In float32, as in a run: |with - without| <= |scale| * clip_norm, and equality where it is clipped."""

@@ -231,7 +231,7 @@ def test_an_example_s_gradient_depends_on_that_example_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_clipped_example_adds_no_more_than_the_clip_norm(name: str) -> None:
+def test_a_clipped_example_adds_at_most_the_clip_norm(name: str) -> None:
     module, params, batch = problem(name, torch.float32, m=1, examples=1)
     kernel, _ = both(name, module)
     clip = torch.tensor([0.01])
@@ -251,7 +251,7 @@ def test_an_example_with_an_unknown_token_counts_as_zero(name: str) -> None:
     assert norms[0, 1] == 0
 
 
-def test_a_frozen_batch_norm_keeps_its_statistics_whoever_calls_train() -> None:
+def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
     module = frozen_backbone().train()
     fixed = fix_norms(copy.deepcopy(module))
     x = torch.randn(4, *IMAGES, generator=torch.Generator().manual_seed(0))
@@ -265,7 +265,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_whoever_calls_train() -> None:
     assert torch.equal(module[0][1].running_mean, fixed[0][1].running_mean)  # type: ignore[index]
 
 
-def test_a_norm_that_is_trained_is_refused_with_what_takes_its_place() -> None:
+def test_a_trained_norm_is_refused_with_its_replacement() -> None:
     for part in (nn.BatchNorm2d(2), nn.BatchNorm1d(2, affine=False), nn.SyncBatchNorm(2)):
         with raises(ScenarioError, "model.batch-norm", names="group_norm"):
             check_model(nn.Sequential(part, nn.Linear(2, 2)))
@@ -279,7 +279,7 @@ def test_a_norm_that_is_trained_is_refused_with_what_takes_its_place() -> None:
     check_model(nn.Sequential(nn.BatchNorm2d(2).requires_grad_(False), nn.Linear(2, 2)))
 
 
-def test_a_batch_norm_by_the_batch_s_statistics_is_not_proved() -> None:
+def test_a_batch_norm_of_the_batch_is_not_proved() -> None:
     norm = nn.BatchNorm1d(WIDTH, track_running_stats=False).requires_grad_(False)
     with raises(Unproved, "proof.fails", names="BatchNorm1d '0'"):
         prove(nn.Sequential(norm, nn.Linear(WIDTH, CLASSES)), (WIDTH,))

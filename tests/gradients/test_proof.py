@@ -234,7 +234,7 @@ def examples(count: int, size: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PROVED)
-def test_what_is_proved_computes_the_forward_and_no_example_reaches_another(name: str) -> None:
+def test_proved_modules_compute_forward_and_keep_examples_apart(name: str) -> None:
     module = own(PROVED[name]).double()
     graph, x = prove(module, SHAPE), examples(5).double()
     graph.load_state_dict(module.state_dict(), strict=False)
@@ -279,7 +279,7 @@ class Batch:
 
 @pytest.mark.parametrize("name", [*PROVED, *UNPROVED])
 @pytest.mark.parametrize("size", [1.0, 10.0, 1e4])
-def test_one_example_moves_the_sum_of_any_module_by_at_most_the_clip_norm(name: str, size: float) -> None:
+def test_one_example_of_any_module_respects_the_clip_norm(name: str, size: float) -> None:
     """Zeroing one example out, whatever the module; twice, for those that remember."""
     module = own(PROVED[name] if name in PROVED else UNPROVED[name][0])
     if name in REFUSED:
@@ -410,7 +410,7 @@ def test_linear_layers_over_positions_are_no_stack() -> None:
     assert isinstance(build_kernel(module, "cross-entropy", SHAPE), FactoredKernel)
 
 
-def test_the_proof_leaves_module_and_random_state_as_they_were() -> None:
+def test_the_proof_leaves_module_and_random_state_unchanged() -> None:
     module, state = own(images), torch.get_rng_state()
     before = copy.deepcopy(module.state_dict())
     prove(module, SHAPE)
@@ -530,7 +530,7 @@ def halved(module: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
-def test_a_module_under_vmap_computes_the_same_however_often_it_was_called() -> None:
+def test_vmap_computes_the_same_at_every_call() -> None:
     spectral = nn.Sequential(nn.Flatten(), nn.utils.parametrizations.spectral_norm(nn.Linear(72, CLASSES)))
     for module in (spectral, own(halved)):
         kernel = build_kernel(module, "cross-entropy", SHAPE, kind="vmap")

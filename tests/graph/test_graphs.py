@@ -88,7 +88,7 @@ def _labels(name: str, n_peers: int, **options: int) -> list[str]:
     return [text.text or "" for text in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_every_round_of_the_period_is_a_panel_with_every_peer() -> None:
+def test_every_round_of_the_period_is_a_panel() -> None:
     labels = _labels("directed-exponential", 8)
     assert [label for label in labels if "round" in label] == ["round 0", "round 1", "round 2"]
     assert sorted(label for label in labels if label.isdigit()) == sorted(3 * [str(i) for i in range(8)])

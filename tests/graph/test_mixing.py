@@ -122,7 +122,7 @@ def assert_lawful(mix: Mixing, k: int, kind: str) -> None:
 
 
 @combinations
-def test_weights_sit_on_the_edges_of_active_peers_and_the_diagonal(name: str, weights: str, kind: str) -> None:
+def test_weights_sit_on_active_edges_and_the_diagonal(name: str, weights: str, kind: str) -> None:
     mix = mixing(name, weights, fraction=1.0 if weights == "doubly-stochastic" else 0.5)
     for k in range(3):
         support = np.eye(12, dtype=bool)
@@ -132,7 +132,7 @@ def test_weights_sit_on_the_edges_of_active_peers_and_the_diagonal(name: str, we
         assert np.array_equal(mix.matrix(k).dense() > 0, support)
 
 
-def test_the_weights_of_small_graphs_are_the_ones_on_paper() -> None:
+def test_weights_of_small_graphs_match_paper() -> None:
     path = edge_array([[0, 1], [1, 2]], 3, symmetric=True)
     column = [[1 / 2, 1 / 3, 0], [1 / 2, 1 / 3, 1 / 2], [0, 1 / 3, 1 / 2]]
     metropolis = [[2 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3], [0, 1 / 3, 2 / 3]]
@@ -199,7 +199,7 @@ def test_replacing_rows_gives_the_bits_of_apply(
 
 
 @pytest.mark.parametrize("n", [3, 4, 7, 12])
-def test_long_rows_of_a_shift_graph_are_mixed_in_place(n: int) -> None:
+def test_long_rows_of_shift_graphs_mix_in_place(n: int) -> None:
     weights = mixing("directed-exponential", "column-stochastic", n)
     for k in range(weights.topology.period or 1):
         x = payload(n, 2**14 + 1, dtype=torch.float32)
@@ -259,7 +259,7 @@ def test_a_mean_of_ones_is_exactly_one() -> None:
 
 @every_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_and_their_sources_give_the_same_bits_as_the_whole(matrix: MixingMatrix, dtype: torch.dtype) -> None:
+def test_rows_with_their_sources_give_the_whole_bits(matrix: MixingMatrix, dtype: torch.dtype) -> None:
     whole_of = {d: matrix.apply(payload(12, d, dtype=dtype)) for d in (1, 3, 1000)}
     for peers in ([0], [11], [3, 7], [9, 2, 4], list(range(12))):
         part = matrix.rows(peers)
@@ -333,7 +333,7 @@ def test_forms_are_the_fast_ones_where_they_can_be() -> None:
 
 
 @pytest.mark.parametrize("m", range(1, 8))
-def test_push_sum_alone_reaches_the_exact_mean_in_m_rounds(m: int) -> None:
+def test_push_sum_reaches_the_mean_in_m_rounds(m: int) -> None:
     mix = mixing("directed-exponential", "column-stochastic", 2**m)
     x, push_weight = payload(2**m, 33), torch.ones(2**m, dtype=torch.float64)
     mean = x.mean(0)
@@ -343,7 +343,7 @@ def test_push_sum_alone_reaches_the_exact_mean_in_m_rounds(m: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["directed-exponential", "directed-ring", "star", "erdos-renyi", "random-edges"])
-def test_push_sum_reaches_the_mean_with_only_some_peers_active(name: str) -> None:
+def test_push_sum_reaches_the_mean_with_some_peers_active(name: str) -> None:
     mix = mixing(name, "column-stochastic", fraction=0.75)
     x, push_weight = payload(12, 4), torch.ones(12, dtype=torch.float64)
     mean = x.mean(0)
@@ -368,7 +368,7 @@ def test_matrices_repeat_with_the_period_and_are_kept() -> None:
 
 @laws
 @given(st.sampled_from(COMBINATIONS), st.sets(st.integers(0, 11), min_size=1), st.permutations(range(12)))
-def test_what_a_process_hosts_is_what_the_weights_say_of_it(
+def test_a_hosting_process_mixes_by_the_same_weights(
     case: tuple[str, str, str], chosen: set[int], order: list[int]
 ) -> None:
     """Whoever asks, and whoever asked before: messages to and from peers are W's own, their terms its rows."""
@@ -393,7 +393,7 @@ def test_what_a_process_hosts_is_what_the_weights_say_of_it(
             assert np.array_equal(hosted.rows.dense(), dense[asked])
 
 
-def test_what_was_looked_up_is_kept_for_those_who_were_asked_for_last_alone() -> None:
+def test_lookups_are_kept_for_the_last_request_only() -> None:
     mix = mixing("ring", "metropolis")
     found = mix.hosted(0, np.array([2, 3]))
     assert mix.hosted(0, np.array([2, 3])) is found
@@ -437,7 +437,7 @@ def test_spectral_gaps_are_the_eigenvalue_of_the_period(name: str) -> None:
     assert spectral_gap(mix) == pytest.approx(1 - second ** (1 / period), abs=1e-9)
 
 
-def test_spectral_gaps_of_random_rounds_are_their_product_over_the_horizon() -> None:
+def test_spectral_gaps_of_random_rounds_use_their_product() -> None:
     mix = mixing("random-edges", "metropolis")
     product = np.eye(12)
     for k in range(20):

@@ -47,7 +47,7 @@ def test_edges_are_sorted_unique_in_range_and_without_loops(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_undirected_graphs_list_both_directions_and_directed_ones_say_so(name: str) -> None:
+def test_undirected_graphs_list_both_directions(name: str) -> None:
     topology = twelve(name)
     for k in range(3):
         edges = topology.edges(k)
@@ -57,7 +57,7 @@ def test_undirected_graphs_list_both_directions_and_directed_ones_say_so(name: s
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_edges_repeat_with_the_period_and_with_no_shorter_one(name: str) -> None:
+def test_edges_repeat_with_their_shortest_period(name: str) -> None:
     topology = twelve(name)
     if topology.period is None:
         assert not np.array_equal(topology.edges(0), topology.edges(1))
@@ -117,7 +117,7 @@ def test_one_peer_exponential_sends_a_power_of_two_ahead(n: int, k: int) -> None
 
 @laws
 @given(st.integers(2, 40))
-def test_joint_connectivity_of_the_exponential_graph_is_its_period_or_one(n: int) -> None:
+def test_the_exponential_graph_joins_within_its_period(n: int) -> None:
     topology = build_topology("directed-exponential", n)
     offsets = [2**k for k in range(topology.period or 0)]
     windows = [[offsets[(s + k) % len(offsets)] for k in range(len(offsets) - 1)] for s in range(len(offsets))]
@@ -202,7 +202,7 @@ def test_a_malformed_edge_list_is_refused_by_line(tmp_path: Path, text: str, wor
     assert all(word in str(refused.value) for word in [str(file), *words])
 
 
-def test_an_edge_list_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None:
+def test_an_edge_list_missing_or_not_text_is_refused(tmp_path: Path) -> None:
     with raises(ScenarioError, "topology.file"):
         build_topology("edge-list", 3, file=tmp_path / "nowhere")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -219,9 +219,7 @@ def test_an_edge_list_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -
         ([], ("topology.disconnected", "peers 1")),
     ],
 )
-def test_a_graph_that_can_never_agree_is_refused_with_the_peers_cut_off(
-    pairs: list[list[int]], refusal: tuple[str, ...]
-) -> None:
+def test_a_disconnected_graph_is_refused_naming_peers(pairs: list[list[int]], refusal: tuple[str, ...]) -> None:
     topology = StaticTopology("edge-list", 3, True, edge_array(pairs, 3))
     with raises(ScenarioError, *refusal) as refused:
         check_topology(topology)

@@ -27,7 +27,7 @@ def decoded(sender: AsynchronousSession, receiver: AsynchronousSession, messages
     return receiver.read(sender.peer, memoryview(bytearray().join(sender.write(receiver.peer, messages)[1])))
 
 
-def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:
+def test_an_answer_acknowledges_a_share_once_on_disk() -> None:
     sender, receiver = two()
     assert sender.has_news(1, 0.0)
     ((share,),) = sender.calls(1, 0.0)
@@ -50,7 +50,7 @@ def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_an_answer_that_cannot_wait_leaves_the_word_to_a_call(lost: bool) -> None:
+def test_an_urgent_answer_leaves_acknowledgement_to_a_call(lost: bool) -> None:
     sender, receiver = two()
     ((share,),) = sender.calls(1, 0.0)
     assert receiver.receive(0, decoded(sender, receiver, [share]))() == []  # too early
@@ -74,7 +74,7 @@ def advanced(session: AsynchronousSession, round_index: int) -> None:
     session.protocol.committed(session.protocol.snapshot(round_index))
 
 
-def test_each_call_and_each_answer_reports_the_round_so_that_no_other_message_has_to() -> None:
+def test_every_call_and_answer_reports_the_round() -> None:
     sender, receiver = two()
     sender.receive(1, [receiver.protocol.hello(0)])
     receiver.receive(0, [sender.protocol.hello(1)])
@@ -88,7 +88,7 @@ def test_each_call_and_each_answer_reports_the_round_so_that_no_other_message_ha
     assert (receiver.informed[0], receiver.reported_to[0]) == (-1, 6), "an answer may be lost"
 
 
-def test_a_report_of_a_process_that_has_ended_does_not_change_a_neighbours_round() -> None:
+def test_a_report_from_an_ended_process_is_ignored() -> None:
     sender, receiver = two()
     advanced(sender, 7)
     late = decoded(sender, receiver, [])
@@ -100,7 +100,7 @@ def test_a_report_of_a_process_that_has_ended_does_not_change_a_neighbours_round
     assert receiver.rounds[0] == 2
 
 
-def test_a_neighbour_that_cannot_be_reached_is_gone_until_it_is_called_again_or_started_again() -> None:
+def test_an_unreachable_neighbour_is_gone_until_called_again() -> None:
     sender, receiver = two()
     sender.receive(1, [receiver.protocol.hello(0)])
     for _ in range(LOST):

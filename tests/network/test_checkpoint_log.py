@@ -86,7 +86,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("kept", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_wherever_a_machine_stops_the_last_checkpoint_is_whole_or_the_one_that_was_being_written(
+def test_after_any_stop_a_whole_checkpoint_is_left(
     kept: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call that writes or syncs is the last one once, and any part of what was not synced is on the disk."""
@@ -139,9 +139,7 @@ def test_wherever_a_machine_stops_the_last_checkpoint_is_whole_or_the_one_that_w
     log.close()
 
 
-def test_a_checkpoint_is_synced_once_and_the_folder_when_it_is_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_are_synced_once_and_their_folder_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     syncs = list[str]()
 
     def counted(name: str, call: Any) -> Any:
@@ -174,7 +172,7 @@ def test_a_tensor_that_stays_is_written_once(written: list[int], tmp_path: Path)
 
 
 @pytest.mark.parametrize(("weight", "start", "same"), [(0.5, 1.7, True), (0.25, 1.7, False), (0.5, -0.0, False)])
-def test_half_of_a_mass_is_its_share_which_is_written_once(
+def test_half_of_a_mass_is_written_once_as_share(
     weight: float, start: float, same: bool, written: list[int], tmp_path: Path
 ) -> None:
     a, b = (PushSumProtocol(i, [0, 1], 5 + i, {"x": torch.full((4000,), start)}, TensorArithmetic()) for i in range(2))
@@ -195,7 +193,7 @@ def test_half_of_a_mass_is_its_share_which_is_written_once(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("call", ["pwrite", "posix_fallocate", "fdatasync"])
-def test_a_disk_that_fails_is_named_by_its_folder_and_the_last_checkpoint_is_whole(
+def test_a_failing_disk_is_named_and_a_checkpoint_survives(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = CheckpointLog(tmp_path / "file", 1)
@@ -217,7 +215,7 @@ def test_a_disk_that_fails_is_named_by_its_folder_and_the_last_checkpoint_is_who
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 3 * PAGE, b"nonsense" * PAGE])
-def test_a_file_without_a_checkpoint_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
+def test_a_file_without_a_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ScenarioError) as refused:
         CheckpointLog(tmp_path / "file", 1).read(CPU)
@@ -240,7 +238,7 @@ def test_a_byte_that_changed_anywhere_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, 3 * PAGE + 5])
-def test_the_check_of_pages_tells_a_page_that_was_not_written(size: int) -> None:
+def test_the_page_check_finds_an_unwritten_page(size: int) -> None:
     content = np.random.default_rng(1).bytes(size)
     for page in range(-(-size // PAGE)):
         other = bytearray(content)
@@ -309,7 +307,7 @@ class StoppingDisk:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
 @pytest.mark.parametrize("first", range(4))
-def test_a_peer_whose_machine_stops_at_any_write_goes_on(
+def test_a_peer_stopped_at_any_write_continues(
     mode: str, first: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each write and sync of checkpoints and ledger once: no mass is lost, each step is paid, and one more at most."""

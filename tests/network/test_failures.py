@@ -70,7 +70,7 @@ def code_of(address: str, credentials: Credentials, identity: str | None = "peer
     return None if error is None else error.code
 
 
-def test_a_peer_that_is_there_has_no_error_and_one_that_is_not_is_refused(authority: Authority) -> None:
+def test_only_an_absent_peer_is_an_error(authority: Authority) -> None:
     server = serve("127.0.0.1:0", authority.issue("peer-0.tiny"))
     address = f"127.0.0.1:{server.port}"
     assert code_of(address, authority.issue("peer-1.tiny")) is None
@@ -129,9 +129,7 @@ CERTIFICATES: dict[str, tuple[Issue, str]] = {
 
 
 @pytest.mark.parametrize("case", CERTIFICATES)
-def test_a_certificate_that_is_wrong_is_named_by_its_caller_and_its_owner(
-    authority: Authority, case: str, tmp_path: Path
-) -> None:
+def test_a_wrong_certificate_is_named_by_both_sides(authority: Authority, case: str, tmp_path: Path) -> None:
     """A clock before the certificate's first day is set; a new certificate would not be valid either."""
     issue, remedy = CERTIFICATES[case]
     wrong = issue(authority)
@@ -166,7 +164,7 @@ def test_a_certificate_that_is_wrong_is_named_by_its_caller_and_its_owner(
         (errno.EMFILE, "few-descriptors"),
     ],
 )
-def test_a_disk_that_cannot_be_written_is_named_with_the_file(
+def test_an_unwritable_disk_is_named_with_its_file(
     number: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the system's error names none, as those of writing and flushing do."""

@@ -81,7 +81,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_all_comes_through_in_order_and_each_side_may_end(proxy: FaultProxy, echo: str) -> None:
+def test_everything_arrives_in_order_and_either_side_may_end(proxy: FaultProxy, echo: str) -> None:
     said = bytes(range(256)) * 8192  # more than fits into what is on its way
     address = proxy.link(LINK, echo)
     assert address.startswith("127.0.0.1:")
@@ -99,7 +99,7 @@ def test_a_copy_of_a_peer_uses_its_links(proxy: FaultProxy) -> None:
     assert proxy.through(0, addresses) == proxy.through(0, addresses)
 
 
-def test_what_is_delayed_comes_later_and_much_of_it_together(proxy: FaultProxy, echo: str) -> None:
+def test_delayed_bytes_come_later_and_together(proxy: FaultProxy, echo: str) -> None:
     address = proxy.link(LINK, echo)
     proxy.set(LINK, LinkFaults(delay=0.1, jitter=0.05))
     with closing(connected(address)) as connection:
@@ -136,7 +136,7 @@ def test_a_cut_ends_what_is_open_and_nothing_else(proxy: FaultProxy, echo: str) 
     assert proxy.counts(LINK)["cuts"] == 1
 
 
-def test_a_black_hole_takes_everything_and_gives_it_back_when_it_heals(proxy: FaultProxy, echo: str) -> None:
+def test_a_healed_black_hole_returns_everything(proxy: FaultProxy, echo: str) -> None:
     address = proxy.link(LINK, echo)
     with closing(connected(address)) as before:
         before.sendall(b"0")

@@ -69,7 +69,7 @@ def end_stdin(process: Any) -> None:
     (process.stdin if isinstance(process, subprocess.Popen) else process._stdin).close()
 
 
-def test_a_forked_process_is_as_one_that_was_started_anew(
+def test_a_forked_process_is_like_a_new_one(
     start: Callable[..., tuple[Process, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forked, forked_log = start(FACTS, "--id", "3")
@@ -92,7 +92,7 @@ def test_a_forked_process_is_as_one_that_was_started_anew(
         assert log.read_text().splitlines()[1:] == ["left in order"]
 
 
-def test_forked_processes_share_no_draw_and_report_what_ended_each(
+def test_forked_processes_share_no_draw_and_report_endings(
     start: Callable[..., tuple[Process, Path]],
 ) -> None:
     processes = [start(FACTS) for _ in range(2)]
@@ -106,7 +106,7 @@ def test_forked_processes_share_no_draw_and_report_what_ended_each(
     assert log.read_text().splitlines()[-1] == "ValueError: on purpose"
 
 
-def test_a_server_that_is_killed_takes_its_processes_along_and_another_with_one_thread_takes_its_place(
+def test_a_killed_server_takes_its_processes_and_is_replaced(
     start: Callable[..., tuple[Process, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")

@@ -57,7 +57,7 @@ def test_a_network_does_what_the_engine_does(number: int, tiny: Tiny, tmp_path: 
 
 
 @pytest.mark.parametrize("name", NEEDS_A_SERVER)
-def test_what_needs_a_server_is_refused_with_the_nearest_graph(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_server_graph_is_refused_with_the_nearest_one(name: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(*settings_for(f"algorithm.name={name}"))
     with raises(ScenarioError, "network.server", names="topology.name=.server"):
         running_peer(scenario, devices(scenario, tmp_path)[0])
@@ -107,7 +107,7 @@ def test_a_peer_that_dies_goes_on_from_its_disk(name: str, point: str, moment: i
 # --- who and what is not let in ---
 
 
-def test_a_peer_with_another_scenario_is_refused_on_both_sides(tiny: Tiny, tmp_path: Path) -> None:
+def test_another_scenario_is_refused_on_both_sides(tiny: Tiny, tmp_path: Path) -> None:
     one, other = tiny(QUICK, "rounds=3"), tiny(QUICK, "rounds=3", "algorithm.learning_rate=0.4")
     theirs = devices(one, tmp_path)
     peers = [running_peer(other if device.peer == 2 else one, device) for device in theirs]
@@ -218,7 +218,7 @@ def test_every_step_that_was_ever_taken_is_paid_for(
     assert taken.count(1) in (3, 4, 4 + lost)  # the budget may lack the step that was reserved
 
 
-def test_a_step_that_was_taken_is_in_the_status_before_its_round_is_over(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_step_shows_in_status_before_its_round_ends(tiny: Tiny, tmp_path: Path) -> None:
     peer = running_peer(tiny(QUICK, "rounds=4"), devices(tiny(), tmp_path)[0])
     assert peer.status()["epsilon"] == 0
     assert advance(trainer_of(peer).experiment.algorithm, trainer_of(peer).cohort, peer.state) is not None
@@ -227,7 +227,7 @@ def test_a_step_that_was_taken_is_in_the_status_before_its_round_is_over(tiny: T
     peer.close()
 
 
-def test_a_ledger_is_ahead_of_what_left_and_is_missed_when_it_is_gone(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_ledger_precedes_messages_and_is_missed_if_lost(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=4")
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peers = [running_peer(scenario, device) for device in theirs]
@@ -258,7 +258,7 @@ def test_a_folder_is_one_runs_and_one_processes(tiny: Tiny, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("moment", ["before it begins", "in its second round"])
-def test_a_peer_that_is_asked_to_stop_goes_on_later(moment: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_stopped_peer_continues_later(moment: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=4")
     wanted = testing.run_rounds(Experiment.build(scenario), 4).state.rows["x"]
     theirs = devices(scenario, tmp_path)
@@ -349,9 +349,7 @@ def test_wrong_words_are_one_line_and_leave_nothing(
     assert not out.exists()
 
 
-def test_a_ledger_that_is_named_counts_all_runs_of_a_peer_and_is_not_for_several_at_once(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_named_ledger_counts_all_runs_of_a_peer(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=2", f"privacy.ledger={tmp_path / 'ledger'}")
     with raises(ScenarioError, "local.one-ledger", names="privacy.ledger="):
         Up(scenario, tmp_path / "up")
@@ -360,7 +358,7 @@ def test_a_ledger_that_is_named_counts_all_runs_of_a_peer_and_is_not_for_several
     peer.close()
 
 
-def test_a_status_tells_the_loss_on_public_examples_and_which_neighbours_are_up(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_status_reports_public_loss_and_live_neighbours(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=3", "evaluation.every=2")
     peers, said = [running_peer(scenario, device) for device in devices(scenario, tmp_path)], []
     evaluate = peers[1].trainer.evaluate
@@ -411,7 +409,7 @@ def test_a_peer_hands_in_where_that_is_allowed(setting: str, handed: bool, tiny:
         assert handed_in == [handed, handed]  # `privdec up` deletes those of rounds before, and no peer does
 
 
-def test_on_devices_nothing_is_handed_in_unless_it_is_allowed(tiny: Tiny, tmp_path: Path) -> None:
+def test_devices_submit_nothing_unless_allowed(tiny: Tiny, tmp_path: Path) -> None:
     listed = "network={peers: [" + ", ".join(f"{{address: '127.0.0.1:{7100 + i}'}}" for i in range(4)) + "]}"
     assert tiny().network.hands_in
     assert not tiny(listed).network.hands_in

@@ -102,7 +102,7 @@ def test_all_devices_end_with_one_model(variant: list[str], mode: str, tiny: Tin
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
-def test_the_last_models_agree_exactly_where_the_graph_is_finite_and_no_step_is_taken_for_it(
+def test_finite_graphs_agree_exactly_without_further_steps(
     mode: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken, release = Counter[int](), Cohort.release_rows_
@@ -125,9 +125,7 @@ def test_the_last_models_agree_exactly_where_the_graph_is_finite_and_no_step_is_
     assert {peer.status()["epsilon"] for peer in peers} == {max(spent)}
 
 
-def test_a_peer_ends_once_all_that_it_mixes_with_agree_and_not_the_neighbour_of_one_round_alone(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_peer_ends_once_all_its_neighbours_agree(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("rounds=3", AGREEING, STILL, "privacy=none")
     peers = in_memory(scenario, tmp_path)
     last = scenario.rounds + peers[0].final - 1  # the first round of final mixing in which a peer may end
@@ -164,7 +162,7 @@ FINAL_POINTS = {
 
 
 @pytest.mark.parametrize("point", FINAL_POINTS)
-def test_a_peer_that_dies_in_final_mixing_loses_no_mass_takes_no_step_and_agrees(
+def test_a_peer_dying_in_final_mixing_loses_no_mass(
     point: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken, release = Counter[int](), Cohort.release_rows_
@@ -196,7 +194,7 @@ def test_a_peer_that_dies_in_final_mixing_loses_no_mass_takes_no_step_and_agrees
     assert farthest(models_of(scenario, [again])) < APART
 
 
-def test_mass_is_exact_through_final_mixing_where_calls_are_lost(tiny: Tiny, tmp_path: Path) -> None:
+def test_lost_calls_lose_no_mass_in_final_mixing(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(STILL, f"network={{retry: 0.05, start: {LONG}, deadline: 1.0}}", "privacy=none")
     peers = in_memory(scenario, tmp_path)
     for peer, shift in zip(peers, (0.0, 1.0, 2.0, 3.0), strict=True):
@@ -211,7 +209,7 @@ def test_mass_is_exact_through_final_mixing_where_calls_are_lost(tiny: Tiny, tmp
     assert farthest(models_of(scenario, peers)) < APART
 
 
-def test_a_device_whose_model_is_not_the_others_says_so_with_a_status_of_its_own(
+def test_a_device_with_another_model_says_so(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scenario = tiny("rounds=1", f"network={{retry: 0.05, start: {LONG}, deadline: 0.3}}")
@@ -272,9 +270,7 @@ class NobodyOnTime(asynchronous.StragglerPolicy):
 
 @pytest.mark.parametrize("lead", [1, 3])
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
-def test_a_peer_is_so_many_rounds_ahead_of_its_slowest_neighbour_at_most(
-    name: str, lead: int, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_peer_is_boundedly_ahead_of_its_slowest_neighbour(name: str, lead: int, tiny: Tiny, tmp_path: Path) -> None:
     network = f"network={{retry: 0.05, start: {LONG}, deadline: {LONG}, lead: {lead}, alone: go-on}}"
     scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", *ENDLESS, network)
     peers: list[Any] = list(in_memory(scenario, tmp_path))
@@ -309,9 +305,7 @@ def test_a_peer_is_so_many_rounds_ahead_of_its_slowest_neighbour_at_most(
 
 
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
-def test_a_peer_that_is_cut_off_takes_one_more_step_at_most_and_goes_on_by_itself(
-    name: str, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_peer_cut_off_takes_one_step_and_recovers(name: str, tiny: Tiny, tmp_path: Path) -> None:
     network = f"network={{retry: 0.05, start: {LONG}, deadline: 0.3}}"
     scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", *ENDLESS, network)
     peers = in_memory(scenario, tmp_path)
@@ -364,7 +358,7 @@ def held(tiny: Tiny, folder: Path, *settings: str) -> Any:
 
 
 @pytest.mark.parametrize(("quorum", "met", "waits"), [(1, {1: 5}, False), (1, {1: 4}, True), (3, {1: 5, 2: 5}, True)])
-def test_a_quorum_is_of_neighbours_that_exchange_and_not_of_those_that_greet(
+def test_a_quorum_needs_exchanges_not_greetings(
     quorum: int, met: dict[int, int], waits: bool, tiny: Tiny, tmp_path: Path
 ) -> None:
     peer = held(tiny, tmp_path, AGREEING.replace("}", f", quorum: {quorum}}}"))
@@ -390,7 +384,7 @@ def test_who_greets_exchanges_nothing_and_a_share_does() -> None:
     assert not receiver.met
 
 
-def test_no_step_is_taken_with_little_weight_and_the_floor_sinks_where_no_share_comes(
+def test_low_weight_takes_no_step_and_lowers_the_floor(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer, now = held(tiny, tmp_path), [0.0]
@@ -410,7 +404,7 @@ def test_no_step_is_taken_with_little_weight_and_the_floor_sinks_where_no_share_
 # --- what the soak checks ---
 
 
-def test_steps_of_an_isolated_peer_and_models_that_differ_are_problems(tmp_path: Path) -> None:
+def test_isolated_steps_and_unlike_models_are_problems(tmp_path: Path) -> None:
     assert isolated_problem(5, 7) is None
     assert "took 3 private steps" in str(isolated_problem(5, 8))
     assert models_problem([tmp_path], Models(4, APART)) is None

@@ -36,7 +36,7 @@ HASTY = f"network={{retry: 0.1, start: {LONG}, deadline: 0.5}}"
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
+def test_a_peer_that_dies_pays_for_every_step(
     point: str, moment: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken, release = [], Cohort.release_rows_
@@ -64,7 +64,7 @@ def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
         assert 0 <= reserved <= (peer == 1), f"peer {peer}"
 
 
-def test_a_peer_that_died_after_its_last_step_needs_no_neighbour_to_come_to_its_end(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_peer_dying_after_its_last_step_finishes_alone(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("topology.name=ring", "rounds=6", QUICK)
     theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=True)
     peers = [running_peer(scenario, device) for device in theirs]
@@ -110,7 +110,7 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
         assert set(peer.status()["down"]) <= {"3"}
 
 
-def test_who_joins_late_has_a_neighbours_model_and_the_weight_of_a_peer_that_begins(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_latecomer_starts_with_a_neighbours_model_and_weight(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(STILL, "topology.name=complete", "rounds=30000", "evaluation.every=30000", QUICK)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
     start = peers[0].state.rows["x"][0].clone()
@@ -125,7 +125,7 @@ def test_who_joins_late_has_a_neighbours_model_and_the_weight_of_a_peer_that_beg
     torch.testing.assert_close(found["x"], 4 * start)
 
 
-def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_path: Path) -> None:
+def test_in_gossip_a_latecomer_adopts_a_neighbours_model(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(
         *settings_for("algorithm.name=d-psgd"),
         "topology.name=complete",
@@ -147,7 +147,7 @@ def taken_from(peer: RunningPeer) -> int:
     return sum(edge.sent - len(edge.frozen) for edge in peer.protocol.edges.values())  # type: ignore[attr-defined]
 
 
-def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_twice(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_restored_checkpoint_is_found_and_counts_once(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(STILL, "rounds=30000", "evaluation.every=30000", QUICK)  # until they are stopped
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
 @pytest.mark.parametrize(
     ("name", "every"), [("privsgp", 1), ("d-psgd", 1), ("d-psgd", 2), ("dp-cga", 1)], ids=lambda each: str(each)
 )
-def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
+def test_a_ledger_restored_with_its_checkpoint_is_found(
     name: str, every: int, also: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     network = QUICK.replace("}", f", commit_every: {every}}}")
@@ -235,9 +235,7 @@ def has_gone_on(peer: RunningPeer, others: Iterable[RunningPeer]) -> Callable[[]
 
 
 @pytest.mark.parametrize(("held", "left"), [(1.0, 0.5), (0.9, 0.45), (0.6, 0.4), (0.4, 0.4), (0.3, 0.3), (0.0, 0.0)])
-def test_a_peer_keeps_the_weight_below_which_steps_are_too_long(
-    held: float, left: float, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_peer_keeps_the_weight_its_steps_need(held: float, left: float, tiny: Tiny, tmp_path: Path) -> None:
     peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path, memory=True)[0])
     machine = peer.protocol  # type: ignore[attr-defined]
     machine._open.add(1)
@@ -248,7 +246,7 @@ def test_a_peer_keeps_the_weight_below_which_steps_are_too_long(
     peer.close()
 
 
-def test_a_call_that_is_lost_loses_no_neighbour_and_several_do(tiny: Tiny, tmp_path: Path) -> None:
+def test_one_lost_call_loses_no_neighbour_several_do(tiny: Tiny, tmp_path: Path) -> None:
     peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path)[0])
     machine, mail = peer.protocol, peer.session  # type: ignore[attr-defined]
     neighbor = peer.timetable.neighbours(0)[0]
@@ -277,7 +275,7 @@ def before_its_end(tiny: Tiny, tmp_path: Path) -> tuple[RunningPeer, list[int]]:
     return peer, list(neighbors)
 
 
-def test_who_is_owed_a_share_at_the_end_is_not_left_whether_its_edge_is_open_or_not(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_neighbour_owed_a_share_at_end_is_kept(tiny: Tiny, tmp_path: Path) -> None:
     peer, (first, *others) = before_its_end(tiny, tmp_path)
     machine = peer.protocol
     assert all(map(peer._is_over, [first, *others]))  # type: ignore[attr-defined]
@@ -289,9 +287,7 @@ def test_who_is_owed_a_share_at_the_end_is_not_left_whether_its_edge_is_open_or_
     peer.close()
 
 
-def test_who_is_done_and_cannot_be_told_is_waited_for_as_long_as_a_deadline_however_often_it_is_there(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_an_unreachable_finished_neighbour_is_awaited_until_the_deadline(tiny: Tiny, tmp_path: Path) -> None:
     peer, (first, *_) = before_its_end(tiny, tmp_path)
     peer.session.informed[first] = -1  # type: ignore[attr-defined]
     assert peer.protocol.is_open(first)

@@ -100,7 +100,7 @@ def test_a_peer_that_dies_uses_no_draw_again(point, moment: int, tiny: Tiny, tmp
     assert max(Counter(key for key, *_ in shared).values()) <= 2
 
 
-def test_a_step_taken_twice_by_one_process_shares_its_draw_once(tiny: Tiny, shared) -> None:
+def test_a_repeated_step_shares_its_draw_once(tiny: Tiny, shared) -> None:
     cohort = Experiment.build(tiny(*COMPLETE, "compute.generator=system")).cohort()
     x = torch.zeros(4, len(cohort.initial), dtype=torch.float64)
     for steps in (1, 1, 2):
@@ -145,7 +145,7 @@ def files(folder: Path, sizes: list[int]) -> str:
     return f"data={{dataset: npz, root: '{folder}/{{peer}}.npz', test: {folder}/test.npz, batch: {{size: 4}}}}"
 
 
-def test_data_whose_size_the_others_do_not_know_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_data_of_unknown_size_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(*COMPLETE, files(tmp_path, [40, 40, 40, 40]))
     with raises(ScenarioError, "noise.cancelling-sizes"):
         running_peer(scenario, devices(scenario, tmp_path, insecure_seeds=False, memory=True)[0])
@@ -160,7 +160,7 @@ def test_data_whose_size_the_others_do_not_know_are_refused(tiny: Tiny, tmp_path
         (["data.at_least=20", "algorithm={name: fedavg, learning_rate: 0.5}"], "noise.cancelling-weights"),
     ],
 )
-def test_what_a_least_number_of_examples_is_not_proved_for_is_refused(settings, code, tiny: Tiny, tmp_path) -> None:
+def test_an_unproved_least_number_of_examples_is_refused(settings, code, tiny: Tiny, tmp_path) -> None:
     """A peer with fewer is refused before it has a folder, let alone a release."""
     scenario = tiny(*COMPLETE, files(tmp_path, [20, 30, 40, 60]), *settings)
     with raises(ScenarioError, code):
@@ -168,7 +168,7 @@ def test_what_a_least_number_of_examples_is_not_proved_for_is_refused(settings, 
     assert not (tmp_path / "out" / "peer-0" / "ledger").exists()
 
 
-def test_peers_with_data_of_their_own_cancel_noise_by_a_least_number_of_examples(tiny, tmp_path, shared) -> None:
+def test_own_data_cancel_noise_by_a_least_number(tiny, tmp_path, shared) -> None:
     """All plan by it, so that noise cancels; each is charged by it, and draws by its own number, which is smaller."""
     scenario = tiny(*COMPLETE, files(tmp_path, [20, 30, 40, 60]), "data.at_least=20", WAITS)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, insecure_seeds=False)]
@@ -201,7 +201,7 @@ def meet(one: AgreedSecrets, other: AgreedSecrets) -> bool:
     return one.of(peer, partner) == other.of(peer, partner)
 
 
-def test_two_processes_have_one_secret_and_no_third_has_it() -> None:
+def test_two_processes_share_a_secret_unknown_to_others() -> None:
     one, other, third = agreed(0), agreed(1), agreed(2)
     assert meet(one, other)
     assert meet(one, third)
@@ -223,7 +223,7 @@ def test_another_run_identity_or_process_has_another_secret() -> None:
 
 
 @pytest.mark.parametrize("key", [bytes(32), (1).to_bytes(32, "little"), b"short"])
-def test_a_key_of_which_everyone_knows_the_secret_is_refused(key: bytes) -> None:
+def test_a_key_with_a_known_secret_is_refused(key: bytes) -> None:
     one = agreed(0)
     with pytest.raises(ValueError):  # noqa: PT011
         one.learn(1, key)
@@ -232,7 +232,7 @@ def test_a_key_of_which_everyone_knows_the_secret_is_refused(key: bytes) -> None
     assert not one.knows(0, 1)
 
 
-def test_both_ends_draw_the_same_bits_and_another_key_others() -> None:
+def test_both_ends_draw_the_same_bits() -> None:
     drawn = []
     for key in (b"k" * 32, b"k" * 32, b"l" * 32):
         out = torch.zeros(1, 2 * deployed.PIECE + 5, dtype=torch.float64)

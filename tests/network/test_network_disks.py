@@ -74,7 +74,7 @@ def fill(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("network", [ASYNCHRONOUS, SYNCHRONOUS])
 @pytest.mark.parametrize("advances", [1, 20], ids=["the next checkpoint has no room", "the ledger comes to have none"])
-def test_a_full_disk_ends_a_peer_with_every_step_paid_for_and_space_lets_it_go_on(
+def test_a_full_disk_ends_a_peer_paid_and_resumable(
     advances: int, network: str, tiny: Tiny, tmp_path: Path, taken: list[int], small_disk: Callable[[str], Path]
 ) -> None:
     settings = "n_peers=2", "rounds=60", "topology.name=complete", "evaluation.every=60"
@@ -114,7 +114,7 @@ def test_a_full_disk_ends_a_peer_with_every_step_paid_for_and_space_lets_it_go_o
     "point", [("_save", "before"), ("_save", "after"), ("trainer.advance", "after"), ("trainer.advance", "before")]
 )
 @pytest.mark.parametrize("moment", [3, 4])
-def test_a_peer_that_dies_between_two_commits_pays_for_what_it_takes_again(
+def test_a_peer_dying_between_commits_pays_again(
     network: str, point: tuple[str, str], moment: int, tiny: Tiny, tmp_path: Path, taken: list[int]
 ) -> None:
     scenario = tiny("n_peers=2", "rounds=7", "topology.name=complete", network)
@@ -133,7 +133,7 @@ def test_a_peer_that_dies_between_two_commits_pays_for_what_it_takes_again(
 
 
 @pytest.mark.parametrize("by", ["data.root", "--data"])
-def test_two_peers_of_one_data_file_do_not_train_at_once(by: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_two_peers_of_one_file_do_not_train_together(by: str, tiny: Tiny, tmp_path: Path) -> None:
     examples = Experiment.build(tiny()).own.examples
     x, y = examples.x.numpy(), examples.y.numpy()
     np.savez(tmp_path / "all.npz", x_train=x, y_train=y)

@@ -243,7 +243,7 @@ def cases(hostile: Hostile) -> dict[str, tuple[Says, str]]:
     return found | {case: each for case, each in THEN_GREET_ANEW.items() if of_shares or "share" not in case}
 
 
-def test_what_breaks_a_rule_is_refused_by_name_and_changes_nothing(hostile: Hostile) -> None:
+def test_a_broken_rule_is_named_and_changes_nothing(hostile: Hostile) -> None:
     hostile.greet()
     before = known(hostile.target)
     for case, (says, code) in cases(hostile).items():
@@ -262,9 +262,7 @@ def test_what_breaks_a_rule_is_refused_by_name_and_changes_nothing(hostile: Host
 @pytest.mark.parametrize(
     ("x", "weight"), [(0.0, 0.0), (0.0, 9.0), (0.0, 1e6), (0.0, 1e300), (1e25, 0.25), (-1e5, 1e-12)]
 )
-def test_a_share_that_no_honest_peer_sends_quarantines_its_sender_by_name(
-    hostile: Hostile, x: float, weight: float
-) -> None:
+def test_an_impossible_share_quarantines_its_sender(hostile: Hostile, x: float, weight: float) -> None:
     """And takes no mass: one share of x = 0 and w = 1e6 made the model of every peer it reached 0."""
     if not hostile.target.protocol.mass:
         pytest.skip("gossip has no weights")
@@ -288,7 +286,7 @@ def far(rows: Mapping[str, Tensor], x: float, weight: float) -> dict[str, Tensor
     return {"x": values, "w": torch.full_like(rows["w"], weight)}
 
 
-def test_a_model_that_is_large_for_a_peer_that_begins_is_taken(hostile: Hostile) -> None:
+def test_a_large_model_is_accepted_by_a_new_peer(hostile: Hostile) -> None:
     if not hostile.target.protocol.mass:
         pytest.skip("gossip has no weights")
     hostile.greet()
@@ -325,7 +323,7 @@ def test_whatever_is_said_again_changes_nothing(hostile: Hostile) -> None:
         assert known(hostile.target) == before
 
 
-def test_what_was_under_way_for_a_while_sets_no_neighbour_back_and_a_new_life_does(hostile: Hostile) -> None:
+def test_delayed_messages_set_nobody_back_but_restarts_do(hostile: Hostile) -> None:
     """The last hello may overtake a share, or rows: who took its sender to be under way still would wait for nobody."""
     hostile.greet()
     late: Message = hostile.message()
@@ -375,7 +373,7 @@ def test_who_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         own.close()
 
 
-def test_a_run_beside_a_hostile_neighbour_ends_with_all_its_mass(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_beside_a_hostile_neighbour_keeps_its_mass(tiny: Tiny, tmp_path: Path) -> None:
     """Peer 3 shakes hands and then says everything that is wrong, again and again, and takes no share."""
     scenario = tiny(STILL, "topology.name=complete", "rounds=30000", "evaluation.every=30000", QUICK)
     theirs = devices(scenario, tmp_path)
@@ -467,7 +465,7 @@ def test_no_message_of_a_member_ends_a_peer(name: str, tiny: Tiny, tmp_path: Pat
     assert refused > 100
 
 
-def test_nothing_is_said_of_an_incarnation_before_it_is_on_disk(hostile: Hostile) -> None:
+def test_an_incarnation_is_announced_only_once_on_disk(hostile: Hostile) -> None:
     """A thread that asks for calls between the two would end, and its neighbour would never be heard again."""
     protocol, mail = hostile.target.protocol, hostile.target.session
     assert mail.has_news(3, float("inf"))
@@ -479,7 +477,7 @@ def test_nothing_is_said_of_an_incarnation_before_it_is_on_disk(hostile: Hostile
     assert isinstance(mail, AsynchronousSession)
 
 
-def test_a_thread_that_fails_ends_the_run_and_says_why(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_failing_thread_ends_the_run_with_reason(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=2")
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
 

@@ -97,7 +97,7 @@ def rude(credentials: Credentials, folder: Path, before: bytes, after: bytes | N
 
 @pytest.mark.parametrize("size", [100, 3 << 20], ids=["one piece", "several"])
 @pytest.mark.parametrize("manner", MANNERS)
-def test_a_call_comes_back_however_the_other_side_hangs_up(manner: str, size: int, tmp_path: Path) -> None:
+def test_a_call_returns_however_the_other_side_hangs_up(manner: str, size: int, tmp_path: Path) -> None:
     authority = Authority.create("tiny")
     with (
         rude(authority.issue("peer-0.tiny"), tmp_path, *MANNERS[manner]) as address,

@@ -104,7 +104,7 @@ def test_who_is_called_has_to_show_a_certificate_too(authority: Authority, stran
         assert causes[stranger] in link.diagnosis(LONG)
 
 
-def test_an_address_with_another_peer_behind_it_is_not_talked_to(authority: Authority) -> None:
+def test_another_peer_at_an_address_is_not_spoken_to(authority: Authority) -> None:
     with (
         served(authority.issue("peer-0.tiny")) as server,
         linked(server, authority.issue("peer-1.tiny"), "peer-9.tiny") as link,

@@ -120,7 +120,7 @@ def test_whoever_dies_wherever_goes_on(
 
 
 @pytest.mark.parametrize("name", ["privsgp", "pdsl"])
-def test_two_that_die_at_once_and_one_that_dies_twice(name: str, tiny: Tiny, tmp_path: Path, taken: list[int]) -> None:
+def test_two_peers_die_together_and_one_dies_twice(name: str, tiny: Tiny, tmp_path: Path, taken: list[int]) -> None:
     scenario = tiny(*settings_for(choosing(name)), "topology.name=complete", "rounds=5", QUICK)
     theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=name == "pdsl")
     peers = [running_peer(scenario, device) for device in theirs]
@@ -170,7 +170,7 @@ def test_who_goes_on_splits_in_every_round_once(
 
 
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
-def test_who_is_done_and_may_not_know_of_the_end_is_waited_for(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_finished_peer_unaware_of_the_end_is_awaited(name: str, tiny: Tiny, tmp_path: Path) -> None:
     """A neighbour whose edge is closed, or that refuses a call, is there; one that is not reached has left."""
     scenario = tiny(f"algorithm.name={name}", "topology.name=ring", "rounds=4", QUICK)
     peer: Any = running_peer(scenario, devices(scenario, tmp_path)[0])
@@ -271,9 +271,7 @@ def await_without(peer: RunningPeer, neighbor: int) -> None:
 
 
 @pytest.mark.parametrize("graph", ["directed-ring", "ring"])
-def test_a_neighbour_that_does_not_come_is_found_out_and_left_behind_whichever_way_the_edge_goes(
-    graph: str, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_an_absent_neighbour_is_noticed_and_left_behind(graph: str, tiny: Tiny, tmp_path: Path) -> None:
     """It is held up until the others have found it out, and gone on; how fast they do is `test_punctuality`'s."""
     free = "network.lead=null"  # or the others would wait for it, which is up
     scenario = tiny(STILL, f"topology.name={graph}", "rounds=30000", QUICK, "evaluation.every=30000", free)

@@ -175,7 +175,7 @@ def test_no_moment_to_die_leaves_a_step_unpaid(
 
 
 @pytest.mark.parametrize(("mode", "algorithm"), [("synchronous", "privsgp"), ("asynchronous", "d-psgd")])
-def test_final_mixing_takes_no_step_and_charges_none_where_a_peer_dies_in_it(
+def test_final_mixing_charges_no_step_even_after_a_death(
     mode: str, algorithm: str, tiny: Tiny, tmp_path: Path, observer: Observer
 ) -> None:
     scenario = tiny("rounds=3", quick(mode).replace(", final_mixing: 0", ""), f"algorithm.name={algorithm}")
@@ -244,9 +244,7 @@ DAMAGE: dict[str, tuple[Callable[[list[bytes], Path], bytes | None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_ledger_that_lost_something_is_named_and_its_peer_does_not_start(
-    damage: str, finished: Any, tmp_path: Path
-) -> None:
+def test_a_ledger_with_losses_stops_its_peer(damage: str, finished: Any, tmp_path: Path) -> None:
     scenario, device, lines = finished
     device = replace(device, folder=Path(shutil.copytree(device.folder, tmp_path / "peer-0")))
     path, (make, said) = ledger_of(device.folder), DAMAGE[damage]
@@ -280,9 +278,7 @@ def test_a_ledger_is_one_processes_at_a_time(finished: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_at_the_end_of_a_budget_gradients_stop_and_relaying_goes_on(
-    mode: str, tiny: Tiny, tmp_path: Path, observer: Observer
-) -> None:
+def test_a_spent_peer_relays_without_gradients(mode: str, tiny: Tiny, tmp_path: Path, observer: Observer) -> None:
     """Peer 1 may take two steps of six; the others take all, and its model goes on moving with theirs."""
     given = "privacy={epsilon: [9.0, 2.0, 9.0, 9.0], noise_multiplier: 1.0, delta: 1.0e-3}"
     scenario = tiny(given, "rounds=6", "evaluation.every=1", quick(mode))

@@ -120,7 +120,7 @@ def started(air: Air, tiny_text: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_black_hole_is_noticed_and_healed_and_the_others_go_on(air: Air, started: Run) -> None:
+def test_a_black_hole_is_noticed_and_healed(air: Air, started: Run) -> None:
     air.partition((0, 1))
     noticed = started.when(lambda: started.is_down(2, seen_by=0), 200)
     before = started.status(0)["round"]
@@ -131,7 +131,7 @@ def test_a_black_hole_is_noticed_and_healed_and_the_others_go_on(air: Air, start
     print(f"noticed after {noticed:.1f} s, healed after {healed:.1f} s")
 
 
-def test_how_soon_it_is_noticed_and_healed_follows_from_what_connections_are_told() -> None:
+def test_noticing_and_healing_follow_from_connection_settings() -> None:
     """Milliseconds: two looks whether the other side is there, and an attempt under way before the next one."""
     alive, calling = dict(ALIVE), dict(CALLING)
     assert alive["grpc.keepalive_time_ms"] + alive["grpc.keepalive_timeout_ms"] < 1000 * NOTICED

@@ -41,7 +41,7 @@ def without_timer(peers: list[RunningPeer]) -> None:
     ("name", "graph"),
     [("privsgp", "directed-exponential"), ("privsgp", "complete"), ("d-psgd", "ring"), ("d-psgd", "random-edges")],
 )
-def test_beside_a_dead_peer_the_others_go_on_by_what_arrives(name: str, graph: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_peers_continue_beside_a_dead_one(name: str, graph: str, tiny: Tiny, tmp_path: Path) -> None:
     topology = "topology={name: random-edges, edges: 2}" if graph == "random-edges" else f"topology.name={graph}"
     scenario = tiny(*settings_for(f"algorithm.name={name}"), topology, *ENDLESS, QUICK)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
@@ -59,9 +59,7 @@ def test_beside_a_dead_peer_the_others_go_on_by_what_arrives(name: str, graph: s
 # --- members that lie about what they lack and where they are ---
 
 
-def test_a_member_that_reports_for_ever_that_it_waits_for_weight_holds_no_peer_and_no_budget_is_spent_for_it(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_member_that_waits_forever_holds_nobody_up(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("topology.name=complete", *ENDLESS, QUICK)
     theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=True)
     peers = [running_peer(scenario, device) for device in theirs]
@@ -79,7 +77,7 @@ def test_a_member_that_reports_for_ever_that_it_waits_for_weight_holds_no_peer_a
         assert peer.state.round_index <= paid <= peer.state.round_index + 2  # the step under way, and one reserved
 
 
-def test_who_only_greets_and_reports_that_it_waits_lets_nobody_take_a_step(tiny: Tiny, tmp_path: Path) -> None:
+def test_greetings_and_waiting_reports_allow_no_step(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("topology.name=complete", QUICK)
     peer: Any = running_peer(scenario, devices(scenario, tmp_path, memory=True)[0])
     peer.session.steps, peer.protocol._open = 5, {1, 2, 3}

@@ -110,7 +110,7 @@ WRONG_USES: dict[str, tuple[dict[str, bool], bool, list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_USES)
-def test_a_certificate_for_something_else_is_refused_with_the_cause(authority: Authority, case: str) -> None:
+def test_a_foreign_certificate_is_refused_with_its_cause(authority: Authority, case: str) -> None:
     *made, cause = WRONG_USES[case]
     shown = signed(authority, *made)
     assert cause in str(certificate_problem(shown.certificate, authority.pem, "peer-1.tiny"))
@@ -121,7 +121,7 @@ def test_a_certificate_for_something_else_is_refused_with_the_cause(authority: A
         assert cause in said or "refuses this peer's certificate" in said
 
 
-def test_a_refusal_is_the_answer_to_a_call_and_named_on_both_sides(
+def test_a_refusal_is_answered_and_named_on_both_sides(
     authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the end of its time, nor of several attempts."""
@@ -202,7 +202,7 @@ def test_a_stream_that_trickles_is_ended(authority: Authority) -> None:
         assert ended(call)
 
 
-def test_a_member_has_few_streams_and_the_others_are_answered(authority: Authority) -> None:
+def test_a_member_has_few_streams_and_others_get_answers(authority: Authority) -> None:
     """Peer 1 opens 60 streams over 3 connections and never ends them, again and again.
 
     Peer 2 is always answered, and so is peer 1 where it makes a call that comes at once, as the slowest stream ends.
@@ -231,7 +231,7 @@ def resident() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
 
 
-def test_oversize_streams_take_no_more_memory_than_a_model_each(authority: Authority) -> None:
+def test_oversize_streams_take_no_more_than_a_model(authority: Authority) -> None:
     """As many streams as a member may have, each of a hundred times the cap: refused at the cap."""
     cap, piece = 8 << 20, bytes(1 << 20)
     with served(authority.issue("peer-0.tiny"), cap=cap) as server, ExitStack() as stack:
@@ -286,7 +286,7 @@ def is_hung_up(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("attack", ["nothing", "half a greeting", "a handshake alone"])
-def test_connections_that_make_no_call_are_few_and_soon_closed(authority: Authority, attack: str) -> None:
+def test_idle_connections_are_few_and_soon_closed(authority: Authority, attack: str) -> None:
     """150 of them at a server that holds 60; peer 2 is answered over its connection, peer 3 over a new one."""
     attacks = {"nothing": nothing, "half a greeting": half_a_greeting, "a handshake alone": handshake_alone(authority)}
     own = authority.issue("peer-0.tiny")
@@ -313,7 +313,7 @@ def answers(link: GrpcConnection, answer: bytes) -> bool:
         return False
 
 
-def test_a_flood_of_one_address_leaves_room_for_the_others(authority: Authority) -> None:
+def test_a_flood_from_one_address_leaves_others_room(authority: Authority) -> None:
     """A stranger that connects all the time has PENDING_EACH connections; which are closed is known to the second."""
     with served(authority.issue("peer-0.tiny")) as server, ExitStack() as stack:
         watch = server._admission
@@ -331,7 +331,7 @@ def test_a_flood_of_one_address_leaves_room_for_the_others(authority: Authority)
 
 
 @pytest.mark.slow
-def test_a_flood_at_a_low_limit_of_open_files_ends_no_peer(
+def test_a_flood_at_few_open_files_ends_no_peer(
     tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More silent connections than peer 0 may have files open; peer 1 joins it during the flood, and both finish."""
@@ -418,7 +418,7 @@ def can_connect(host: str, port: int) -> bool:
     return False
 
 
-def test_too_low_a_limit_of_open_files_is_refused_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_low_a_file_limit_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_transport.resource, "getrlimit", lambda _: (64, 64))
     with raises(RunError, code="network.few-descriptors"):
         grpc_transport.most_connections(4)

@@ -71,7 +71,7 @@ def scenario(tiny_text: str, tmp_path: Path) -> Path:
     return path
 
 
-def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
+def test_a_network_leaves_files_and_numbers_like_a_run(
     scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
@@ -102,9 +102,7 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
     assert handed_in == {"rows-6.safetensors", "rows-final.safetensors"}  # those of earlier rounds are removed
 
 
-def test_where_messages_are_lost_and_with_a_restart_the_numbers_are_the_same_and_each_peer_is_watched(
-    tiny: Callable[..., Scenario], tmp_path: Path
-) -> None:
+def test_lost_messages_and_a_restart_keep_the_numbers(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
     scenario = tiny(*SETTINGS, "rounds=20", "evaluation.every=4")
     said: dict[int, list[tuple[Any, str]]] = {peer: [] for peer in range(3)}
     due = injected_kills([], ["1@4"], 3, 20)
@@ -148,7 +146,7 @@ def test_a_loss_that_is_no_share_is_refused(
     assert not (tmp_path / "up").exists()
 
 
-def test_a_peer_that_is_gone_ends_nobody_elses_run_and_is_named(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
+def test_a_lost_peer_is_named_and_ends_no_run(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
     quick = "network={retry: 0.2, start: 200.0, deadline: 1.0}"
     scenario = tiny("n_peers=3", "rounds=80", "evaluation.every=20", "topology.name=complete", quick)
     found = Up(scenario, tmp_path / "up", kills=injected_kills(["2@20"], [], 3, 80)).run()
@@ -178,9 +176,7 @@ def test_kills_that_cannot_be_injected_are_refused(
     assert not (tmp_path / "up").exists()
 
 
-def test_killed_peers_are_named_and_the_run_goes_on_from_their_disks(
-    tiny: Callable[..., Scenario], tmp_path: Path
-) -> None:
+def test_killed_peers_are_named_and_resume_from_disk(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
     scenario, out, killed = tiny(*SETTINGS, LONGER), tmp_path / "up", list[int]()
 
     def kill(metrics: dict[str, Any]) -> None:
@@ -197,9 +193,7 @@ def test_killed_peers_are_named_and_the_run_goes_on_from_their_disks(
     assert found["accuracy"] == pytest.approx(wanted["accuracy"])
 
 
-def test_a_stopped_run_is_summarized_with_all_that_its_ledgers_were_charged(
-    tiny: Callable[..., Scenario], tmp_path: Path
-) -> None:
+def test_a_stopped_runs_summary_covers_all_its_charges(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
     """Peers are past the evaluation at which Ctrl-C comes: their ε is that of their ledgers, not that of its models."""
     cancelling = ["topology.name=complete", "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0}"]
     scenario, out = tiny(*SETTINGS, "rounds=40", *cancelling), tmp_path / "up"
@@ -247,7 +241,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: wakes up by what Linux alone has")
-def test_a_paused_peer_wakes_up_and_ends_when_its_parent_does(scenario: Path, tmp_path: Path) -> None:
+def test_a_paused_peer_ends_with_its_parent(scenario: Path, tmp_path: Path) -> None:
     """Its group has others in it, so that no shell's rule for groups without a parent wakes it."""
     processes = PeerProcesses(on_this_machine(load_scenario(scenario)), tmp_path / "up")
     processes.out.mkdir()

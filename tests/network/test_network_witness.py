@@ -118,7 +118,7 @@ def test_a_backup_or_an_empty_folder_takes_no_step(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_what_was_lost_can_be_charged_and_the_peer_goes_on(
+def test_lost_lines_can_be_charged_and_the_peer_continues(
     algorithm: str, tiny: Tiny, tmp_path: Path, releases: Releases
 ) -> None:
     scenario = scenario_of(tiny, algorithm, "asynchronous").model_copy(update={"rounds": 20_000})

@@ -310,7 +310,7 @@ def lost_again_and_again(seed: int, weight: float) -> list[float]:
     return means
 
 
-def test_what_peers_bring_that_lost_their_state_does_not_add_up() -> None:
+def test_weights_brought_by_restarted_peers_do_not_add_up() -> None:
     """It is more than they lost where they had handed some on; those that are lost later take that along."""
     for seed in range(SCHEDULES // 4):
         assert max(lost_again_and_again(seed, 1.0)) < MOST, seed
@@ -349,7 +349,7 @@ def test_a_mutant_is_caught(name: str) -> None:
 # --- what a neighbour that lies can do ---
 
 
-def test_a_neighbour_that_stays_in_round_0_is_waited_for_and_one_that_begins_again_or_is_far_ahead_is_not() -> None:
+def test_a_neighbour_in_round_0_is_awaited_unless_restarted() -> None:
     honest = pace.Pace(4)
     assert [honest.slowest(k, {1: 0, 2: k}, {1: 7, 2: 8}) for k in range(6)] == [None] * 4 + [1, 1]
     assert honest.slowest(5, {2: 5}, {1: 7, 2: 8}) is None  # it exchanges no more
@@ -359,7 +359,7 @@ def test_a_neighbour_that_stays_in_round_0_is_waited_for_and_one_that_begins_aga
     assert all(pace.Pace(None).slowest(k, {1: 0}, {1: 7}) is None for k in range(99))
 
 
-def test_what_a_neighbour_catches_up_it_does_not_lose_again() -> None:
+def test_what_a_neighbour_catches_up_stays() -> None:
     honest, boots = pace.Pace(4), {1: 7}
     assert honest.slowest(1000, {1: 0}, boots) is None  # it joins late
     assert honest.slowest(1003, {1: 0}, boots) is None
@@ -368,7 +368,7 @@ def test_what_a_neighbour_catches_up_it_does_not_lose_again() -> None:
     assert honest.slowest(1008, {1: 904}, boots) == 1
 
 
-def test_a_neighbour_that_lies_about_weight_delays_a_step_by_the_patience_at_most() -> None:
+def test_a_lie_about_weight_delays_within_the_patience() -> None:
     floor, waits, unknown = pace.WeightFloor(1.0, 30.0, 0.0), pace.Want.WAITS, pace.Want.UNKNOWN
     assert floor.lacks(0.1, 29.0)
     assert not floor.is_stuck(waits, [(waits, 0), (unknown, 0)])  # one has some, it reports
@@ -379,7 +379,7 @@ def test_a_neighbour_that_lies_about_weight_delays_a_step_by_the_patience_at_mos
     assert not floor.lacks(0.01, 62.0)
 
 
-def test_a_peer_whose_weight_does_not_come_back_never_sends_it_all_away() -> None:
+def test_a_peer_losing_weight_keeps_some() -> None:
     """Its floor sank again and again, until a share of what it had left rounded to 0."""
     floor, weight = pace.WeightFloor(1.0, patience=5.0, now=0.0), 1.0
     for now in range(2_000):
@@ -393,5 +393,5 @@ def test_a_peer_whose_weight_does_not_come_back_never_sends_it_all_away() -> Non
 
 
 @pytest.mark.parametrize("weight", [0.0, 1e-45, 1e-31])
-def test_nothing_is_sent_of_a_weight_of_which_a_part_may_be_zero(weight: float) -> None:
+def test_nothing_is_sent_of_a_possibly_zero_weight(weight: float) -> None:
     assert pace.WeightFloor(weight, patience=5.0, now=0.0).parts(weight, {1: 0.5}) == {}

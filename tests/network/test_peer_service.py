@@ -29,9 +29,7 @@ MODES = ["asynchronous", "synchronous"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_peer_waits_for_its_neighbours_without_a_bound_and_takes_no_step(
-    mode: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_peer_takes_no_step(mode: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that runs a thousand times as fast shows that no time ends the wait; then a neighbour comes."""
     scenario = tiny("n_peers=2", f"network={{mode: {mode}, retry: 0.1, deadline: {LONG}}}", "rounds=2")
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
@@ -67,7 +65,7 @@ def test_the_same_command_begins_and_goes_on(mode: str, tiny_text: str, tmp_path
     assert privdec(*command, "--set", "algorithm.learning_rate=0.1") == (2 if mode == "asynchronous" else 1)
 
 
-def test_it_says_from_the_first_second_what_it_waits_for_and_why(
+def test_a_peer_says_at_once_why_it_waits(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, again when the cause is known, and not every second after that."""
@@ -97,7 +95,7 @@ def test_it_says_from_the_first_second_what_it_waits_for_and_why(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_peer_that_is_done_and_started_again_shows_its_wait_and_keeps_its_summary(
+def test_a_finished_peer_restarted_keeps_its_summary(
     mode: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(foreground, "LINE_SECONDS", 0.02)
@@ -147,6 +145,6 @@ def test_a_devices_own_file_is_taken_whole(tiny: Tiny, tmp_path: Path) -> None:
     assert [trainer.experiment.own.examples.sizes.tolist() for trainer in trainers] == [[100], [90]]
 
 
-def test_own_data_of_a_dataset_that_reads_no_file_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_own_data_of_a_fileless_dataset_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     with raises(ScenarioError, "data.embedded", names="digits"):
         ScenarioTrainer(tiny(), 1, tmp_path, str(tmp_path / "own.npz"))

@@ -99,9 +99,7 @@ def test_wrong_words_are_one_line_and_leave_nothing(
         (4, 4, 4, 1, "it paid for 5 steps, and now for 4"),
     ],
 )
-def test_a_ledger_that_does_not_fit_what_was_counted_is_found(
-    paid: int, counted: int, later: int, lives: int, said: str | None
-) -> None:
+def test_a_ledger_unlike_the_count_is_found(paid: int, counted: int, later: int, lives: int, said: str | None) -> None:
     found = ledger_problem(Paid(paid, 1, paid), Paid(5, 1, 5), counted, later, lives)
     assert found is None if said is None else str(found).startswith(said)
 
@@ -111,7 +109,7 @@ def test_reserved_steps_are_a_starts_to_lose() -> None:
     assert ledger_problem(Paid(12, 4, 3), Paid(), 4, 4, 1) is not None
 
 
-def test_every_private_step_is_counted_and_the_ledger_has_it(
+def test_every_private_step_is_counted_and_in_the_ledger(
     build: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flower_privdec import testing
@@ -136,7 +134,7 @@ def test_every_private_step_is_counted_and_the_ledger_has_it(
         look_at_ledger(folder, counts, paid, 1)
 
 
-def test_the_observer_counts_what_was_received_over_processes_copies_and_lost_folders(tmp_path: Path) -> None:
+def test_the_observer_counts_over_processes_copies_and_losses(tmp_path: Path) -> None:
     lines = {
         "0.1": "saved a 2\nsent A 3\nsaved b 3\nsent B 4\n",  # the fourth step reached nobody
         "0.2": "resumed b\nsent C 1\n",  # continues after three steps
@@ -181,9 +179,7 @@ def test_weight_that_is_missing_at_the_end_is_found(build: Callable[..., Experim
     assert not found.is_right
 
 
-def test_the_disks_of_peers_that_do_not_wait_tell_their_weight_at_any_time(
-    build: Callable[..., Experiment], tmp_path: Path
-) -> None:
+def test_asynchronous_peers_disks_tell_their_weight_anytime(build: Callable[..., Experiment], tmp_path: Path) -> None:
     experiment = build("n_peers=2")
     folders = [tmp_path / str(peer) for peer in range(2)]
     for peer, folder in enumerate(folders):
@@ -256,7 +252,7 @@ def wrong_with(run: SoakedRun, *wrong: Fault) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_in_which_all_kinds_of_things_break_comes_to_its_end(soaked: Callable[..., SoakedRun]) -> None:
+def test_a_run_with_all_kinds_of_faults_ends(soaked: Callable[..., SoakedRun]) -> None:
     rounds = 600  # more than the peers go through while the faults come
     with soaked(rounds=rounds) as run:
         follow(run, lambda: counted_in(run.out / "peers" / "1.releases") > 0)
@@ -279,7 +275,7 @@ def test_a_run_in_which_all_kinds_of_things_break_comes_to_its_end(soaked: Calla
 
 
 @pytest.mark.slow
-def test_peers_that_do_not_wait_for_each_other_are_soaked_the_same_way(soaked: Callable[..., SoakedRun]) -> None:
+def test_asynchronous_peers_are_soaked_too(soaked: Callable[..., SoakedRun]) -> None:
     with soaked(mode="asynchronous") as run:
         follow(run, lambda: counted_in(run.out / "peers" / "1.releases") > 0)
         wrong_with(run, *(Fault(kind, 0.0, 0.1, 1, None if kind in ON_PEERS else 0) for kind in ("kill", "black-hole")))
@@ -295,7 +291,7 @@ def test_peers_that_do_not_wait_for_each_other_are_soaked_the_same_way(soaked: C
 
 
 @pytest.mark.slow
-def test_what_does_not_hold_ends_the_run_with_its_reason(soaked: Callable[..., SoakedRun]) -> None:
+def test_a_broken_law_ends_the_run_with_reason(soaked: Callable[..., SoakedRun]) -> None:
     counts = "peers/1.releases"
     with soaked(patience=-1.0, rounds=5_000) as run:  # even a peer that came further just now is too late
         with raises(RunError, "soak.no-progress", names=str(run.out)):
@@ -332,7 +328,7 @@ def test_the_command_soaks_until_the_time_is_over(
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_an_audit_of_processes_is_a_soak_that_takes_folders_away(
+def test_an_audit_of_processes_is_a_soak_losing_folders(
     broken: bool, tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[dict[str, object]] = []

@@ -182,9 +182,7 @@ def test_equal_peers_wait_for_each_other_in_every_round() -> None:
 @pytest.mark.parametrize("slow", [lambda now: 10.0, lambda now: 1e9, lambda now: 1.0 if now < 50 else 1e9])
 @pytest.mark.parametrize("n", [4, 8])
 @pytest.mark.parametrize("graph", ["complete", "ring", "directed-ring", "directed-exponential"])
-def test_a_peer_that_is_ten_times_slower_or_stops_leaves_the_others_95_percent_of_their_speed(
-    graph: str, n: int, slow: Callable[[float], float]
-) -> None:
+def test_one_slow_peer_costs_others_5_percent_of_speed(graph: str, n: int, slow: Callable[[float], float]) -> None:
     world = world_of(graph, *[equal] * (n - 1), slow)
     world.run(first=n - 1)
     for walker in world.walkers[: n - 1]:
@@ -203,7 +201,7 @@ def test_who_comes_back_is_waited_for_again() -> None:
     assert late.rounds > ROUNDS / 2
 
 
-def test_a_bad_moment_of_one_of_equal_peers_is_forgiven() -> None:
+def test_a_bad_moment_of_equal_peers_is_forgiven() -> None:
     """Now and then a peer is held up for some rounds; the others do not go on without it for long."""
 
     def held_up(when: float) -> Callable[[float], float]:

@@ -98,7 +98,7 @@ def test_without_faults_each_message_is_sent_once() -> None:
     assert all(session.is_over() for session in both.sessions)
 
 
-def test_who_did_not_hear_an_answer_at_the_end_is_waited_for() -> None:
+def test_a_neighbour_without_the_last_answer_is_awaited() -> None:
     both = TwoSessions(places=2)
     both.to_the_end()
     first, second = both.sessions
@@ -112,7 +112,7 @@ def test_who_did_not_hear_an_answer_at_the_end_is_waited_for() -> None:
     assert first.is_over()
 
 
-def test_who_informed_a_neighbour_asks_it_again_until_it_is_at_the_end_too() -> None:
+def test_an_informed_neighbour_is_asked_until_it_ends() -> None:
     """The neighbour's own calls could all be lost: it would leave, and this one would wait for a whole deadline."""
     both = TwoSessions(places=2, silent_place=1)
     first = both.sessions[0]
@@ -133,7 +133,7 @@ def test_who_informed_a_neighbour_asks_it_again_until_it_is_at_the_end_too() -> 
     assert not both.say(0, seconds=4e6), "both are at the end, and it knows that"
 
 
-def test_who_is_at_the_end_and_has_left_is_not_waited_for() -> None:
+def test_a_peer_that_ended_and_left_is_not_awaited() -> None:
     both = TwoSessions(places=2)
     both.to_the_end()
     assert both.say(0)
@@ -162,7 +162,7 @@ def test_an_answer_to_rows_waits_until_they_were_used() -> None:
     assert mine.is_answered(1, carried(other, mine, [Progress(1, 0, 2)]))
 
 
-def test_rows_that_come_early_are_answered_once_they_were_used_and_the_answer_is_all_that_is_said() -> None:
+def test_early_rows_are_answered_once_used() -> None:
     both = TwoSessions(3)
     mine, other = both.sessions
     assert both.say(0)  # what peer 1 awaits at its first place
@@ -187,7 +187,7 @@ def test_rows_that_come_early_are_answered_once_they_were_used_and_the_answer_is
     assert not other.has_news(0, time.monotonic())
 
 
-def test_no_message_of_a_member_moves_what_others_sent_or_ends_a_run_without_its_name(
+def test_no_message_moves_others_rows_or_ends_runs_anonymously(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fuzz_peer.fuzz(Random(1), 300) > 50
@@ -197,7 +197,7 @@ def test_no_message_of_a_member_moves_what_others_sent_or_ends_a_run_without_its
 
 
 @pytest.mark.parametrize("mistake", ["numbers are not checked", "places are not checked", "the last message counts"])
-def test_a_mistake_in_what_a_synchronous_peer_takes_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_accepting_messages_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "numbers are not checked":
         monkeypatch.setattr(frames, "_has_finite_sum", lambda part: True)
     elif mistake == "places are not checked":

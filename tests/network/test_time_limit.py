@@ -14,7 +14,7 @@ from flower_privdec.network.transport.grpc_transport import Admission, RefusedEr
 LIMIT, CALLER = 1000.0, "ipv4:127.0.0.1:4242"
 
 
-def test_what_takes_too_long_is_ended_once_and_nothing_else() -> None:
+def test_only_what_takes_too_long_is_ended_once() -> None:
     admission, ended = Admission(1, 16, patience=LIMIT), list[str]()
     admission.close()  # looked at by this test alone
     now = time.monotonic()
@@ -35,7 +35,7 @@ def test_what_takes_too_long_is_ended_once_and_nothing_else() -> None:
     assert not admission._calls
 
 
-def test_of_too_many_calls_of_a_member_the_slowest_is_ended_and_none_that_has_arrived() -> None:
+def test_of_too_many_calls_the_slowest_is_ended() -> None:
     """So a member's streams that trickle keep out no call of it that comes at once, or goes on coming."""
     admission, ended = Admission(1, 16, patience=LIMIT), list[str]()
     admission.close()

@@ -85,7 +85,7 @@ def test_what_rounding_takes_away_stays_with_a_synchronous_sender(codec: str, ti
     assert float(rows["w"].sum()) == pytest.approx(4, abs=1e-12)
 
 
-def test_a_transport_in_memory_is_closed_when_nothing_is_being_answered() -> None:
+def test_a_memory_transport_closes_once_nothing_is_answered() -> None:
     """An answer after the peer has closed its files, or was started again, would be one of no peer."""
     network, entered, leave, order = MemoryNetwork(), Event(), Event(), list[str]()
     transport, connection = network.transport(0), network.transport(1).connect(0, 10)
@@ -114,7 +114,7 @@ def test_a_transport_in_memory_is_closed_when_nothing_is_being_answered() -> Non
     assert order == ["answered", "closed"]
 
 
-def test_a_codec_that_rounds_is_refused_where_no_mass_takes_the_rounding_back(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_rounding_codec_without_mass_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(*settings_for("algorithm.name=d-psgd"), "network={codec: bfloat16}")
     device = devices(scenario, tmp_path)[0]
     with raises(ScenarioError, "network.codec-without-shares", names="d-psgd"):

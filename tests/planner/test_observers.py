@@ -26,7 +26,7 @@ def experiment_of(*overrides: str) -> Experiment:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
-def test_a_statement_names_every_sum_and_no_observer_is_promised_less_than_the_accountant(variant: list[str]) -> None:
+def test_a_statement_names_every_sum_and_undercounts_no_observer(variant: list[str]) -> None:
     batch = [] if any(setting.startswith("data.batch") for setting in variant) else [BATCH]
     experiment = experiment_of(*settings_for(*variant), *batch)
     plan = experiment.own.protection
@@ -47,7 +47,7 @@ def plan_drawing(experiment: Experiment) -> Drawing:
     return drawings_of(experiment, experiment.own.peers, experiment.own.sampler)[0]
 
 
-def test_noise_that_cancels_has_an_epsilon_against_all_others_beside_the_colluders() -> None:
+def test_cancelling_noise_has_an_epsilon_against_all_others() -> None:
     experiment = experiment_of(BATCH, CANCELLING, "topology.name=complete")
     plan = experiment.own.protection
     assert plan is not None

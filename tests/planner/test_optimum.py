@@ -30,7 +30,7 @@ from flower_privdec.scenario import load_scenario
 SCENARIOS = ROOT / "scenarios"
 
 
-def test_the_paper_s_resnet_18_has_its_3120_rounds_without_its_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_resnet_18_has_3120_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     d = sum(p.numel() for p in build_model("resnet18-gn", (3, 32, 32), 10, seed=1).parameters())
     stand_in = ["data={dataset: digits, batch: {sampling: poisson, size: 9}}", "model={name: softmax}"]
     settings = [*stand_in, f"plan.dimension={d}", f"plan.dataset_size={50000 // 16}", "algorithm.table=factored"]
@@ -83,7 +83,7 @@ def test_smoothness_is_the_largest_eigenvalue_of_the_hessian(build: Build) -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("label_partitions")
-def test_heterogeneity_sees_skew_and_not_the_noise_of_small_shares(build: Build) -> None:
+def test_heterogeneity_measures_skew_not_noise_of_small_shares(build: Build) -> None:
     def of(*settings: str) -> float:
         experiment = build("data.test_samples=357", *settings)
         return heterogeneity(experiment, public_sample(experiment))
@@ -131,7 +131,7 @@ def test_unequal_peers_count_as_eq_11_makes_their_noise(build: Build) -> None:
     assert (epsilons**-2.0).sum() / J**2 == pytest.approx((epsilons**-2.0 * sizes**-2.0).sum())
 
 
-def test_the_accountant_s_c_2_makes_eq_11_its_noise(build: Build) -> None:
+def test_the_accountants_c_2_makes_eq_11_its_noise(build: Build) -> None:
     experiment = build("privacy.clip_norm=2")
     found = optimum(experiment)
     sigma = moments_sigma(3, 1e-3, rounds=6, dataset_size=60, clip_norm=2, c_2=found["accountant"]["c_2"])
@@ -145,7 +145,7 @@ def test_the_curvature_of_attention_is_estimated(build: Build) -> None:
     assert found["optimal_rounds_constants"]["smoothness"]["from"] == "estimated"
 
 
-def test_an_estimate_that_fails_is_one_line_of_the_plan(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_estimate_is_one_line_of_the_plan(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Objective, start: torch.Tensor) -> float:
         raise RuntimeError("derivative for aten::some_backward is not implemented\nand more")
 

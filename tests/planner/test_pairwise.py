@@ -37,7 +37,7 @@ def experiment_of(*overrides: str) -> Experiment:
     return Experiment.build(parse_scenario(TINY, overrides=[*SHORT, *overrides]))
 
 
-def test_a_projector_is_the_whitened_covariance_of_what_is_sent_by_hand() -> None:
+def test_a_projector_is_the_whitened_covariance_of_messages() -> None:
     """Gossip on a ring of four: x <- W x + step, and each message is a neighbour's x."""
     n, rounds, observer = 4, 3, 0
     experiment = experiment_of("topology.name=ring", "algorithm={name: d-psgd, learning_rate: 0.5}")
@@ -54,7 +54,7 @@ def test_a_projector_is_the_whitened_covariance_of_what_is_sent_by_hand() -> Non
         np.testing.assert_allclose(projectors(messages(experiment))[observer, peer], exact, atol=1e-9)
 
 
-def test_two_messages_of_one_neighbour_show_what_is_two_hops_away() -> None:
+def test_two_messages_of_a_neighbour_show_two_hops() -> None:
     gossip = "algorithm={{name: muffliato, gossip_steps: {}, learning_rate: 0.5}}"
     for steps, shown in ((1, 0.0), (2, 1.0)):
         experiment = experiment_of(
@@ -75,7 +75,7 @@ class DrawnNoise:
 
 
 @pytest.mark.parametrize("name", MIXED_LINEARLY)
-def test_messages_of_a_run_are_these_sums_of_its_normals(name: str) -> None:
+def test_messages_of_a_run_are_sums_of_its_normals(name: str) -> None:
     """Of steps without examples, from a model of zeros."""
     experiment = experiment_of(*settings_for(f"algorithm.name={name}"))
     n, rounds = experiment.scenario.n_peers, experiment.scenario.rounds
@@ -99,7 +99,7 @@ def test_messages_of_a_run_are_these_sums_of_its_normals(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MIXED_LINEARLY)
-def test_one_peer_learns_no_more_than_everybody_and_a_far_one_less(name: str) -> None:
+def test_one_peer_learns_less_than_everybody(name: str) -> None:
     experiment = experiment_of(*settings_for(f"algorithm.name={name}"), "n_peers=6", "data.samples=72")
     plan = experiment.own.protection
     assert plan is not None
@@ -114,7 +114,7 @@ def test_one_peer_learns_no_more_than_everybody_and_a_far_one_less(name: str) ->
     assert seen[-1].all_rounds < 0.9 * max(plan.epsilons(3)) or name == "muffliato"
 
 
-def test_the_noise_that_stands_for_a_view_is_never_more_than_it_has() -> None:
+def test_the_noise_of_a_view_is_never_overstated() -> None:
     """f^-2 on a diagonal is above every projector, by sums of rows and by the largest eigenvalue."""
     draws = np.random.default_rng(3)
     for size in (1, 3, 8):
@@ -124,14 +124,14 @@ def test_the_noise_that_stands_for_a_view_is_never_more_than_it_has() -> None:
             assert np.linalg.eigvalsh(np.diag(squares) - part)[0] > -1e-12
 
 
-def test_noise_is_rounded_down_and_what_is_not_seen_costs_nothing() -> None:
+def test_noise_is_rounded_down_and_unseen_releases_cost_nothing() -> None:
     account = Account(0, (Spend(0, 3, Release("poisson", 0.1, 100, 10, 2.0, 3)),), None, 1e-3)
     releases = with_noise_times(account, np.array([1.00019, np.inf, 1.5]))
     assert sorted((release.noise_multiplier, release.steps) for release in releases) == [(2.0002, 1), (3.0, 1)]
 
 
 @pytest.mark.parametrize("budget", ["3", "[1, 2, 3, 4]"])
-def test_by_colluders_it_is_the_plans_epsilon_at_its_own_number_and_its_largest_for_all(budget: str) -> None:
+def test_epsilon_by_colluders_agrees_with_the_plan(budget: str) -> None:
     cancelling = "privacy.noise={kind: cancelling, colluding: 1, secrets: complete}"
     experiment = experiment_of(cancelling, "topology.name=complete", f"privacy.epsilon={budget}")
     plan, figures = experiment.own.protection, dict(by_colluders(experiment))

@@ -62,7 +62,7 @@ def test_plan_has_the_documented_shape_and_writes_nothing(
 
 
 @pytest.mark.parametrize("algorithm", ["privsgp", "fedavg, local_steps: 3"])
-def test_sigma_is_that_of_rounds_whatever_their_number_of_steps(build: Build, algorithm: str) -> None:
+def test_sigma_depends_on_rounds_not_steps(build: Build, algorithm: str) -> None:
     settings = [f"algorithm={{name: {algorithm}, learning_rate: 0.5}}", "privacy.schedule={rho_c: 1.5, rho_mu: 3.0}"]
     experiment = build(*settings)
     protection = experiment.own.protection
@@ -132,7 +132,7 @@ def test_memory_counts_state_and_data(build: Build) -> None:
     assert small.total == sum(dataclasses.asdict(small).values())
 
 
-def test_every_kind_of_table_is_told_and_the_chosen_one_is_in_the_need(build: Build) -> None:
+def test_every_table_is_listed_and_the_chosen_one_counted(build: Build) -> None:
     experiment = build(vr("snapshot"), "model={name: mlp, hidden: [20]}")
     n, J, d, b, each = 4, 60, 64 * 20 + 20 + 20 * 10 + 10, 12, 8
     sizes = table_bytes(experiment)
@@ -158,9 +158,7 @@ def test_convolutions_have_no_factored_table(build: Build, capsys: pytest.Captur
     assert "tables       factored –, blocks" in capsys.readouterr().out
 
 
-def test_steps_and_models_that_cannot_fit_are_refused_by_an_estimate(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_and_models_too_large_are_refused_by_estimate(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda _device: 1 << 30)
     with raises(ScenarioError, "memory.short", "^--set: rounds=3000000: "):
         build("rounds=3000000")
@@ -169,7 +167,7 @@ def test_steps_and_models_that_cannot_fit_are_refused_by_an_estimate(
     assert build("rounds=3000000", "privacy=none").scenario.rounds == 3_000_000
 
 
-def test_a_run_that_does_not_fit_is_refused_before_it_starts(
+def test_a_run_that_does_not_fit_is_refused_first(
     build: Build, tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment = build(vr("dense"))
@@ -280,7 +278,7 @@ def test_mu_of_dyn_d2p(build: Build, capsys: pytest.CaptureFixture[str]) -> None
     assert rigorous["mu_0"] == pytest.approx(1 / rigorous["noise_multiplier"])
 
 
-def test_the_plan_section_is_strict_and_decides_nothing_of_a_run(tiny_text: str) -> None:
+def test_the_plan_section_is_strict_and_changes_no_run(tiny_text: str) -> None:
     bare = parse_scenario(tiny_text)
     given = parse_scenario(tiny_text, overrides=["plan={smoothness: 25, gradient_bound: 10}"])
     assert scenario_hash(given) == scenario_hash(bare)
@@ -291,7 +289,7 @@ def test_the_plan_section_is_strict_and_decides_nothing_of_a_run(tiny_text: str)
             parse_scenario(tiny_text, overrides=[setting])
 
 
-def test_text_shows_the_best_rounds_the_curve_and_the_tables(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_shows_best_rounds_curve_and_tables(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
     console.print_plan(make_plan(build(vr("factored"), "rounds=1")), as_json=False, verbose=True)
     shown = capsys.readouterr().out
     for text in (
@@ -306,7 +304,7 @@ def test_text_shows_the_best_rounds_the_curve_and_the_tables(build: Build, capsy
     assert not any(line != line.rstrip() for line in shown.splitlines())
 
 
-def test_a_first_round_that_compiles_is_not_taken_for_every_round(build, monkeypatch):
+def test_a_compiling_first_round_does_not_distort_the_estimate(build, monkeypatch):
     """A new user's first plan compiles kernels: 5 s once, and not in each of a hundred rounds."""
     takes = iter([100.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25])
     monkeypatch.setattr(planner, "_timed", lambda experiment, work: (work(), next(takes))[1])
@@ -320,7 +318,7 @@ CANCELLING = "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0, secr
 
 @pytest.mark.parametrize("table", ["snapshot", "factored", "dense", "blocks"])
 @pytest.mark.parametrize("rates", ["0.5", "[0.1, 0.5, 0.5, 1.0]"], ids=["one rate", "four rates"])
-def test_time_is_estimated_where_pairs_are_planned_for_other_batches(build: Build, table: str, rates: str) -> None:
+def test_time_is_estimated_with_pairs_for_other_batches(build: Build, table: str, rates: str) -> None:
     """A table is filled from a part of the examples, with batches of one size that the noise of pairs was not for."""
     sizes = "data.partition={kind: sizes, sizes: [20, 40, 60, 80]}"
     lines = [vr(table), f"algorithm.learning_rate={rates}", sizes, CANCELLING, "data.batch={rate: 0.2}"]
@@ -330,7 +328,7 @@ def test_time_is_estimated_where_pairs_are_planned_for_other_batches(build: Buil
     assert seconds > 0
 
 
-def test_the_noise_in_the_mean_is_near_the_least_that_its_pairs_allow(build: Build) -> None:
+def test_noise_in_the_mean_is_nearly_minimal(build: Build) -> None:
     """Budgets that differ: the solver and the linear programs of the plan know nothing of each other."""
     experiment = build("privacy.epsilon=[1, 2, 4, 8]", CANCELLING)
     facts = planner.pair_facts(experiment)

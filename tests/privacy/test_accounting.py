@@ -74,7 +74,7 @@ def test_rdp_accountant_doubles_no_sensitivity(relation):
 
 
 @pytest.mark.slow
-def test_pld_accountant_takes_poisson_sampling_under_zero_out_as_under_add_or_remove():
+def test_pld_accountant_takes_zero_out_as_add_or_remove():
     step = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(1.1))
     many = dp_accounting.SelfComposedDpEvent(step, 100)
     assert other_epsilon(many, 1e-5, ZERO_OUT) == other_epsilon(many, 1e-5, ADD_REMOVE)
@@ -169,7 +169,7 @@ def test_it_is_between_dp_accountings_bounds(q: float, noise: float, steps: int,
 
 
 @pytest.mark.parametrize(("sampling", "idle"), [("uniform", 0.0), ("uniform", 0.1), ("blocks", 0.0), ("blocks", 0.1)])
-def test_a_coarser_event_than_ours_does_not_stand_for_the_same(sampling, idle):
+def test_a_coarser_event_does_not_replace_ours(sampling, idle):
     release = Release(sampling, 0.1, 100, 10, 2.0, 20, idle)
     assert dp_accounting_epsilon([((release,),)], 1e-5) is None
     everything = replace(release, sampling_rate=1.0, batch_size=100, idle=0.0)
@@ -209,7 +209,7 @@ def exact_batches(others: np.ndarray, batch: int, z: float, noise: float, x: np.
 
 @pytest.mark.parametrize("noise", [0.3, 0.7, 2.0])
 @pytest.mark.parametrize(("size", "batch"), [(2, 1), (4, 2), (6, 1), (6, 5)])
-def test_uniform_bound_holds_for_every_data_set_and_is_tight_for_some(size, batch, noise):
+def test_uniform_bound_holds_always_and_is_sometimes_tight(size, batch, noise):
     x = np.linspace(-10 * noise - size, 10 * noise + size, 8001)
     eps = np.arange(101) * 2.0**-6
     ours = (
@@ -258,7 +258,7 @@ def test_uniform_is_between_poisson_and_every_other_known_bound(size, batch, noi
     assert found <= epsilon([full(noise, steps)], 1e-5) * 1.001
 
 
-def test_uniform_of_little_noise_costs_about_what_poisson_does_and_never_less_than_with_more_noise():
+def test_uniform_costs_about_as_poisson_and_is_monotone():
     noises = [0.011, 0.02, 0.05, 0.0624, 0.0625, 0.0626, 0.07, 0.1]
     found = [epsilon([uniform(1200, 1, noise, 2400)], 1e-5) for noise in noises]
     assert found == sorted(found, reverse=True)
@@ -277,7 +277,7 @@ noises, rates = st.floats(0.5, 30.0), st.floats(0.001, 0.9)
 
 @laws
 @given(rates, noises, st.integers(1, 500), st.floats(1.05, 3.0))
-def test_epsilon_grows_with_steps_and_rate_and_falls_with_noise_and_delta(q, noise, steps, factor):
+def test_epsilon_is_monotone_in_each_parameter(q, noise, steps, factor):
     base = epsilon([poisson(q, noise, steps)], 1e-5)
     slack = 1e-3 * base + 1e-5
     assert epsilon([poisson(q, noise, math.ceil(steps * factor))], 1e-5) >= base - slack
@@ -306,14 +306,14 @@ def test_only_the_multiset_counts(parts, rng):
     assert epsilon(single, 1e-5) == epsilon(releases, 1e-5)
 
 
-def test_releases_that_differ_in_idle_examples_are_not_one_mechanism():
+def test_releases_with_unlike_idle_examples_are_two_mechanisms():
     plain, idle = poisson(0.1, 2.0, 5), replace(poisson(0.1, 2.0, 5), idle=0.25)
     assert canonical([idle, plain, idle]) == (plain, idle.times(10))
     assert epsilon([plain], 1e-5) < epsilon([idle], 1e-5) < epsilon([full(2.0, 5)], 1e-5)
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "uniform", "blocks"])
-def test_epsilon_grows_with_how_far_idle_examples_move_a_step(sampling):
+def test_epsilon_grows_with_movement_of_idle_examples(sampling):
     release = Release(sampling, 0.1, 1000, 100, 2.0, 40)
     found = [epsilon([replace(release, idle=idle)], 1e-5) for idle in (0.0, 1e-9, 0.01, 0.1, 0.5, 1.0)]
     assert all(less <= more * (1 + 1e-6) for less, more in itertools.pairwise(found))
@@ -395,7 +395,7 @@ def test_spends_pay_for_exactly_the_active_rounds(active, noise):
     assert paid.tolist() == [int(a) for a in active]
 
 
-def test_an_epoch_of_shuffle_is_one_gaussian_release_and_a_started_one_counts_whole():
+def test_an_epoch_of_shuffle_is_one_gaussian_release():
     release = Release("shuffle", 0.1, 100, 10, 4.0)
     assert epoch_steps(100, 10) == 10
     assert epoch_steps(109, 10) == 10
@@ -414,7 +414,7 @@ def test_an_epoch_of_shuffle_is_one_gaussian_release_and_a_started_one_counts_wh
     assert plan_spends(release, rounds, noise)[0].release.noise_multiplier == 2.0
 
 
-def test_a_spend_is_cut_by_rounds_unless_it_is_an_epoch():
+def test_a_spend_is_cut_by_rounds_or_epochs():
     steps = Spend(10, 20, poisson(0.1, 1.0, 10))
     assert steps.between(15, 40) == Spend(15, 20, poisson(0.1, 1.0, 5))
     assert steps.between(0, 10) is None

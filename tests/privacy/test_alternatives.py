@@ -40,7 +40,7 @@ def test_an_example_is_charged_what_the_dearest_peers_paid(several):
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(runs.filter(bool))
-def test_where_choices_are_too_many_the_bound_is_above_them_and_not_far(several):
+def test_a_bound_on_many_choices_is_close(several):
     kept, accounting.MOST_CHOICES = accounting.MOST_CHOICES, 0
     try:
         bound = epsilon_of_runs(several, DELTA)
@@ -56,7 +56,7 @@ def test_a_thousand_choices_are_bounded_and_more_cost_more():
     assert max(epsilon([*each, *each], DELTA) for each in run) <= two < three < math.inf
 
 
-def test_what_has_no_noise_is_infinite_whichever_peer_it_was():
+def test_releases_without_noise_are_infinite_for_every_peer():
     run = tuple(canonical([Release("poisson", 0.01, 1000, 10, noise, 50)]) for noise in (0.0, *range(2, 20)))
     assert epsilon_of_runs([run, run], DELTA) == math.inf
     assert epsilon_of_runs([], DELTA) == 0

@@ -52,7 +52,7 @@ OTHER_CUTS = {
 
 
 @pytest.mark.parametrize("other", OTHER_CUTS)
-def test_whatever_cut_of_a_dataset_is_used_its_one_ledger_pays(build: Build, tmp_path: Path, other: str) -> None:
+def test_one_ledger_pays_for_every_cut_of_a_dataset(build: Build, tmp_path: Path, other: str) -> None:
     ledger = f"privacy.ledger={tmp_path}/L"
     first = run(build(ledger), tmp_path / "first", lean=True)
     again = [*OTHER_CUTS[other], ledger, "privacy.epsilon=5"]
@@ -69,7 +69,7 @@ def own_file(path: Path, x: np.ndarray, y: np.ndarray) -> list[str]:
 
 
 @pytest.mark.parametrize("change", ["pixel", "order", "copy", "part"])
-def test_a_changed_copy_of_ones_own_file_is_paid_by_the_same_ledger(build: Build, tmp_path: Path, change: str) -> None:
+def test_a_changed_copy_is_paid_by_the_same_ledger(build: Build, tmp_path: Path, change: str) -> None:
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(120, 6)).astype(np.float32), np.arange(120) % 2
     ledger = f"privacy.ledger={tmp_path}/L"
@@ -87,7 +87,7 @@ def test_a_changed_copy_of_ones_own_file_is_paid_by_the_same_ledger(build: Build
     assert 3.0 < spent_in(tmp_path / "L", "own") <= 4.5
 
 
-def test_the_same_scenario_again_gives_the_same_bits_and_costs_nothing_more(build: Build, tmp_path: Path) -> None:
+def test_a_repeated_scenario_costs_nothing_more(build: Build, tmp_path: Path) -> None:
     ledger = f"privacy.ledger={tmp_path}/L"
     first = run(build(ledger), tmp_path / "first")
     content = (tmp_path / "L" / "digits.jsonl").read_bytes()
@@ -98,7 +98,7 @@ def test_the_same_scenario_again_gives_the_same_bits_and_costs_nothing_more(buil
     assert first["privacy"] == second["privacy"]
 
 
-def test_a_run_that_its_ledger_allows_no_step_is_refused_and_leaves_nothing(
+def test_a_run_whose_ledger_allows_nothing_is_refused(
     tiny: Tiny, tmp_path: Path, privdec: Callable[..., tuple[int, str, str]]
 ) -> None:
     scenario = tmp_path / "s.yaml"
@@ -113,7 +113,7 @@ def test_a_run_that_its_ledger_allows_no_step_is_refused_and_leaves_nothing(
     assert (tmp_path / "L" / "digits.jsonl").read_bytes() == content
 
 
-def test_a_run_that_is_allowed_some_steps_takes_them_and_says_so_everywhere(
+def test_a_run_allowed_some_steps_takes_those(
     tiny: Tiny, tmp_path: Path, privdec: Callable[..., tuple[int, str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     scenario, more = tmp_path / "s.yaml", ["--set", "seed=8", "--set", "privacy.epsilon=4.5", "--set", "rounds=12"]
@@ -140,7 +140,7 @@ def test_a_run_that_is_allowed_some_steps_takes_them_and_says_so_everywhere(
     assert lines[-1]["epsilon"] == summary["privacy"][0]["epsilon"]
 
 
-def test_a_run_with_a_ledger_of_its_own_says_that_it_counts_alone(build: Build, tmp_path: Path) -> None:
+def test_a_run_with_its_own_ledger_says_so(build: Build, tmp_path: Path) -> None:
     summary = run(build(), tmp_path / "run")
     assert {row["scope"] for row in summary["privacy"]} == {"this run alone"}
     assert make_plan(build())["ledger"] is None
@@ -186,7 +186,7 @@ def test_a_run_does_not_go_on_with_other_data(build: Build, tmp_path: Path) -> N
         Run(build(*own_file(tmp_path / "a.npz", x, y)), tmp_path / "run", resume=True)
 
 
-def test_a_run_goes_on_where_another_run_has_spent_the_rest_since(build: Build, tmp_path: Path) -> None:
+def test_a_run_resumes_within_what_another_left(build: Build, tmp_path: Path) -> None:
     """What it had reserved it may still take; and it says where its steps end."""
     ledger = f"privacy.ledger={tmp_path}/L"
     under_way = Run(build(ledger), tmp_path / "run")
@@ -216,7 +216,7 @@ def test_rounds_that_a_budget_did_not_reach_are_told(ran: list[int], said: str |
     assert note is None if said is None else str(note).startswith(said)
 
 
-def test_rounds_in_which_a_peer_takes_no_part_are_no_shortfall() -> None:
+def test_rounds_without_a_peer_are_no_shortfall() -> None:
     participation = UniformParticipation(6, 2, seed=3)
     planned = np.sum([participation.active(k) for k in range(20)], axis=0)
     assert shortfall(participation, planned.tolist(), 20) is None
@@ -229,7 +229,7 @@ LOCAL_STEPS = ["algorithm={name: fedavg, learning_rate: 0.1, local_steps: 4}", "
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["its own ledger", "after another run"])
-def test_a_round_of_which_a_part_fits_is_neither_begun_nor_paid(build: Build, tmp_path: Path, shared: bool) -> None:
+def test_a_partly_affordable_round_is_neither_begun_nor_paid(build: Build, tmp_path: Path, shared: bool) -> None:
     noise = "privacy={epsilon: 6.0, delta: 1.0e-3, noise_multiplier: 2.0, ledger: %s}" % (tmp_path / "ledgers")
     if shared:
         run(build(*LOCAL_STEPS, noise, "rounds=1", "seed=9"), tmp_path / "first", lean=True)
@@ -245,6 +245,6 @@ def test_a_round_of_which_a_part_fits_is_neither_begun_nor_paid(build: Build, tm
         assert steps == 4 * row["rounds_run"], "a step was paid and not taken"
 
 
-def test_a_budget_below_the_cost_of_a_round_is_refused(build: Build) -> None:
+def test_a_budget_below_one_round_is_refused(build: Build) -> None:
     with raises(ScenarioError, "privacy.budget", "first round of 4 steps costs"):
         build(*LOCAL_STEPS, "privacy={epsilon: 2.5, delta: 1.0e-3, noise_multiplier: 2.0}")

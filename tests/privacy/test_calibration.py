@@ -99,7 +99,7 @@ def test_googles_own_accountant_confirms_the_budget():
 
 
 @pytest.mark.slow
-def test_a_schedule_of_many_distinct_steps_is_scaled_to_the_budget():
+def test_a_schedule_of_distinct_steps_meets_the_budget():
     shape = 2.0 ** (np.arange(300) / 300)
 
     def make(scale: float) -> list[Release]:
@@ -207,7 +207,7 @@ def test_other_inputs_are_another_question(own_cache):
         ("scale: 90", "wrong solution"),
     ],
 )
-def test_a_bad_cache_entry_is_solved_again_and_said_so(own_cache, monkeypatch, caplog, content, said):
+def test_a_bad_cache_entry_is_reported_and_solved_again(own_cache, monkeypatch, caplog, content, said):
     right = noise_multiplier(1.0, 1e-5, **MNIST)
     (entry,) = own_cache.iterdir()
     if content.startswith("scale"):

@@ -67,7 +67,7 @@ def networks(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, float]:
 
 
 @given(networks())
-def test_no_honest_peer_has_less_noise_than_it_needs_whoever_colludes(network) -> None:
+def test_every_honest_peer_has_enough_noise_against_colluders(network) -> None:
     """Against the inverse covariance of every set of honest peers, for any graph, needs and strength."""
     needed, edges, colluding, strength = network
     noise = solve_pairs(needed, edges, colluding, strength)
@@ -177,7 +177,7 @@ def test_many_sets_are_bounded_from_above(network) -> None:
     assert np.square(bounded.own * needed).sum() >= np.square(exact.own * needed).sum() * (1 - 1e-9)
 
 
-def test_the_bound_is_the_exact_value_where_all_peers_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_is_exact_for_like_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = solve_pairs(np.ones(12), complete(12), 3, 4.0).own
     monkeypatch.setattr(cancelling, "LARGEST_WORK", 0)
     assert solve_pairs(np.ones(12), complete(12), 3, 4.0).own == pytest.approx(exact, rel=1e-7)
@@ -187,7 +187,7 @@ def test_the_bound_is_the_exact_value_where_all_peers_are_alike(monkeypatch: pyt
 
 
 @given(networks())
-def test_one_colluder_more_has_more_and_no_more_than_the_larger_epsilon_says(network) -> None:
+def test_one_more_colluder_learns_at_most_the_printed_epsilon(network) -> None:
     """q + 1 peers learn more than ε against q says, where the graph is whole; all others together the own noise's."""
     needed, edges, colluding, strength = network
     noise, active = solve_pairs(needed, edges, colluding, strength), np.flatnonzero(needed > 0).tolist()
@@ -206,7 +206,7 @@ def test_a_colluder_beyond_q_is_noticed() -> None:
 
 
 @given(networks(), st.data())
-def test_a_pair_that_draws_apart_takes_noise_from_no_peer(network, data: st.DataObject) -> None:
+def test_a_pair_drawing_apart_removes_no_noise(network, data: st.DataObject) -> None:
     """Any shared draws replaced by as much noise of each end's own."""
     needed, edges, colluding, strength = network
     noise, active = solve_pairs(needed, edges, colluding, strength), np.flatnonzero(needed > 0).tolist()
@@ -220,7 +220,7 @@ def test_a_pair_that_draws_apart_takes_noise_from_no_peer(network, data: st.Data
 
 
 @given(networks(), st.data())
-def test_steps_that_are_taken_again_have_the_noise_of_independent_ones(network, data: st.DataObject) -> None:
+def test_repeated_steps_have_independent_noise(network, data: st.DataObject) -> None:
     """Several releases of a step by each peer, which share draws with any of the others' as the two rules allow."""
     needed, edges, colluding, strength = network
     noise, active = solve_pairs(needed, edges, colluding, strength), np.flatnonzero(needed > 0).tolist()
@@ -283,7 +283,7 @@ def mixes(experiment: Experiment) -> bool:
 
 
 @pytest.mark.parametrize("settings", [v for v in VARIANTS if "optimizer" not in " ".join(v)], ids=" ".join)
-def test_every_algorithm_that_only_mixes_conserves_the_sum_and_others_are_refused(build: Build, settings) -> None:
+def test_algorithms_that_only_mix_conserve_sums_others_are_refused(build: Build, settings) -> None:
     """The pairs' noise of a release is there, and its sum over peers is 0 in the units that mixing conserves."""
     plain = build(*settings_for(*settings))
     if not mixes(plain):
@@ -314,7 +314,7 @@ def test_the_mean_model_has_the_own_noise_alone(build: Build, monkeypatch: pytes
     assert torch.allclose(*means, atol=1e-12)
 
 
-def test_the_noise_that_an_observer_sees_is_the_planned_one(build: Build) -> None:
+def test_an_observer_sees_the_planned_noise(build: Build) -> None:
     """Sampled: without the draws that one colluding peer knows, whitened, an example's coordinate has noise V."""
     experiment = build(PAIRS, "n_peers=5", "rounds=40", "topology.name=complete", "privacy.noise.colluding=1")
     releases, plan = shared_noise(experiment, 40), experiment.own.protection.pairs
@@ -406,7 +406,7 @@ def unequal_steps(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
 
 
 @given(unequal_steps(), st.sampled_from([0.5, 2.0, 8.0]))
-def test_sampled_noise_of_unequal_peers_whitens_to_what_each_is_charged_for(step, strength: float) -> None:
+def test_sampled_noise_of_unequal_peers_matches_their_charges(step, strength: float) -> None:
     """What the mechanism adds, less what colluders can compute, whitened by its own sampled covariance."""
     multiplier, clip, rate, batch, weights, active, colluding = step
     n, d, peers = len(rate), 20_000, np.flatnonzero(active)
@@ -446,7 +446,7 @@ def test_sampled_noise_of_unequal_peers_whitens_to_what_each_is_charged_for(step
         assert (whitened >= 0.97 * multiplier[list(honest)]).all()
 
 
-def test_local_steps_take_weaker_noise_for_they_see_it_before_it_is_mixed(build: Build) -> None:
+def test_local_steps_use_weaker_pair_noise(build: Build) -> None:
     chosen = []
     for steps in (1, 4):
         lines = [f"algorithm={{name: fedavg, learning_rate: 0.5, local_steps: {steps}}}", "n_peers=8"]
@@ -510,9 +510,7 @@ def test_what_it_is_not_proved_for_is_refused(build: Build, settings: list[str],
         build(*settings)
 
 
-def test_secrets_with_others_than_neighbours_are_refused_before_anything_is_written(
-    tiny_text: str, tmp_path: Path
-) -> None:
+def test_secrets_beyond_neighbours_are_refused_first(tiny_text: str, tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(tiny_text)
     words = ["up", str(tmp_path / "tiny.yaml"), "--set", PAIRS, "--set", "topology.name=ring"]
     assert privdec(*words, "--out", str(tmp_path / "out")) == 2
@@ -532,7 +530,7 @@ def test_noise_of_the_operating_system_cancels_too(build: Build, tmp_path: Path,
     assert means[0] < 0.8 * means[1]
 
 
-def test_a_process_with_noise_of_its_own_system_has_no_secret_with_others(build: Build) -> None:
+def test_a_process_with_system_noise_shares_no_secret(build: Build) -> None:
     """It stops before it adds noise that would never cancel: whoever runs several agrees on secrets first."""
     cohort = Experiment.build(build(PAIRS, "compute.generator=system").scenario, np.array([0, 1])).cohort()
     x = torch.zeros(2, len(cohort.initial), dtype=cohort.initial.dtype)
@@ -540,7 +538,7 @@ def test_a_process_with_noise_of_its_own_system_has_no_secret_with_others(build:
         cohort.add_step_(x, x, 0)
 
 
-def test_a_network_takes_weaker_noise_for_what_a_restart_leaves_of_it(build: Build) -> None:
+def test_a_network_uses_weaker_noise_for_restarts(build: Build) -> None:
     """One restart leaves 3 strength² V² / n² in the mean: drawn apart by both ends in a step, by one in the last."""
     noise = "privacy.noise={kind: cancelling, colluding: 1}"
     experiment = build(noise, "n_peers=8", "topology={name: directed-exponential, mixing_steps: 3}")
@@ -580,7 +578,7 @@ def test_the_plan_advises_the_mode_that_a_network_needs(build: Build, settings: 
         network_mixing(agreement)
 
 
-def test_a_peer_whose_budget_is_spent_adds_its_noise_and_no_example(build: Build) -> None:
+def test_a_spent_peer_adds_its_noise_without_examples(build: Build) -> None:
     """So that its neighbours' noise cancels; of the others, of which it is no part, examples are read and charged."""
     experiment = build(PAIRS.replace("2.0", "100.0"), "topology={name: directed-exponential, mixing_steps: 2}")
     cohort, charged = experiment.cohort(), list[list[int]]()
@@ -620,14 +618,14 @@ class Unmoved:
 
 
 @pytest.mark.parametrize("size", [21, 60, 400])
-def test_a_peer_with_more_examples_than_planned_for_spends_less(size: int) -> None:
+def test_a_peer_with_extra_examples_spends_less(size: int) -> None:
     """Batches of 4, as `data.at_least: 20` plans them: a step's noise is the same, and an example's chance smaller."""
     planned, actual = (Release("poisson", 4 / examples, examples, 4, 1.0, steps=50) for examples in (20, size))
     assert 0 < accounting.epsilon([actual], 1e-3) < accounting.epsilon([planned], 1e-3)
 
 
 @pytest.mark.parametrize(("name", "refused"), [("privsgp", False), ("privsgp-vr", True), ("feddeper", False)])
-def test_a_least_number_is_refused_if_releases_depend_on_it(build: Build, name: str, refused: bool) -> None:
+def test_a_least_number_that_changes_releases_is_refused(build: Build, name: str, refused: bool) -> None:
     """A table's mean moves by 2 - q clip norms: a peer with more examples than planned for would spend more."""
     settings = [*settings_for(f"algorithm.name={name}"), PAIRS, "data.at_least=6", "data.batch.size=5"]
     if refused:

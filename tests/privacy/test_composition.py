@@ -106,7 +106,7 @@ def assert_close_above(found: float, exact: float) -> None:
 @pytest.mark.slow
 @laws
 @given(mechanisms, st.floats(-9, -3))
-def test_a_mechanism_many_times_is_never_below_and_half_a_percent_above_the_truth(mechanism, log_delta):
+def test_one_mechanism_composed_is_tight_from_above(mechanism, log_delta):
     q, noise, idle, steps = mechanism
     found = epsilon([poisson(q, noise, steps, idle)], 10.0**log_delta)
     if found > 0:
@@ -116,7 +116,7 @@ def test_a_mechanism_many_times_is_never_below_and_half_a_percent_above_the_trut
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(st.lists(mechanisms, min_size=2, max_size=4), st.floats(-9, -3))
-def test_different_mechanisms_together_are_never_below_and_half_a_percent_above_the_truth(several, log_delta):
+def test_different_mechanisms_composed_are_tight_from_above(several, log_delta):
     found = epsilon([poisson(q, noise, steps, idle) for q, noise, idle, steps in several], 10.0**log_delta)
     if found > 0:
         assert_close_above(found, exact_epsilon(several, 10.0**log_delta, found))
@@ -126,20 +126,20 @@ def test_different_mechanisms_together_are_never_below_and_half_a_percent_above_
     ("q", "noise", "steps", "target"),
     [(1e-5, 1.0, 10**6, 1e-5), (1e-4, 0.7, 10**6, 1e-7), (1e-3, 0.5, 10**5, 1e-9), (1e-4, 0.5, 30_000, 1e-5)],
 )
-def test_rare_sampling_many_times_is_half_a_percent_above_the_truth(q, noise, steps, target):
+def test_rare_sampling_composed_is_tight_from_above(q, noise, steps, target):
     found = epsilon([poisson(q, noise, steps)], target)
     assert_close_above(found, exact_epsilon([(q, noise, 0.0, steps)], target, found))
 
 
 @pytest.mark.parametrize(("q", "noise", "ratio", "target"), [(0.5, 8.0, 4.0, 1e-5), (0.9, 40.0, 3.0, 1e-8)])
-def test_a_schedule_of_distinct_noise_is_half_a_percent_above_the_truth(q, noise, ratio, target):
+def test_a_schedule_of_distinct_noise_is_tight_from_above(q, noise, ratio, target):
     noises = [noise * ratio ** (-k / 20) for k in range(20)]
     found = epsilon([poisson(q, s, 3) for s in noises], target)
     assert_close_above(found, exact_epsilon([(q, s, 0.0, 3) for s in noises], target, found))
 
 
 @pytest.mark.slow
-def test_three_thousand_distinct_noises_cost_what_they_do_and_not_what_their_neighbours_do():
+def test_thousands_of_distinct_noises_each_cost_their_own():
     noises = 4.0 ** (1 - np.arange(3000) / 3000)
     found = epsilon([poisson(0.01, s) for s in noises], 1e-5)
     by_threes = noises.reshape(1000, 3)
@@ -149,7 +149,7 @@ def test_three_thousand_distinct_noises_cost_what_they_do_and_not_what_their_nei
 
 @pytest.mark.parametrize("target", [0.3, 1e-3, 1e-9, 1e-30, 1e-120, 1e-290])
 @pytest.mark.parametrize(("mu", "steps"), [(0.01, 400), (0.3, 50), (4.0, 3), (300.0, 7)])
-def test_gaussians_over_a_grid_keep_their_digits_at_every_delta(mu, steps, target):
+def test_gaussians_over_a_grid_keep_digits_at_every_delta(mu, steps, target):
     one = np.ones((1, 1))
     found = composed_epsilon([Steps("gaussian", one, 0 * one, mu * one, np.array([float(steps)]))], target)
     exact = epsilon([full(1 / (mu * math.sqrt(steps)))], target)
@@ -185,7 +185,7 @@ def test_faded_sums_are_added_one_after_the_other(size, fade):
     np.testing.assert_allclose(composition._faded_sums(values, fade), exact, rtol=1e-13)
 
 
-def test_more_steps_than_a_window_holds_get_a_bound_of_their_own(monkeypatch):
+def test_more_steps_than_a_window_get_their_own_bound(monkeypatch):
     releases = [poisson(0.05, 2.0, 4000)]
     exact = fresh_epsilon(releases, 1e-6)
     monkeypatch.setattr(composition, "MOST_POINTS", 8)
@@ -200,7 +200,7 @@ def test_more_steps_than_a_window_holds_get_a_bound_of_their_own(monkeypatch):
     ("q", "noise"),
     [(1e-2, 0.3), (1e-2, 10.0), (1e-4, 0.5), (1e-4, 2.0), (1e-6, 0.3), (1e-6, 2.0), (1e-8, 0.5), (1e-8, 10.0)],
 )
-def test_rare_sampling_is_between_its_own_lower_and_upper_bounds(q, noise):
+def test_rare_sampling_is_between_its_bounds(q, noise):
     one = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     one.compose(poisson(q, noise).event())
     for target in (1e-3, 1e-9):
@@ -222,7 +222,7 @@ def test_less_of_it_than_delta_costs_nothing():
 # --- many distinct releases ---
 
 
-def test_more_mechanisms_than_one_can_hold_are_rounded_to_costlier_ones(monkeypatch):
+def test_too_many_mechanisms_are_rounded_to_costlier_ones(monkeypatch):
     schedule = [poisson(0.01, 1.5 * 4 ** (-k / 200), 2, k % 2 * 0.01) for k in range(200)]
     exact = fresh_epsilon(schedule, 1e-5)
     monkeypatch.setattr(loss_distributions, "MOST_DISTINCT", 20)
@@ -310,7 +310,7 @@ def test_more_steps_than_can_be_counted_are_refused():
         poisson(0.1, 1.0, 10**12 + 1)
 
 
-def test_little_noise_beside_much_is_not_much_of_little_noise():
+def test_little_noise_beside_much_is_composed_well():
     releases = [full(0.009), replace(poisson(1e-6, 1.0), steps=10**6)]
     assert epsilon([full(0.009)], 1e-5) <= epsilon(releases, 1e-5) <= epsilon([full(0.009)], 1e-5) * 1.01
 
@@ -325,7 +325,7 @@ def test_delta_is_found_at_any_epsilon():
         assert epsilon(releases, one * 0.9) > eps
 
 
-def test_no_grid_is_so_fine_that_it_fills_the_memory(monkeypatch):
+def test_no_grid_fills_the_memory(monkeypatch):
     sizes = []
     original = composition.step_losses
 

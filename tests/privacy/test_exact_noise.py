@@ -99,7 +99,7 @@ def test_every_release_is_on_the_grid_whatever_the_sum(asked: list[int], dtype: 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=30), st.floats(1e-12, 1e12))
 @settings(max_examples=100)
-def test_what_is_released_is_the_rounded_sum_of_exact_numbers(sums: list[float], std: float) -> None:
+def test_a_release_is_the_rounded_sum_of_exact_numbers(sums: list[float], std: float) -> None:
     """Against fractions: the same normals, added to the sums without any rounding before the last."""
     g = np.random.default_rng(len(sums))
     pairs = -(-len(sums) // 2)
@@ -140,7 +140,7 @@ def test_rows_without_noise_stay_as_they_are(asked: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("offset", "scale"), [(0.0, 0.7), (0.5, 0.7), (0.4999, 1.3), (-0.25, 2.0)])
-def test_the_law_on_a_coarse_grid_is_that_of_a_rounded_normal(
+def test_noise_on_a_coarse_grid_is_a_rounded_normal(
     offset: float, scale: float, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chi-square against Φ's differences, where a step is as large as the noise: every sum is between grid points."""
@@ -225,7 +225,7 @@ def test_where_later_bits_decide_they_are_drawn_and_decide(more: int) -> None:
     assert found.item() == wanted * 2.0**-20
 
 
-def test_both_normals_of_a_pair_are_of_the_same_bits() -> None:
+def test_both_normals_of_a_pair_share_their_bits() -> None:
     normals, cipher = normals_of(np.array([0]), np.array([2**61]))  # U may be 0: both wait for more
     found = exact_noise.add_exactly(np.zeros((1, 2)), np.ones((1, 1)), normals)[0]
     added = [cipher._more] * (len(cipher.added) // 2)
@@ -288,7 +288,7 @@ def test_noise_pays_for_the_rounding_of_a_sum(tiny: Tiny) -> None:
         noise_inflation(algorithm, [Drawing("full", 1.0, 3000, 3000)], 10, torch.float32)
 
 
-def test_noise_of_a_step_is_that_of_the_plan_and_the_headroom(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_of_a_step_follows_plan_and_headroom(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     agreement = Agreement.of(tiny("privacy.hardened=true", "compute.dtype=float32"))
     cohort = Experiment.joined(agreement, OwnParts.of(agreement, np.array([1]), bytes(32))).cohort()

@@ -177,7 +177,7 @@ def swap(lines: list[bytes]) -> list[bytes]:
         (lambda ls: [*ls, b"[" * 100_000 + b"\n"], 6, "not a record"),
     ],
 )
-def test_a_changed_ledger_is_refused_by_file_line_and_remedy(written, change, line, what):
+def test_a_changed_ledger_is_refused_by_file_and_line(written, change, line, what):
     lines = written.read_bytes().splitlines(keepends=True)
     changed = b"".join(change(lines))
     assert changed != b"".join(lines)
@@ -189,7 +189,7 @@ def test_a_changed_ledger_is_refused_by_file_line_and_remedy(written, change, li
         read_chain(written)
 
 
-def test_a_ledger_that_keeps_nothing_or_never_ends_is_refused(tmp_path):
+def test_an_endless_or_volatile_ledger_is_refused(tmp_path):
     for device in ("/dev/null", "/dev/full"):
         link = tmp_path / device.strip("/").replace("/", "-") / f"{DATA}.jsonl"
         link.parent.mkdir()
@@ -242,7 +242,7 @@ def test_a_payment_of_an_unknown_kind_is_refused(tmp_path, written, change):
         reopen(written)
 
 
-def test_a_torn_last_line_is_dropped_only_when_it_is_incomplete(written, caplog):
+def test_a_torn_last_line_is_dropped_only_if_incomplete(written, caplog):
     whole = written.read_bytes()
     for cut in range(1, len(whole.splitlines(keepends=True)[-1]), 7):
         written.write_bytes(whole[:-cut])
@@ -296,7 +296,7 @@ def test_a_payment_says_this_and_no_more(written):
     assert again.keys() == {"index", "from_step", "hash"}  # it has all else of the line before
 
 
-def test_a_line_leaves_out_what_it_repeats_and_nothing_else(tmp_path):
+def test_a_line_omits_only_what_it_repeats(tmp_path):
     lengths = []
     with Ledger(tmp_path, DATA) as file:
         for boot, run, peers, noise, count in [
@@ -321,7 +321,7 @@ def test_a_line_leaves_out_what_it_repeats_and_nothing_else(tmp_path):
 # --- whose ledger: the source's, and each example is charged what any peer paid ---
 
 
-def test_runs_that_deal_the_data_out_otherwise_add_up_to_the_dearest(tmp_path):
+def test_differently_partitioned_runs_add_up_to_the_dearest(tmp_path):
     dear, cheap = Release("full", 1.0, 9, 9, 15.0), Release("full", 1.0, 90, 90, 40.0)
     run_steps(tmp_path, "a", [account(0, release=cheap), account(1, release=dear)], 40)
     run_steps(tmp_path, "b", [account(7, release=dear), account(8, release=cheap)], 40)
@@ -351,7 +351,7 @@ def test_equal_peers_are_one_alternative(tmp_path):
     assert costs(tmp_path) == {"a": ((STEP.times(40),),)}
 
 
-def test_another_run_over_the_same_source_adds_up_and_meets_the_budget(tmp_path):
+def test_other_runs_over_one_source_share_its_budget(tmp_path):
     budget = epsilon([STEP.times(60)], DELTA)
     run_steps(tmp_path, "a", [account(budget=budget)], 40)
     with opened(tmp_path, "b", [account(5, budget=budget)]) as ledger:
@@ -366,7 +366,7 @@ def test_another_run_over_the_same_source_adds_up_and_meets_the_budget(tmp_path)
 
 
 @pytest.mark.parametrize("block", [1, 7, 1000, None])
-def test_what_a_finished_run_cost_does_not_depend_on_blocks(tmp_path, block):
+def test_a_finished_runs_cost_does_not_depend_on_blocks(tmp_path, block):
     active = np.random.default_rng(0).random((2, 40)) < 0.5
     noise = np.linspace(20, 30, 40)
     accounts = [account(4, active=active[0]), account(7, active=active[1], noise=noise)]
@@ -378,7 +378,7 @@ def test_what_a_finished_run_cost_does_not_depend_on_blocks(tmp_path, block):
     assert len(found) == 2
 
 
-def test_blocks_reserve_what_they_say_and_never_beyond_the_plan(tmp_path):
+def test_blocks_reserve_as_stated_within_the_plan(tmp_path):
     with opened(tmp_path, "a", [account(0), account(1, rounds=25)], block=10) as ledger:
         assert ledger.head == (0, EMPTY_HASH)  # opening costs nothing
         take(ledger, 0)
@@ -436,7 +436,7 @@ def test_an_epoch_is_paid_whole_and_refused_whole(tmp_path):
         assert ledger.spending.epsilons(40)[0] == two
 
 
-def test_no_noise_is_refused_by_a_budget_and_recorded_without_one(tmp_path):
+def test_zero_noise_is_refused_by_a_budget_only(tmp_path):
     silent = Release("full", 1.0, 50, 50, 0.0)
     with opened(tmp_path, "a", [account(release=silent, budget=100.0)]) as ledger:
         assert len(take(ledger, 0)) == 0
@@ -454,7 +454,7 @@ def test_a_resumed_run_is_not_charged_twice(tmp_path):
     assert again.head == resumed.head
 
 
-def test_a_resumed_run_keeps_what_it_paid_for_under_a_budget_now_spent(tmp_path):
+def test_a_resumed_run_keeps_paid_steps_beyond_its_budget(tmp_path):
     run_steps(tmp_path, "a", [account()], 10, block=10)
     run_steps(tmp_path, "b", [account()], 40)
     with opened(tmp_path, "a", [account(budget=0.5)]) as ledger:
@@ -463,7 +463,7 @@ def test_a_resumed_run_keeps_what_it_paid_for_under_a_budget_now_spent(tmp_path)
         assert len(take(ledger, 10)) == 0
 
 
-def test_a_peer_that_its_budget_stopped_does_not_go_on_because_others_paid_further(tmp_path):
+def test_a_stopped_peer_stays_stopped_whatever_others_paid(tmp_path):
     tight = epsilon([STEP.times(7)], DELTA)
     accounts = [account(0, budget=tight), account(1)]
     run_steps(tmp_path, "a", accounts, 20, block=20)
@@ -616,7 +616,7 @@ def test_an_interrupted_payment_counts_and_the_chain_goes_on(tmp_path, monkeypat
     assert spent(tmp_path) == epsilon([STEP.times(3)], DELTA)
 
 
-def test_an_interrupt_before_a_payment_is_written_closes_the_ledger(tmp_path, monkeypatch):
+def test_an_interrupt_before_a_payment_closes_the_ledger(tmp_path, monkeypatch):
     def interrupt(fd: int, content: bytes) -> int:
         raise Killed
 
@@ -653,7 +653,7 @@ plans = st.lists(
 
 @settings(max_examples=30)
 @given(plans, st.floats(0.3, 2.0))
-def test_no_sequence_of_runs_exceeds_a_budget_or_runs_uncounted(tmp_path_factory, runs, budget):
+def test_no_sequence_of_runs_exceeds_or_evades_a_budget(tmp_path_factory, runs, budget):
     folder = tmp_path_factory.mktemp("ledger")
     executed: dict[tuple[str, int], Release] = {}
     for number, (active, noise, block, cut, resumed) in enumerate(runs):
@@ -670,7 +670,7 @@ def test_no_sequence_of_runs_exceeds_a_budget_or_runs_uncounted(tmp_path_factory
 
 
 @pytest.mark.parametrize("source", ["../../evil", "a/b", "digits"])
-def test_a_ledger_lies_in_its_folder_whatever_the_source_is_called(tmp_path, source):
+def test_a_ledger_stays_in_its_folder_whatever_the_source(tmp_path, source):
     assert ledger_path(tmp_path, source).parent == tmp_path
 
 
@@ -836,7 +836,7 @@ def test_a_fork_of_segments_does_not_verify(segmented, tmp_path):
             file.check_head((2, "0" * 64))
 
 
-def test_an_opening_that_waited_for_the_lock_of_a_sealed_file_is_refused(written, monkeypatch):
+def test_an_opening_of_a_file_sealed_meanwhile_is_refused(written, monkeypatch):
     """Another process replaces the file between opening and locking, and holds the new one."""
     real = ledger_module.fcntl.flock
 
@@ -899,9 +899,7 @@ actions = st.lists(
 
 @settings(max_examples=60)
 @given(actions, st.sampled_from([1, 900, 1500, 1 << 19]))
-def test_no_sequence_of_charges_crashes_and_segments_changes_what_a_ledger_adds_up_to(
-    tmp_path_factory, sequence, segment
-):
+def test_crashes_and_segments_never_change_a_ledgers_total(tmp_path_factory, sequence, segment):
     folder = tmp_path_factory.mktemp("ledger")
     path, entries, heads, step = ledger_path(folder, DATA), [], [], 0
     with pytest.MonkeyPatch.context() as patch:

@@ -164,7 +164,7 @@ def test_no_play_against_a_table_beats_the_mixture_event(q, noise, pattern, roun
     assert_bounded(worlds, [table_release("poisson", q, 1000, round(1000 * q), noise, rounds)])
 
 
-def test_the_mixture_event_is_nearly_attained_and_plain_amplification_is_not_enough():
+def test_the_mixture_is_nearly_attained_unlike_plain_amplification():
     play, start = PLAYS["against its table"]
     worlds = published([poisson_draws(1, 0.01)], with_table(0.01), play, [start], [0.7])
     assert 0.98 < nearness(worlds, [table_release("poisson", 0.01, 100, 1, 0.7)]) <= 1.0001
@@ -180,7 +180,7 @@ OTHERS: list[tuple[Play, list]] = [  # with other examples, whose draws are hidd
 
 @pytest.mark.parametrize(("play", "start"), OTHERS)
 @pytest.mark.parametrize(("size", "batch", "noise"), [(2, 1, 0.8), (3, 1, 2.0), (3, 2, 1.0)])
-def test_the_same_holds_for_batches_at_rate_b_over_j(size, batch, noise, play, start):
+def test_at_rate_b_over_j_the_mixture_is_attained(size, batch, noise, play, start):
     q = batch / size
     worlds = published([poisson_draws(size, q)] * 2, with_table(q), play, start[:size], [noise] * 2)
     assert_bounded(worlds, [table_release("poisson", q, size, batch, noise, 2)])
@@ -188,7 +188,7 @@ def test_the_same_holds_for_batches_at_rate_b_over_j(size, batch, noise, play, s
 
 @pytest.mark.parametrize(("play", "start"), OTHERS)
 @pytest.mark.parametrize(("size", "batch", "noise"), [(2, 1, 0.8), (3, 1, 2.0), (3, 2, 1.0)])
-def test_batches_without_replacement_stay_below_the_bound_for_a_shown_choice(size, batch, noise, play, start):
+def test_batches_without_replacement_respect_the_bound(size, batch, noise, play, start):
     q, draws = batch / size, equal_draws(list(itertools.combinations(range(size), batch)))
     worlds = published([draws] * 2, with_table(q), play, start[:size], [noise] * 2)
     assert_bounded(worlds, [table_release("uniform", q, size, batch, noise, 2)])
@@ -196,7 +196,7 @@ def test_batches_without_replacement_stay_below_the_bound_for_a_shown_choice(siz
 
 @pytest.mark.parametrize(("play", "start"), OTHERS)
 @pytest.mark.parametrize(("noise", "rounds"), [(0.8, 2), (2.0, 3)])
-def test_fixed_blocks_stay_below_the_bound_for_a_shown_choice(noise, rounds, play, start):
+def test_fixed_blocks_respect_the_bound(noise, rounds, play, start):
     draws = equal_draws([(0, 1), (2, 3)])
     worlds = published([draws] * rounds, with_table(0.5), play, start, [noise] * rounds)
     releases = [table_release("blocks", 0.5, 4, 2, noise, rounds)]
@@ -232,7 +232,7 @@ def snapshot_worlds(mechanism: Mechanism, scale: float, size: int):
 
 @pytest.mark.parametrize(("rounds", "size"), [(1, 1), (2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize(("q", "scale"), [(0.1, 3.0), (0.5, 2.0)])
-def test_a_snapshot_costs_one_full_sum_and_then_steps_of_twice_the_clip_norm(q, scale, rounds, size):
+def test_a_snapshot_costs_one_sum_and_wider_steps(q, scale, rounds, size):
     mechanism = snapshot_steps(q, rounds)
     worlds = snapshot_worlds(mechanism, scale, size)
     releases = mechanism.releases(np.ones(rounds, dtype=bool), scale)
@@ -240,12 +240,12 @@ def test_a_snapshot_costs_one_full_sum_and_then_steps_of_twice_the_clip_norm(q, 
     assert size > 1 or nearness(worlds, releases) > 0.99
 
 
-def test_a_snapshots_noise_weighs_as_much_in_m_steps_as_their_own():
+def test_a_snapshots_noise_counts_like_m_steps():
     noise = noises(snapshot_steps(0.25, 7), 6.0)  # every third step is a snapshot
     np.testing.assert_allclose(noise, 6.0 * np.array([3**-0.5, 1, 1, 3**-0.5, 1, 1, 3**-0.5]), rtol=1e-15)
 
 
-def test_a_snapshot_charged_for_one_clip_norm_would_be_found_out():
+def test_a_snapshot_charged_too_little_is_found():
     mechanism = snapshot_steps(0.5, 2)
     charged = [Release("poisson", 0.5, 100, 50, 2.0, 2)]
     worlds = snapshot_worlds(mechanism, 2.0, 1)
@@ -316,7 +316,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("table", BATCHES)
-def test_one_example_moves_a_step_with_a_table_by_q_or_2_minus_q_clip_norms(build, table):
+def test_one_example_moves_a_table_step_as_declared(build, table):
     algorithm = f"algorithm={{name: privsgp-vr, learning_rate: 300.0, table: {table}}}"
     settings = [*TIGHT, BATCHES[table], algorithm, "model={name: mlp, hidden: [8], activation: tanh}"]
     experiments = [build(*settings, f"seed={seed}") for seed in range(4)]
@@ -327,7 +327,7 @@ def test_one_example_moves_a_step_with_a_table_by_q_or_2_minus_q_clip_norms(buil
     assert 1 < max(drawn) <= 2 - q + 1e-9
 
 
-def test_one_example_moves_a_snapshot_by_one_clip_norm_and_a_step_by_two(build):
+def test_one_example_moves_a_snapshot_once_its_steps_twice(build):
     algorithm = "algorithm={name: privsgp-vr, learning_rate: 3.0, table: snapshot, snapshot_every: 10}"
     experiment = build(*TIGHT, BATCHES["dense"], algorithm)
     q = float(experiment.own.sampler.sampling_rate[0])
@@ -366,14 +366,14 @@ def test_googles_accountant_agrees_on_the_event_of_a_table():
     assert theirs * 0.99 <= epsilon([release], 1e-4) <= theirs * (1 + 1e-3)
 
 
-def test_a_table_costs_more_than_a_plain_step_and_less_than_showing_everything():
+def test_a_table_costs_between_plain_steps_and_full_disclosure():
     table, shown = (table_release(kind, 0.02, 200, 4, 2.0, 200) for kind in ("poisson", "uniform"))
     plain, full = (Release(kind, 0.02, 200, 4, 2.0, 200) for kind in ("poisson", "full"))
     found = [epsilon([release], 1e-5) for release in (plain, table, shown)]
     assert found[0] < found[1] < found[2] < epsilon([replace(full, noise_multiplier=1.0)], 1e-5)
 
 
-def test_a_table_whose_batch_is_everything_is_a_plain_gaussian():
+def test_a_table_of_full_batches_is_a_gaussian():
     table, full = table_release("poisson", 1.0, 50, 50, 3.0, 20), Release("full", 1.0, 50, 50, 3.0, 20)
     assert epsilon([table], 1e-5) == pytest.approx(epsilon([full], 1e-5))
 
@@ -431,7 +431,7 @@ def test_every_table_spends_its_budget_under_every_sampling(build, table, batch,
     }
 
 
-def test_a_table_with_full_batches_pays_for_a_plain_gaussian_and_a_snapshot_does_not(build):
+def test_a_table_of_full_batches_pays_less_than_snapshots(build):
     full = "data.batch={sampling: full}"
     table, snapshot = (
         build(full, f"algorithm={{name: privsgp-vr, learning_rate: 0.1, table: {name}, snapshot_every: 4}}")
@@ -477,26 +477,26 @@ VR = "algorithm={name: privsgp-vr, learning_rate: 0.1, table: dense}"
         (["privacy={epsilon: 0.1, delta: 1.0e-3, noise_multiplier: 0.5}"], "privacy.budget", "first step costs, 4.9"),
     ],
 )
-def test_what_has_no_proved_bound_is_refused_in_one_line(build, settings, code, names):
+def test_a_mechanism_without_proved_bound_is_refused(build, settings, code, names):
     with raises(ScenarioError, code, names) as refused:
         build(*settings)
     assert "\n" not in str(refused.value)
 
 
-def test_noise_may_change_with_a_table_and_the_clip_norm_with_a_snapshot(build):
+def test_tables_may_change_noise_and_snapshots_clip_norms(build):
     assert_budgets_met(build(VR, "privacy.schedule={rho_mu: 2.0}"), [3.0] * 4)
     snapshot = "algorithm={name: privsgp-vr, learning_rate: 0.1, table: snapshot}"
     assert_budgets_met(build(snapshot, "privacy.schedule={rho_c: 2.0}"), [3.0] * 4)
 
 
-def test_a_budget_for_some_rounds_of_given_noise_ends_there(build):
+def test_given_noise_ends_where_its_budget_does(build):
     experiment = build("privacy={epsilon: 2.0, delta: 1.0e-3, noise_multiplier: 1.0}", "rounds=60")
     (spend,) = experiment.own.protection.accounts[0].spends
     assert 1 < spend.to_step < 60
     assert experiment.own.protection.epsilons(60)[0] <= 2.0 < epsilon([spend.release.times(spend.to_step + 1)], 1e-3)
 
 
-def test_a_run_uses_the_noise_and_the_batches_its_plan_was_made_for(build):
+def test_a_run_uses_its_plans_noise_and_batches(build):
     experiment = build(VR, "n_peers=2", "algorithm.learning_rate=0.5")
     cohort = experiment.cohort()
     asked = []

@@ -40,7 +40,7 @@ def test_a_mechanism_that_changes_nothing_gives_the_same_bits(build: Build, alik
     assert torch.equal(final_rows(mine)["x"], final_rows(plain)["x"])
 
 
-def test_what_a_mechanism_keeps_is_the_noise_of_the_step_before(build: Build) -> None:
+def test_a_mechanisms_state_is_the_previous_steps_noise(build: Build) -> None:
     """Under independent noise a release holds ξ_t; here ξ_t - ξ_{t-1} / 2 of the same draws."""
     experiment = build(own("Alternating"))
     with recording() as tape:
@@ -88,7 +88,7 @@ def test_pairs_share_a_secret_that_cancels(build: Build) -> None:
         torch.testing.assert_close(noise.sum(0), torch.zeros_like(noise[0]), rtol=0, atol=1e-9)
 
 
-def test_a_pair_has_one_secret_and_no_other_pair_has_it() -> None:
+def test_each_pair_has_a_secret_of_its_own() -> None:
     secrets = PairSecrets(seed_keys(1, range(4)))
     found = {secrets.of(i, j) for i in range(4) for j in range(i)}
     assert len(found) == 6

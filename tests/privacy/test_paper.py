@@ -64,7 +64,7 @@ def test_eq_4_mu_of_a_budget(eps, delta):
 
 @pytest.mark.parametrize("eps", [0.1, 1.0, 8.0])
 @pytest.mark.parametrize("mu", [0.05, 0.5, 3.0])
-def test_eq_4_delta_of_mu_keeps_its_digits_in_the_tail(mu, eps):
+def test_eq_4_keeps_its_digits_in_the_tail(mu, eps):
     assert paper.gdp_delta(mu, eps) == pytest.approx(float(delta_of_mu(mp.mpf(mu), mp.mpf(eps))), rel=1e-8, abs=1e-290)
 
 
@@ -81,7 +81,7 @@ def test_eq_8_mu_0_of_a_growing_budget(total, size, rounds, rho_mu):
 
 
 @pytest.mark.parametrize(("eps", "delta"), BUDGETS)
-def test_eq_9_mu_bar_is_eq_8_at_rho_1(eps, delta):
+def test_eq_9_equals_eq_8_at_rho_1(eps, delta):
     total, size, rounds = mu_of_budget(eps, delta), 2500, 2000
     expected = mp.sqrt(mp.log((size * total) ** 2 / rounds + 1))
     assert paper.gdp_mu_0(float(total), 1 / size, np.ones(rounds)) == pytest.approx(float(expected), rel=1e-8)
@@ -94,7 +94,7 @@ def test_eq_10_scale_of_a_general_schedule():
     assert paper.proposition_4(total, 1 / size, noise / clip) == pytest.approx(float(expected), rel=1e-8)
 
 
-def test_proposition_4_is_refused_where_some_mu_k_is_above_1():
+def test_proposition_4_refuses_mu_k_above_1():
     shape = np.ones(100)
     largest = 250 * 0.1 / math.sqrt(2 * 100)  # μ_k = J μ_tot / sqrt(2 K) of a constant schedule
     assert largest > 1
@@ -182,7 +182,7 @@ def test_paper_noise_of_dyn_d2p_is_eq_8(build):
     assert (claim.epsilon, claim.mu_total, claim.mu_0) == (3.0, total, mu_0)
 
 
-def test_paper_noise_of_dyn_d2p_counts_the_rounds_in_which_a_peer_is_active(build):
+def test_paper_noise_of_dyn_d2p_counts_active_rounds(build):
     some = "participation={kind: uniform, fraction: 0.5}"
     experiment = paper_mode(build, "algorithm={name: dyn-d2p, learning_rate: 0.1, rho_mu: 3.0}", some)
     total, found = paper.gdp_mu(3.0, 1e-3), set()
@@ -260,7 +260,7 @@ def test_extreme_budgets_have_a_mu_and_a_mu_0(budget, delta):
         assert math.log(10) + mu_0**2 + math.log(-math.expm1(-(mu_0**2))) == pytest.approx(2 * math.log(1e3 * total))
 
 
-def test_a_broken_condition_of_dp_dda_is_named_in_plan_and_summary(build, tmp_path):
+def test_a_broken_condition_of_dp_dda_is_named(build, tmp_path):
     dda = "algorithm={name: dp-dda, regularizer: {kind: l2, weight: 0.01}}"
     some = ["participation={kind: edges, count: 1}", "topology={name: complete}", "rounds=20"]
     experiment = paper_mode(build, dda, *some, "privacy.epsilon=0.9", "privacy.clip_norm=3")
@@ -280,7 +280,7 @@ def test_a_broken_condition_of_dp_dda_is_named_in_plan_and_summary(build, tmp_pa
 # --- what the claims are worth at the papers' own settings ---
 
 
-def test_const_d2p_claims_1_and_spends_more_than_3_by_poisson_sampling_and_22_by_its_own():
+def test_const_d2p_claims_1_and_spends_more():
     rate, rounds, delta = 1 / 2500, 2000, 1e-4
     mu_bar = paper.gdp_mu_0(paper.gdp_mu(1.0, delta), rate, np.ones(rounds))
     poisson, uniform = (Release(kind, rate, 2500, 1, 1 / mu_bar, rounds) for kind in ("poisson", "uniform"))
@@ -302,7 +302,7 @@ def test_privsgp_vr_claims_3_and_spends_tens_of_thousands():
 
 
 @pytest.mark.parametrize(("share", "poisson", "uniform"), [(0.1, 73.5, 128), (0.2, 21.3, 65.3), (1.0, 0.32, 11.9)])
-def test_dp_dda_claims_1_and_spends_the_more_the_fewer_peers_are_active(share, poisson, uniform):
+def test_dp_dda_claims_1_and_spends_more(share, poisson, uniform):
     """Over three passes through a9a's share of one of 20 peers, far below the rounds that its theorem asks for."""
     size, passes, delta = 1628, 3, 0.01
     rounds = round(passes * size / share)

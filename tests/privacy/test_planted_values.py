@@ -384,7 +384,7 @@ def outputs_of(
     ("runtime", "algorithm"),
     [(runtime, name) for runtime in RUNTIMES for name in ALGORITHMS if name == "privsgp" or runtime not in ONE],
 )
-def test_nothing_that_a_runtime_writes_prints_or_sends_shows_an_example(
+def test_no_runtime_writes_prints_or_sends_an_example(
     runtime: str, algorithm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with blank_releases():
@@ -412,7 +412,7 @@ def shown_in(outputs: Outputs) -> list[str]:
 
 
 @pytest.mark.parametrize("runtime", ["network", "relay", "sharded", "PeerMod"])
-def test_the_words_of_an_error_stay_with_the_peer_whose_example_it_is_about(
+def test_words_of_an_examples_error_stay_with_its_peer(
     runtime: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -87,11 +87,11 @@ def case(request: pytest.FixtureRequest) -> Experiment:
     return Experiment.build(parse_scenario(TINY, overrides=[*SHORT, *settings_for(*request.param)]))
 
 
-def test_one_example_moves_a_release_by_no_more_than_declared(case: Experiment) -> None:
+def test_one_example_moves_a_release_as_declared(case: Experiment) -> None:
     testing.assert_sensitivity(case, 4, 0, 5)
 
 
-def test_every_release_has_its_noise_and_no_draw_is_used_twice(case: Experiment) -> None:
+def test_every_release_has_noise_and_no_draw_repeats(case: Experiment) -> None:
     testing.assert_noise(case, 4)
 
 
@@ -130,7 +130,7 @@ def spoil(experiment: Experiment, place: int, value: float) -> Experiment:
 
 @pytest.mark.parametrize("task", SPOILT)
 @pytest.mark.parametrize("name", BRIEF)
-def test_no_target_and_no_token_moves_a_release_by_more(build: Build, name: str, task: str) -> None:
+def test_no_target_or_token_moves_a_release_more(build: Build, name: str, task: str) -> None:
     experiment = build(
         *SHORT, *settings_for(f"algorithm.name={name}", *BRIEF[name]), *TASKS[task], "data.batch={sampling: full}"
     )
@@ -239,7 +239,7 @@ def test_spoilt_noise_is_found(build: Build, mutant: Callable[..., None], refusa
         testing.assert_noise(experiment, 3)
 
 
-def test_noise_that_is_rounded_to_float32_is_noise_as_planned(build: Build) -> None:
+def test_noise_rounded_to_float32_is_as_planned(build: Build) -> None:
     testing.assert_noise(build("compute.dtype=float32", "privacy.clip_norm=100"), 3)
 
 
@@ -336,9 +336,7 @@ def test_a_subclass_that_changes_anything_inherits_no_promise() -> None:
         assert algorithm.released is not Algorithm.released, name
 
 
-def test_an_algorithm_that_declares_nothing_gets_no_budget_and_costs_infinity(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_undeclared_algorithm_has_no_budget_and_infinite_cost(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALGORITHMS, "sgp", Quiet)
     with raises(ScenarioError, "privacy.undeclared", "'sgp'") as refused:
         build("algorithm.name=sgp")
@@ -402,9 +400,7 @@ def test_runs_that_round_differently_share_no_draw(tiny: Tiny) -> None:
     assert len({own.keys[0] for own in comparable}) == 1
 
 
-def test_comparable_runs_draw_the_same_on_every_machine_and_others_do_not(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_comparable_runs_draw_alike_on_every_machine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(generator: str) -> tuple[bytes, str, str]:
         own = OwnParts.of(Agreement.of(tiny(f"compute.generator={generator}")))
         return own.keys[0], own.run.environment, own.run.id
@@ -419,7 +415,7 @@ def test_comparable_runs_draw_the_same_on_every_machine_and_others_do_not(
     assert there["comparable"][2] != here["comparable"][2]  # so that a ledger charges it again
 
 
-def test_the_same_run_draws_the_same_whatever_it_is_called_and_however_it_is_looked_at(build: Build) -> None:
+def test_a_runs_name_and_output_change_no_draw(build: Build) -> None:
     same = [
         [],
         ["name=other"],
@@ -432,7 +428,7 @@ def test_the_same_run_draws_the_same_whatever_it_is_called_and_however_it_is_loo
     assert len(ids) == 1
 
 
-def test_one_pixel_of_one_peer_changes_the_draws_of_all(tiny: Callable, build: Build, tmp_path: Path) -> None:
+def test_one_pixel_changes_everyones_draws(tiny: Callable, build: Build, tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(60, 4)).astype(np.float32), np.arange(60) % 2
     keys = []
@@ -466,9 +462,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("which", WRITTEN)
-def test_what_can_be_seen_of_a_models_code_names_its_run(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
-) -> None:
+def test_a_models_code_names_its_run(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     pin_salts(monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path))
     ids = []
@@ -483,7 +477,7 @@ def test_what_can_be_seen_of_a_models_code_names_its_run(
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_two_budgets_at_one_seed_do_not_cancel_their_noise(build: Build) -> None:
+def test_two_budgets_at_one_seed_share_no_noise(build: Build) -> None:
     """One clipped gradient under two budgets: what the difference of the messages tells of it."""
     one, other = (build(f"privacy.epsilon={budget}", "rounds=1", "data.batch={sampling: full}") for budget in (1, 2))
     x = [testing.run_rounds(experiment, 0).state.rows["x"] for experiment in (one, other)]
@@ -527,9 +521,7 @@ def test_steps_whose_numbers_overflow_or_vanish_are_refused(build: Build, dtype:
 
 
 @pytest.mark.slow
-def test_a_learning_rate_that_is_refused_would_show_the_signs_of_the_sums(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_learning_rate_would_leak_signs(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """An infinite step plus infinite noise: a pixel that is black in the whole batch is told from one that is not."""
     monkeypatch.setattr("flower_privdec.experiment.view.check_number_range", lambda *_: None)
     alone = "algorithm={name: local, learning_rate: 1e300}"
@@ -540,7 +532,7 @@ def test_a_learning_rate_that_is_refused_would_show_the_signs_of_the_sums(
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
-def test_a_deployed_peer_noises_its_sums_before_they_are_rounded_with_its_model(
+def test_a_deployed_peer_noises_sums_before_rounding_models(
     tiny: Callable[..., Scenario], variant: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model of 1e6, as a neighbour may make it, is in nothing that noise is added to."""
@@ -560,7 +552,7 @@ def test_a_deployed_peer_noises_its_sums_before_they_are_rounded_with_its_model(
     assert 0 < max(noised) < 1e3
 
 
-def test_rounding_with_a_large_model_would_move_it_by_more_than_the_clip_norm(build: Build) -> None:
+def test_rounding_with_a_large_model_would_break_sensitivity(build: Build) -> None:
     """What making sums apart is for: 1,000 numbers near 1e3, and a step of a thousandth."""
     cohort = build("compute.dtype=float32", "data.batch={sampling: full}").cohort()
     rows = torch.full((4, cohort.kernel.d), 1024.0)

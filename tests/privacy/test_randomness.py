@@ -258,7 +258,7 @@ def test_noise_leaves_the_global_generator_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="GPU NOISE NOT TESTED: Triton is not installed")
-def test_what_is_compiled_for_a_gpu_draws_what_a_cpu_draws() -> None:
+def test_gpu_code_draws_what_a_cpu_draws() -> None:
     """Triton interprets the kernel where there is no GPU; an interpreter of its own, for that is decided at import."""
     script = TESTS / "support" / "interpreted_noise.py"
     done = subprocess.run(
@@ -303,7 +303,7 @@ def test_rows_of_another_device_get_the_cpus_bits(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", [5, 300, 200_000])
-def test_both_ends_of_a_pair_get_the_draws_of_one_row(dtype: torch.dtype, d: int) -> None:
+def test_both_ends_of_a_pair_draw_the_same(dtype: torch.dtype, d: int) -> None:
     """As if each pair's row was drawn by itself and added twice; threads, blocks and hosted ends change no bit."""
     noise, pairs, ends = source(3, range(6)), np.array([1, 4, 5]), np.array([[0, 1], [1, 2], [0, 2]])
     factors = np.array([[2.0, -2.0], [0.5, -0.5], [3.0, -3.0]])

@@ -137,7 +137,7 @@ def test_figures_of_the_page_for_officers(line: str) -> None:
 # --- several examples ---
 
 
-def test_examples_of_a_group_cost_no_less_than_their_mixture_of_gaussians() -> None:
+def test_a_group_costs_no_less_than_its_mixture() -> None:
     """With k examples drawn each by itself, a sum moves by as many as are drawn (Ganesh 2024, arXiv:2401.10294)."""
     for examples, most in ((2, 1.1), (5, 1.35)):
         chances = [float(binom.pmf(j, examples, POISSON.sampling_rate)) for j in range(examples + 1)]

@@ -141,7 +141,7 @@ def test_without_entropy_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", [1, 101, 40_001])
-def test_noise_is_added_with_its_scale_to_rows_of_any_layout(asked: list[int], dtype: torch.dtype, d: int) -> None:
+def test_noise_is_scaled_in_rows_of_any_layout(asked: list[int], dtype: torch.dtype, d: int) -> None:
     std = torch.tensor([0.5, 0.0, 2.0], dtype=dtype)
     unit = draw(3, d, dtype)
     for out in (torch.zeros(3, d + 5, dtype=dtype)[:, :d], torch.zeros(d, 3, dtype=dtype).T):
@@ -173,7 +173,7 @@ def test_without_cryptography_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch
         SystemNoise()
 
 
-def test_a_release_does_not_tell_which_of_two_sums_was_rounded() -> None:
+def test_a_release_hides_which_sum_was_rounded() -> None:
     """Normals rounded to float32 before they are added told two sums that differ by 2^-24 apart, 20 times of 20.
 
     A normal in [1, 1.25) then has no bit below 2^-23, so that a release in (0.75, 1) minus the true sum -0.25 has none.

@@ -26,7 +26,7 @@ ONES = 2**32 - 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_drawn_beyond_the_threshold_has_the_normals_tail(dtype: torch.dtype) -> None:
+def test_draws_beyond_the_threshold_have_normal_tails(dtype: torch.dtype) -> None:
     """How many, how far, and on which side."""
     noise, d, total, beyond = build_noise(seed_keys(5, range(1))), 2_000_000, 100_000_000, []
     ones, peers = torch.ones(1, dtype=dtype), np.arange(1)

@@ -30,7 +30,7 @@ def accountants(rate: float, size: int, noise: float, rounds: int) -> float:
 
 
 @pytest.mark.parametrize("batch", RATES)
-def test_each_peers_epsilon_is_the_accountants_at_its_own_rate(build: Build, batch: str) -> None:
+def test_each_peers_epsilon_follows_its_own_rate(build: Build, batch: str) -> None:
     given = build(UNEVEN, batch, "privacy={noise_multiplier: 1.1, delta: 1.0e-3}")
     expected = [accountants(rate, size, 1.1, 6) for rate, size in zip(RATES[batch], SIZES, strict=True)]
     assert given.own.protection is not None
@@ -54,7 +54,7 @@ def test_each_peers_noise_is_solved_at_its_own_rate(build: Build, batch: str) ->
 @pytest.mark.parametrize(
     "table", ["name: privsgp", *(f"name: privsgp-vr, table: {table}" for table in ("factored", "dense", "snapshot"))]
 )
-def test_a_peer_that_takes_all_it_holds_costs_what_full_batches_cost(build: Build, table: str) -> None:
+def test_a_peer_taking_everything_costs_full_batches(build: Build, table: str) -> None:
     algorithm = f"algorithm={{{table}, learning_rate: 0.5}}"
     several, full = (
         build(UNEVEN, batch, algorithm, "privacy={noise_multiplier: 1.1, delta: 1.0e-3}").own.protection
@@ -106,7 +106,7 @@ def test_a_wrong_batch_is_refused_in_one_line(tiny: Tiny, batch: str, said: str)
 
 
 @pytest.mark.parametrize("kind", ["poisson", "uniform"])
-def test_a_batch_that_is_too_large_names_the_smallest_peer_and_what_helps(build: Build, kind: str) -> None:
+def test_a_batch_too_large_names_the_smallest_peer(build: Build, kind: str) -> None:
     with pytest.raises(ScenarioError) as caught:
         build(UNEVEN, f"data.batch.sampling={kind}", "data.batch.size=25")
     said = str(caught.value)

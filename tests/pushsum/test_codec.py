@@ -109,13 +109,13 @@ def test_a_sender_that_forgets_what_was_rounded_is_caught(name: str) -> None:
     assert max(abs(x - x_after)) > TOLERANCE * 2.0**11
 
 
-def test_bfloat16_takes_two_bytes_a_number_and_weights_travel_as_they_are() -> None:
+def test_bfloat16_takes_two_bytes_and_keeps_weights() -> None:
     arithmetic, rows = TensorArithmetic(CODECS["bfloat16"]), {"x": torch.randn(1000), "w": torch.tensor(1 / 3)}
     assert {name: arithmetic.encode(row).nbytes for name, row in rows.items()} == {"x": 2000, "w": 4}
     assert arithmetic.decode(arithmetic.encode(rows["w"]), rows["w"]) == rows["w"]
 
 
-def test_the_names_of_the_scenario_are_the_codecs_that_there_are() -> None:
+def test_the_scenarios_names_are_the_existing_codecs() -> None:
     assert tuple(CODECS) == CODEC_NAMES
 
 
@@ -128,14 +128,14 @@ def test_an_unknown_codec_is_refused(tiny: Tiny) -> None:
         wire_codec("pathlib:Path")
 
 
-def test_a_codec_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_codec_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "eighths_codec.py").write_text("from test_codec import Eighths\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     assert type(wire_codec("eighths_codec:Eighths")).__name__ == "Eighths"
 
 
-def test_a_cast_decodes_to_the_type_and_device_of_the_row() -> None:
+def test_a_cast_decodes_to_the_rows_type_and_device() -> None:
     row = torch.randn(5, dtype=torch.float64)
     sent = Cast(torch.bfloat16).encode(row)
     assert sent.dtype == torch.bfloat16

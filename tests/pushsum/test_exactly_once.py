@@ -167,7 +167,7 @@ RELAY_MUTANTS = {
 
 
 @pytest.mark.parametrize("name", RELAY_MUTANTS)
-def test_a_mutant_is_caught_by_the_schedules_of_a_relay(name: str) -> None:
+def test_relay_schedules_catch_every_mutant(name: str) -> None:
     code = mutated(exactly_once, *RELAY_MUTANTS[name])
     with pytest.raises((AssertionError, RunError, KeyError)):
         run_relay_schedules(range(TRIES), code)
@@ -212,7 +212,7 @@ def exchange(a: PushSumProtocol[float], b: PushSumProtocol[float]) -> Any:
     return share
 
 
-def test_weights_of_neighbours_that_are_not_ready_stay_in_the_column() -> None:
+def test_weights_for_unready_neighbours_stay_in_the_column() -> None:
     a, b, *_ = peers(4)
     a.close(3)
     assert a.split(0, {1: 0.25, 2: 0.25, 3: 0.25}) == [1, 2]
@@ -221,7 +221,7 @@ def test_weights_of_neighbours_that_are_not_ready_stay_in_the_column() -> None:
     assert b.mass["w"] == 3 / 8  # the round's own column where all are ready
 
 
-def test_nothing_leaves_before_the_commit_and_a_retry_is_the_same_object() -> None:
+def test_nothing_leaves_before_commit_and_retries_are_identical() -> None:
     a, b = peers()
     a.split(0, {1: 0.5})
     assert a.shares_to_send() == []
@@ -241,7 +241,7 @@ def test_nothing_leaves_before_the_commit_and_a_retry_is_the_same_object() -> No
     assert [word.number for word in b.acknowledgements()] == [1]
 
 
-def test_a_peer_gone_for_good_strands_one_share_an_edge_and_nobody_waits() -> None:
+def test_a_lost_peer_strands_one_share_an_edge() -> None:
     a, b, c = peers(3)
     for _ in range(20):
         a.split(0, {1: 1 / 3, 2: 1 / 3})
@@ -257,7 +257,7 @@ def test_a_peer_gone_for_good_strands_one_share_an_edge_and_nobody_waits() -> No
     assert c.mass["w"] == 1
 
 
-def test_an_old_checkpoint_is_noticed_and_the_peer_begins_anew_with_nothing() -> None:
+def test_an_old_checkpoint_is_noticed_and_restarts_empty() -> None:
     a, b = peers()
     old = a._durable
     exchange(a, b)
@@ -279,7 +279,7 @@ def test_an_old_checkpoint_is_noticed_and_the_peer_begins_anew_with_nothing() ->
     assert back.mass["w"] > 0
 
 
-def test_a_peer_without_weight_begins_at_the_model_of_its_first_shares() -> None:
+def test_a_peer_without_weight_adopts_its_first_shares() -> None:
     a, b = peers()
     a.mass["w"] = 0.0
     b.mass["x"] = 3.0
@@ -296,7 +296,7 @@ def test_a_peer_without_weight_begins_at_the_model_of_its_first_shares() -> None
         b.acknowledge(word)
 
 
-def test_an_incarnation_that_is_forgotten_too_is_not_used_again() -> None:
+def test_a_forgotten_incarnation_is_not_reused() -> None:
     a, b = peers()
     old = a._durable
     exchange(a, b)
@@ -310,7 +310,7 @@ def test_an_incarnation_that_is_forgotten_too_is_not_used_again() -> None:
         assert back.incarnation == count << 32 | boot
 
 
-def test_an_old_frame_is_a_no_op_whenever_it_comes() -> None:
+def test_an_old_frame_never_changes_anything() -> None:
     a, b = peers()
     first, second = exchange(a, b), exchange(a, b)
     mass = dict(b.mass)
@@ -325,7 +325,7 @@ def test_an_old_frame_is_a_no_op_whenever_it_comes() -> None:
     assert b.mass == anew.mass == mass
 
 
-def test_a_commit_that_is_late_does_not_undo_a_later_one() -> None:
+def test_a_late_commit_undoes_no_later_one() -> None:
     a, _ = peers()
     early, late = a.snapshot(1), a.snapshot(2)
     a.committed(late)
@@ -333,13 +333,13 @@ def test_a_commit_that_is_late_does_not_undo_a_later_one() -> None:
         a.committed(early)
 
 
-def test_a_state_of_other_neighbours_is_not_gone_on_from() -> None:
+def test_a_state_of_other_neighbours_is_refused() -> None:
     a, _ = peers()
     with raises(RunError, "share.other-neighbors", names=r"\[1\].*\[1, 2\]"):
         machine(0, 3).restore(a._durable)
 
 
-def test_shares_for_a_dead_incarnation_are_stranded_and_its_own_are_refused() -> None:
+def test_shares_for_dead_incarnations_are_stranded_or_refused() -> None:
     a, b = peers()
     a.split(0, {1: 0.5})
     b.split(0, {0: 0.5})
@@ -356,7 +356,7 @@ def test_shares_for_a_dead_incarnation_are_stranded_and_its_own_are_refused() ->
         a.receive(lost)
 
 
-def test_a_share_that_was_not_committed_comes_back_when_its_receiver_is_dead() -> None:
+def test_an_uncommitted_share_returns_when_its_receiver_died() -> None:
     a, b = peers()
     a.split(0, {1: 0.5})
     b.reset()
@@ -381,7 +381,7 @@ def test_a_number_frozen_twice_is_noticed() -> None:
         shake(b, restarted(a, 9))
 
 
-def test_what_was_said_before_a_start_is_not_believed_after_it() -> None:
+def test_statements_from_before_a_start_are_not_believed() -> None:
     a, b = peers()
     a.split(0, {1: 0.5})
     commit(a)
@@ -404,7 +404,7 @@ def test_what_was_said_before_a_start_is_not_believed_after_it() -> None:
     assert stale.boot == b.boot
 
 
-def test_a_hello_tells_what_came_in_and_is_not_on_disk_yet() -> None:
+def test_a_hello_tells_what_arrived_before_it_is_stored() -> None:
     a, b = peers()
     a.split(0, {1: 0.5})
     commit(a)
@@ -413,7 +413,7 @@ def test_a_hello_tells_what_came_in_and_is_not_on_disk_yet() -> None:
     assert (told.received, told.seen) == (0, 1)
 
 
-def test_who_lies_to_a_running_peer_is_refused_and_changes_nothing() -> None:
+def test_a_liar_is_refused_and_changes_nothing() -> None:
     a, b = peers()
     exchange(a, b)
     before, truth = dict(a.mass), replace(b.hello(0), answers=a.hello(1).challenge)
@@ -429,7 +429,7 @@ def test_who_lies_to_a_running_peer_is_refused_and_changes_nothing() -> None:
     assert a.incarnation == FIRST
 
 
-def test_a_claim_that_would_use_up_the_incarnations_is_refused_at_the_first_handshake_too() -> None:
+def test_a_claim_exhausting_incarnations_is_refused() -> None:
     a, b = peers()
     back = restarted(a, 7)
     truth = replace(b.hello(0), answers=back.hello(1).challenge)
@@ -439,7 +439,7 @@ def test_a_claim_that_would_use_up_the_incarnations_is_refused_at_the_first_hand
     assert back.is_open(1)
 
 
-def test_the_last_number_of_an_edge_and_the_last_incarnation_are_the_end() -> None:
+def test_the_last_number_of_edge_or_incarnation_is_final() -> None:
     a, _ = peers()
     a.edges[1] = replace(a.edges[1], sent=LAST)
     assert not a.is_ready(1)
@@ -466,7 +466,7 @@ def test_weights_that_leave_the_peer_nothing_are_refused(weights: dict[int, floa
         a.split(0, weights)
 
 
-def test_a_share_that_would_make_the_mass_infinite_is_not_taken() -> None:
+def test_a_share_making_the_mass_infinite_is_refused() -> None:
     largest = torch.finfo(torch.float32).max
     a, b = (
         PushSumProtocol(i, [0, 1], 5 + i, {"x": torch.full((3,), largest), "w": torch.ones(())}, TensorArithmetic())
@@ -535,7 +535,7 @@ def network_round(network: list[Peer]) -> None:
             network[word.receiver].shares.acknowledge(word)
 
 
-def test_what_is_on_disk_is_packed_and_unpacked_bit_for_bit() -> None:
+def test_a_state_packs_and_unpacks_bit_for_bit() -> None:
     rows = {"x": torch.randn(5), "w": torch.tensor(1.0)}
     a, *others = (PushSumProtocol(i, range(3), LAST - i, dict(rows), TensorArithmetic()) for i in range(3))
     commit(a, *others)

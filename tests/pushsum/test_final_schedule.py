@@ -83,7 +83,7 @@ def check_all(code: Any = lockstep) -> None:
         check_schedule(Random(seed), code)
 
 
-def test_each_peers_own_turns_bring_all_to_one_model_and_lose_no_mass() -> None:
+def test_own_turns_bring_one_model_without_losing_mass() -> None:
     check_all()
 
 

@@ -123,7 +123,7 @@ def test_rows_of_any_shape_come_back(dtype: torch.dtype, shape: tuple[int, ...])
     assert same(decode(encode(message), formats_of(rows)), message)
 
 
-def test_decoded_rows_are_views_of_the_frame_and_can_be_written() -> None:
+def test_decoded_rows_are_writable_views_of_the_frame() -> None:
     data = bytearray(encode(SHARE))
     message = decode(data, FORMATS)
     assert isinstance(message, FrozenShare)
@@ -245,7 +245,7 @@ def test_a_layout_of_no_rows_is_a_header() -> None:
     assert isinstance(read_header(encode(SHARE), 208), FrameHeader)
 
 
-def test_what_is_sent_is_the_rows_themselves_and_no_copy() -> None:
+def test_encoding_sends_rows_without_a_copy() -> None:
     rows = {"x": torch.arange(1000.0), "w": torch.tensor(0.5)}
     parts = FrameCodec(RUN).encode(replace(SHARE, values=rows))
     before = b"".join(parts)

@@ -65,7 +65,7 @@ def call(caller: Process, answerer: Process) -> None:
     caller.witness.receive(carry(answerer.witness.report(caller.witness.peer)))
 
 
-def test_a_longer_ledger_is_no_problem_and_one_that_lacks_lines_is() -> None:
+def test_only_a_ledger_that_lacks_lines_is_refused() -> None:
     peer, other = Process(0, [1]), Process(1, [0])
     assert not peer.witness.is_witnessed
     call(peer, other)
@@ -82,7 +82,7 @@ def test_a_longer_ledger_is_no_problem_and_one_that_lacks_lines_is() -> None:
     assert Process(0, []).witness.is_witnessed  # nobody could have seen anything
 
 
-def test_a_peer_is_witnessed_once_a_neighbour_answers_this_process() -> None:
+def test_a_peer_is_witnessed_once_a_neighbour_answers() -> None:
     peer, other = Process(0, [1]), Process(1, [0])
     peer.witness.receive(other.witness.report(0))  # its own call, before it has heard of this process
     assert not peer.witness.is_witnessed
@@ -103,7 +103,7 @@ def test_what_was_seen_survives_the_neighbours_restart() -> None:
     assert lost.witness.problem is None  # a neighbour that lost its folder too cannot help
 
 
-def test_lines_that_a_process_wrote_after_its_last_report_are_counted_by_the_next() -> None:
+def test_lines_after_the_last_report_are_counted_later() -> None:
     peer, other = Process(0, [1]), Process(1, [0])
     call(peer, other)
     peer.pay(3)  # and is killed before it reports them
@@ -113,7 +113,7 @@ def test_lines_that_a_process_wrote_after_its_last_report_are_counted_by_the_nex
     assert lost.ledger.lacks(lost.witness.reported) == 3
 
 
-def test_lines_that_one_neighbour_alone_counted_are_known_to_all_once_they_are_charged() -> None:
+def test_lines_one_neighbour_counted_become_known_once_charged() -> None:
     """The neighbour that was nearest loses its folder, and then the peer does."""
     peer, near, far = Process(0, [1, 2]), Process(1, [0]), Process(2, [0])
     peer.pay()
@@ -144,7 +144,7 @@ def test_a_report_leaves_out_what_the_receiver_has_counted() -> None:
     assert peer.witness.report(1).own == ((peer.witness.boot, 3),)
 
 
-def test_a_copys_lines_are_counted_though_its_report_is_refused() -> None:
+def test_a_copys_lines_count_though_its_report_is_refused() -> None:
     peer, other = Process(0, [1]), Process(1, [0])
     peer.pay(2)
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_a_copys_lines_are_counted_though_its_report_is_refused() -> None:
     assert original.ledger.lacks(original.witness.reported) == 1
 
 
-def test_a_copy_that_took_steps_stops_the_original_and_itself() -> None:
+def test_a_copy_that_stepped_stops_the_original_too() -> None:
     peer, other = Process(0, [1]), Process(1, [0])
     peer.pay(2)
     call(peer, other)
@@ -184,7 +184,7 @@ def test_a_peer_cannot_fill_its_neighbours_memory_with_boots() -> None:
     carry(other.witness.report(0))
 
 
-def test_two_processes_of_one_identity_are_refused_both_until_both_are_stopped() -> None:
+def test_two_processes_of_one_identity_are_both_refused() -> None:
     one, two, other = Process(0, [1]), Process(0, [1]), Process(1, [0])
     call(one, other)
     call(one, other)
@@ -255,7 +255,7 @@ def with_keys(peer: int, others: list[int], public: bytes) -> Process:
     return process
 
 
-def test_a_key_counts_once_its_process_has_answered_and_an_older_process_changes_it_no_more() -> None:
+def test_a_key_counts_once_its_process_answered() -> None:
     peer, first = with_keys(0, [1], b"a" * 32), with_keys(1, [0], b"b" * 32)
     late = first.witness.report(0)
     peer.witness.receive(carry(late))
@@ -272,7 +272,7 @@ def test_a_key_counts_once_its_process_has_answered_and_an_older_process_changes
     assert keys.learned[-1] == (1, b"c" * 32)
 
 
-def test_a_neighbour_without_a_key_is_refused_where_noise_is_shared() -> None:
+def test_a_neighbour_without_a_key_shares_no_noise() -> None:
     peer, other = with_keys(0, [1], b"a" * 32), Process(1, [0])
     peer.witness.receive(carry(other.witness.report(0)))
     other.witness.receive(carry(peer.witness.report(1)))

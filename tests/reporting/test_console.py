@@ -25,7 +25,7 @@ from flower_privdec.reporting.progress import PLAIN_LINES, scalars
 
 
 @given(st.floats(min_value=1e-6, max_value=1e8))
-def test_a_printed_epsilon_is_never_below_the_real_one_and_within_a_percent(epsilon: float) -> None:
+def test_a_printed_epsilon_is_rounded_up_within_a_percent(epsilon: float) -> None:
     printed = float(formatting.epsilon_text(epsilon))
     assert epsilon * (1 - 1e-8) <= printed <= epsilon * 1.011
 
@@ -123,7 +123,7 @@ def test_summary_shows_what_few_algorithms_have(capsys: pytest.CaptureFixture[st
     assert "0.127 above the minimum, which is 0.13922 (within 9.4e-07)" in said
 
 
-def test_peers_that_exchange_nothing_are_judged_by_their_own_models(
+def test_isolated_peers_are_judged_by_their_own_models(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     summary = summary_of(small_scenario("algorithm.name=local"))
@@ -252,7 +252,7 @@ def test_a_bar_fits_its_terminal_and_cuts_no_number(width: int) -> None:
     assert ("0:00" in bar) == (width >= 80)
 
 
-def test_a_table_on_a_narrow_terminal_folds_and_loses_nothing() -> None:
+def test_a_narrow_terminal_folds_a_table_without_loss() -> None:
     table = _table([("peers", "left"), ("noise multiplier", "right"), ("ε after each quarter", "right")])
     table.add_row("0-3, 5, 7-12", "4.24", "1.31, 1.98, 2.52, 3.00")
     screen = Console(file=io.StringIO(), width=48)

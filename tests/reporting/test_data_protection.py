@@ -62,7 +62,7 @@ def page_of(folder: Path, *others: Path) -> str:
     return text
 
 
-def test_figures_are_those_of_all_that_the_ledger_paid_for(tmp_path: Path) -> None:
+def test_figures_cover_everything_the_ledger_paid_for(tmp_path: Path) -> None:
     text = page_of(charged_run(tmp_path / "a"))
     points = points_of(partial(epsilon, [STEP.times(20)]))
     right = right_guesses(points)
@@ -119,7 +119,7 @@ def test_nothing_spent_is_no_better_than_guessing(tmp_path: Path) -> None:
     assert "right at most 50.0 % of the time" in text
 
 
-def test_a_ledger_with_less_than_the_summary_is_called_that(tmp_path: Path) -> None:
+def test_a_ledger_below_its_summary_is_reported(tmp_path: Path) -> None:
     text = page_of(charged_run(tmp_path / "a", steps=5))
     assert "holds less than this run has spent" in text
     assert "right at most 95.3 % of the time" in text  # by the summary
@@ -163,9 +163,7 @@ def test_runs_with_a_ledger_each_are_counted_together_too(tmp_path: Path) -> Non
     ("publishable", "words"),
     [(True, "of the operating system"), (False, "Nothing of this run may be published"), (None, "does not say where")],
 )
-def test_whether_models_may_be_published_is_in_the_short_part(
-    tmp_path: Path, publishable: bool | None, words: str
-) -> None:
+def test_the_short_part_says_if_models_may_be_published(tmp_path: Path, publishable: bool | None, words: str) -> None:
     folder = charged_run(tmp_path / "a")
     change(folder, noise="of the operating system", publishable=publishable)
     text = page_of(folder)
@@ -195,7 +193,7 @@ def test_every_adversary_of_a_summary_has_a_line(tmp_path: Path) -> None:
     assert "neither a peer nor helped by one | 1.00" in page_of(make_run(tmp_path / "b", privacy=alone))
 
 
-def test_each_adversary_is_counted_at_the_noise_that_it_cannot_take_off(tmp_path: Path) -> None:
+def test_each_adversary_faces_the_noise_it_cannot_remove(tmp_path: Path) -> None:
     weak, strong = (epsilon([replace(STEP, noise_multiplier=noise).times(20)], 1e-3) for noise in (3.0, 1.4333))
     rows = [privacy_row(peer, weak, colluding=2, epsilon_if_all_collude=strong) for peer in range(4)]
     folder = make_run(tmp_path / "a", privacy=rows)
@@ -212,7 +210,7 @@ def test_each_adversary_is_counted_at_the_noise_that_it_cannot_take_off(tmp_path
     assert f"If all other peers help, they are right at most {everybody}" in text
 
 
-def test_of_copies_of_a_ledger_the_one_with_most_payments_counts(tmp_path: Path) -> None:
+def test_among_ledger_copies_the_longest_counts(tmp_path: Path) -> None:
     whole, cut = charged_run(tmp_path / "1"), charged_run(tmp_path / "2", steps=10, epsilon=0.1)
     pay(tmp_path / "2" / "ledger", 5, "two")
     both = epsilon_text(epsilon([STEP.times(25)], 1e-3))
@@ -285,7 +283,7 @@ def test_chances_are_rounded_away_from_comfort() -> None:
     assert len({verdict(right) for right in (0.5, 0.7, 0.9, 0.97, 1.0)}) == 5
 
 
-def test_the_html_page_has_the_short_part_and_the_rest_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_html_page_folds_all_but_the_short_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_of_runs, "to_svg", lambda _figure, label: f'<svg aria-label="{label}"></svg>')
     groups = read_groups([charged_run(tmp_path / "a")])
     page = page_of_runs.render(groups)

@@ -96,7 +96,7 @@ def test_a_changed_ledger_is_an_error_with_its_line(
     assert re.search(why, capsys.readouterr().err)
 
 
-def test_a_last_line_that_was_never_finished_is_not_counted_and_is_named(
+def test_an_unfinished_last_line_is_named_and_not_counted(
     two_runs: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (path,) = (tmp_path / "ledger").glob("*.jsonl")
@@ -125,7 +125,7 @@ def test_a_last_line_that_was_never_finished_is_not_counted_and_is_named(
     ],
     ids=["empty", "a word", "zeros", "half a line", "a header alone", "no record", "deep", "long", "no text", "bytes"],
 )
-def test_a_file_that_is_no_ledger_or_half_of_one_is_an_error_in_a_line(
+def test_a_broken_ledger_is_an_error_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, why: str
 ) -> None:
     path = tmp_path / "own.jsonl"

@@ -75,7 +75,7 @@ def words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_page_of_one_run_shows_its_result_curves_graph_and_scenario(tmp_path: Path) -> None:
+def test_a_page_shows_result_curves_graph_and_scenario(tmp_path: Path) -> None:
     text, page = _page([make_run(tmp_path / "a")], tmp_path / "new" / "page.html")
     shown = " ".join(page.text)
     for expected in (
@@ -170,9 +170,7 @@ def test_labels_differ_where_names_repeat(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("words_alone")
-def test_runs_that_differ_in_their_seeds_are_one_with_mean_and_band(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_several_seeds_become_mean_and_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shares = {3: 0.88, 1: 0.90, 2: 0.95}
     folders = [
         make_run(tmp_path / str(seed), f"name=small-s{seed}", f"seed={seed}", accuracy=share)
@@ -201,7 +199,7 @@ def test_runs_that_differ_in_their_seeds_are_one_with_mean_and_band(
     assert all(str(folder) in text for folder in folders)
 
 
-def test_a_group_has_each_seed_once_and_one_scenario_in_one_runtime(tmp_path: Path) -> None:
+def test_a_group_has_each_seed_once(tmp_path: Path) -> None:
     first = make_run(tmp_path / "a")
     others = [
         make_run(tmp_path / "again"),
@@ -217,9 +215,7 @@ def test_a_group_has_each_seed_once_and_one_scenario_in_one_runtime(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("words_alone")
-def test_runs_of_unlike_budgets_stand_apart_and_each_has_its_best(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_unlike_budgets_stand_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     endless = [privacy_row(peer, "inf", delta=0.0) for peer in range(4)]
     folders = [
         make_run(tmp_path / "open", "privacy=none", epsilon="inf", privacy=endless, accuracy=0.97),
@@ -241,7 +237,7 @@ def test_runs_of_unlike_budgets_stand_apart_and_each_has_its_best(
 
 
 @pytest.mark.usefixtures("words_alone")
-def test_peers_are_equal_where_the_same_is_said_of_them(tmp_path: Path) -> None:
+def test_like_peers_are_described_together(tmp_path: Path) -> None:
     rows = [privacy_row(peer, 1.99991 + 1e-6 * peer) for peer in range(4)]
     _, page = _page([make_run(tmp_path / "a", privacy=rows)], tmp_path / "page.html")
     assert "every peer: ε = 2.00 at δ = 0.001" in " ".join(page.text)
@@ -273,7 +269,7 @@ def _damage(folder: Path, what: str) -> Path:
         ("summary", "reporting.summary-damaged", r"summary\.json: "),
     ],
 )
-def test_what_is_not_a_run_is_refused_and_nothing_written(tmp_path: Path, what: str, code: str, names: str) -> None:
+def test_what_is_not_a_run_is_refused(tmp_path: Path, what: str, code: str, names: str) -> None:
     with raises(ScenarioError, code, names):
         write_report([_damage(tmp_path, what)], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
@@ -295,7 +291,7 @@ def test_a_page_takes_no_other_file_s_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("words_alone")
-def test_a_graph_that_cannot_be_built_any_more_is_said_and_not_fatal(tmp_path: Path) -> None:
+def test_an_unbuildable_graph_is_said_and_not_fatal(tmp_path: Path) -> None:
     edges = tmp_path / "edges.txt"
     edges.write_text("0 1\n1 2\n2 3\n3 0\n")
     folder = make_run(tmp_path / "a", "topology.name=edge-list", f"topology.file={edges}")
@@ -331,7 +327,7 @@ def test_curves_that_hide_each_other_differ_by_their_dashes(tmp_path: Path) -> N
     assert all(first[1] != second[1] for first, second in pairwise(styles))
 
 
-def test_a_report_is_a_table_or_curves_by_its_ending(tmp_path: Path) -> None:
+def test_the_ending_decides_between_table_and_curves(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a_b"), make_run(tmp_path / "c", done=10)]
     for name in ("runs.csv", "runs.tex", "runs.pdf", "runs.png"):
         write_report(runs, tmp_path / name)
@@ -348,9 +344,7 @@ def test_a_report_is_a_table_or_curves_by_its_ending(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["algorithm.average={decay: 0.9}"]], ids=["", "averaged"])
-def test_a_run_of_its_own_has_what_an_appendix_needs_and_a_figure_of_its_peers(
-    more: list[str], tiny_text: str, tmp_path: Path
-) -> None:
+def test_a_single_run_has_appendix_and_figure_of_peers(more: list[str], tiny_text: str, tmp_path: Path) -> None:
     summary = fp.run(parse_scenario(tiny_text, overrides=more), out=tmp_path / "run").summary
     assert set(summary["made"]) == {"versions", "hardware", "commit", "command"}
     assert len(summary["peers"]["accuracy"]) == 4
@@ -374,7 +368,7 @@ def test_a_summary_is_returned_as_it_stands(tmp_path: Path) -> None:
     assert json.loads((folder / "summary.json").read_text()).items() <= summary.items()
 
 
-def test_a_run_without_exchange_has_its_peers_accuracy_and_no_loss(tmp_path: Path) -> None:
+def test_a_run_without_exchange_reports_peers_accuracy(tmp_path: Path) -> None:
     groups = read_groups([make_run(tmp_path / "a", "algorithm.name=local")])
     accuracy, loss, *_ = plots.curves_of(groups)
     with plots.drawing():

@@ -38,7 +38,7 @@ def test_text_that_yaml_might_misread_is_quoted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_every_option_of_a_model_is_shown_with_its_default(name: str) -> None:
+def test_every_model_option_is_shown_with_its_default(name: str) -> None:
     scenario = small_scenario(f"model.name={name}", *NEEDED.get(name, []))
     assert {key: yaml.safe_load(said) for key, said in commented(model_part(scenario)).items()} == MODEL_OPTIONS[name]
 
@@ -48,7 +48,7 @@ def model_part(scenario: Scenario) -> str:
 
 
 @pytest.mark.parametrize("name", list(TOPOLOGIES))
-def test_every_option_of_a_graph_is_shown_with_its_default(name: str) -> None:
+def test_every_graph_option_is_shown_with_its_default(name: str) -> None:
     text = complete_yaml(small_scenario(f"topology.name={name}"))
     shown = commented(text.partition("\ntopology:\n")[2].partition("\nparticipation:")[0])
     options = {key: value for key, value in topology_options(name).items() if value is not None}
@@ -57,7 +57,7 @@ def test_every_option_of_a_graph_is_shown_with_its_default(name: str) -> None:
     }
 
 
-def test_what_is_given_stands_as_a_value_and_not_as_a_comment() -> None:
+def test_given_options_are_values_and_not_comments() -> None:
     text = complete_yaml(small_scenario("model={name: mlp, hidden: [7, 5]}", "topology={name: erdos-renyi}"))
     assert "\n  hidden: [7, 5]\n" in text
     assert commented(text)["activation"] == "relu"

@@ -20,7 +20,7 @@ def test_every_long_row_begins_on_a_boundary(shape, dtype):
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (1, 1001), (2, 300, 300)])
-def test_short_rows_single_rows_and_other_shapes_stay_as_they_are(shape):
+def test_short_single_and_odd_rows_stay_unchanged(shape):
     rows = torch.randn(shape)
     assert is_aligned(rows)
     assert State(np.arange(shape[0]), rows={"x": rows}).rows["x"] is rows
@@ -34,7 +34,7 @@ def test_a_state_aligns_its_rows_once():
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (1, 1001), (2, 30, 300), (3, 1001), (4, 1024)])
-def test_a_state_read_from_anywhere_lies_as_the_first_did(shape):
+def test_a_state_read_anywhere_is_aligned_alike(shape):
     first = State(np.arange(shape[0]), rows={"x": torch.randn(shape)}).rows["x"]
     anywhere = torch.empty(first.numel() + 2)[2:].view(shape).copy_(first)  # 8 bytes off, as a file may have it
     read = State(np.arange(shape[0]), rows={"x": anywhere}).rows["x"]

@@ -175,7 +175,7 @@ def test_what_the_schema_accepts_is_listed() -> None:
 
 
 @pytest.mark.parametrize("name", list(catalogue.MODELS))
-def test_the_options_of_a_model_are_those_that_its_builder_takes(name: str) -> None:
+def test_a_models_options_are_its_builders_arguments(name: str) -> None:
     parameters = inspect.signature(_BUILDERS[name]).parameters.values()
     assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == list(catalogue.MODEL_OPTIONS[name])
 
@@ -191,14 +191,14 @@ def test_those_that_exchange_nothing_are_known_to_the_catalogue() -> None:
     assert set(catalogue.ALONE) == {name for name, algorithm in ALGORITHMS.items() if algorithm.weights is None}
 
 
-def test_an_unknown_name_is_refused_alike_wherever_it_is_given(tiny_text: str) -> None:
+def test_an_unknown_name_is_refused_alike_everywhere(tiny_text: str) -> None:
     with raises(ScenarioError, "scenario.literal_error", r"topology\.name='rign'.*'ring'"):
         parse_scenario(tiny_text, overrides=["topology.name=rign"])
     with raises(ScenarioError, "catalogue.unknown", r"topology\.name='rign'.*'ring'"):
         build_topology("rign", 4)
 
 
-def test_what_is_built_must_be_for_exactly_the_names_of_the_catalogue() -> None:
+def test_the_catalogue_and_the_builders_have_equal_names() -> None:
     with raises(ArgumentError, "catalogue.differs", ".*'tanh'"):
         catalogue.ACTIVATIONS.bind({"relu": 1})
     with raises(ArgumentError, "catalogue.differs", ".*'gelu'"):
@@ -213,7 +213,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_every_option_that_is_listed_can_be_set_and_no_other(kind: str, tiny: Callable[..., Scenario]) -> None:
+def test_every_listed_option_can_be_set_and_no_other(kind: str, tiny: Callable[..., Scenario]) -> None:
     section, key = KEYS[kind].split(".")
     known = {name: OPTIONS[kind](name) for name in parts()[kind]}
     every = {option for options in known.values() for option in options}

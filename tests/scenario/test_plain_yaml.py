@@ -46,7 +46,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "refusal"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_plain_or_has_no_end_is_refused_in_one_line(text: str, refusal: tuple[str, ...]) -> None:
+def test_unplain_or_endless_yaml_is_refused_in_one_line(text: str, refusal: tuple[str, ...]) -> None:
     with raises(ScenarioError, *refusal) as error:
         read_plain(text, "y")
     assert "\n" not in str(error.value)
@@ -89,7 +89,7 @@ def test_what_is_written_reads_back(data: object) -> None:
     assert read_plain(write_yaml(data), "y")[0] == data
 
 
-def test_a_value_is_shown_on_one_line_of_bounded_length() -> None:
+def test_a_value_is_shown_on_one_bounded_line() -> None:
     loop: list[object] = []
     loop.append(loop)
     for value in ("a\nb", "x" * 10**6, list(range(10**5)), loop, 10**5000):

@@ -48,7 +48,7 @@ def turned_off_by_none(section: type[BaseModel], path: str = "") -> Iterator[str
                 yield from turned_off_by_none(form, f"{path}{name}.")
 
 
-def test_a_key_that_none_turns_off_is_read_back_as_none():
+def test_a_key_turned_off_by_none_round_trips():
     keys = set(turned_off_by_none(Scenario))
     assert "network.lead" in keys
     for key in keys:
@@ -124,7 +124,7 @@ def test_wrong_values_name_value_rule_and_remedy(setting, parts):
         assert part in message
 
 
-def test_an_unknown_key_names_its_line_and_the_nearest_key():
+def test_an_unknown_key_names_line_and_nearest_key():
     with raises(ScenarioError, "scenario.extra_forbidden", r"^tiny\.yaml:10"):
         parse_scenario(TEXT.replace("epsilon:", "epsilonn:"), where="tiny.yaml")
 
@@ -134,7 +134,7 @@ def test_a_missing_key_is_named_at_its_section():
         parse_scenario(TEXT.replace("  batch: {sampling: poisson, size: 16}\n", ""), where="s")
 
 
-def test_a_repeated_key_and_broken_yaml_are_refused_with_their_line():
+def test_repeated_keys_and_broken_yaml_name_their_line():
     with raises(ScenarioError, "yaml.repeated-key", "^s:12"):
         parse_scenario(TEXT + "name: again\n", where="s")
     with raises(ScenarioError, "scenario.yaml", "^s:13"):
@@ -143,7 +143,7 @@ def test_a_repeated_key_and_broken_yaml_are_refused_with_their_line():
         parse_scenario("- 1\n")
 
 
-def test_none_is_no_privacy_and_lists_give_each_peer_its_own():
+def test_privacy_may_be_none_or_per_peer():
     assert parse_scenario(TEXT, overrides=["privacy=none"]).private is None
     private = parse_scenario(TEXT, overrides=["privacy.epsilon=[1, 2, 3, 4.5]"]).private
     assert private is not None

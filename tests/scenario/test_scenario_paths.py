@@ -72,7 +72,7 @@ def test_all_paths_of_a_file_begin_in_its_folder(project: Path) -> None:
     }
 
 
-def test_the_graph_of_secrets_begins_in_the_folder_of_its_file(project: Path) -> None:
+def test_the_graph_of_secrets_is_relative_to_its_file(project: Path) -> None:
     secrets = "{name: edge-list, file: ring.txt, directed: false}"
     noise = f"noise: {{kind: cancelling, colluding: 1, secrets: {secrets}}}, ledger: books"
     (project / "own.yaml").write_text(TEXT.replace("ledger: books", noise))
@@ -92,7 +92,7 @@ def test_the_list_of_paths_is_whole() -> None:
     assert keys == {path[-1] for path in PATHS}
 
 
-def test_paths_of_the_command_line_and_of_python_begin_where_it_runs(project: Path) -> None:
+def test_paths_without_a_file_are_relative_to_here(project: Path) -> None:
     here = os.getcwd()
     given = load_scenario(
         project / "own.yaml", ["data.root=a.npz", "privacy={noise_multiplier: 1, delta: 0.1, ledger: b}"]

@@ -116,7 +116,7 @@ def test_finished_cells_are_kept_in_a_folder(tmp_path: Path, monkeypatch: pytest
     assert "privsgp, seed 3, failed: no" in str(partly)
 
 
-def test_a_line_of_an_own_algorithms_code_makes_other_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_of_an_own_algorithm_makes_other_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     module = tmp_path / "my_algorithm.py"
     module.write_text("from user_parts import HeavyBall\nclass Mine(HeavyBall):\n    factor = 1\n")

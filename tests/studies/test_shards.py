@@ -45,7 +45,7 @@ def predictions(experiment, model):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("label_partitions")
-def test_shard_accuracy_is_that_of_the_test_examples_with_the_peers_labels(build):
+def test_shard_accuracy_uses_test_examples_with_peers_labels(build):
     experiment = build(*DEPER, *OWN_LABELS)
     rows = engine_after(experiment).state.rows
     found = evaluate(experiment, rows, 3, experiment.own)["personalized"]
@@ -64,7 +64,7 @@ def test_shard_accuracy_is_that_of_the_test_examples_with_the_peers_labels(build
 
 
 @pytest.mark.usefixtures("label_partitions")
-def test_extra_labels_lead_from_the_own_shard_to_the_whole_test_set(build):
+def test_extra_labels_reach_from_shard_to_whole_test_set(build):
     experiment = build(*DEPER, *OWN_LABELS)
     rows = engine_after(experiment).state.rows
     found = evaluate(experiment, rows, 6, experiment.own)["personalized"]
@@ -89,7 +89,7 @@ def test_methods_without_personalized_models_try_the_mean_model_alone(build):
 
 
 @pytest.mark.usefixtures("label_partitions")
-def test_a_peer_whose_labels_no_test_example_has_is_left_out(build):
+def test_a_peer_without_test_examples_is_left_out(build):
     experiment = build(*DEPER, *OWN_LABELS)
     experiment.public.y[:] = int(experiment.own.examples.y[experiment.own.examples.parts[0][0]])
     rows = engine_after(experiment).state.rows
@@ -161,7 +161,7 @@ def test_pictures_are_drawn_where_there_is_something_to_draw():
     assert figure.axes[0].get_lines()[0].get_ydata() == pytest.approx([90, 50])
 
 
-def test_a_run_whose_loss_explodes_or_whose_personal_models_do_is_stopped(build, monkeypatch):
+def test_a_diverging_run_or_personal_model_is_stopped(build, monkeypatch):
     experiment = build(*DEPER)
     rows = engine_after(experiment).state.rows
     with raises(RunError, "run.diverged", "round 3"):
@@ -188,7 +188,7 @@ def deper(build, peers, fraction, *settings):
     ("peers", "fraction", "rho", "warned"),
     [(100, 0.05, 0.03, True), (100, 0.05, 0.003, False), (10, 0.5, 0.03, False)],
 )
-def test_the_papers_settings_that_blew_up_are_warned_of_and_no_other(build, peers, fraction, rho, warned):
+def test_only_the_papers_diverging_settings_are_warned_of(build, peers, fraction, rho, warned):
     settings = ["algorithm.local_steps=10", f"algorithm.rho={rho}", "data.samples=1000", "data.batch.size=4"]
     _, *warnings = network_warnings(deper(build, peers, fraction, *settings), None)  # the first is of participation
     assert bool(warnings) == warned
@@ -225,7 +225,7 @@ def test_growth_is_what_the_personalized_models_do_without_gradients(build, grap
     assert abs(expected - 1) > 0.05
 
 
-def test_a_study_can_look_at_the_best_or_the_late_accuracy_of_a_run():
+def test_a_study_can_take_best_or_late_accuracy():
     values, kinds = [0.1, 0.9, 0.5, 0.6, 0.7, 0.8, 0.6, 0.7, 0.6, 0.8], {"accuracy": METRIC_KINDS["accuracy"]}
     assert metric("accuracy", kinds).over(values) == 0.8
     assert metric("best-accuracy", kinds).over(values) == 0.9

@@ -158,7 +158,7 @@ SIZES = [(name, size) for name in sorted(shipped("studies")) for size in load_st
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
-def test_every_published_study_is_sound_in_each_of_its_sizes(name: str, size: str | None) -> None:
+def test_every_published_study_is_sound_in_each_size(name: str, size: str | None) -> None:
     cells = cells_of(shipped("studies")[name], size)
     for part in (part.name for part in load_study(name)[0].parts if part.claim):
         assert len({cell.seed for cell in cells if cell.part == part}) >= 3, part
@@ -205,7 +205,7 @@ def test_the_study_of_noise_that_cancels_is_sound(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["study.yaml", "cifar-study.yaml"])
-def test_every_algorithm_is_compared_at_the_same_budget_and_with_as_many_rates(name: str) -> None:
+def test_algorithms_are_compared_at_equal_budget_and_rates(name: str) -> None:
     """Left out are those that are another by another name, and those that only average or have no noise."""
     study, base = load_study(str(ROOT / "simulations" / "compared" / name))
     axes = {"epsilon": Axis(key="privacy.epsilon", values=[1])}
@@ -223,7 +223,7 @@ def test_every_algorithm_is_compared_at_the_same_budget_and_with_as_many_rates(n
     assert held_out == str(compared[0].scenario.data.root).replace(".npz", "-held-out.npz")
 
 
-def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_at: Callable[..., Path]) -> None:
+def test_ordered_settings_merge_equal_scenarios_into_one_cell(study_at: Callable[..., Path]) -> None:
     path = study_at(settings=["rounds=6"], sizes={"paper": {"settings": ["evaluation.every=1"], "seeds": [9]}})
     laptop, paper = cells_of(path), cells_of(path, "paper", "n_peers=5")
     assert [(cell.labels, cell.seed) for cell in laptop[:3]] == [
@@ -253,7 +253,7 @@ def test_rows_are_what_they_are_called(study_at: Callable[..., Path]) -> None:
         cells_of(study_at(axes={"rate": rates, "other": {"points": same}}, **plain))
 
 
-def test_data_that_are_missing_are_found_before_the_first_cell(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_missing_data_are_found_before_the_first_cell(study_at: Callable[..., Path], tmp_path: Path) -> None:
     data = {"key": "data.root", "values": [str(tmp_path / "there"), str(tmp_path / "gone")]}
     path = study_at(axes={"data": data}, figures=[], pivot=None, checks=[], settings=["data.dataset=mnist"])
     with raises(ScenarioError, "data.no-file", names=r"main: .*there, seed 1: data\.root=.*there has no MNIST/raw"):
@@ -262,7 +262,7 @@ def test_data_that_are_missing_are_found_before_the_first_cell(study_at: Callabl
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cell_is_named_by_the_code_of_the_users_modules_and_names_the_line_that_raises(
+def test_a_cells_name_covers_users_code_and_its_errors(
     study_at: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -340,9 +340,7 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(study_at: Callable[.
     assert not (tmp_path / "cells").exists()
 
 
-def test_a_folder_that_cannot_be_published_to_is_refused_before_anything_runs(
-    study_at: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_unpublishable_folder_is_refused_first(study_at: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "text").write_text("x")
     for out, reason in (("text", "File exists"), ("text/x", "Not a directory"), ("x" * 300, "File name too long")):
         with raises(ScenarioError, "study.unwritable", names=rf"--out .*: .*\({reason}\)"):
@@ -371,7 +369,7 @@ parts:
 """
 
 
-def test_a_sweep_needs_a_name_a_base_and_axes_alone(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_sweep_needs_only_name_base_and_axes(study_at: Callable[..., Path], tmp_path: Path) -> None:
     path, output = study_at(MINIMAL), quiet()
     (result,) = run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=output)
     assert [cell.seed for cell in result.cells] == [1, 1]  # the base's own
@@ -383,7 +381,7 @@ def test_a_sweep_needs_a_name_a_base_and_axes_alone(study_at: Callable[..., Path
     assert "## budgets" in readme
 
 
-def test_seeds_and_settings_of_the_study_stand_where_a_size_or_part_says_nothing(
+def test_a_studys_seeds_and_settings_are_the_default(
     study_at: Callable[..., Path],
 ) -> None:
     data = yaml.safe_load(MINIMAL) | {"seeds": [5, 6], "settings": ["rounds=9"], "sizes": {"short": {}, "long": {}}}
@@ -404,7 +402,7 @@ def test_a_name_of_digits_is_a_name(study_at: Callable[..., Path]) -> None:
     assert {cell.scenario.name for cell in cells_of(study_at(MINIMAL.replace("sweep", "'2024'")))} == {"2024"}
 
 
-def test_a_grid_too_large_and_a_column_of_no_scenario_are_refused(study_at: Callable[..., Path]) -> None:
+def test_a_huge_grid_or_unknown_column_is_refused(study_at: Callable[..., Path]) -> None:
     keys = ("rounds", "n_peers", "evaluation.every")
     axes = {key: {"key": key, "values": list(range(1, 1001))} for key in keys}
     with raises(ScenarioError, "study.too-many-cells", names=r"part budgets: 1,000,000,000 .* 20,000"):
@@ -445,7 +443,7 @@ def test_a_training_loss_that_no_run_measures_is_refused(study_at: Callable[...,
     assert cells_of(study_at(MINIMAL, metrics=["training-loss"], settings=asked))
 
 
-def test_a_metric_of_ones_own_is_measured_as_it_says(
+def test_an_own_metric_is_measured(
     study_at: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -580,9 +578,7 @@ def test_a_claim_with_a_run_missing_is_not_decided(study_at: Callable[..., Path]
     assert [case.outcome for case in third.cases if case.where.startswith("ε 3")] == [Finding.NOT_RUN]
 
 
-def test_best_allows_neighbours_within_reach_and_knows_that_less_loss_is_better(
-    study_at: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_best_allows_near_neighbours_and_minimizes_losses(study_at: Callable[..., Path], tmp_path: Path) -> None:
     values = {("1",): 0.3, ("2",): 0.5, ("3",): 0.4, ("4",): 0.1}
     checks = [
         {"kind": "best", "axis": "rounds", "label": label, "reach": reach, "metric": metric}
@@ -615,9 +611,7 @@ def test_above_compares_every_place_with_the_baseline(study_at: Callable[..., Pa
     assert [case.outcome for case in second.cases] == [Finding.CONTRADICTED]
 
 
-def test_speedup_compares_rounds_to_a_level_with_the_ratio_of_values(
-    study_at: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_speedup_compares_rounds_to_a_level(study_at: Callable[..., Path], tmp_path: Path) -> None:
     axes = {
         "peers": {
             "points": [
@@ -658,7 +652,7 @@ def test_curves_with_a_gap_decide_nothing(study_at: Callable[..., Path], tmp_pat
     assert slope.cases[0].outcome is Finding.UNDECIDED
 
 
-def test_a_slope_is_that_of_the_logarithms_from_a_round_on(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_slope_is_of_logarithms_from_a_round(study_at: Callable[..., Path], tmp_path: Path) -> None:
     checks = [{"kind": "slope", "at_most": -0.9, "first": 10, "metric": "loss"}]
     powers = {("1", "push-sum"): -1.0, ("3", "push-sum"): -0.8}
 
@@ -748,7 +742,7 @@ def test_what_one_part_chooses_another_runs(study_at: Callable[..., Path], tmp_p
     assert study.chosen(["main"]) == study.parts
 
 
-def test_a_run_that_two_places_share_is_missing_in_both(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_shared_missing_run_is_missing_in_both(study_at: Callable[..., Path], tmp_path: Path) -> None:
     data = yaml.safe_load(CHOSEN)
     epsilon, shared = data["parts"][1]["axes"]["epsilon"], {"label": "no privacy", "settings": ["privacy=none"]}
     algorithm = {"points": [shared | {"ignores": ["epsilon"]}]}
@@ -785,7 +779,7 @@ def test_the_command_runs_what_is_chosen_from_first(study_at: Callable[..., Path
         ({"axes": {"algorithm": {"points": [{"label": "other"}]}}}, "'other' must be a label of axis algorithm"),
     ],
 )
-def test_a_part_is_chosen_in_an_earlier_one_with_its_axes(
+def test_a_part_is_chosen_from_an_earlier_one(
     study_at: Callable[..., Path], changes: dict[str, object], message: str
 ) -> None:
     data = yaml.safe_load(CHOSEN)
@@ -794,7 +788,7 @@ def test_a_part_is_chosen_in_an_earlier_one_with_its_axes(
         load_study(str(study_at(yaml.safe_dump(data, sort_keys=False))))
 
 
-def test_estimates_leave_out_what_is_not_finite_and_have_no_spread_for_one_seed() -> None:
+def test_estimates_leave_out_infinite_values() -> None:
     assert Estimate.of([1.0, 3.0, float("inf")]) == Estimate(2.0, pytest.approx(2**0.5), 2, diverged=1)
     assert Estimate.of([1.0]) == Estimate(1.0, None, 1)
     assert Estimate.of([float("nan")]) is None
@@ -834,7 +828,7 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
     assert (tmp_path / "out" / "main-1.svg").read_text().count("push-sum") >= 1
 
 
-def test_the_terminal_says_that_each_seed_is_a_release_of_the_same_data(
+def test_the_terminal_warns_that_seeds_reuse_data(
     study_at: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = made_up(study_at(), tmp_path / "cells", by_place(GRID), epsilon=2.5)
@@ -846,7 +840,7 @@ def test_the_terminal_says_that_each_seed_is_a_release_of_the_same_data(
     assert "Each seed" not in capsys.readouterr().out
 
 
-def test_a_cell_that_was_not_run_is_shown_as_not_run(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_cell_not_run_is_shown_so(study_at: Callable[..., Path], tmp_path: Path) -> None:
     path = study_at()
     values = {place: value for place, value in GRID.items() if place != ("3", "push-sum")}
     result = made_up(path, tmp_path / "cells", by_place(values))
@@ -915,9 +909,7 @@ def quiet() -> Console:
     return Console(file=StringIO(), force_terminal=False, highlight=False, emoji=False, width=200)
 
 
-def test_cells_run_once_leave_only_results_and_a_second_study_finds_them(
-    study_at: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_second_study_reuses_cells_with_results_only(study_at: Callable[..., Path], tmp_path: Path) -> None:
     path, cache = study_at(), tmp_path / "cells"
     (result,) = run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
     assert result.complete
@@ -969,9 +961,7 @@ def test_the_published_command_makes_just_what_is_published(study_at: Callable[.
         assert command in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_part_that_an_earlier_command_published_stays_with_that_command(
-    study_at: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_part_published_earlier_keeps_its_command(study_at: Callable[..., Path], tmp_path: Path) -> None:
     text = yaml.safe_load(STUDY)
     text["parts"].append({"name": "other", "title": "Rounds", "axes": {"rounds": {"key": "rounds", "values": [2, 4]}}})
     twins = yaml.safe_dump(text, sort_keys=False).replace("title: Rounds", "title: Budgets")
@@ -1002,9 +992,7 @@ def test_a_part_that_an_earlier_command_published_stays_with_that_command(
     assert "Each run's ε stands alone" in (out / "README.md").read_text()  # for the part that stays, as worded now
 
 
-def test_a_folder_with_another_readme_is_refused_before_anything_runs(
-    study_at: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_folder_with_another_readme_is_refused_first(study_at: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# My project\n")
     with raises(ScenarioError, "study.folder-taken", names=r"README\.md .*A small study"):
         run_study(str(study_at()), out=tmp_path, jobs=1, cache=tmp_path / "cells")
@@ -1012,9 +1000,7 @@ def test_a_folder_with_another_readme_is_refused_before_anything_runs(
     assert not (tmp_path / "cells").exists()
 
 
-def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(
-    study_at: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_only_a_failed_cell_is_retried(study_at: Callable[..., Path], tmp_path: Path) -> None:
     axes = {"rate": {"key": "algorithm.learning_rate", "values": [0.5, 1e25]}}
     path = study_at(axes=axes, checks=[{"kind": "ordered", "axis": "rate"}], figures=[], pivot=None)
     output = quiet()
@@ -1027,7 +1013,7 @@ def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(
     assert [cell.labels for cell in missing_cells(cells_of(path), tmp_path / "cells")] == [("1e25",)] * 2
 
 
-def test_the_time_left_follows_from_the_work_that_is_done(
+def test_the_time_left_follows_from_finished_work(
     study_at: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     axes = {"rounds": {"key": "rounds", "values": [40, 60]}}
@@ -1123,7 +1109,7 @@ ABOVE: dict[str, object] = {"kind": "above", "baseline": {"rate": "0.1"}}
 SECTION = "algorithm={name: privsgp, learning_rate: 3}"
 
 
-def test_a_run_that_ends_without_a_number_counts_as_one(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_run_ending_without_a_number_counts_as_one(study_at: Callable[..., Path], tmp_path: Path) -> None:
     """It is no earlier value, and no seed that is gone: the table says so, and the claim is undecided."""
     checks = [{"kind": "ordered", "axis": "rate"}]
     path = study_at(**PLAIN | {"axes": {"rate": RATES}, "checks": checks})
@@ -1145,7 +1131,7 @@ def test_a_run_that_ends_without_a_number_counts_as_one(study_at: Callable[..., 
 
 
 @pytest.mark.parametrize("what", ["failed", "diverged"])
-def test_a_point_where_a_seed_failed_is_not_the_best(study_at: Callable[..., Path], tmp_path: Path, what: str) -> None:
+def test_a_point_with_a_failed_seed_is_not_best(study_at: Callable[..., Path], tmp_path: Path, what: str) -> None:
     path = study_at(**PLAIN | {"axes": {"rate": RATES}, "best_over": ["rate"]})
 
     def value(cell: Cell) -> dict[int, float] | None:
@@ -1156,7 +1142,7 @@ def test_a_point_where_a_seed_failed_is_not_the_best(study_at: Callable[..., Pat
     assert [group.chosen for group in made_up(path, tmp_path, value).groups] == [("0.1",)]
 
 
-def test_nothing_is_chosen_by_a_number_that_no_run_has(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_number_no_run_has_chooses_nothing(study_at: Callable[..., Path], tmp_path: Path) -> None:
     data = yaml.safe_load(CHOSEN)
     alone = {"points": [{"label": "alone", "settings": ["algorithm.name=local"]}]}
     for part in data["parts"]:
@@ -1166,7 +1152,7 @@ def test_nothing_is_chosen_by_a_number_that_no_run_has(study_at: Callable[..., P
         run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
 
 
-def test_a_choice_that_is_another_row_is_published_as_both(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_choice_shared_with_a_row_is_published_twice(study_at: Callable[..., Path], tmp_path: Path) -> None:
     data = yaml.safe_load(CHOSEN)
     tuned = [{"label": "tuned"}, *({"label": str(r), "settings": [f"algorithm.learning_rate={r}"]} for r in (0.1, 0.2))]
     data["parts"][0] |= {"axes": {"rate": RATES}, "cases": []}
@@ -1180,9 +1166,7 @@ def test_a_choice_that_is_another_row_is_published_as_both(study_at: Callable[..
         cells_of(study_at(yaml.safe_dump(data, sort_keys=False)))
 
 
-def test_cells_run_again_when_a_file_that_they_name_was_written_again(
-    study_at: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_cells_run_again_if_a_named_file_changes(study_at: Callable[..., Path], tmp_path: Path) -> None:
     """By its time: no name of a cell depends on what data hold."""
     graph, cache = tmp_path / "ring.txt", tmp_path / "cells"
     graph.write_text("0 1\n1 2\n2 3\n3 0\n")
@@ -1206,7 +1190,7 @@ def test_cells_run_again_when_a_file_that_they_name_was_written_again(
         run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
 
 
-def test_a_cell_begins_again_where_its_data_changed_after_its_checkpoint(
+def test_a_cell_restarts_if_its_data_changed(
     study_at: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And one whose data change while it runs is not kept."""
@@ -1239,9 +1223,7 @@ def test_a_cell_begins_again_where_its_data_changed_after_its_checkpoint(
     assert not (folder / "cell.json").exists()
 
 
-def test_a_missing_file_of_one_peer_is_found_before_the_first_cell(
-    study_at: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_one_peers_missing_file_is_found_first(study_at: Callable[..., Path], tmp_path: Path) -> None:
     x, y = np.zeros((20, 64), dtype=np.float32), np.arange(20) % 10
     for name in ("test", "0", "1", "2"):
         np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
@@ -1255,7 +1237,7 @@ def test_a_missing_file_of_one_peer_is_found_before_the_first_cell(
     assert not (tmp_path / "cells").exists()
 
 
-def test_a_module_that_changes_while_a_study_runs_ends_it(
+def test_a_module_changed_during_a_study_ends_it(
     study_at: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No result of the code before stands for the code after."""
@@ -1296,9 +1278,7 @@ def test_a_damaged_cell_runs_again(study_at: Callable[..., Path], tmp_path: Path
     assert (tmp_path / "out" / "table-main.csv").read_text() == table
 
 
-def test_a_speed_up_is_that_of_the_larger_value_however_the_axis_is_ordered(
-    study_at: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_speed_up_ignores_the_order_of_its_axis(study_at: Callable[..., Path], tmp_path: Path) -> None:
     points = [{"label": str(n), "value": n, "settings": [f"n_peers={n}"]} for n in (4, 2)]
     checks = [{"kind": "speedup", "axis": "peers"}]
     path = study_at(**PLAIN | {"axes": {"peers": {"points": points}}, "checks": checks})
@@ -1306,7 +1286,7 @@ def test_a_speed_up_is_that_of_the_larger_value_however_the_axis_is_ordered(
     assert [case.outcome for case in verdict.cases] == [Finding.NOT_SHOWN]
 
 
-def test_seeds_that_change_nothing_are_refused_wherever_they_are_set(study_at: Callable[..., Path]) -> None:
+def test_seeds_that_change_nothing_are_refused(study_at: Callable[..., Path]) -> None:
     points = [{"label": "vary"}, {"label": "fixed", "settings": ["seeds={data: 5, model: 5, run: 5}"]}]
     with raises(ScenarioError, "study.seeds-fixed"):
         cells_of(study_at(**PLAIN | {"axes": {"seeds": {"points": points}}}))
@@ -1331,7 +1311,7 @@ def test_seeds_that_change_nothing_are_refused_wherever_they_are_set(study_at: C
             ["data.batch={rate: 0.1}"], "figures": [{"kind": "curves", "along": "gradients"}]}, [], "study.gradients"),
     ],
 )  # fmt: skip
-def test_what_would_not_be_what_it_is_called_is_refused(
+def test_a_mislabelled_study_is_refused(
     study_at: Callable[..., Path], changes: dict[str, object], settings: list[str], code: str
 ) -> None:
     with raises(ScenarioError, code):
@@ -1363,7 +1343,7 @@ def test_a_part_that_could_not_be_published_is_refused(
         load_study(str(study_at(**PLAIN | {"axes": {"rate": RATES}} | changes)))
 
 
-def test_a_choice_is_not_made_in_what_is_chosen_itself(study_at: Callable[..., Path]) -> None:
+def test_a_choice_within_itself_is_refused(study_at: Callable[..., Path]) -> None:
     data = yaml.safe_load(CHOSEN)
     data["parts"][1] |= {"best_over": ["epsilon"]}
     data["parts"].append(
@@ -1373,7 +1353,7 @@ def test_a_choice_is_not_made_in_what_is_chosen_itself(study_at: Callable[..., P
         load_study(str(study_at(yaml.safe_dump(data, sort_keys=False))))
 
 
-def test_numbers_that_differ_have_labels_that_differ_and_any_text_is_a_value(study_at: Callable[..., Path]) -> None:
+def test_different_numbers_have_different_labels(study_at: Callable[..., Path]) -> None:
     axis = {"key": "seeds.data", "values": [20240101, 20240102]}
     path = study_at(**PLAIN | {"axes": {"data": axis}, "settings": ["data.source=null"]})
     assert {cell.labels for cell in cells_of(path)} == {("20240101",), ("20240102",)}
@@ -1392,7 +1372,7 @@ def test_texts_of_several_lines_are_published_twice(study_at: Callable[..., Path
     assert re.findall("(?m)^## .*", readme) == ["## Two rates"]
 
 
-def test_a_folder_for_cells_that_cannot_be_written_to_is_refused(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_unwritable_folder_for_cells_is_refused(study_at: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "cells").write_text("")
     path = study_at(**PLAIN | {"axes": {"rate": RATES}})
     with raises(ScenarioError, "study.cache", names="cells, where the cells' results are kept, cannot be written to"):

@@ -74,7 +74,7 @@ def test_the_kernel_of_sparse_examples_weighs_them_too() -> None:
 
 @pytest.mark.parametrize("own", ["weighed", "summed"])
 @pytest.mark.parametrize("model", ["{name: softmax}", "{module: 'user_models:unproved'}"])
-def test_weights_are_what_a_loss_of_ones_own_makes_of_them(
+def test_weights_equal_an_own_weighted_loss(
     build: Build, alike: Callable[..., Experiment], own: str, model: str
 ) -> None:
     more = [f"model={model}", "privacy.clip_norm=0.2"]
@@ -155,7 +155,7 @@ def test_own_losses_that_stand_for_one_example_are_accepted(name: str) -> None:
         ("error", "loss.no-gradient"),
     ],
 )
-def test_own_losses_whose_weights_cancel_or_without_a_gradient_are_refused(name: str, code: str) -> None:
+def test_own_losses_with_cancelling_weights_are_refused(name: str, code: str) -> None:
     with raises(ScenarioError, code, names=f"user_tasks:{name}") as caught:
         try_loss(replace(own_loss(f"user_tasks:{name}", "classes"), width=10), 10)
     assert "\n" not in str(caught.value)

@@ -88,7 +88,7 @@ def test_metrics_are_scikit_learn_s(name: str, loss: str, wanted: Reference, n: 
         assert value == pytest.approx(expected, abs=1e-9)
 
 
-def test_every_metric_that_a_scenario_can_name_is_there_and_tried() -> None:
+def test_every_metric_of_a_scenario_is_tried() -> None:
     assert set(METRICS) == set(METRIC_KINDS)
     assert {name for name, *_ in CASES} == set(METRICS)
 

@@ -157,7 +157,7 @@ def test_what_a_loss_says_of_private_examples_is_withheld() -> None:
     assert caught.value.__context__ is None
 
 
-def test_the_code_of_a_loss_is_part_of_the_run_and_that_of_a_metric_is_not(
+def test_code_of_a_loss_but_not_metric_changes_runs(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys

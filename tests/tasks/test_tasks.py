@@ -273,9 +273,7 @@ def test_targets_of_both_halves_are_alike(build: Build, arrays: Arrays) -> None:
         (["model.width=3"], ("scenario.other-choice", "resnet18-gn")),
     ],
 )
-def test_a_task_that_does_not_fit_is_refused_in_a_line(
-    build: Build, settings: list[str], refusal: tuple[str, ...]
-) -> None:
+def test_an_unfit_task_is_refused_in_one_line(build: Build, settings: list[str], refusal: tuple[str, ...]) -> None:
     with raises(ScenarioError, *refusal) as caught:
         build(*settings)
     assert "\n" not in str(caught.value)

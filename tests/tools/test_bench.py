@@ -108,7 +108,7 @@ def test_feddeper_is_timed_beside_the_loop_and_the_floor(monkeypatch, capsys):
     assert "times that" in capsys.readouterr().out
 
 
-def test_feddeper_is_not_timed_when_the_engine_does_something_else(monkeypatch):
+def test_a_wrong_engine_stops_the_timing_of_feddeper(monkeypatch):
     built = local_steps.engine
 
     def tampered(setup):
@@ -236,7 +236,7 @@ def test_figures_follow_from_the_times():
     assert facts["peer_steps_per_second"] == pytest.approx(4 / 0.002)
 
 
-def test_every_way_is_timed_as_often_in_an_order_that_turns_round(monkeypatch):
+def test_every_way_is_timed_equally_often_in_turn(monkeypatch):
     monkeypatch.setattr(timing, "STRETCH", 0)
     calls = []
     times = timing.paired({name: lambda name=name: calls.append(name) for name in "ab"}, 4, CPU)

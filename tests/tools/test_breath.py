@@ -34,12 +34,12 @@ def test_each_kind_of_line_is_counted() -> None:
         (f"    text = '''\n\n'''\n{LINES}\n    return x", 1, 1),
     ],
 )
-def test_a_pause_is_a_blank_or_comment_line_in_a_long_function(body: str, long: int, without_pause: int) -> None:
+def test_a_blank_or_comment_line_is_a_pause(body: str, long: int, without_pause: int) -> None:
     density = density_of(f"def f():\n{body}\n")
     assert (density.long_functions, density.long_without_pause) == (long, without_pause)
 
 
-def test_a_place_is_a_file_a_folder_or_a_package(tmp_path: Path) -> None:
+def test_a_place_is_a_file_folder_or_package(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     inside = tmp_path / "inside.py"
     for file in (inside, tmp_path / "tests" / "test_it.py"):

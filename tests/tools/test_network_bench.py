@@ -67,7 +67,7 @@ def test_a_pace_follows_from_the_stamps() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_told_with_its_last_words_and_none_stays() -> None:
+def test_a_failing_process_is_reported_and_none_stays() -> None:
     with raises(RunError, "bench.process-failed"):
         together([(divmod, (1, 0))] * 2)
     assert not multiprocessing.active_children()

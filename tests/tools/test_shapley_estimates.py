@@ -8,7 +8,7 @@ from flower_privdec.algorithms.shapley import Game, exact
 from tools.shapley_estimates import estimates
 
 
-def test_in_a_game_whose_worths_add_up_every_estimate_but_a_truncated_one_is_exact() -> None:
+def test_in_additive_games_untruncated_estimates_are_exact() -> None:
     worths = np.array([0.1, 0.4, 0.2, 0.3])
 
     def game(share: int) -> Game:

@@ -243,9 +243,7 @@ def test_all_begin_with_one_model_and_hand_back_alike(tmp_path: Path) -> None:
 # --- environments ---
 
 
-def test_an_environment_is_made_once_and_anew_when_its_versions_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_is_rebuilt_if_its_versions_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pins = tmp_path / "pins.txt"
     pins.write_text("a==1\n")
     called: list[list[str]] = []

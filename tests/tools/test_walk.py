@@ -8,7 +8,7 @@ from tools.walk import WALKS, main, measure
 
 
 @pytest.mark.parametrize("name", ["step", "payment"])
-def test_a_walk_is_the_same_each_time_and_starts_and_ends_with_its_operation(name: str) -> None:
+def test_a_walk_is_reproducible_and_spans_its_operation(name: str) -> None:
     functions = measure(name)
     assert functions == measure(name)
     files = {file for file, _ in functions}

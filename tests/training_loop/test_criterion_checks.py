@@ -297,12 +297,12 @@ def test_a_function_that_remembers_other_examples_is_refused() -> None:
         CriterionTrial(fives(), remembering()).try_call([X], {}, [LABEL])
 
 
-def test_an_object_that_cannot_be_copied_for_each_example_is_refused() -> None:
+def test_an_object_uncopyable_per_example_is_refused() -> None:
     with raises(ScenarioError, "loss.not-copied"):
         CriterionTrial(fives(), Locked(1.0))
 
 
-def test_what_a_criterion_keeps_of_one_example_reaches_no_other(tmp_path: Path) -> None:
+def test_a_criterions_memory_of_one_example_reaches_no_other(tmp_path: Path) -> None:
     """One example with a loss of 1e6 would turn the gradients of all that come after it."""
     x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)) / 10
     y = torch.arange(50) % 5
@@ -409,7 +409,7 @@ def test_a_refused_criterion_leaves_no_ledger(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_tensors_that_are_no_numbers_are_refused_before_a_ledger(value: float, tmp_path: Path) -> None:
+def test_non_numeric_tensors_are_refused_before_a_ledger(value: float, tmp_path: Path) -> None:
     x, y = torch.randn(40, 4), torch.arange(40) % 5
     x[7, 1] = value
     data = TensorDataset(x, y)
@@ -422,7 +422,7 @@ def test_tensors_that_are_no_numbers_are_refused_before_a_ledger(value: float, t
     wrapped(tmp_path, nn.CrossEntropyLoss(), DataLoader(others, batch_size=10))
 
 
-def test_what_the_loop_does_otherwise_is_tried_before_its_first_gradient(tmp_path: Path) -> None:
+def test_unusual_use_of_a_criterion_is_tried_first(tmp_path: Path) -> None:
     def summed(outputs: Tensor, labels: Tensor, *more: Tensor) -> Tensor:
         return divided(outputs, labels) if more else functional.cross_entropy(outputs, labels)
 
@@ -435,7 +435,7 @@ def test_what_the_loop_does_otherwise_is_tried_before_its_first_gradient(tmp_pat
     assert not any(tmp_path.iterdir())  # the first batch is paid for when its noise is added
 
 
-def test_a_trial_sees_no_private_number_and_changes_no_generator(tmp_path: Path) -> None:
+def test_a_trial_sees_no_private_number(tmp_path: Path) -> None:
     seen = []
 
     def criterion(outputs: Tensor, numbers: Tensor) -> Tensor:
@@ -517,7 +517,7 @@ def doses() -> Any:
     return [{"x": torch.rand(4), "dose": torch.rand(1), "age": torch.rand(())} for _ in range(40)]
 
 
-def test_what_a_loop_may_do_to_its_batch_is_not_refused_before(tmp_path: Path) -> None:
+def test_usual_changes_to_a_batch_are_not_refused(tmp_path: Path) -> None:
     """Outputs [n, 1] beside targets [n] do not add up, and many loops give the targets another axis."""
     x, y = torch.rand(40, 4), torch.rand(40)
     for number, (data, column) in enumerate(((doses(), "dose"), (TensorDataset(x, y), 1))):
@@ -530,7 +530,7 @@ def test_what_a_loop_may_do_to_its_batch_is_not_refused_before(tmp_path: Path) -
             parts.criterion(parts.model(inputs), batch[column].reshape(-1))
 
 
-def test_an_autoencoder_beside_labels_is_tried_as_the_loop_calls_it(tmp_path: Path) -> None:
+def test_an_autoencoder_is_tried_as_the_loop_calls(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4))
     parts = wrapped(tmp_path, nn.MSELoss(), model=model)
     x, _ = next(iter(parts.data_loader))

@@ -93,7 +93,7 @@ def test_a_scheduler_cannot_follow_private_losses(tmp_path: Path) -> None:
             scheduler.step(loss)
 
 
-def test_a_loss_that_is_shown_is_the_criterions_and_every_summary_says_so(tmp_path: Path) -> None:
+def test_a_shown_loss_is_the_criterions_and_declared(tmp_path: Path) -> None:
     reports: list[str] = []
     parts = wrap(tmp_path, DataLoader(data(), N), show_loss=True, report=reports.append)
     model, optimizer, loader, criterion = parts
@@ -155,18 +155,14 @@ def of_dicts(samples: list[Any]) -> Any:
     ids=["padded", "standardised", "mixed up"],
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_whose_rows_depend_on_each_other_is_refused(
-    rows: Any, collate: Any, workers: int, tmp_path: Path
-) -> None:
+def test_a_batch_with_dependent_rows_is_refused(rows: Any, collate: Any, workers: int, tmp_path: Path) -> None:
     with raises(ScenarioError, "training-loop.collate-mixes", "fixed length"):
         wrap(tmp_path, DataLoader(rows, 6, collate_fn=collate, num_workers=workers))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_that_depends_on_lengths_that_no_probe_had_is_refused_when_it_is_drawn(
-    workers: int, tmp_path: Path
-) -> None:
+def test_a_batch_depending_on_unprobed_lengths_is_refused(workers: int, tmp_path: Path) -> None:
     rows = [(torch.randn(3, 5), 0) for _ in range(64)]  # probes are items 0, 8, 16, ...
     rows[5] = (torch.randn(9, 5), 1)
     loader = wrap(tmp_path, DataLoader(rows, 64, collate_fn=padded, num_workers=workers)).data_loader  # type: ignore[arg-type]
@@ -292,7 +288,7 @@ def test_a_dataset_whose_items_read_others_is_refused(
 
 @pytest.mark.parametrize("kind", ["tensor", "array", "list", "tuple", "dict"])
 @pytest.mark.parametrize("dataset", [Items, Augmented, OwnGenerator, Shifted])
-def test_a_dataset_whose_items_are_one_example_each_is_taken(dataset: type[Items], kind: str, tmp_path: Path) -> None:
+def test_a_dataset_of_separate_items_is_accepted(dataset: type[Items], kind: str, tmp_path: Path) -> None:
     wrap(tmp_path, DataLoader(dataset(kind), 6))
     wrap(tmp_path, DataLoader(Subset(dataset(kind), range(0, N, 3)), 6))
 

@@ -247,7 +247,7 @@ def test_the_sum_is_the_textbooks(kind: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["conv", "lstm", "tied", "by hand", "own function", "mixing"])
-def test_most_models_are_called_on_many_examples_at_a_time(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_most_models_are_called_on_many_examples(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model, shape = made(kind)
     x, y = batch(shape)
     torch.testing.assert_close(clipped(model, x, y), clipped(model, x, y, way="vmap"))
@@ -261,7 +261,7 @@ def test_most_models_are_called_on_many_examples_at_a_time(kind: str, caplog: py
     st.integers(0, 99),
     st.sampled_from([1.0, 0.0, 1e25, 1e38, -1e-30, math.nan, math.inf]),
 )
-def test_one_example_moves_the_sum_by_no_more_than_the_clip_norm(kind: str, who: int, seed: int, size: float) -> None:
+def test_one_example_moves_the_sum_within_the_clip_norm(kind: str, who: int, seed: int, size: float) -> None:
     model, shape = made(kind)
     x, y = batch(shape, seed)
     if x.is_floating_point():
@@ -274,7 +274,7 @@ def test_one_example_moves_the_sum_by_no_more_than_the_clip_norm(kind: str, who:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e25, math.nan, math.inf])
-def test_a_loss_that_is_huge_zero_or_no_number_counts_no_more(scale: float) -> None:
+def test_a_huge_zero_or_nan_loss_counts_no_more(scale: float) -> None:
     model, shape = made("linear")
     x, y = batch(shape)
 
@@ -291,7 +291,7 @@ def test_a_loss_that_is_huge_zero_or_no_number_counts_no_more(scale: float) -> N
 
 
 @pytest.mark.parametrize("way", ["vmap", "loop"])
-def test_a_criterion_that_mixes_examples_sees_one_at_a_time(way: str) -> None:
+def test_a_criterion_that_mixes_examples_sees_one(way: str) -> None:
     model, shape = made("linear")
     x, y = batch(shape)
 
@@ -301,7 +301,7 @@ def test_a_criterion_that_mixes_examples_sees_one_at_a_time(way: str) -> None:
     torch.testing.assert_close(clipped(model, x, y, contrast, way=way), textbook("linear", x, y, contrast))
 
 
-def test_a_criterion_keeps_nothing_of_a_batch_for_the_next(tmp_path: Path) -> None:
+def test_a_criterion_keeps_nothing_between_batches(tmp_path: Path) -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -317,7 +317,7 @@ def test_a_criterion_keeps_nothing_of_a_batch_for_the_next(tmp_path: Path) -> No
     assert not centred.center.any()
 
 
-def test_a_function_that_is_told_of_all_examples_at_once_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_using_all_examples_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     class Whole(torch.autograd.Function):
         generate_vmap_rule = False
 
@@ -411,7 +411,7 @@ class Counting:
         out += 2 * std[:, None]
 
 
-def test_the_gradient_is_the_noised_sum_over_the_expected_batch() -> None:
+def test_the_gradient_is_the_noised_mean() -> None:
     model, shape = made("linear")
     x, y = batch(shape)
     optimizer, noise = torch.optim.SGD(model.parameters(), lr=1.0), Counting()
@@ -453,7 +453,7 @@ def test_any_optimizer_takes_its_own_step_on_that_gradient(make: Any, tmp_path: 
         torch.testing.assert_close(mine, theirs)
 
 
-def test_noise_is_gaussian_of_its_size_and_never_twice_the_same(tmp_path: Path) -> None:
+def test_noise_is_gaussian_and_never_repeats(tmp_path: Path) -> None:
     model = nn.Linear(5, 4000)
     parts = setup(tmp_path, model, noise_multiplier=2.0, clip_norm=0.5)
     drawn = []
@@ -628,7 +628,7 @@ def spent(rate: float, noise: float, steps: int, delta: float) -> float:
 
 
 @pytest.mark.slow
-def test_forty_rounds_cost_what_dp_accounting_says_and_then_it_is_over(tmp_path: Path) -> None:
+def test_forty_rounds_cost_what_dp_accounting_says(tmp_path: Path) -> None:
     loader = DataLoader(data(), batch_size=20)
     budget = {"epsilon": 4.0, "noise_multiplier": None, "rounds": 40, "reserve": 2}
     noises = set()
@@ -648,7 +648,7 @@ def test_forty_rounds_cost_what_dp_accounting_says_and_then_it_is_over(tmp_path:
         next(reading)
 
 
-def test_the_budget_ends_a_pass_before_a_batch_is_read(tmp_path: Path) -> None:
+def test_a_spent_budget_ends_a_pass_before_reading(tmp_path: Path) -> None:
     read: list[int] = []
 
     class Watched(Dataset[Any]):
@@ -674,7 +674,7 @@ def test_the_budget_ends_a_pass_before_a_batch_is_read(tmp_path: Path) -> None:
     assert len(read) == before
 
 
-def test_other_mechanisms_and_runs_over_the_same_data_count_too(tmp_path: Path) -> None:
+def test_other_mechanisms_and_runs_count_too(tmp_path: Path) -> None:
     first = setup(tmp_path, noise_multiplier=0.8)
     loop(first)
     second = setup(tmp_path, noise_multiplier=None, epsilon=4.0, rounds=10)
@@ -686,9 +686,7 @@ def test_other_mechanisms_and_runs_over_the_same_data_count_too(tmp_path: Path) 
         assert part in said
 
 
-def test_the_noise_of_the_ledger_is_kept_where_the_solution_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ledgers_noise_survives_a_lost_solution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = {"epsilon": 3.0, "noise_multiplier": None, "steps": 20}
     first = setup(tmp_path, **budget)
     loop(first)
@@ -774,7 +772,7 @@ def test_a_mistake_in_the_first_batch_costs_nothing(
     assert said == []
 
 
-def test_an_error_that_only_private_examples_cause_is_paid_for(tmp_path: Path) -> None:
+def test_an_error_from_private_examples_is_paid_for(tmp_path: Path) -> None:
     parts = setup(tmp_path, nn.Linear(5, 2), loader=DataLoader(data(), 40))  # a class too many
     with raises(RunError, "training-loop.withheld"):
         loop(parts)
@@ -789,7 +787,7 @@ def test_a_loss_that_is_shown_is_paid_for_before(tmp_path: Path) -> None:
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_batch_of_an_iterator_that_is_gone_is_paid_for_once(tmp_path: Path) -> None:
+def test_a_batch_of_a_lost_iterator_is_paid_once(tmp_path: Path) -> None:
     parts = setup(tmp_path, loader=DataLoader(data(), 40))
     x, y = next(iter(parts.data_loader))
     parts.criterion(parts.model(x), y).backward()
@@ -799,7 +797,7 @@ def test_a_batch_of_an_iterator_that_is_gone_is_paid_for_once(tmp_path: Path) ->
     loop(setup(tmp_path, loader=DataLoader(data(), 40)))  # its lock is gone too
 
 
-def test_a_delta_that_would_allow_to_publish_an_example_is_said(tmp_path: Path) -> None:
+def test_a_dangerous_delta_is_warned_of(tmp_path: Path) -> None:
     said: list[str] = []
     setup(tmp_path, delta=0.025, report=said.append)
     assert said == [
@@ -809,7 +807,7 @@ def test_a_delta_that_would_allow_to_publish_an_example_is_said(tmp_path: Path) 
     assert len(said) == 1
 
 
-def test_a_step_is_on_disk_before_its_batch_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_on_disk_before_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paid: list[int] = []
     original = os.urandom
 
@@ -833,7 +831,7 @@ def test_a_step_is_on_disk_before_its_batch_is_drawn(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_leaving_a_pass_early_lets_go_of_the_ledger_and_keeps_what_was_taken(tmp_path: Path) -> None:
+def test_leaving_a_pass_early_releases_the_ledger(tmp_path: Path) -> None:
     parts = setup(tmp_path, loader=DataLoader(data(400), batch_size=100))
     assert loop(parts, most=2) == 2
     again = setup(tmp_path, loader=DataLoader(data(400), batch_size=100))
@@ -853,7 +851,7 @@ def test_leaving_a_pass_early_lets_go_of_the_ledger_and_keeps_what_was_taken(tmp
     assert parts.epsilon == pytest.approx(spent(0.25, 1.0, 11, 1e-3), rel=2e-3)
 
 
-def test_a_long_pass_writes_few_lines_and_loses_little_when_it_is_left(tmp_path: Path) -> None:
+def test_a_long_pass_writes_few_lines_and_loses_little(tmp_path: Path) -> None:
     parts = setup(tmp_path, loader=DataLoader(data(640), batch_size=10), noise_multiplier=None, epsilon=2.0, rounds=2)
     assert loop(parts, most=33) == 33  # in the ninth block of four; an empty batch or two may be among them
     assert parts.allowed in (128 - 36, 128 - 40)
@@ -861,7 +859,7 @@ def test_a_long_pass_writes_few_lines_and_loses_little_when_it_is_left(tmp_path:
 
 
 @pytest.mark.slow
-def test_the_released_mean_has_the_distribution_that_is_accounted_for(tmp_path: Path) -> None:
+def test_the_released_mean_has_the_accounted_distribution(tmp_path: Path) -> None:
     """With one example alone, a step is (1 - q) N(0, σ²C²) + q N(C, σ²C²), over the expected batch."""
     rate, noise, size = 0.25, 0.3, 4
     x = torch.zeros(size, 1)
@@ -913,7 +911,7 @@ def loop_that_is_killed(ledger: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_round_it_goes_on_from_there(tmp_path: Path) -> None:
+def test_a_round_killed_midway_resumes_there(tmp_path: Path) -> None:
     assert status_of(forked(loop_that_is_killed, tmp_path / "a.jsonl")) == -signal.SIGKILL
     budget = {"epsilon": 4.0, "noise_multiplier": None, "rounds": 20}
     parts = setup(tmp_path, loader=DataLoader(data(), batch_size=20), **budget)
@@ -1014,7 +1012,7 @@ def test_what_was_not_paid_for_is_refused(body: Any, code: str, named: str, tmp_
     refused(setup(tmp_path, loader=DataLoader(data(400), batch_size=100), show_loss=True), code, named, body)
 
 
-def test_a_batch_does_not_come_back_in_the_step_of_another(tmp_path: Path) -> None:
+def test_a_batch_is_not_reused_in_another_step(tmp_path: Path) -> None:
     def train(keep_outputs: bool) -> None:
         net, optimizer, loader, criterion = setup(tmp_path, loader=DataLoader(data(), 100), ledger=tmp_path / "b")
         kept: list[Any] = []
@@ -1149,7 +1147,7 @@ def test_what_is_private_already_or_a_folder_is_refused(tmp_path: Path) -> None:
         setup(tmp_path, ledger=tmp_path)
 
 
-def test_the_error_of_a_model_on_private_examples_is_withheld(tmp_path: Path) -> None:
+def test_a_models_error_on_private_examples_is_withheld(tmp_path: Path) -> None:
     class Telling(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1174,7 +1172,7 @@ def test_the_error_of_a_model_on_private_examples_is_withheld(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_error_of_a_loader_on_private_examples_is_withheld(workers: int, tmp_path: Path) -> None:
+def test_a_loaders_error_on_private_examples_is_withheld(workers: int, tmp_path: Path) -> None:
     def telling(examples: list[Any]) -> Any:
         raise ValueError(f"secret {examples}")
 
@@ -1203,7 +1201,7 @@ def test_the_error_of_a_loader_on_private_examples_is_withheld(workers: int, tmp
 
 
 @pytest.mark.parametrize("assigned", [False, True])
-def test_no_buffer_carries_examples_out_of_a_pass_or_an_evaluation(assigned: bool, tmp_path: Path) -> None:
+def test_no_buffer_carries_examples_out(assigned: bool, tmp_path: Path) -> None:
     class Averaging(nn.Linear):
         def __init__(self) -> None:
             super().__init__(5, 3)
@@ -1224,7 +1222,7 @@ def test_no_buffer_carries_examples_out_of_a_pass_or_an_evaluation(assigned: boo
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_nothing_that_a_forward_pass_keeps_leaves_with_the_model(grad: bool, tmp_path: Path) -> None:
+def test_nothing_a_forward_pass_keeps_leaves(grad: bool, tmp_path: Path) -> None:
     class Keeping(nn.Linear):
         def __init__(self) -> None:
             super().__init__(5, 3)
@@ -1352,7 +1350,7 @@ CHANGES = {
 }
 
 
-def test_a_flower_task_becomes_private_by_at_most_eight_lines(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_flower_task_becomes_private_in_eight_lines(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     after = BEFORE
     for old, new in CHANGES.items():
         assert after.count(old) == 1
@@ -1380,7 +1378,7 @@ def test_a_flower_task_becomes_private_by_at_most_eight_lines(tmp_path: Path, ca
         names["train"](names["Net"](), DataLoader(digits, 20), 2, 0.1, "cpu", tmp_path / "peer-3.jsonl")
 
 
-def test_hardened_noise_is_rounded_exactly_and_covers_how_sums_are_rounded(tmp_path: Path) -> None:
+def test_hardened_noise_is_exact_and_covers_rounding(tmp_path: Path) -> None:
     parts = setup(tmp_path, hardened=True)
     noise, plain = parts._steps, setup(tmp_path, ledger=tmp_path / "plain")._steps
     assert isinstance(noise._noise, ExactNoise)
@@ -1388,7 +1386,7 @@ def test_hardened_noise_is_rounded_exactly_and_covers_how_sums_are_rounded(tmp_p
     loop(parts)
 
 
-def test_hardened_noise_of_batches_that_are_too_large_or_of_a_seed_is_refused(tmp_path: Path) -> None:
+def test_hardened_noise_refuses_large_batches_and_seeds(tmp_path: Path) -> None:
     many = TensorDataset(torch.zeros(2000, 5), torch.zeros(2000).long())
     with raises(ScenarioError, "training-loop.argument", "2000 examples in float32"):
         setup(tmp_path, loader=DataLoader(many, 2000), hardened=True)

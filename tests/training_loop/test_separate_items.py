@@ -139,18 +139,14 @@ PROVED_KINDS: dict[str, Callable[[bool], Any]] = {
 
 
 @pytest.mark.parametrize("kind", PROVED_KINDS)
-def test_kinds_with_items_apart_are_proved_and_keep_the_law(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_separate_kinds_are_proved_and_keep_the_law(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, line = moved(PROVED_KINDS[kind], tmp_path, monkeypatch)
     assert PROVED in line
     assert ASSUMED not in line
     assert 0 < change <= 1 + 1e-5
 
 
-def test_folders_of_images_are_proved_unless_a_transform_is_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_image_folders_are_proved_without_own_transforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, pixels in enumerate(images(False)):
         folder = tmp_path / "images" / f"class{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -252,9 +248,7 @@ HONEST: dict[str, Callable[[bool], Any]] = {
 
 
 @pytest.mark.parametrize("kind", HONEST)
-def test_what_is_not_proved_is_assumed_beside_epsilon_and_keeps_the_law(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unproved_items_are_assumed_beside_epsilon(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, line = moved(HONEST[kind], tmp_path, monkeypatch)
     assert ASSUMED in line
     assert 0 < change <= 1 + 1e-5
@@ -286,7 +280,7 @@ APART: dict[str, Any] = {
 }
 
 
-def test_what_items_share_is_seen_across_tensors_stacks_and_lists() -> None:
+def test_shared_items_are_seen_in_tensors_and_lists() -> None:
     looks = {kind: look(dataset, ItemPlaces()) for kind, dataset in (SHARING | APART).items()}
     assert {kind for kind, items in looks.items() if items.unproved} == set(SHARING)
     assert all("share memory" in name for items in looks.values() for name in items.unproved)
@@ -301,9 +295,7 @@ def test_rows_that_share_memory_are_not_proved(tmp_path: Path, monkeypatch: pyte
         assert "share memory" in line
 
 
-def test_a_table_whose_transform_pads_to_the_longest_is_padded_by_no_other_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transform_padding_to_the_longest_uses_one_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def padding(batch: dict[str, Any]) -> dict[str, Any]:
         longest = max(map(len, batch["words"]))
         rows = [[1.0] * len(words) + [0.0] * (longest - len(words)) for words in batch["words"]]
@@ -453,14 +445,14 @@ def test_lists_of_any_plain_values_are_proved(item: Callable[[int], Any]) -> Non
     assert examples.unproved == ()
 
 
-def test_a_part_of_copies_that_holds_none_twice_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_copies_without_repeats_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def once(changed: bool) -> Any:
         return Subset(Transformed(ConcatDataset([standing(changed)] * 2)), range(N // 2, N // 2 + N))
 
     assert 0 < moved(once, tmp_path, monkeypatch)[0] <= 1 + 1e-5
 
 
-def test_trying_a_dataset_leaves_no_row_of_another_in_it(tmp_path: Path) -> None:
+def test_trying_a_dataset_leaves_no_foreign_row(tmp_path: Path) -> None:
     class Caching(Rows):
         def __init__(self, x: Tensor, y: Tensor) -> None:
             super().__init__(x, y)
@@ -480,7 +472,7 @@ def test_trying_a_dataset_leaves_no_row_of_another_in_it(tmp_path: Path) -> None
     assert (random.getstate(), torch.random.get_rng_state().tolist()) == seeds
 
 
-def test_the_collate_function_is_assumed_to_read_its_item_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collate_function_is_assumed_to_read_its_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def collate(items: list[Any]) -> Any:
         return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
 
