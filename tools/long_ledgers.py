@@ -15,7 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from flower_privdec.privacy.ledger.ledger import Account, CohortLedger, Ledger, RunName
+from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism.events import Release, Spend
 
 RUN = RunName("benchmark", "none", "none")

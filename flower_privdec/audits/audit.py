@@ -22,7 +22,8 @@ from flower_privdec.audits.replica import replica_scores
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger import Account, read_entries
+from flower_privdec.privacy.ledger.segments import read_entries
+from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism.events import Release, towards
 from flower_privdec.privacy.mechanism.protection import Protection
 

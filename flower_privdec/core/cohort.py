@@ -19,7 +19,7 @@ from flower_privdec.data import Batch, PeerData
 from flower_privdec.gradients.protocol import GradientKernel, inputs_like, row_chunks
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation
-from flower_privdec.privacy.ledger.ledger import CohortLedger
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import INDEPENDENT, STATE_PREFIX, NoisedSum, NoiseMechanism, NoiseSource, PairSecrets
 

@@ -15,7 +15,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.data import PublicSet
 from flower_privdec.experiment.run_key import fingerprint, tensors_hash
-from flower_privdec.privacy.ledger.ledger import Head, ledger_path, verified
+from flower_privdec.privacy.ledger.segments import Head, ledger_path, verified
 from flower_privdec.scenario import Scenario, load_scenario
 
 ORIGIN = "origin.json"  # of a run's folder, and not in its models: the ledger's head is a hash of who is in the data

@@ -39,7 +39,7 @@ from flower_privdec.experiment.origin import ORIGIN, TrainedRun, origin_facts
 from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
 from flower_privdec.experiment.view import SALTED, noise_facts, public_name, without_content
 from flower_privdec.models import unflatten
-from flower_privdec.privacy.ledger.ledger import Head
+from flower_privdec.privacy.ledger.segments import Head
 from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.sections import StageSection
 

@@ -44,7 +44,8 @@ from flower_privdec.experiment.run_key import (
 from flower_privdec.gradients.protocol import inputs_like, layer_outputs
 from flower_privdec.graph.mixing import disagreement_left
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.privacy.ledger.ledger import CohortLedger, RunName
+from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, best_strength, trades
 from flower_privdec.privacy.mechanism.declared import (
     MOST_INFLATION,

@@ -62,7 +62,9 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
 from flower_privdec.network.transport.tls import credentials_of
-from flower_privdec.privacy.ledger.ledger import Head, Ledger, RunName
+from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.segments import Head
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.loading import parse_app_scenario, read_plain
 from flower_privdec.scenario.sections import AppPrivacySection, AppScenario, TopologySection

@@ -49,7 +49,7 @@ from flower_privdec.core.cohort import STEPS, Cohort, Estimate, PrivateStep
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger import Account
+from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism.cancelling import LARGEST_SHAPED, PairPlan, noise_left
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Release
 from flower_privdec.privacy.mechanism.protection import Protection

@@ -42,7 +42,7 @@ from flower_privdec.graph.topology import activity
 from flower_privdec.models import trained
 from flower_privdec.planner.pairwise import least_own_noise
 from flower_privdec.privacy.accountant.accounting import epsilon, loose_delta
-from flower_privdec.privacy.ledger.ledger import spending_of
+from flower_privdec.privacy.ledger.spending import spending_of
 from flower_privdec.privacy.mechanism.cancelling import best_strength
 from flower_privdec.privacy.mechanism.paper import optimal_rounds
 from flower_privdec.privacy.mechanism.protection import breaches, build_schedule

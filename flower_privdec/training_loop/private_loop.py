@@ -36,19 +36,11 @@ from flower_privdec.data.peer_data import draw_poisson
 from flower_privdec.models import fix_norms, is_constant_norm, keeps_statistics
 from flower_privdec.privacy.accountant.accounting import check_delta, epsilon, epsilon_of_runs, loose_delta
 from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
-from flower_privdec.privacy.ledger.ledger import (
-    Account,
-    Charge,
-    Entry,
-    Ledger,
-    RunName,
-    Spending,
-    costs_in,
-    ledger_path,
-    note_budget,
-    read_entries,
-    releases_in,
-)
+from flower_privdec.privacy.ledger.charges import Charge, Entry, RunName
+from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.noted_budgets import note_budget
+from flower_privdec.privacy.ledger.segments import ledger_path, read_entries
+from flower_privdec.privacy.ledger.spending import Account, Spending, costs_in, releases_in
 from flower_privdec.privacy.mechanism.declared import MOST_INFLATION, OTHER, Drawing, rounding_error
 from flower_privdec.privacy.mechanism.events import Release, Spend
 from flower_privdec.privacy.noise import NoiseSource, build_deployed_noise, build_noise

@@ -33,7 +33,7 @@ from flower_privdec.core import State
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients.stacked import StackedKernel
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger import Account
+from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.events import Release, towards
 from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
@@ -238,7 +238,7 @@ def same_noise_for_all_receivers() -> Iterator[None]:
 
 @contextmanager
 def half_of_the_steps_charged() -> Iterator[None]:
-    from flower_privdec.privacy.ledger.ledger import CohortLedger
+    from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 
     charges = CohortLedger._charges
 

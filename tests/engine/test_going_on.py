@@ -23,7 +23,8 @@ from flower_privdec.experiment.recorder import Recorder, with_more_rounds
 from flower_privdec.experiment.spent import Spent
 from flower_privdec.network.local.up import Up
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger import read_chain, releases_in, runs_in
+from flower_privdec.privacy.ledger.segments import read_chain
+from flower_privdec.privacy.ledger.spending import releases_in, runs_in
 from flower_privdec.reporting.run_folder import read_result
 from flower_privdec.scenario import Scenario, load_scenario
 

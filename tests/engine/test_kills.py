@@ -21,7 +21,8 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment, recorder
 from flower_privdec.experiment.checkpoint import read_checkpoint
-from flower_privdec.privacy.ledger.ledger import Ledger, read_chain
+from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.scenario import parse_scenario
 from flower_privdec.testing import TIMES
 

@@ -9,7 +9,7 @@ from command_line import forked, privdec, status_of
 from safetensors.torch import load_file
 
 from flower_privdec.engine.engine import Engine
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 
 SCENARIO = """\
 name: tiny

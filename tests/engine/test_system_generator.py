@@ -28,7 +28,7 @@ from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.checkpoint import read_checkpoint
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger import read_entries
+from flower_privdec.privacy.ledger.segments import read_entries
 from flower_privdec.privacy.noise import PairSecrets, SystemNoise
 
 SYSTEM = ["compute.generator=system", "privacy={noise_multiplier: 1.5, delta: 1.0e-3}", "data.samples=120"]

@@ -29,7 +29,7 @@ from flower_privdec.engine.workers import WorkerPool, partitioning
 from flower_privdec.engine.workers.forked import EdgeBox, shared_copy
 from flower_privdec.engine.workers.worker_pool import PaidLedger
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.scenario import parse_scenario
 
 pytestmark = pytest.mark.skipif(not partitioning.can_fork(), reason="workers are forked, on Linux")

@@ -26,7 +26,8 @@ from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.run_key import content_of, fingerprint
 from flower_privdec.graph.topology import DirectedExponential
-from flower_privdec.privacy.ledger.ledger import releases_in, verified
+from flower_privdec.privacy.ledger.segments import verified
+from flower_privdec.privacy.ledger.spending import releases_in
 from flower_privdec.rows.sparse_rows import SparseRows
 
 OWN = {

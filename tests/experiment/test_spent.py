@@ -17,7 +17,8 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.spent import Spent
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.ledger import costs_in, read_entries
+from flower_privdec.privacy.ledger.segments import read_entries
+from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary, Release
 

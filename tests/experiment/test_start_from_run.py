@@ -22,7 +22,8 @@ from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.models import flatten
 from flower_privdec.network.local.up import Up
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger import read_chain, releases_in, runs_in
+from flower_privdec.privacy.ledger.segments import read_chain
+from flower_privdec.privacy.ledger.spending import releases_in, runs_in
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
 
 Start = Callable[..., Scenario]

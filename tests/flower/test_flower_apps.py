@@ -19,7 +19,7 @@ from raising import raises
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.flower import PushSum, run_in_process
 from flower_privdec.flower.launch.launcher import _round_poll, run_flower_app
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 
 SIMULATIONS = ROOT / "simulations"
 QUICKSTARTS = {name: SIMULATIONS / f"adapted-quickstart-{name}" for name in ("sklearn", "pytorch")}

@@ -33,7 +33,7 @@ from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.flower.mods.peer_state import Identity, public_key
 from flower_privdec.flower.node_settings import HostSettings
 from flower_privdec.flower.pair_keys import ANNOUNCEMENT, COUNT, PAIRS, PairKeys
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.privacy.noise.deployed import SharedNoise, SystemNoise
 from flower_privdec.scenario import Scenario

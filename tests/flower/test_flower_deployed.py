@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from paths import ROOT
 from ports import own_addresses
 
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 
 pytestmark = pytest.mark.slow
 

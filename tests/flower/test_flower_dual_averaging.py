@@ -19,7 +19,7 @@ from flower_privdec.flower.mods.dual_step import DualStep
 from flower_privdec.flower.mods.peer_mod import PeerRequest
 from flower_privdec.graph.mixing import mixing_matrix
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 
 CENTERS = np.array([[1.0, -2.0, 0.3], [3.0, 1.0, 0.0], [-1.0, 0.5, 0.1], [2.0, 2.0, -0.2]])
 

@@ -25,7 +25,7 @@ from flower_privdec.flower import FedDeper, LocalGrid, PeerMod, PushSum, peer_fo
 from flower_privdec.flower.mods import peer_state
 from flower_privdec.flower.mods.peer_state import load_state, state_path
 from flower_privdec.models import flatten
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 
 SETTINGS = {"learning_rate": 0.5, "rho": 0.1, "mixing_rate": 0.6, "local_steps": 3}
 SCENARIO = [

@@ -40,7 +40,8 @@ from flower_privdec.flower.error_formatting import line_for_server
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.flower.node_settings import HostSettings, PeerSettings, in_simulation
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger import read_chain, runs_in
+from flower_privdec.privacy.ledger.segments import read_chain
+from flower_privdec.privacy.ledger.spending import runs_in
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.loading import scenario_hash, without_folders
 from flower_privdec.testing import BrokenLaw, Seen

@@ -10,7 +10,8 @@ from command_line import forked, privdec, status_of
 from paths import ROOT
 from ports import own_addresses
 
-from flower_privdec.privacy.ledger.ledger import read_chain, releases_in
+from flower_privdec.privacy.ledger.segments import read_chain
+from flower_privdec.privacy.ledger.spending import releases_in
 
 pytestmark = pytest.mark.slow
 

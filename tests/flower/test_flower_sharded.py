@@ -24,7 +24,7 @@ from flower_privdec.flower.apps.client_app import Node, client_app
 from flower_privdec.flower.apps.server_app import Sharded
 from flower_privdec.flower.launch.launcher import flower_run
 from flower_privdec.flower.launch.local_grid import with_id
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.scenario import Scenario, to_yaml
 from tools.battery.together_grid import TogetherGrid
 

@@ -33,7 +33,7 @@ from flower_privdec.flower.launch.guard import Guard, Policy, guarded_command, g
 from flower_privdec.flower.launch.local_grid import with_id
 from flower_privdec.flower.mods.peer_mod import MASS
 from flower_privdec.flower.mods.peer_state import spent_so_far
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 
 SECRET = 424242.0  # no noise of these tests comes near it
 SIZE = 4

@@ -16,7 +16,7 @@ import pytest
 from paths import ROOT
 from ports import own_addresses
 
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 
 pytestmark = pytest.mark.slow
 

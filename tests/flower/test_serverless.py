@@ -41,7 +41,7 @@ from flower_privdec.flower.serverless import (
     save_initial,
 )
 from flower_privdec.network.peer.peer import RunningPeer
-from flower_privdec.privacy.ledger.ledger import ledger_path
+from flower_privdec.privacy.ledger.segments import ledger_path
 from flower_privdec.scenario.loading import parse_app_scenario
 from flower_privdec.scenario.sections import AppPrivacySection, AppScenario
 from tools.mass_on_disk import mass_on_disk

@@ -34,7 +34,8 @@ from flower_privdec.experiment.checkpoint import (
     read_checkpoints,
 )
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.privacy.ledger.ledger import RunName, read_chain
+from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
 from flower_privdec.pushsum.frames import TensorArithmetic, pack
 from tools.mass_on_disk import mass_on_disk

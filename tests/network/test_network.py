@@ -35,7 +35,7 @@ from flower_privdec.network.peer.peer import RunningPeer, rows_path
 from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage
 from flower_privdec.pushsum.witness import LedgerReport
 

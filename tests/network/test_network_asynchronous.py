@@ -24,7 +24,7 @@ from flower_privdec.network.peer.asynchronous import LOST
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, UnreachableError
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST, RefusedError
 from tools.mass_on_disk import mass_on_disk
 

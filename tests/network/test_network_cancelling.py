@@ -26,7 +26,8 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.status import spent_text
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.ledger import costs_in, read_entries
+from flower_privdec.privacy.ledger.segments import read_entries
+from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
 from flower_privdec.privacy.noise import deployed
 from flower_privdec.privacy.noise.agreed import AgreedSecrets

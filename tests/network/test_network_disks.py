@@ -19,7 +19,7 @@ from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.core import Exchange, State
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 
 ASYNCHRONOUS = "network={mode: asynchronous, retry: 0.1, start: 100.0, deadline: 100.0}"
 SYNCHRONOUS = "network={mode: synchronous, retry: 0.1, start: 100.0, deadline: 100.0}"

@@ -30,7 +30,8 @@ from flower_privdec.common.errors import BudgetError
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
-from flower_privdec.privacy.ledger.ledger import EMPTY_HASH, Entry, chained, read_chain
+from flower_privdec.privacy.ledger.charges import Entry
+from flower_privdec.privacy.ledger.segments import EMPTY_HASH, chained, read_chain
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
 

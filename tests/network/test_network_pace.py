@@ -16,7 +16,7 @@ from variants import settings_for
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.pace import Want
 from flower_privdec.network.peer.peer import RunningPeer
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 
 ENDLESS = ("rounds=30000", "evaluation.every=30000", "privacy={noise_multiplier: 1.0, delta: 1.0e-3}")
 QUICK = f"network={{retry: 0.05, start: {LONG}, deadline: {LONG}}}"

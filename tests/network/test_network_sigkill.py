@@ -18,7 +18,7 @@ from tiny_scenario import Tiny
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.experiment.checkpoint import read_checkpoints
 from flower_privdec.network.local.fork_server import IMPORTED
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 from tools.mass_on_disk import mass_on_disk
 
 ROUNDS = 8  # of which 2, 5 and 7 are committed

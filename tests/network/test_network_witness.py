@@ -24,7 +24,7 @@ from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, St
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.scenario import Scenario
 
 MODES = ["synchronous", "asynchronous"]

@@ -26,7 +26,7 @@ from flower_privdec.planner.pairwise import (
     with_noise_times,
 )
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger import Account
+from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Release, Spend
 from flower_privdec.scenario import parse_scenario
 

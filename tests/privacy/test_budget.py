@@ -19,7 +19,8 @@ from flower_privdec.experiment.spent import shortfall
 from flower_privdec.graph.topology import UniformParticipation, build_participation
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.ledger import charged_until, read_chain, runs_in
+from flower_privdec.privacy.ledger.segments import read_chain
+from flower_privdec.privacy.ledger.spending import charged_until, runs_in
 from flower_privdec.scenario import to_yaml
 
 

@@ -18,27 +18,28 @@ from raising import raises
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
+from flower_privdec.privacy.ledger import charges, file_lock
 from flower_privdec.privacy.ledger import ledger as ledger_module
-from flower_privdec.privacy.ledger.ledger import (
+from flower_privdec.privacy.ledger.charges import Charge, Entry, RunName
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.segments import (
     EMPTY_HASH,
-    Account,
-    Charge,
-    CohortLedger,
-    Entry,
-    Ledger,
-    RunName,
     chained,
-    charged_by_peer,
-    charged_until,
     ledger_path,
     read_chain,
     read_entries,
-    releases_in,
-    runs_in,
     sealed_path,
     sealed_segments,
-    spending_of,
     verified,
+)
+from flower_privdec.privacy.ledger.spending import (
+    Account,
+    charged_by_peer,
+    charged_until,
+    releases_in,
+    runs_in,
+    spending_of,
 )
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical, plan_spends
 
@@ -616,11 +617,12 @@ def test_an_interrupted_payment_counts_and_the_chain_goes_on(tmp_path, monkeypat
     assert spent(tmp_path) == epsilon([STEP.times(3)], DELTA)
 
 
-def test_an_interrupt_before_a_payment_closes_the_ledger(tmp_path, monkeypatch):
+@pytest.mark.parametrize("durable", [True, False])
+def test_an_interrupt_before_a_payment_closes_the_ledger(tmp_path, monkeypatch, durable):
     def interrupt(fd: int, content: bytes) -> int:
         raise Killed
 
-    with Ledger(tmp_path, DATA) as file:
+    with Ledger(tmp_path, DATA, durable=durable) as file:
         pay(file, "a", Spend(0, 1, STEP))
         with monkeypatch.context() as patch:
             patch.setattr(ledger_module.os, "write", interrupt)
@@ -628,6 +630,7 @@ def test_an_interrupt_before_a_payment_closes_the_ledger(tmp_path, monkeypatch):
                 pay(file, "b", Spend(0, 1, STEP))
         with raises(BudgetError, "ledger.closed"):
             pay(file, "b", Spend(1, 2, STEP))
+        assert charged_until(file.entries, "b") == 0
     with Ledger(tmp_path, DATA) as file:
         assert charged_until(file.entries, "b") == 0
 
@@ -838,7 +841,7 @@ def test_a_fork_of_segments_does_not_verify(segmented, tmp_path):
 
 def test_an_opening_of_a_file_sealed_meanwhile_is_refused(written, monkeypatch):
     """Another process replaces the file between opening and locking, and holds the new one."""
-    real = ledger_module.fcntl.flock
+    real = file_lock.fcntl.flock
 
     def seal_first(fd: int, operation: int) -> None:
         copy = written.with_name("next")
@@ -847,7 +850,7 @@ def test_an_opening_of_a_file_sealed_meanwhile_is_refused(written, monkeypatch):
         real(fd, operation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ledger_module.fcntl, "flock", seal_first)
+        patch.setattr(file_lock.fcntl, "flock", seal_first)
         with raises(BudgetError, "ledger.in-use"):
             reopen(written)
     reopen(written)
@@ -904,7 +907,7 @@ def test_crashes_and_segments_never_change_a_ledgers_total(tmp_path_factory, seq
     path, entries, heads, step = ledger_path(folder, DATA), [], [], 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger_module, "SEGMENT", segment)
-        patch.setattr(ledger_module, "MERGED", 3)
+        patch.setattr(charges, "MERGED", 3)
         file, boot = Ledger(folder, DATA), 1
         for action, run, peers, noise, steps, failing, part in sequence:
             release = Release("full", 1.0, 50, 50, noise)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, fit_privately, peer_folder, private
-from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.training_loop.linear_models import FIXED, HONOURED, WITHOUT_EFFECT
 
 GENERATOR = np.random.default_rng(0)

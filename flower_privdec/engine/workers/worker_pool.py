@@ -27,7 +27,7 @@ from flower_privdec.engine.workers.partitioning import Partitioning, partition_c
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import try_models
 from flower_privdec.graph.mixing import Mixing, MixingMatrix
-from flower_privdec.privacy.ledger.ledger import CohortLedger
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 
 
 class PaidLedger(CohortLedger):

@@ -60,7 +60,9 @@ from flower_privdec.flower.mods.peer_state import (
 )
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.ledger import costs_in, ledger_path, noting_budgets, read_entries
+from flower_privdec.privacy.ledger.noted_budgets import noting_budgets
+from flower_privdec.privacy.ledger.segments import ledger_path, read_entries
+from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness, WitnessFile

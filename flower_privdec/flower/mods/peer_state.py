@@ -48,7 +48,10 @@ from flower_privdec.flower.node_settings import PeerCache, PeerSettings
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
 from flower_privdec.privacy.exact_noise import exactly_noised
-from flower_privdec.privacy.ledger.ledger import Charge, Ledger, RunName, read_entries, releases_in
+from flower_privdec.privacy.ledger.charges import Charge, RunName
+from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.segments import read_entries
+from flower_privdec.privacy.ledger.spending import releases_in
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.updates import UPDATES
 from flower_privdec.pushsum.exactly_once import LAST, Durable, PushSumProtocol, RefusedError

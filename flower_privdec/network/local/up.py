@@ -28,7 +28,8 @@ from flower_privdec.experiment.view import noise_facts
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
 from flower_privdec.network.peer.peer import INSECURE, network_mixing, rows_path
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.ledger import costs_in, read_entries
+from flower_privdec.privacy.ledger.segments import read_entries
+from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary
 from flower_privdec.scenario import Scenario
 

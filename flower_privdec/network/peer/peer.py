@@ -49,7 +49,10 @@ from flower_privdec.network.transport.faulty_transport import Faults, FaultyTran
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
-from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
+from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.segments import Head
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.pushsum.frames import REPORT, RowFormats, TensorArithmetic, formats_of, wire_codec

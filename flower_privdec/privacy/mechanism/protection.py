@@ -17,7 +17,7 @@ from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import Participation, activity
 from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
 from flower_privdec.privacy.accountant.calibration import scale_for_budget
-from flower_privdec.privacy.ledger.ledger import Account
+from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing, joint_release
