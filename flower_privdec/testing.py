@@ -31,7 +31,7 @@ from flower_privdec.data import Batch, LocalBatch, PeerData
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.view import drawings_of
+from flower_privdec.experiment.drawings import drawings_of
 from flower_privdec.privacy.noise import NoiseSource
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 

@@ -30,7 +30,7 @@ from flower_privdec.core import Algorithm, State
 from flower_privdec.data import Examples
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.view import drawings_of
+from flower_privdec.experiment.drawings import drawings_of
 from flower_privdec.gradients import build_kernel
 from flower_privdec.models import flatten
 from flower_privdec.privacy.mechanism.declared import Declaration, joint_release

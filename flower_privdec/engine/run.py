@@ -18,9 +18,9 @@ from flower_privdec.common.user_code import raised_at
 from flower_privdec.engine.workers import GoneError, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.checkpoint import read_checkpoint
+from flower_privdec.experiment.noise_statement import SALTED
 from flower_privdec.experiment.recorder import CHECKPOINT, OnMetrics, Recorder, again
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, ledger_folder
-from flower_privdec.experiment.view import SALTED
 from flower_privdec.privacy.ledger.segments import Head, check_ledger_there
 from flower_privdec.scenario.sections import own_modules
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.view import OwnParts
+from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.gradients.protocol import inputs_like, row_chunks
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario import Scenario

@@ -25,7 +25,7 @@ from torch import Tensor
 from flower_privdec.algorithms.proximal import Regularizer
 from flower_privdec.common.files import cache_folder, read_cached, write_cached
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.view import OwnParts
+from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.rows.sparse_rows import SparseRows
 from flower_privdec.tasks.losses import Loss
 

@@ -35,9 +35,10 @@ from flower_privdec.experiment.checkpoint import (
 )
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, peers_metrics, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
+from flower_privdec.experiment.noise_statement import SALTED, noise_facts
 from flower_privdec.experiment.origin import ORIGIN, TrainedRun, origin_facts
+from flower_privdec.experiment.run_name import public_name, without_content
 from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
-from flower_privdec.experiment.view import SALTED, noise_facts, public_name, without_content
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger.segments import Head
 from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_yaml

@@ -34,7 +34,8 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.common.files import make_owners_folder, write_atomically
 from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.view import pair_run, partners, secret_pairs
+from flower_privdec.experiment.pair_plan import partners, secret_pairs
+from flower_privdec.experiment.view import pair_run
 from flower_privdec.flower.mods.peer_state import Identity, KnownPeers
 from flower_privdec.flower.node_settings import HostSettings
 from flower_privdec.privacy.noise.agreed import KEY, AgreedSecrets

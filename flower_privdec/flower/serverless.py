@@ -34,8 +34,8 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Algorithm, Exchange, Mix, State
 from flower_privdec.core.algorithm import Step
 from flower_privdec.experiment.agreement import build_exchange
+from flower_privdec.experiment.noise_statement import NOISE
 from flower_privdec.experiment.spent import json_number
-from flower_privdec.experiment.view import NOISE
 from flower_privdec.flower.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
 from flower_privdec.flower.mods.peer_state import (

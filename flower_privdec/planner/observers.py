@@ -10,8 +10,8 @@ import typer
 
 from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.drawings import drawings_of
 from flower_privdec.experiment.spent import json_number
-from flower_privdec.experiment.view import drawings_of
 from flower_privdec.planner.pairwise import by_colluders, not_computed, views
 from flower_privdec.privacy.mechanism.declared import ReleasedSum
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR

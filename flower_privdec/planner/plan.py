@@ -33,8 +33,8 @@ from flower_privdec.data import partition
 from flower_privdec.engine.workers import partition_cohort, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
+from flower_privdec.experiment.memory_estimate import memory_need, outputs_per_example, shortage, table_bytes
 from flower_privdec.experiment.spent import budget_note, json_number, shortfall
-from flower_privdec.experiment.view import memory_need, outputs_per_example, shortage, table_bytes
 from flower_privdec.gradients import explain_kernel
 from flower_privdec.gradients.protocol import batchable, inputs_like, reason
 from flower_privdec.graph.mixing import MOST_MEASURED

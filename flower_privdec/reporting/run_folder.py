@@ -16,8 +16,8 @@ import numpy as np
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, peer_ranges, setting, shown
+from flower_privdec.experiment.noise_statement import MAY
 from flower_privdec.experiment.recorder import read_metrics
-from flower_privdec.experiment.view import MAY
 from flower_privdec.reporting.wording import main_metric
 from flower_privdec.scenario import Scenario, load_scenario, seedless_hash
 

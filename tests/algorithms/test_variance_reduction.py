@@ -16,7 +16,7 @@ from flower_privdec.algorithms.tables import TABLES, stacked
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data import Sampler
 from flower_privdec.engine.engine import Engine
-from flower_privdec.experiment import view
+from flower_privdec.experiment import memory_estimate
 from flower_privdec.scenario.sections import BatchSection
 
 UNEQUAL = ["data.partition={kind: sizes, sizes: [100, 60, 50, 30]}"]
@@ -319,7 +319,7 @@ def test_the_forecast_of_a_tables_memory_is_right(build, table, more):
     experiment = build(*vr(table), *more)
     rows = engine_of(experiment).state.rows
     kept = {name: value for name, value in rows.items() if name not in ("x", "w")}
-    assert view.table_bytes(experiment)[table] == sum(value.nbytes for value in kept.values())
+    assert memory_estimate.table_bytes(experiment)[table] == sum(value.nbytes for value in kept.values())
     if table in TABLES:
         widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in stacked(experiment.kernel).layers]
         sizes, batch = experiment.own.sampler.partition_sizes, int(experiment.own.sampler.normalizer[0])
@@ -340,7 +340,7 @@ def test_factors_take_a_small_part_of_what_gradients_do():
 
 def test_a_table_too_large_is_refused_before_any_write(build, monkeypatch, tmp_path):
     experiment = build(*vr("dense"))
-    monkeypatch.setattr(view, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(memory_estimate, "available_bytes", lambda device: 1 << 20)
     with raises(ScenarioError, "memory.short", "algorithm.table='dense'"):
         experiment.cohort(tmp_path / "ledger")
     assert list(tmp_path.iterdir()) == []

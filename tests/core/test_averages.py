@@ -83,7 +83,7 @@ def test_final_mixing_is_of_the_averages(build: Build) -> None:
 
 
 def test_averages_are_counted_in_memory(build: Build) -> None:
-    from flower_privdec.experiment.view import memory_need
+    from flower_privdec.experiment.memory_estimate import memory_need
 
     plain, averaged = memory_need(build()), memory_need(build(EMA))
     d = build().initial.numel()

@@ -10,7 +10,7 @@ from variants import VARIANTS, settings_for
 
 from flower_privdec.cli.main import main
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.view import drawings_of
+from flower_privdec.experiment.drawings import drawings_of
 from flower_privdec.planner.observers import privacy_statement, statement_text
 from flower_privdec.privacy.mechanism.declared import Drawing, joint_release
 from flower_privdec.privacy.mechanism.events import EVERYBODY

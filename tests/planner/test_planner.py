@@ -17,8 +17,8 @@ from tiny_scenario import Build
 from flower_privdec.cli import main
 from flower_privdec.common import machine
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.experiment import view
-from flower_privdec.experiment.view import memory_need, outputs_per_example, table_bytes
+from flower_privdec.experiment import memory_estimate
+from flower_privdec.experiment.memory_estimate import memory_need, outputs_per_example, table_bytes
 from flower_privdec.models import build_model
 from flower_privdec.planner import plan as planner
 from flower_privdec.planner.plan import (
@@ -172,8 +172,8 @@ def test_a_run_that_does_not_fit_is_refused_first(
 ) -> None:
     experiment = build(vr("dense"))
     need = memory_need(experiment)
-    free = int((need.state + need.data + need.checkpoint) / view.HEADROOM)
-    monkeypatch.setattr(view, "available_bytes", lambda _device: free)
+    free = int((need.state + need.data + need.checkpoint) / memory_estimate.HEADROOM)
+    monkeypatch.setattr(memory_estimate, "available_bytes", lambda _device: free)
     plan = make_plan(experiment)
     assert plan["seconds"] is None
     told = plan["warnings"][-1]
@@ -187,7 +187,7 @@ def test_a_run_that_does_not_fit_is_refused_first(
     assert leaving.value.code == 2
     assert "algorithm.table='dense' needs about" in capsys.readouterr().err
     assert not out.exists()
-    monkeypatch.setattr(view, "available_bytes", lambda _device: 1000)
+    monkeypatch.setattr(memory_estimate, "available_bytes", lambda _device: 1000)
     with raises(ScenarioError, "memory.short", "n_peers=1"):
         hosting(build(), [2]).cohort()
 

@@ -29,7 +29,8 @@ from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.core import Exchange, Mix
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Agreement, Experiment
-from flower_privdec.experiment.view import pair_plan, pair_run
+from flower_privdec.experiment.pair_plan import pair_plan
+from flower_privdec.experiment.view import pair_run
 from flower_privdec.graph.topology import build_participation
 from flower_privdec.planner.plan import pair_facts
 from flower_privdec.privacy.accountant import accounting

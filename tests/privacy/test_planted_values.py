@@ -36,7 +36,7 @@ import flower_privdec as fp
 from flower_privdec.common.errors import PrivdecError
 from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, LocalBatch, PeerData
-from flower_privdec.experiment import view
+from flower_privdec.experiment import run_name
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.transport.transport import MemoryConnection
 from flower_privdec.pushsum.frames import FrameCodec, RowMessage
@@ -130,7 +130,7 @@ def blank_releases() -> Iterator[None]:
     with (
         patch.object(Cohort, "release_", blank),
         patch.object(NoisedSteps, "_release", blank_step),
-        patch.object(view, "fingerprints", same_prints),
+        patch.object(run_name, "fingerprints", same_prints),
     ):
         yield
 

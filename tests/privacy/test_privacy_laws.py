@@ -523,7 +523,7 @@ def test_steps_whose_numbers_overflow_or_vanish_are_refused(build: Build, dtype:
 @pytest.mark.slow
 def test_a_refused_learning_rate_would_leak_signs(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """An infinite step plus infinite noise: a pixel that is black in the whole batch is told from one that is not."""
-    monkeypatch.setattr("flower_privdec.experiment.view.check_number_range", lambda *_: None)
+    monkeypatch.setattr("flower_privdec.experiment.own_parts.check_number_range", lambda *_: None)
     alone = "algorithm={name: local, learning_rate: 1e300}"
     experiment = build("compute.dtype=float32", alone, "privacy.epsilon=0.1")
     engine = testing.run_rounds(experiment, 1)

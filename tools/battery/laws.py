@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
-from flower_privdec.experiment import Experiment, view
+from flower_privdec.experiment import Experiment, run_name
 from flower_privdec.graph.topology import activity
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
@@ -241,7 +241,7 @@ def _run(case: Case, experiment: Experiment) -> tuple[Measured, dict[str, Any]]:
 @contextmanager
 def one_salt() -> Iterator[None]:
     """Let the runs inside that have code of a user's own have one salt, so that they can be compared."""
-    with patch.object(view, "new_salt", lambda: "of all runs of a row"):
+    with patch.object(run_name, "new_salt", lambda: "of all runs of a row"):
         yield
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.view import drawings_of
+from flower_privdec.experiment.drawings import drawings_of
 from flower_privdec.privacy.noise import NoisedSum
 from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.philox import PhiloxNoise

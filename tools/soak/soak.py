@@ -42,7 +42,7 @@ from flower_privdec.common.errors import BudgetError, NotAgreedError, RunError, 
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import duration, memory, peer_ranges
 from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.view import secret_pairs
+from flower_privdec.experiment.pair_plan import secret_pairs
 from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, free_addresses, on_this_machine
 from flower_privdec.network.peer.peer import network_mixing

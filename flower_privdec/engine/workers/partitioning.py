@@ -18,7 +18,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import available_cores, can_fork
 from flower_privdec.core import Exchange, Gather, Mix, Reply
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.view import multiplications_per_example
+from flower_privdec.experiment.memory_estimate import multiplications_per_example
 from flower_privdec.rows.sparse_rows import Features
 
 HALVES, LEAST = 2e-3, 4e-3  # seconds of a round from which it is halved, and of a block that is halved once more

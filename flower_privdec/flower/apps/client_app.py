@@ -35,8 +35,8 @@ from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.recorder import evaluation_rounds, read_metrics
+from flower_privdec.experiment.run_name import public_name
 from flower_privdec.experiment.spent import epsilons
-from flower_privdec.experiment.view import public_name
 from flower_privdec.flower.apps.records import (
     METRICS,
     PARTITION,

@@ -28,7 +28,9 @@ from flower_privdec.common.catalogue import FLOWER_MODES as MODE_NAMES
 from flower_privdec.common.errors import RunError, ScenarioError, did_you_mean
 from flower_privdec.core import Exchange, State
 from flower_privdec.engine.shards.process_group import LOST
-from flower_privdec.experiment import Agreement, view
+from flower_privdec.experiment import Agreement, run_name
+from flower_privdec.experiment.noise_statement import SALTED, noise_facts
+from flower_privdec.experiment.pair_plan import partners, secret_pairs
 from flower_privdec.experiment.recorder import (
     NODES_PLAN,
     Recorder,
@@ -38,7 +40,6 @@ from flower_privdec.experiment.recorder import (
     evaluation_rounds,
 )
 from flower_privdec.experiment.spent import Spent
-from flower_privdec.experiment.view import SALTED, noise_facts, partners, secret_pairs
 from flower_privdec.flower.apps.records import (
     METRICS,
     PARTITION,
@@ -248,7 +249,7 @@ class ScenarioStrategy(Strategy):
             self.recorder.salted_for = []  # nodes elsewhere draw from their operating systems
         elif self.recorder.salted_for:
             check_hosting(self.scenario, simulated=True, salted=True)
-            self._salt = view.new_salt()
+            self._salt = run_name.new_salt()
             log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
         self._spent, self._noise = Spent([], [], [], []), list[str]()
 

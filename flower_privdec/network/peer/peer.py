@@ -28,6 +28,8 @@ from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog, check_run, check_state
 from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.experiment.noise_statement import NOISE
+from flower_privdec.experiment.pair_plan import secret_pairs
 from flower_privdec.experiment.recorder import (
     check_no_training_loss,
     check_one_stage,
@@ -42,7 +44,7 @@ from flower_privdec.experiment.spent import (
     json_number,
     ledger_folder,
 )
-from flower_privdec.experiment.view import NOISE, pair_run, secret_pairs
+from flower_privdec.experiment.view import pair_run
 from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.network.peer.connections import Connections, Session
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport

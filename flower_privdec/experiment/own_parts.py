@@ -1,0 +1,234 @@
+"""What is the own of the peers that one process hosts: their examples, batches, keys, clipping, noise and accounts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.machine import check_room
+from flower_privdec.data import Examples, Sampler
+from flower_privdec.data.datasets import check_fit
+from flower_privdec.experiment import run_name
+from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.drawings import drawings_of, sampler_of_all
+from flower_privdec.experiment.noise_statement import SYSTEM, noise_source
+from flower_privdec.experiment.number_range import check_number_range, noise_inflation
+from flower_privdec.experiment.pair_plan import pair_plan
+from flower_privdec.experiment.run_key import run_id, salted
+from flower_privdec.experiment.run_name import name_run, read_own, without_content
+from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.mechanism.cancelling import PairPlan
+from flower_privdec.privacy.mechanism.protection import Protection, build_protection
+from flower_privdec.privacy.noise import noise_mechanism
+from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.sections import CancellingSection, placed, steps_per_round
+
+ENGINE = "engine"  # the runtime in which one process hosts all peers
+NETWORK = "network"  # the runtime in which each peer is a process of its own and agrees on secrets with its neighbours
+STEP_BYTES = 100  # of every step of every peer, at the peak: clip norms, noise and what is made of them
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """The own parts of the peers that one process hosts, and of no other; row i is peer `peers[i]`.
+
+    Attributes:
+        peers: global ids, int64 [m], ascending.
+        examples: only those of these peers.
+        keys: what each peer's noise and batches are drawn from, by global id, see `run_key`.
+        run: what ledgers and checkpoints call their run.
+        protection: their clipping, noise and accounts; None without privacy.
+        from_system: whether batches and noise come from the operating system, and never repeat.
+        noise_inflation: by what share hardened noise is larger; None without `privacy.hardened`.
+        elsewhere: keys of the peers hosted elsewhere, if a simulation draws noise of pairs from them.
+        unsalted: `keys` and `elsewhere` before a salt went into them; None for a run without a salt.
+    """
+
+    peers: np.ndarray
+    examples: Examples
+    sampler: Sampler
+    keys: Mapping[int, bytes]
+    run: RunName
+    protection: Protection | None
+    from_system: bool = False
+    noise_inflation: float | None = None
+    elsewhere: Mapping[int, bytes] = field(default_factory=dict)
+    unsalted: tuple[Mapping[int, bytes], Mapping[int, bytes]] | None = None
+
+    @staticmethod
+    @placed
+    def of(
+        agreement: Agreement,
+        peers: np.ndarray | None = None,
+        secret: bytes | None = None,
+        root: str | None = None,
+        runtime: str = ENGINE,
+        *,
+        whole: bool = False,
+        salt: str | None = None,
+    ) -> OwnParts:
+        """Read, name and protect the own parts of some peers.
+
+        Args:
+            peers: global ids; by default all.
+            secret: for a deployed peer, known to no other: the run's name follows from it, and its batches and noise
+                come from the operating system. None for a simulation, whose numbers can be drawn again unless the
+                scenario has `compute.generator: system`.
+            root: where their data lie, in place of the scenario's `data.root`.
+            runtime: which processes of a simulation host which peers: it decides how sums are rounded, see `rounding`.
+            whole: whether all data there belong to the one peer, so that nothing is partitioned.
+            salt: that of the run, if other processes host other peers of it; a new one if all are hosted here.
+
+        Raises:
+            ScenarioError: when their data cannot be had or do not fit, or a budget cannot be kept.
+        """
+        scenario = agreement.scenario
+        if peers is None:
+            peers = np.arange(scenario.n_peers)
+        peers = np.sort(np.asarray(peers, dtype=np.int64))
+        _check_plan_fits_into_memory(scenario, len(peers))
+
+        examples = read_own(agreement, peers, root, whole=whole)
+        check_fit(examples, agreement.public, scenario.data.root if root is None else root)
+        _check_least_size(scenario, peers, examples.sizes)
+
+        from_system = secret is not None or scenario.compute.generator == SYSTEM
+        named = name_run(agreement, examples, peers, secret, from_system, runtime, root=root, whole=whole)
+        own = OwnParts(
+            peers=peers,
+            examples=examples,
+            sampler=_sampler(scenario, examples, peers, named.keys),
+            keys=named.keys,
+            run=named.name,
+            protection=None,
+            from_system=from_system,
+            elsewhere=named.elsewhere,
+        )
+        if scenario.private is not None:
+            own = _protected(own, agreement, runtime, root, whole)
+
+        if from_system or not without_content(agreement):
+            return own
+        if salt is None:
+            _check_hosts_all(agreement, peers, runtime)
+            salt = run_name.new_salt()
+        return replace(own, unsalted=(own.keys, own.elsewhere)).with_salt(salt)
+
+    def with_salt(self, salt: str) -> OwnParts:
+        """Return a copy whose keys have this salt; itself for a run without a salt."""
+        if self.unsalted is None:
+            return self
+        unsalted_keys, unsalted_elsewhere = self.unsalted
+        keys = salted(unsalted_keys, salt)
+        elsewhere = salted(unsalted_elsewhere, salt)
+        return replace(self, keys=keys, elsewhere=elsewhere, sampler=self.sampler.like(keys=keys))
+
+    def with_new_salt(self) -> OwnParts:
+        """Return a copy with keys that no other process has had; itself for a run without a salt."""
+        return self.with_salt(run_name.new_salt())
+
+    @property
+    def draws_anew(self) -> bool:
+        """Return whether each process that begins or resumes the run draws numbers of its own, and pays for them."""
+        return self.from_system or self.unsalted is not None
+
+    @property
+    def pairs_id(self) -> str:
+        """Return a hash of the keys from which a simulation draws noise of pairs; "" if it draws none from them."""
+        return run_id({**self.elsewhere, **self.keys}) if self.elsewhere else ""
+
+    @property
+    def source(self) -> str:
+        """Return where the noise comes from, as `run_key.environment` names it."""
+        return noise_source(self.from_system, self.noise_inflation is not None)
+
+
+def _check_plan_fits_into_memory(scenario: Scenario, n_peers: int) -> None:
+    if scenario.private is None:
+        return
+    steps = scenario.rounds * steps_per_round(scenario.algorithm)
+    what = f"rounds={scenario.rounds}: the noise and clip norms of {steps:,} steps of {n_peers:,} peers"
+    check_room(STEP_BYTES * steps * n_peers, what, "take fewer rounds, local steps or peers")
+
+
+def _check_least_size(scenario: Scenario, peers: np.ndarray, sizes: np.ndarray) -> None:
+    """Refuse a peer with fewer examples than all others plan for."""
+    least = scenario.data.at_least
+    smallest = int(np.argmin(sizes))
+    if least is not None and sizes[smallest] < least:
+        raise ScenarioError(
+            f"data.at_least={least} must be <= {sizes[smallest]}, what peer {peers[smallest]} holds: "
+            "lower it in the scenario of all peers, or leave this peer out",
+            code="data.at-least",
+        )
+
+
+def _sampler(scenario: Scenario, examples: Examples, peers: np.ndarray, keys: Mapping[int, bytes]) -> Sampler:
+    """Return how the peers draw batches: with privacy by the keys of the run, else by the seed, whatever is run."""
+    if scenario.private is None:
+        seeds = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
+        return Sampler(scenario.data.batch, examples.sizes, seeds, peers)
+    return Sampler(scenario.data.batch, examples.sizes, keys, peers)
+
+
+def _protected(own: OwnParts, agreement: Agreement, runtime: str, root: str | None, whole: bool) -> OwnParts:
+    """Solve the noise of some peers from their budgets, and check that its numbers can be held."""
+    scenario = agreement.scenario
+    assert scenario.private is not None
+    algorithm = agreement.algorithm
+
+    # Noise that cancels is planned for all peers together, from what all know of each other.
+    everyone = own.peers
+    sampler = own.sampler
+    cancels = isinstance(scenario.private.noise, CancellingSection)
+    if cancels and (len(own.peers) < scenario.n_peers or scenario.data.at_least):
+        everyone = np.arange(scenario.n_peers)
+        sampler = sampler_of_all(agreement, root, whole)
+    plan_pairs: Callable[[np.ndarray], PairPlan] | None = None
+    if cancels:
+        plan_pairs = partial(pair_plan, agreement, sampler, runtime == NETWORK)
+
+    factor = 1.0
+    if agreement.mixing is not None:
+        factor = algorithm.weight_factor(agreement.mixing, scenario.rounds)
+    protection = build_protection(
+        scenario,
+        scenario.private,
+        algorithm,
+        drawings_of(agreement, everyone, sampler),
+        agreement.participation,
+        everyone,
+        factor,
+        noise_mechanism(scenario.private.noise).released,
+        plan_pairs,
+    )
+    if len(everyone) > len(own.peers):
+        protection = protection.part(int(own.peers[0]), int(own.peers[-1]) + 1)
+
+    inflation = None
+    if scenario.private.hardened:
+        drawings = drawings_of(agreement, own.peers, own.sampler)
+        steps = scenario.rounds * algorithm.steps_per_round
+        inflation = noise_inflation(algorithm, drawings, steps, agreement.initial.dtype)
+
+    rates = replace(agreement.learning_rate, base=agreement.learning_rate.base[own.peers])
+    check_number_range(protection, rates, own.examples.sizes, own.sampler.normalizer)
+    return replace(own, protection=protection, noise_inflation=inflation)
+
+
+def _check_hosts_all(agreement: Agreement, peers: np.ndarray, runtime: str) -> None:
+    """Refuse to make up a salt for some peers of a run: other processes, with others, would make up another."""
+    if len(peers) == agreement.scenario.n_peers:
+        return
+    remedy = "set compute.generator=system, or run all peers in one process (`privdec run`)"
+    if runtime == NETWORK:
+        remedy = "leave --insecure-seeds out"
+    raise ScenarioError(
+        f"{' and '.join(without_content(agreement))}: a run with code of one's own has a random salt in the "
+        f"keys of its noise, which this process of it was not given; {remedy}",
+        code="run.salt",
+    )

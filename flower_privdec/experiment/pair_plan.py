@@ -1,0 +1,104 @@
+"""Which pairs of peers share secrets, and how much of their noise cancels between them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.core import Exchange, Mix
+from flower_privdec.data import Sampler
+from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.drawings import KIND, drawings_of
+from flower_privdec.graph.mixing import disagreement_left
+from flower_privdec.graph.topology import build_topology
+from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, best_strength, trades
+from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.sections import CancellingSection
+
+
+def secret_pairs(scenario: Scenario) -> np.ndarray:
+    """Return the pairs of peers that share a secret, int64 [E, 2], the lower id first; none without such noise."""
+    section = None if scenario.private is None else scenario.private.noise
+    if not isinstance(section, CancellingSection) or scenario.n_peers == 1:
+        return np.zeros((0, 2), dtype=np.int64)
+
+    secrets = section.secrets
+    graph = build_topology(secrets.name, scenario.n_peers, seed=scenario.seed_of("run"), **secrets.options())
+    lower_id_first = np.sort(graph.support(), axis=1)
+    return np.asarray(np.unique(lower_id_first, axis=0))
+
+
+def partners(scenario: Scenario, peers: np.ndarray) -> dict[int, int]:
+    """Return the peers elsewhere that share a secret with some of these, and for each the lowest of these that does."""
+    first = dict[int, int]()
+    both_ways = [pair for low, high in secret_pairs(scenario).tolist() for pair in ((low, high), (high, low))]
+    for own, other in sorted(both_ways):
+        if own in peers and other not in peers:
+            first.setdefault(other, own)
+    return dict(sorted(first.items()))
+
+
+def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np.ndarray) -> PairPlan:
+    """Plan the noise that pairs of peers share.
+
+    Args:
+        sampler: of all peers.
+        deployed: whether each peer is a process of its own.
+        needed: the noise that each peer needs by itself in every step, over the factor of its sums, [steps, n_peers].
+
+    Raises:
+        ScenarioError: the algorithm's exchanges do not conserve a sum.
+    """
+    scenario = agreement.scenario
+    assert scenario.private is not None
+    section = scenario.private.noise
+    assert isinstance(section, CancellingSection)
+    _check_sum_is_conserved(agreement, sampler)
+    if section.colluding >= scenario.n_peers:
+        raise ScenarioError(
+            f"privacy.noise.colluding={section.colluding} must be < n_peers={scenario.n_peers}: all others are "
+            f"{scenario.n_peers - 1}",
+            code="noise.colluding",
+        )
+
+    steps_per_round = agreement.algorithm.steps_per_round
+    rates = np.abs(agreement.learning_rate.of_rounds(scenario.rounds)).repeat(steps_per_round, axis=0)
+    weights = agreement.algorithm.conserved_weights(sampler.partition_sizes)
+    needed = needed * weights * rates / sampler.normalizer  # as it is in the conserved sum
+    edges = secret_pairs(scenario)
+
+    choices: list[Trade] = []
+    if section.strength == "auto":
+        assert agreement.mixing is not None
+        first_step = int(needed.any(axis=1).argmax())
+        # A round's later local steps see the noise of those before them, whatever is mixed after.
+        left = steps_per_round * disagreement_left(agreement.mixing) + (steps_per_round - 1) / 2
+        choices = trades(needed[first_step], edges, section.colluding, left)
+
+    return PairPlan(
+        edges=edges,
+        colluding=section.colluding,
+        strength=best_strength(choices, deployed=deployed) if choices else float(section.strength),
+        needed=needed,
+        weights=weights,
+        same_rates=bool(np.ptp(agreement.learning_rate.base) == 0),
+        trades=tuple(choices),
+        sizes=sampler.partition_sizes,
+    )
+
+
+def _check_sum_is_conserved(agreement: Agreement, sampler: Sampler) -> None:
+    """Refuse an algorithm that does anything but mix: only in a sum that mixing conserves does noise cancel."""
+    algorithm = agreement.algorithm
+    exchanges = [item for item in algorithm.program if isinstance(item, Exchange)]
+    drawing = drawings_of(agreement, sampler.peers, sampler)[0]
+    sends_to_one = any(part.to == "neighbour" for part in algorithm.released(0, drawing) or ())
+    only_mixes = all(isinstance(exchange, Mix) for exchange in exchanges)
+
+    if exchanges and only_mixes and not sends_to_one:
+        return
+    why = "sends more than what is mixed, of which no sum is conserved" if exchanges else "exchanges nothing"
+    raise ScenarioError(
+        f"{KIND} with algorithm.name={algorithm.name}, which {why}: leave privacy.noise out, or take privsgp",
+        code="noise.cancelling-sum",
+    )
