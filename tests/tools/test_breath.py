@@ -47,5 +47,5 @@ def test_a_place_is_a_file_folder_or_package(tmp_path: Path) -> None:
 
     assert files_of(str(inside)) == files_of(str(tmp_path)) == [inside]
     assert any(file.name == "table.py" for file in files_of("rich"))
-    with pytest.raises(SystemExit, match="no_such_package"):
+    with pytest.raises(SystemExit):
         files_of("no_such_package")
