@@ -13,16 +13,31 @@ from flower_privdec.cli.main import app
 
 
 def option(parameter: click.Parameter, text: str) -> str:
-    """Return a row for an argument or an option."""
+    """Return a table's row for an argument or an option: its name and kind, its meaning, its choices, its default."""
     choices = list(getattr(parameter.type, "choices", ()))
-    flag = getattr(parameter, "is_flag", False) or isinstance(parameter, click.Argument)
-    kind = "" if flag or choices else (parameter.metavar or parameter.type.name.upper().removesuffix(" RANGE"))
-    name = parameter.metavar if isinstance(parameter, click.Argument) else f"{parameter.opts[0]} {kind}".strip()
-    shown = getattr(parameter, "show_default", None)
-    default = shown if isinstance(shown, str) else None if flag else parameter.default
-    more = [f"One of {', '.join(f'`{choice}`' for choice in choices)}."] if choices else []
-    more += [] if default is None else [f"Default `{getattr(default, 'value', default)}`."]
-    return f"| `{name}` | {' '.join([text, *more])} |"
+    takes_no_value = getattr(parameter, "is_flag", False)
+    is_argument = isinstance(parameter, click.Argument)
+
+    if is_argument:
+        name = parameter.metavar
+    elif takes_no_value or choices:
+        name = parameter.opts[0]
+    else:
+        kind = parameter.metavar or parameter.type.name.upper().removesuffix(" RANGE")
+        name = f"{parameter.opts[0]} {kind}"
+
+    sentences = [text]
+    if choices:
+        sentences.append(f"One of {', '.join(f'`{choice}`' for choice in choices)}.")
+
+    # Typer lets a command say its default in words, if the value itself would tell a reader nothing.
+    default = getattr(parameter, "show_default", None)
+    if not isinstance(default, str):
+        default = None if takes_no_value or is_argument else parameter.default
+    if default is not None:
+        sentences.append(f"Default `{getattr(default, 'value', default)}`.")
+
+    return f"| `{name}` | {' '.join(sentences)} |"
 
 
 def options(command: click.Command, callback: Callable[..., Any]) -> Iterator[str]:
@@ -36,10 +51,12 @@ def command_reference() -> str:
     """Return the reference as Markdown."""
     commands: dict[str, click.Command] = get_command(app).commands  # type: ignore[attr-defined]
     parts = []
+
+    # Help without the terminal's colours and line breaks comes from the functions, usage from the commands.
     for info, (name, command) in zip(app.registered_commands, commands.items(), strict=True):
         assert info.callback is not None
         usage = " ".join(command.collect_usage_pieces(click.Context(command)))
-        rows = "\n".join(options(command, info.callback))
         head = f"## privdec {name}\n\n{command.help}\n\n    privdec {name} {usage}\n"
+        rows = "\n".join(options(command, info.callback))
         parts.append(f"{head}\n| argument | meaning |\n|---|---|\n{rows}\n")
     return "\n".join(parts)

@@ -1,4 +1,10 @@
-"""The rooms of the package and what each imports, drawn from the imports themselves."""
+"""The rooms of the package and what each imports, drawn from the imports themselves.
+
+Rooms stand on floors: each on the lowest floor that is above all rooms that it imports. An arrow that passes a floor
+has a place on it, as a narrow room would, so that no arrow crosses a room. Within a floor, places are ordered by
+sweeps up and down: each moves towards the mean of those that it is joined to, which keeps crossings few (Sugiyama's
+layered drawing, with the barycentre rule).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +17,13 @@ import networkx as nx
 
 from tools.rooms import FLOOR_OF, MODULES, PACKAGE, imported, room_of
 
-WIDTH, HEIGHT, GAP, PASSING, FLOOR = 118, 40, 22, 14, 92  # of a room, between two, of an arrow on its way, of a floor
-SWEEPS = 24
+# In pixels.
+WIDTH = 118  # of a room
+HEIGHT = 40  # of a room
+GAP = 22  # between two places
+PASSING = 14  # width of the place of an arrow that passes a floor
+FLOOR = 92  # from one floor to the next
+SWEEPS = 24  # more of them change nothing
 Place = tuple[str, int]  # a room, or an arrow passing a floor, and its floor
 Points = dict[Place, float]
 
@@ -21,53 +32,72 @@ def imports() -> nx.DiGraph:
     """Return which room imports from which."""
     graph = nx.DiGraph()
     for path in MODULES:
-        graph.add_node(room_of(path))
+        room_here = room_of(path)
+        graph.add_node(room_here)
         for name in imported(path):
-            first, *rest = name.split(".")
-            if first == "flower_privdec" and rest and rest[0] in FLOOR_OF and rest[0] != room_of(path):
-                graph.add_edge(room_of(path), rest[0])
+            package, _, inside = name.partition(".")
+            room_there = inside.partition(".")[0]
+            if package == PACKAGE.name and room_there in FLOOR_OF and room_there != room_here:
+                graph.add_edge(room_here, room_there)
     return graph
 
 
 def levels(graph: nx.DiGraph) -> dict[str, int]:
     """Return each room's floor: the lowest above all rooms that it imports."""
-    return {room: level for level, rooms in enumerate(nx.topological_generations(graph.reverse())) for room in rooms}
+    floors = nx.topological_generations(graph.reverse())
+    return {room: floor for floor, rooms in enumerate(floors) for room in rooms}
 
 
 def ways(graph: nx.DiGraph, level: dict[str, int]) -> dict[tuple[str, str], list[Place]]:
-    """Return the path of each arrow down the floors; arrows that follow from others are left out."""
-    return {
-        (above, below): [
-            (above, level[above]),
-            *((f"{above}>{below}", floor) for floor in range(level[above] - 1, level[below], -1)),
-            (below, level[below]),
-        ]
-        for above, below in sorted(nx.transitive_reduction(graph).edges)
-    }
+    """Return the path of each arrow down the floors.
+
+    An arrow is left out if it follows from others: a room may use what the rooms below it use.
+    """
+    paths = {}
+    for above, below in sorted(nx.transitive_reduction(graph).edges):
+        floors_between = range(level[above] - 1, level[below], -1)
+        passing = [(f"{above}>{below}", floor) for floor in floors_between]
+        paths[above, below] = [(above, level[above]), *passing, (below, level[below])]
+    return paths
 
 
 def arranged(level: dict[str, int], paths: Iterable[list[Place]]) -> list[list[Place]]:
-    """Return the places of each floor from left to right, each near those it is joined to."""
+    """Return the places of each floor from left to right, each near those that it is joined to."""
     joined = nx.Graph()
     joined.add_nodes_from(level.items())
     for path in paths:
         nx.add_path(joined, path)
+
     floors = [sorted(place for place in joined if place[1] == floor) for floor in range(max(level.values()) + 1)]
+    position: Points = {}  # of each place on its floor, from 0 to 1
+    for floor in floors:
+        position |= spread(floor)
+
+    def barycentre(place: Place) -> tuple[float, Place]:
+        neighbours = joined[place]
+        mean = sum(position[near] for near in neighbours) / max(1, len(neighbours))
+        return mean, place  # the name decides between equal means: the picture is the same every time
+
     for sweep in range(SWEEPS):
-        at = {place: (i + 0.5) / len(floor) for floor in floors for i, place in enumerate(floor)}
-        for floor in floors if sweep % 2 else reversed(floors):
-            floor.sort(
-                key=lambda place: (sum(at[near] for near in joined[place]) / max(1, joined.degree(place)), place)
-            )
-            at |= {place: (i + 0.5) / len(floor) for i, place in enumerate(floor)}
+        upwards = sweep % 2 == 1
+        for floor in floors if upwards else reversed(floors):
+            floor.sort(key=barycentre)
+            position |= spread(floor)
     return floors
+
+
+def spread(floor: list[Place]) -> Points:
+    """Return the positions of a floor's places, evenly between 0 and 1."""
+    return {place: (i + 0.5) / len(floor) for i, place in enumerate(floor)}
 
 
 def middles(floors: list[list[Place]], level: dict[str, int]) -> tuple[Points, float]:
     """Return the x of the middle of each place, and the width of the picture."""
-    sizes = [[WIDTH if room in level else PASSING for room, _ in floor] for floor in floors]
+    sizes = [[WIDTH if name in level else PASSING for name, _ in floor] for floor in floors]
     wide = max(sum(row) + GAP * (len(row) + 1) for row in sizes)
     middle_of: Points = {}
+
+    # What a floor's places leave of the width is shared out between them, so that each floor is centred.
     for floor, row in zip(floors, sizes, strict=True):
         gap = (wide - sum(row)) / (len(row) + 1)
         left = gap
@@ -78,16 +108,23 @@ def middles(floors: list[list[Place]], level: dict[str, int]) -> tuple[Points, f
 
 
 def arrow(path: list[Place], x: Points, top: int) -> str:
-    """Draw an arrow from the bottom of a room down to the top of another."""
-    ends = [(x[place], (top - place[1]) * FLOOR + HEIGHT / 2 + GAP) for place in path]
-    points = [(ends[0][0], ends[0][1] + HEIGHT / 2), *ends[1:-1], (ends[-1][0], ends[-1][1] - HEIGHT / 2 - 3)]
+    """Draw an arrow from the bottom of a room down to the top of another, upright at each floor that it passes."""
+    middle_of_floor = [(top - floor) * FLOOR + HEIGHT / 2 + GAP for _, floor in path]
+    points = [(x[place], y) for place, y in zip(path, middle_of_floor, strict=True)]
+
+    room_above, *_, room_below = points
+    points[0] = (room_above[0], room_above[1] + HEIGHT / 2)
+    points[-1] = (room_below[0], room_below[1] - HEIGHT / 2 - 3)  # the tip ends just above the box
+
     drawn = f"M{points[0][0]:.0f} {points[0][1]:.0f}"
     for (x0, y0), (x1, y1) in pairwise(points):
         half = (y0 + y1) / 2
         drawn += f" C{x0:.0f} {half:.0f} {x1:.0f} {half:.0f} {x1:.0f} {y1:.0f}"
-    title = f"{path[0][0]} imports {path[-1][0]}"
-    ends_at = f'data-from="{path[0][0]}" data-to="{path[-1][0]}"'
-    return f'<path d="{drawn}" {ends_at} marker-end="url(#tip)"><title>{title}</title></path>'
+
+    above = path[0][0]
+    below = path[-1][0]
+    title = f"<title>{above} imports {below}</title>"
+    return f'<path d="{drawn}" data-from="{above}" data-to="{below}" marker-end="url(#tip)">{title}</path>'
 
 
 def room(name: str, middle: float, floor: int) -> str:
@@ -109,6 +146,7 @@ def picture() -> str:
     arrows = "".join(arrow(path, x, top) for path in paths.values())
     rooms = "".join(room(name, x[name, floor], top - floor) for name, floor in level.items())
     high = (top + 1) * FLOOR
+
     return (
         f'<svg class="house" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high}" role="img">'
         "<title>The rooms of the package; an arrow points to what a room imports</title>"
@@ -123,8 +161,10 @@ def picture() -> str:
 def purpose(name: str) -> str:
     """Return the first line of a room's docstring."""
     path = PACKAGE / name / "__init__.py"
-    text = (path if path.exists() else PACKAGE / f"{name}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    if not path.exists():
+        path = PACKAGE / f"{name}.py"
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]
 
 
 def room_table() -> str:
