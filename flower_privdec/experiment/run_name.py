@@ -14,6 +14,7 @@ from flower_privdec.common.user_code import without_tokens
 from flower_privdec.data import Examples, read_examples
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.fingerprints import fingerprints
 from flower_privdec.experiment.noise_statement import noise_source
 from flower_privdec.experiment.pair_plan import secret_pairs
 from flower_privdec.experiment.run_key import (
@@ -23,7 +24,6 @@ from flower_privdec.experiment.run_key import (
     data_id,
     edges_of,
     environment,
-    fingerprints,
     is_known_by_its_edges,
     own_keys,
     partition_name,

@@ -30,7 +30,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import Given, raised_at
 from flower_privdec.data.datasets import Examples, check_fit, open_dataset, read_public
-from flower_privdec.experiment.run_key import code_of
+from flower_privdec.experiment.source_code import code_of
 from flower_privdec.scenario import Scenario, anchored, own_parts, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import PATHS, read_text
 from flower_privdec.scenario.sections import PEER

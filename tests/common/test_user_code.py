@@ -26,7 +26,7 @@ from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.user_code import load_own, only_from
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement, Experiment
-from flower_privdec.experiment.run_key import _imported, code_of
+from flower_privdec.experiment.source_code import _imported, code_of
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml

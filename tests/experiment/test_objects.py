@@ -30,7 +30,7 @@ from flower_privdec import testing
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.common.user_code import PYTHON, _given
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.run_key import object_hash
+from flower_privdec.experiment.object_hash import object_hash
 from flower_privdec.graph.topology import DirectedExponential
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.reporting.page import write_report
@@ -390,6 +390,11 @@ CODES = {
         "return 1",
         "return 2",
     ),
+    "a cached function": (
+        "import functools\n@functools.lru_cache\ndef part():\n    return 1\n",
+        "return 1",
+        "return 2",
+    ),
     "a static method": ("class part:\n    @staticmethod\n    def f():\n        return 1\n", "return 1", "return 2"),
     "a property": ("class part:\n    @property\n    def f(self):\n        return 1\n", "return 1", "return 2"),
     "what an object holds": ("class C:\n    def __init__(self):\n        self.a = 1\npart = C()\n", "1", "2"),
@@ -432,6 +437,14 @@ def test_partial_functions_and_methods_are_told_apart() -> None:
     )
     assert object_hash(Adder(1).add) == object_hash(Adder(1).add) != object_hash(Adder(2).add)
     assert len({object_hash(each) for each in (1, 1.0, "1", b"1", True, (1,), [1], {1}, {1: 1}, None)}) == 10
+
+
+def test_too_deep_objects_have_no_hash() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with raises(fp.ScenarioError, "api.not-hashable"):
+        object_hash(nested)
 
 
 def test_what_refers_to_itself_has_a_hash() -> None:
