@@ -133,11 +133,11 @@ def run(
         ),
     ] = None,
     mode: Annotated[
-        Literal["cohort", "sharded", "relay"] | None,
+        Literal["auto", "sharded", "relay"] | None,
         typer.Option(
-            help="flower: all peers in one SuperNode, or a shard of them in each of several that exchange rows, or one "
-            "in each, through a relay.",
-            show_default="cohort",
+            help="flower: all peers in one SuperNode; or, as a rehearsal of a deployment, a shard of them in each of "
+            "several that exchange rows, or one in each, through a relay.",
+            show_default="auto",
         ),
     ] = None,
     supernodes: Annotated[

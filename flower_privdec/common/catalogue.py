@@ -348,8 +348,8 @@ ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})
 INITS = Choice({"default": "torch's own, keyed by the seed", "zeros": "every parameter 0"})
 FLOWER_MODES = Choice(
     {
-        "cohort": "one SuperNode hosts all peers",
-        "sharded": "each SuperNode hosts a share of the peers, and they send each other rows directly",
-        "relay": "peers are assigned to SuperNodes, one each or several, and the ServerApp routes what they send",
+        "auto": "a simulation computes all peers in one SuperNode; deployed SuperNodes host one each, or a shard",
+        "sharded": "each SuperNode hosts a shard of the peers, and they send each other rows directly",
+        "relay": "each SuperNode hosts one peer, or some, and the ServerApp routes what they send",
     }
 )

@@ -179,7 +179,7 @@ def test_nodes_are_found_in_the_order_of_their_partitions() -> None:
     grid = LocalGrid(client_app(), 3)
     for node, partition in zip(grid.contexts, (2, 0, 1), strict=True):
         grid.contexts[node].node_config["partition-id"] = partition
-    assert find_nodes(grid) == [101, 102, 100]
+    assert list(find_nodes(grid)) == [101, 102, 100]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_router_opens_no_rows(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def settings_of(folder: Path, **config: str | bool) -> ScenarioStrategy:
-    return scenario_strategy(Context(7, 0, {}, RecordDict(), dict(config)), folder)
+    return scenario_strategy(LocalGrid(client_app(), 4), Context(7, 0, {}, RecordDict(), dict(config)), folder)
 
 
 def test_run_config_chooses_the_scenario(tiny: Tiny, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_own_modules_are_imported_from_the_base(tiny: Tiny, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("config", "rule"),
     [
-        ({"scenario": "mine.yaml", "mode": "gossip"}, "mode='gossip' .*cohort, sharded, relay"),
+        ({"scenario": "mine.yaml", "mode": "gossip"}, "mode='gossip' .*auto, sharded, relay"),
         ({"scenario": "other.yaml"}, "scenario='other.yaml'"),
         ({}, "scenario=''"),
         ({"scenario": "mine.yaml", "mode": "rely"}, "mode='rely' .*'relay'"),
@@ -351,7 +351,7 @@ def test_evaluate_fn_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     [
         (["data={dataset: mnist, root: /nowhere, batch: {size: 4}}"], {}, "data.root=/nowhere"),
         ([], {"mode": "gossip"}, "mode='gossip'"),
-        ([], {"n_supernodes": 2}, "flower.supernodes: n_supernodes=2 .* cohort"),
+        ([], {"n_supernodes": 2}, "flower.supernodes: n_supernodes=2 .* 1, which hosts all"),
         ([], {"mode": "relay", "n_supernodes": 5}, "flower.supernodes: n_supernodes=5 .* n_peers=4"),
         ([], {"resume": True}, "no checkpoint"),
         ([], {"cpus": 10_000}, "flower.resources: cpus=10000"),

@@ -17,8 +17,9 @@ from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
 from flower_privdec.common.errors import RunError, ScenarioError
-from flower_privdec.flower.apps.client_app import reply_partition
-from flower_privdec.flower.apps.server_app import ScenarioStrategy, caller_folder, scenario_strategy
+from flower_privdec.flower.apps.caller_folder import caller_folder
+from flower_privdec.flower.apps.client_app import client_app, reply_partition
+from flower_privdec.flower.apps.server_app import ScenarioStrategy, scenario_strategy
 from flower_privdec.flower.error_formatting import one_line_failure, one_line_replies, reason
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import to_yaml
@@ -48,7 +49,7 @@ def end_as_flower_does(error: Exception) -> None:
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (ScenarioError("mode='rely' must be one of cohort, relay"), "mode='rely' must be one of cohort, relay"),
+        (ScenarioError("mode='rely' must be one of auto, relay"), "mode='rely' must be one of auto, relay"),
         (RunError("the SuperNode of peer 3 failed:\n  no answer"), "the SuperNode of peer 3 failed: no answer"),
         (OSError(28, "No space left on device", "runs/a"), "OSError: [Errno 28] No space left on device: 'runs/a'"),
     ],
@@ -209,7 +210,8 @@ def test_results_and_paths_start_where_the_command_was_typed(
     (work / "deeper").mkdir()
 
     def read(**config: str) -> ScenarioStrategy:
-        return scenario_strategy(Context(7, 0, {}, RecordDict(), {"scenario": "mine.yaml", **config}), app)
+        context = Context(7, 0, {}, RecordDict(), {"scenario": "mine.yaml", **config})
+        return scenario_strategy(LocalGrid(client_app(), 1), context, app)
 
     assert read().out == work / "runs" / "tiny-7"
     assert read(out="mine").out == work / "mine"
@@ -224,7 +226,7 @@ def test_results_and_paths_start_where_the_command_was_typed(
     ("options", "flag"),
     [
         (["--mode", "relay"], "--mode relay"),
-        (["--mode", "cohort"], "--mode cohort"),
+        (["--mode", "auto"], "--mode auto"),
         (["--supernodes", "4"], "--supernodes 4"),
         (["--cpus", "1"], "--cpus 1"),
         (["--gpus", "0.5", "--runtime", "engine"], "--gpus 0.5"),

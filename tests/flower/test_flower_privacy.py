@@ -151,7 +151,7 @@ def test_an_answer_holds_only_what_peers_may_see(tiny: Tiny, tmp_path: Path) -> 
     names = {key for content in kept for record in content.array_records.values() for key in record}
     assert names == {"x", "w"}
     told = {key for content in kept for record in content.config_records.values() for key in record}
-    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", "constants", *spent}
+    assert told == {"partition-id", "num-partitions", "shards", "round", "at", "waiting", "constants", *spent}
     assert not [record for content in kept for record in content.metric_records.values()]
 
 
@@ -467,7 +467,7 @@ def test_no_deployed_node_hosts_everybody(tiny: Tiny, tmp_path: Path, host: str)
     message = order(tiny(), folder=str(tmp_path / "run"), base=str(tmp_path))
     message.metadata.message_type = "train.cohort"
     reply = answer(deployed(tmp_path / "node"), message)
-    assert "cohort mode hosts all peers in one node, which is for simulation" in reply.error.reason
+    assert "one node hosts all peers only in a simulation" in reply.error.reason
     assert not (tmp_path / "run").exists()
 
 

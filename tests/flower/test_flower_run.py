@@ -232,7 +232,7 @@ def test_flwr_run_of_the_readme_writes_its_results(user: User, tmp_path: Path) -
     settings = "set='rounds=4;evaluation.every=2'"
     apps = {
         REPOSITORY / "simulations" / "quickstart": settings,
-        REPOSITORY: f"mode='cohort' {settings}",
+        REPOSITORY: f"mode='auto' {settings}",
     }
     pyprojects = [(app / "pyproject.toml").read_bytes() for app in apps]
     outs = []
@@ -246,6 +246,6 @@ def test_flwr_run_of_the_readme_writes_its_results(user: User, tmp_path: Path) -
     assert os.listdir(outs[1] / "ledger")
     printed = user.types(tmp_path / "wrong", "run", str(REPOSITORY), "--stream", "-c", "mode='rely'")
     last = printed.rstrip().splitlines()[-1]
-    assert "mode='rely' must be one of cohort, sharded, relay; did you mean 'relay'?" in last
+    assert "mode='rely' must be one of auto, sharded, relay; did you mean 'relay'?" in last
     assert "Traceback" not in printed
     assert not (tmp_path / "wrong" / "runs").exists()

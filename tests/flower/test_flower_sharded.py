@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from pathlib import Path
 
 import flower_runs
 import pytest
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from ports import own_addresses
 from raising import raises
 from tiny_scenario import Tiny
@@ -21,9 +22,10 @@ from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.flower.apps import server_app
 from flower_privdec.flower.apps.client_app import Node, client_app
-from flower_privdec.flower.apps.server_app import Sharded
+from flower_privdec.flower.apps.server_app import CohortRun, Relay, Sharded, hosting, scenario_strategy
 from flower_privdec.flower.launch.launcher import flower_run
-from flower_privdec.flower.launch.local_grid import with_id
+from flower_privdec.flower.launch.local_grid import LocalGrid, with_id
+from flower_privdec.flower.node_settings import VISIBLE_GPUS, see_gpus
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.scenario import Scenario, to_yaml
 from tools.battery.together_grid import TogetherGrid
@@ -230,6 +232,59 @@ def test_an_address_that_others_reach_is_said(
     monkeypatch.setattr("flower_privdec.engine.shards.rendezvous.Rendezvous.is_open", True)
     Sharded(tiny("rounds=1"), tmp_path / "run").start(deployed(tmp_path))
     assert "Rows pass 127.0.0.1 unencrypted: keep its ports to machines that you trust" in caplog.text
+
+
+# --- the mode that nobody has to name ---
+
+
+def chosen(grid: LocalGrid, mode: str = "auto") -> type:
+    return hosting(mode, grid)[0]
+
+
+def test_auto_mode_follows_from_where_the_nodes_run(tmp_path: Path) -> None:
+    own = {"ledger": str(tmp_path), "epsilon": 3.0, "delta": 1e-3}
+    elsewhere = LocalGrid(client_app(), 2, config={peer: dict(own) for peer in range(2)})
+    assert chosen(LocalGrid(client_app(), 2)) is CohortRun
+    assert chosen(elsewhere) is Relay
+    assert chosen(deployed(tmp_path)) is Sharded
+    assert [chosen(grid, "relay") for grid in (LocalGrid(client_app(), 2), deployed(tmp_path))] == [Relay] * 2
+    assert [chosen(grid, "sharded") for grid in (LocalGrid(client_app(), 2), elsewhere)] == [Sharded] * 2
+
+
+def test_deployed_shards_run_without_naming_a_mode_and_are_asked_once(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+    deliver = TogetherGrid._deliver
+
+    def counted(grid: TogetherGrid, message: Message) -> Message:
+        asked.append(message.metadata.message_type)
+        return deliver(grid, message)
+
+    monkeypatch.setattr(TogetherGrid, "_deliver", counted)
+    (tmp_path / "mine.yaml").write_text(to_yaml(tiny("rounds=2", "evaluation.every=2")))
+    context = Context(7, 0, {}, RecordDict(), {"scenario": "mine.yaml", "base": str(tmp_path)})
+    grid = deployed(tmp_path)
+    strategy = scenario_strategy(grid, context, tmp_path)
+    strategy.start(grid)
+    assert strategy.numbers == Sharded.numbers
+    assert (tmp_path / "runs" / "tiny-7" / "summary.json").exists()
+    assert sorted(asked) == ["query.partition"] * 2 + ["train.sharded"] * 2
+
+
+@pytest.mark.parametrize(
+    ("hidden", "server", "seen"),
+    [("", "all", None), ("", "1", "1"), ("", "", ""), ("0", "all", "0"), (None, "1", None)],
+)
+def test_a_simulation_sees_the_gpus_that_the_server_sees(
+    hidden: str | None, server: str, seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray hides them from ClientApps that ask for none."""
+    monkeypatch.delenv(VISIBLE_GPUS, raising=False)
+    if hidden is not None:
+        monkeypatch.setenv(VISIBLE_GPUS, hidden)
+    see_gpus(server)
+    assert os.environ.get(VISIBLE_GPUS) == seen
 
 
 # --- the launcher ---

@@ -2,6 +2,20 @@
 
 The ServerApp assigns peers to nodes, and in a simulation names the file through which the shards connect. Outside a
 simulation a node hosts the peers that its own node-config assigns to it, and uses no other address than its own.
+
+Each message is answered by a function below, which may run in a process of its own: on a deployed SuperNode every
+message starts one (flwr 1.41 to 1.43), in a simulation it is any actor of Ray's. So nothing of a run is kept in memory:
+
+| message | its function | where the state is until the next message |
+|---|---|---|
+| `query.partition` | `reply_partition` | |
+| `query.pairs` | `announce_pair_keys` | the context: the session's private key |
+| `train.cohort` | `train_cohort` | the run's folder |
+| `train.sharded` | `train_sharded` | a checkpoint in the node's folder |
+| `train.relay` | `train_relay` | the context, and at each evaluation a checkpoint |
+
+The context's state lives in the SuperNode's memory. It dies with the SuperNode, so no budget is kept there: a ledger
+is a file. What is built from a scenario (data, model, graph) is cached in a process, since an actor is asked again.
 """
 
 from __future__ import annotations
@@ -41,6 +55,7 @@ from flower_privdec.flower.apps.records import (
     METRICS,
     PARTITION,
     PROGRESS,
+    SHARDS,
     SPENT,
     WorkRequest,
     flat_record,
@@ -52,11 +67,12 @@ from flower_privdec.flower.apps.records import (
     unpack_state,
 )
 from flower_privdec.flower.error_formatting import one_line_replies
-from flower_privdec.flower.node_settings import HostSettings, in_simulation
+from flower_privdec.flower.node_settings import HostSettings, has_shard_addresses, in_simulation, see_gpus
 from flower_privdec.flower.pair_keys import KEYS, PAIRS, agrees, open_session, session_secrets, shard_secrets
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 
 log = logging.getLogger("flwr.privdec")
+
 RUN = "run"  # the record of a context's state that names its run and the steps that are paid for
 OPEN_CODES = ("data.no-file", "data.no-root", "code.not-allowed")  # of errors that reveal nothing about data
 GENERATIONS = 2  # checkpoints: the server may have lost the reply to the last message
@@ -76,15 +92,15 @@ class Node:
 
     @classmethod
     def of(cls, settings: HostSettings, request: WorkRequest) -> Node:
-        """Build the peers of a request, once a process."""
+        """Build the peers of a request, once in a process."""
+        facts = (request.base, request.shards, request.nodes, request.salt)
         with _building:
-            facts = (request.base, request.shards, request.nodes, request.salt)
             experiment = _build(settings, request.scenario, tuple(request.peers), *facts)
         torch.set_num_threads(experiment.scenario.compute.threads)
         return cls(settings, experiment, settings.run_folder(experiment, request))
 
     def state(self, stored: RecordDict, begin: int) -> State | None:
-        """Return the state to continue from; None at the start of a run.
+        """Load the state to continue from; None at the start of a run.
 
         Args:
             stored: the context's state, which `store` wrote.
@@ -95,8 +111,9 @@ class Node:
         """
         if begin == 0:
             return None
-        peers = self.experiment.own.peers
+
         experiment = self.experiment
+        peers = experiment.own.peers
         if begin > 0:
             path = self._checkpoint(begin)
             if not path.exists():
@@ -108,9 +125,11 @@ class Node:
             unpacked = unpack_state(stored, experiment.device)
             if unpacked is None:
                 raise RunError(f"the node of peers {peers.tolist()} has lost its state: start again with --resume")
-            if stored.config_records[RUN]["id"] != experiment.own.run.id:  # it may publish a row that is private here
+            # Another run's algorithm may publish a row that is private in this one.
+            if stored.config_records[RUN]["id"] != experiment.own.run.id:
                 raise RunError(f"the node of peers {peers.tolist()} is in the middle of another run: start over")
             state = unpacked
+
         if not np.array_equal(state.peers, peers):
             raise RunError(f"the node hosts peers {state.peers.tolist()}, not {peers.tolist()}")
         return state
@@ -125,16 +144,18 @@ class Node:
         return self.folder / f"checkpoint-{round_index}"
 
     def save(self, state: State, cohort: Cohort) -> None:
-        """Write a checkpoint of the whole state, for this node alone; remove all but the one before."""
+        """Write a checkpoint of the whole state, which stays on this node; remove all but the one before."""
         make_owners_folder(self.folder)
         run = self.experiment.own.run
         head = None if cohort.ledger is None else cohort.ledger.head
         checkpoint = Checkpoint(state, scenario_hash(self.experiment.scenario), run, head=head)
         save_checkpoint(self._checkpoint(state.round_index), checkpoint)
+
+        # The newest by round, not by age: a clock may be set back. Those of later rounds are of a run started over.
         paths = {path.name.removeprefix("checkpoint-"): path for path in self.folder.glob("checkpoint-*")}
         rounds = sorted(int(name) for name in paths if name.isdigit() and int(name) <= state.round_index)
         for name in paths.keys() - {str(number) for number in rounds[-GENERATIONS:]}:
-            paths[name].unlink()  # by rounds and not by age, for a clock may be set back
+            paths[name].unlink()
 
     @contextmanager
     def cohort(self, stored: RecordDict, begin: int) -> Iterator[Cohort]:
@@ -143,12 +164,17 @@ class Node:
         Its first step is the first that is not paid for, as the state has it: the ledger of a run that was started over
         has charges for later steps than those that come next.
         """
-        settings = self.settings
-        start = begin * self.experiment.algorithm.steps_per_round
         if begin < 0:
-            start = int(stored.config_records[RUN]["paid"])  # type: ignore[arg-type]
-        budget = None if settings.epsilon is None or settings.delta is None else (settings.epsilon, settings.delta)
-        cohort = self.experiment.cohort(self.folder / "ledger", budget, start)
+            first_step = int(str(stored.config_records[RUN]["paid"]))
+        else:
+            first_step = begin * self.experiment.algorithm.steps_per_round
+
+        settings = self.settings
+        budget = None
+        if settings.epsilon is not None and settings.delta is not None:
+            budget = (settings.epsilon, settings.delta)
+
+        cohort = self.experiment.cohort(self.folder / "ledger", budget, first_step)
         try:
             yield cohort
         finally:
@@ -163,18 +189,19 @@ _building = Lock()  # models are drawn by torch's one generator
 def _build(
     settings: HostSettings, text: str, peers: tuple[int, ...], base: str, shards: int, nodes: int, salt: str
 ) -> Experiment:
-    """Build a node's experiment once a process, as far as the node permits the scenario."""
+    """Build a node's experiment, if the node permits the scenario."""
     request = WorkRequest(text, 0, list(peers), base=base, shards=shards, nodes=nodes, salt=salt)
     with settings.allowing():
         scenario = settings.scenario(request)
         try:
-            # Shards compute at the same time, in threads where all are in one process, and share no model.
+            # Shards share no model: they compute at the same time, in threads if all are in one process.
             agreement = Agreement.of(scenario) if shards else _agreement(to_yaml(scenario))
             return Experiment.joined(agreement, settings.parts(agreement, request))
         except RAISED_BY_USERS as error:
             if settings.simulated or getattr(error, "code", "") in OPEN_CODES:
                 raise
-            log.exception("peers %s cannot be built", list(peers))  # of the node's own data: a row, a value
+            # The error may quote a row or a value of the node's own data. It stays in the node's log.
+            log.exception("peers %s cannot be built", list(peers))
     raise RunError(
         f"the SuperNode of peers {list(peers)} cannot build them from the scenario and its own data: see its own log",
         code="node.data",
@@ -192,9 +219,11 @@ def _whole(scenario: str) -> Experiment:
 
 
 def reply_partition(message: Message, context: Context) -> Message:
-    """Reply which partition of how many this node is; -1 where its node-config has none."""
-    config = {name: int(context.node_config.get(name, -1)) for name in ("partition-id", "num-partitions")}
-    return Message(RecordDict({PARTITION: ConfigRecord({**config})}), reply_to=message)
+    """Reply which partition of how many this node is (-1 if its node-config has none), and if it can be a shard."""
+    config = ConfigRecord({SHARDS: has_shard_addresses(context.node_config)})
+    for name in ("partition-id", "num-partitions"):
+        config[name] = int(context.node_config.get(name, -1))
+    return Message(RecordDict({PARTITION: config}), reply_to=message)
 
 
 def train_cohort(message: Message, context: Context) -> Message:
@@ -205,7 +234,13 @@ def train_cohort(message: Message, context: Context) -> Message:
     """
     request = WorkRequest.of(message.content)
     if not in_simulation(context.node_config):
-        raise RunError("cohort mode hosts all peers in one node, which is for simulation: set mode to relay")
+        raise RunError(
+            "one node hosts all peers only in a simulation: start SuperNodes, of one peer or one shard each, and set "
+            "mode to relay or sharded",
+            code="node.cohort",
+        )
+
+    see_gpus(request.gpus)
     os.chdir(request.base)
     experiment = _whole(request.scenario)
     torch.set_num_threads(experiment.scenario.compute.threads)
@@ -231,6 +266,7 @@ def train_sharded(message: Message, context: Context) -> Message:
     settings = HostSettings.of(context, request.folder)
     shards = Shards.split(settings.scenario(request).n_peers, request.shards)
     shard = int(shards.of(np.array(request.peers[:1]))[0])
+
     place = settings.rendezvous(request)
     with place.store(shard, shards, request.token) as store:
         group = ProcessGroup.join(store, shard, shards, place.address)
@@ -245,20 +281,17 @@ def train_sharded(message: Message, context: Context) -> Message:
 def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> RecordDict:
     """Run the rounds, and return the content of the reply.
 
-    METRICS has lists with an entry for each evaluation: `metrics`, of the whole network as JSON, on the first shard
-    alone; `epsilons`, the largest of the peers hosted here; `seconds` of training since the message began.
+    METRICS has lists with an entry for each evaluation: `metrics`, of the whole network as JSON, only on the first
+    shard; `epsilons`, the largest of the peers hosted here; `seconds` of training since the message began.
     """
     experiment = node.experiment
-    content = RecordDict()
-    name = public_name(experiment, experiment.own.source)
-    facts = [request.scenario, request.begin, request.until, request.shards, name.environment, experiment.device.type]
-    digest = hashlib.sha256(json.dumps(facts).encode())
-    digest.update(f"{experiment.constants} {experiment.own.pairs_id}".encode())
-    digest.update(experiment.initial.detach().cpu().contiguous().numpy().tobytes())
-    group.agree(digest.digest())
+    group.agree(_shared_facts(experiment, request))
+
+    # A shard's state is on its disk between two messages, not in the context.
     state = node.state(RecordDict(), request.begin)
+    content = RecordDict()
     metrics = []
-    spent = []
+    largest_epsilons = []
     clock = []
     seconds = 0.0
     with node.cohort(RecordDict(), request.begin) as cohort:
@@ -266,25 +299,40 @@ def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> Recor
             cohort.secrets = shard_secrets(node.settings, experiment, group)
         engine = ShardEngine(experiment.algorithm, cohort, state or experiment.initial_state(cohort), group)
         state = engine.state
+
         for stop in evaluation_rounds(experiment.scenario.rounds, experiment.scenario.evaluation.every):
             if not state.round_index < stop <= request.until:
                 continue
+
             began = time.perf_counter()
             while state.round_index < stop:
                 engine.round()
             seconds += time.perf_counter() - began
-            rows = engine.collect()
+
+            rows = engine.collect()  # None but on the first shard
             if rows is not None:
                 metrics.append(json.dumps(evaluate(experiment, rows, stop)))
-            spent.append(max(epsilons(cohort, stop)))
+            largest_epsilons.append(max(epsilons(cohort, stop)))
             clock.append(seconds)
+
         node.save(state, cohort)
         content[SPENT] = spent_record(cohort, state.round_index, experiment.own.source)
         content[PROGRESS] = ConfigRecord({"round": state.round_index, "coalition_seconds": cohort.game_seconds})
-    content[METRICS] = ConfigRecord({"metrics": metrics, "epsilons": spent, "seconds": clock})
+
+    content[METRICS] = ConfigRecord({"metrics": metrics, "epsilons": largest_epsilons, "seconds": clock})
     if state.round_index == experiment.scenario.rounds:
         content.update(pack_peers(state, experiment.algorithm.open_rows))
     return content
+
+
+def _shared_facts(experiment: Experiment, request: WorkRequest) -> bytes:
+    """Return a digest of what all shards must have alike, or their rows would not belong together."""
+    name = public_name(experiment, experiment.own.source)
+    facts = [request.scenario, request.begin, request.until, request.shards, name.environment, experiment.device.type]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    digest.update(f"{experiment.constants} {experiment.own.pairs_id}".encode())
+    digest.update(experiment.initial.detach().cpu().contiguous().numpy().tobytes())
+    return digest.digest()
 
 
 def announce_pair_keys(message: Message, context: Context) -> Message:
@@ -292,7 +340,9 @@ def announce_pair_keys(message: Message, context: Context) -> Message:
     request = WorkRequest.of(message.content)
     settings = HostSettings.of(context, request.folder)
     node = Node.of(settings, request)
-    announced = open_session(node, context.state) if agrees(node.experiment) else ConfigRecord()
+    announced = ConfigRecord()
+    if agrees(node.experiment):
+        announced = open_session(node, context.state)
     announced[KEYS] = node.experiment.own.pairs_id
     return Message(RecordDict({PAIRS: announced}), reply_to=message)
 
@@ -306,23 +356,31 @@ def train_relay(message: Message, context: Context) -> Message:
     request = WorkRequest.of(message.content)
     settings = HostSettings.of(context, request.folder)
     node = Node.of(settings, request)
-    content = RecordDict()
-    exchange: Exchange | None = None
     experiment = node.experiment
     algorithm = node.experiment.algorithm
     state = node.state(context.state, request.begin)
+
+    content = RecordDict()
+    exchange: Exchange | None = None  # what the peers wait at, after this message
     session = None
     with node.cohort(context.state, request.begin) as cohort:
         if agrees(experiment):
             cohort.secrets, session = session_secrets(node, request.begin, message.content, context.state)
         if state is None:
             state = experiment.initial_state(cohort)
+
         _finish_exchange(experiment, state, message.content)
         while exchange is None and state.round_index < request.until:
             exchange = advance(algorithm, cohort, state)
-        progress = {"round": state.round_index, "at": state.at, "waiting": exchange is not None}
+
         content[PROGRESS] = ConfigRecord(
-            {**progress, "constants": experiment.constants, "coalition_seconds": cohort.game_seconds}
+            {
+                "round": state.round_index,
+                "at": state.at,
+                "waiting": exchange is not None,
+                "constants": experiment.constants,
+                "coalition_seconds": cohort.game_seconds,
+            }
         )
         if exchange is None:
             node.save(state, cohort)
@@ -330,6 +388,7 @@ def train_relay(message: Message, context: Context) -> Message:
         node.store(state, cohort, context.state)
         if session is not None:
             context.state[PAIRS] = session
+
     if exchange is None or experiment.mixing is None:
         content.update(pack_peers(state, algorithm.open_rows))
     else:
@@ -339,22 +398,24 @@ def train_relay(message: Message, context: Context) -> Message:
 
 def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) -> None:
     """Give a waiting state the messages between its own peers, and those in the content."""
-    exchange = experiment.algorithm.program[state.at] if state.waiting else None
-    if not isinstance(exchange, Exchange) or experiment.mixing is None:
+    if not state.waiting or experiment.mixing is None:
         return
+    exchange = experiment.algorithm.program[state.at]
+    if not isinstance(exchange, Exchange):
+        return
+
     messages = exchange.outgoing(state, experiment.mixing)
     for link in exchange.awaited(state, experiment.mixing):
-        if link not in messages:
-            payload = unpack_message(exchange, content, link, state.rows["x"].device)
-            if payload is not None:
-                messages[link] = payload
+        if link in messages:
+            continue
+        payload = unpack_message(exchange, content, link, state.rows["x"].device)
+        if payload is not None:
+            messages[link] = payload
     exchange.incoming(state, experiment.mixing, messages).apply_(state)
 
 
 def client_app() -> ClientApp:
-    """Return the ClientApp that hosts peers in the mode of the ServerApp's strategy.
-
-    Messages: `query.partition`, `query.pairs`, `train.cohort` (simulation alone), `train.relay` and `train.sharded`.
+    """Return the ClientApp that hosts peers as the ServerApp's strategy asks for it.
 
     Privacy: what leaves a node is the rows that its algorithm declares open, functions of what was clipped and noised;
     every step is charged to the node's ledger, a file, before an example is read. Folder, budget, keys and data are

@@ -22,6 +22,7 @@ from flower_privdec.graph.mixing import Link
 # Names of records: in messages, and of a state in a node's context.
 REQUEST = "request"
 PARTITION = "partition"
+SHARDS = "shards"  # in PARTITION: whether the node-config has addresses for shards
 PROGRESS = "progress"
 METRICS = "metrics"
 SPENT = "spent"
@@ -34,21 +35,23 @@ EDGES = "edges"
 class WorkRequest:
     """What the ServerApp requests of a node in every train message.
 
-    It names no ledger, no key and, outside a simulation, no path: those are the node's own (`node_settings`).
+    It names no ledger, no key and, outside a simulation, no path: those are the node's own (`node_settings`). The three
+    strategies share it; a field that is for one of them says so.
 
     Attributes:
         scenario: the scenario, as YAML.
         until: stop when so many rounds are done.
-        peers: global ids of the peers the node hosts.
+        peers: global ids of the peers that the node hosts.
         base: the folder from which modules of the user's own are imported (simulation).
         folder: of the run (simulation).
-        resume: continue from the checkpoint in `folder` (cohort mode).
+        resume: continue from the checkpoint in `folder` (CohortRun).
         begin: continue from the node's own checkpoint of this round; 0 to start over, -1 to continue from the state
-            of the last message (relay mode).
-        shards: the number of shards (sharded mode); 0 in the other modes.
-        nodes: the number of nodes (relay mode).
-        token: of the rendezvous of the shards for this message (sharded mode).
+            of the last message (Relay).
+        shards: the number of shards (Sharded); 0 for the other strategies.
+        nodes: the number of nodes (Relay).
+        token: of the rendezvous of the shards for this message (Sharded).
         salt: of the run, see `experiment.run_key`, which its nodes must share (simulation).
+        gpus: the ServerApp's CUDA_VISIBLE_DEVICES, "all" if it is not set (simulation); see `see_gpus`.
     """
 
     scenario: str
@@ -62,6 +65,7 @@ class WorkRequest:
     nodes: int = 0
     token: str = ""
     salt: str = ""
+    gpus: str = ""
 
     def record(self) -> ConfigRecord:
         """Return the request as a record."""
@@ -72,12 +76,13 @@ class WorkRequest:
         """Read the request of a message.
 
         Raises:
-            RunError: when the message carries none.
+            RunError: the message carries none.
         """
         if REQUEST not in content.config_records:
             raise RunError(f"the message has no record {REQUEST!r}: send it with a strategy of flower_privdec")
-        fields = dict(content.config_records[REQUEST])
-        return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})  # type: ignore[arg-type]
+        given = content.config_records[REQUEST]
+        fields: dict[str, Any] = {name: given[name] for name in cls.__dataclass_fields__ if name in given}
+        return cls(**fields)
 
 
 def pack_rows(rows: Mapping[str, Tensor]) -> ArrayRecord:
@@ -100,12 +105,12 @@ def pack_peers(state: State, names: Iterable[str]) -> dict[str, ArrayRecord]:
 
 
 def pack_messages(exchange: Exchange, messages: Mapping[Link, Payload]) -> dict[str, ArrayRecord]:
-    """Return an exchange's messages as records by key: one a sender where all its receivers get the same."""
+    """Return an exchange's messages as records by key: one per sender if all its receivers get the same."""
     return {message_key(exchange, link): pack_rows(payload) for link, payload in messages.items()}
 
 
 def unpack_message(exchange: Exchange, content: RecordDict, link: Link, device: torch.device) -> Payload | None:
-    """Return what one peer sent to another, or None where the content has no such message."""
+    """Return what one peer sent to another; None if it is not in the content."""
     record = content.array_records.get(message_key(exchange, link))
     return None if record is None else unpack_rows(record, device)
 
@@ -113,7 +118,9 @@ def unpack_message(exchange: Exchange, content: RecordDict, link: Link, device: 
 def message_key(exchange: Exchange, link: Link) -> str:
     """Return the key of the record that one peer sends to another."""
     sender, receiver = link
-    return f"{row_key(sender)}-to-{receiver}" if exchange.differs else row_key(sender)
+    if exchange.differs:
+        return f"{row_key(sender)}-to-{receiver}"
+    return row_key(sender)
 
 
 def row_key(peer: int) -> str:
@@ -124,24 +131,30 @@ def row_key(peer: int) -> str:
 def pack_state(state: State, content: RecordDict) -> None:
     """Put a whole state into a message or a context."""
     content[ROWS] = pack_rows(state.rows)
+
     position = ConfigRecord({"round": state.round_index, "at": state.at, "waiting": state.waiting})
     position["peers"] = state.peers.tolist()
     content[POSITION] = position
+
+    # A record holds either arrays or lists of numbers, so an edge's values and its ends are apart.
     content[EDGES] = pack_rows({name: edges.values for name, edges in state.edges.items()})
     for name, edges in state.edges.items():
         content[f"{EDGES}.{name}"] = ConfigRecord({"own": edges.own.tolist(), "other": edges.other.tolist()})
 
 
 def unpack_state(content: RecordDict, device: torch.device) -> State | None:
-    """Return the state that `pack_state` put there, or None."""
+    """Return the state that `pack_state` put there; None if there is none."""
     if ROWS not in content.array_records:
         return None
     position = content.config_records[POSITION]
+
     edges = {}
     for name, values in unpack_rows(content.array_records[EDGES], device).items():
         ends = content.config_records[f"{EDGES}.{name}"]
-        own, other = (np.asarray(ends[end], dtype=np.int64) for end in ("own", "other"))
+        own = np.asarray(ends["own"], dtype=np.int64)
+        other = np.asarray(ends["other"], dtype=np.int64)
         edges[name] = Edges(own, other, values)
+
     return State(
         peers=np.asarray(position["peers"], dtype=np.int64),
         round_index=int(position["round"]),  # type: ignore[arg-type]
@@ -157,9 +170,13 @@ def spent_record(cohort: Cohort, rounds: int, source: str) -> ConfigRecord:
     spent = Spent.of(cohort, rounds)
     record = ConfigRecord({"epsilons": spent.epsilons, "deltas": spent.deltas, "rounds_run": spent.rounds_run})
     record["noise"] = [source]
-    record["replies"], record["if_all_collude"] = spent.replies, spent.if_all_collude
+    record["replies"] = spent.replies
+    record["if_all_collude"] = spent.if_all_collude
+    record["broken"] = list(spent.breaches)
+    record["breaches"] = list(spent.breaches.values())
+
+    # A ConfigRecord holds no None.
     record["colluding"] = [] if spent.colluding is None else [spent.colluding]
-    record["broken"], record["breaches"] = list(spent.breaches), list(spent.breaches.values())
     record["claimed"] = [math.nan if claim is None else claim for claim in spent.claimed]
     return record
 
@@ -170,9 +187,11 @@ def spent_of(records: Sequence[ConfigRecord]) -> tuple[Spent, list[str]]:
     def joined(name: str) -> list[Any]:
         return [value for record in records for value in record[name]]  # type: ignore[union-attr]
 
+    # If several peers break a condition, the words are the first one's.
     breaches: dict[str, str] = {}
     for condition, words in zip(joined("broken"), joined("breaches"), strict=True):
-        breaches.setdefault(condition, words)  # of several peers that break one, the words of the first
+        breaches.setdefault(condition, words)
+
     claimed = [None if math.isnan(claim) else claim for claim in joined("claimed")]
     spent = Spent(
         joined("epsilons"),
@@ -188,9 +207,10 @@ def spent_of(records: Sequence[ConfigRecord]) -> tuple[Spent, list[str]]:
 
 
 def flat_record(metrics: dict[str, Any], prefix: str = "") -> MetricRecord:
-    """Return nested metrics as the flat numbers a MetricRecord holds; "inf" becomes infinity, None is left out.
+    """Return nested metrics as the flat numbers that a MetricRecord holds.
 
-    Left out too is `shapley`, a number for each pair of peers: metrics.jsonl has it.
+    "inf" becomes infinity. None is left out, and so is `shapley`, a number for each pair of peers, which metrics.jsonl
+    has.
     """
     flat = MetricRecord()
     for name, value in metrics.items():

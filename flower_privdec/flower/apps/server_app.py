@@ -1,6 +1,20 @@
-"""The ServerApp that runs a scenario, and its strategies: one node hosts all peers, each node a shard, or each a peer.
+"""The ServerApp that runs a scenario, and the three ways in which SuperNodes may host its peers.
 
-The strategies hold no model and aggregate nothing: they start the nodes' work, route rows, and record evaluations.
+How a run goes:
+
+1. `server_app` reads the run-config (`scenario_strategy`) and chooses a strategy for the grid it was given.
+2. `ScenarioStrategy.start` finds the nodes, divides the peers among them, opens the run's folder, and hands over to
+   Flower's own loop, in which a "round" is one train message to each node.
+3. The nodes do all the work (`client_app`). The strategies hold no model and aggregate nothing: they start the nodes'
+   work, route rows, and record evaluations.
+
+| strategy | how peers are hosted | a train message is |
+|---|---|---|
+| `CohortRun` | one node has all peers as rows of one computation; only in a simulation | many rounds |
+| `Sharded` | each node has a shard of the peers; the nodes send each other rows directly | many rounds |
+| `Relay` | each node has one peer, or some; rows pass through the ServerApp | one exchange |
+
+No user has to name one of them: see `hosting`.
 """
 
 from __future__ import annotations
@@ -11,10 +25,9 @@ import os
 import re
 import secrets
 import time
-import tomllib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, chdir, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, chdir
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +37,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_privdec.common.catalogue import FLOWER_MODES as MODE_NAMES
+from flower_privdec.common.catalogue import FLOWER_MODES
 from flower_privdec.common.errors import RunError, ScenarioError, did_you_mean
 from flower_privdec.core import Exchange, State
 from flower_privdec.engine.shards.process_group import LOST
@@ -40,11 +53,13 @@ from flower_privdec.experiment.recorder import (
     evaluation_rounds,
 )
 from flower_privdec.experiment.spent import Spent
+from flower_privdec.flower.apps.caller_folder import caller_folder
 from flower_privdec.flower.apps.records import (
     METRICS,
     PARTITION,
     PROGRESS,
     REQUEST,
+    SHARDS,
     SPENT,
     WorkRequest,
     flat_record,
@@ -55,7 +70,7 @@ from flower_privdec.flower.apps.records import (
 )
 from flower_privdec.flower.error_formatting import one_line_failure, reason
 from flower_privdec.flower.launch.local_grid import simulates
-from flower_privdec.flower.node_settings import check_hosting
+from flower_privdec.flower.node_settings import VISIBLE_GPUS, check_hosting
 from flower_privdec.flower.pair_keys import KEYS, PAIRS
 from flower_privdec.scenario import Scenario, load_scenario, to_yaml
 from flower_privdec.scenario.loading import without_folders
@@ -64,56 +79,61 @@ log = logging.getLogger("flwr.privdec")
 log.setLevel(logging.INFO)
 
 QUERY_PARTITION = "query.partition"
+# Flower drops a message, and its answer, at the end of its time to live. A message of many rounds may take days.
 A_MONTH = 30 * 86400.0
 GRACE = 60.0  # seconds in which the other shards report what they saw, after the first has failed
 POLL = 0.1  # seconds between two looks for replies
-PROC = Path("/proc")
+
+# --- the nodes ---
 
 
-def find_nodes(grid: Grid, patience: float = 300.0) -> list[int]:
-    """Return the ids of all nodes, in the order of the partition ids in their node-config.
+def find_nodes(grid: Grid, patience: float = 300.0) -> dict[int, ConfigRecord]:
+    """Return what each node says of itself (`reply_partition`), by node id, in the order of their partition ids.
 
     Args:
         grid: the nodes.
         patience: seconds to wait for nodes that are not there yet, and for their replies.
 
     Raises:
-        RunError: when nodes are missing, do not reply, or claim the same partition.
+        RunError: nodes are missing, do not reply, or claim the same partition.
     """
     deadline = time.monotonic() + patience
-    by_partition: dict[int, int] = {}
-    total = 1
-    while len(by_partition) < total:
-        nodes = sorted(set(grid.get_node_ids()) - set(by_partition.values()))
-        if nodes:
-            messages = [Message(RecordDict(), node, QUERY_PARTITION) for node in nodes]
-            replies = grid.send_and_receive(messages, timeout=deadline - time.monotonic())
-            for node, reply in all_replies(replies, {node: f"SuperNode {node}" for node in nodes}).items():
-                config = reply.content.config_records[PARTITION]
-                partition = int(str(config["partition-id"]))
-                partitions = int(str(config["num-partitions"]))
-                if not 0 <= partition < partitions:
-                    raise RunError(
-                        f"SuperNode {node} has partition-id={partition} of num-partitions={partitions}: give 0 to "
-                        "num-partitions - 1, by --node-config 'partition-id=I num-partitions=N'",
-                        code="nodes.partition",
-                    )
-                if partition in by_partition:
-                    raise RunError(
-                        f"SuperNodes {by_partition[partition]} and {node} both claim partition {partition}; "
-                        "give each its own partition-id",
-                        code="nodes.partition",
-                    )
-                by_partition[partition] = node
-                total = max(total, partitions)
-        elif time.monotonic() > deadline:
-            raise RunError(
-                f"{len(by_partition)} of {total} SuperNodes are there after {patience:.0f} s; start them all",
-                code="nodes.missing",
-            )
-        else:
+    node_of: dict[int, int] = {}  # by partition
+    config_of: dict[int, ConfigRecord] = {}  # by node
+    total = 1  # until the first node says how many there are
+    while len(node_of) < total:
+        new = sorted(set(grid.get_node_ids()) - config_of.keys())
+        if not new:
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"{len(node_of)} of {total} SuperNodes are there after {patience:.0f} s; start them all",
+                    code="nodes.missing",
+                )
             time.sleep(0.05)
-    return [by_partition[partition] for partition in range(total)]
+            continue
+
+        messages = [Message(RecordDict(), node, QUERY_PARTITION) for node in new]
+        replies = grid.send_and_receive(messages, timeout=deadline - time.monotonic())
+        for node, reply in all_replies(replies, {node: f"SuperNode {node}" for node in new}).items():
+            config = reply.content.config_records[PARTITION]
+            partition = int(str(config["partition-id"]))
+            partitions = int(str(config["num-partitions"]))
+            if not 0 <= partition < partitions:
+                raise RunError(
+                    f"SuperNode {node} has partition-id={partition} of num-partitions={partitions}: give 0 to "
+                    "num-partitions - 1, by --node-config 'partition-id=I num-partitions=N'",
+                    code="nodes.partition",
+                )
+            if partition in node_of:
+                raise RunError(
+                    f"SuperNodes {node_of[partition]} and {node} both claim partition {partition}; give each its own "
+                    "partition-id",
+                    code="nodes.partition",
+                )
+            node_of[partition] = node
+            config_of[node] = config
+            total = max(total, partitions)
+    return {node_of[partition]: config_of[node_of[partition]] for partition in range(total)}
 
 
 def all_replies(replies: Iterable[Message], names: Mapping[int, str]) -> dict[int, Message]:
@@ -124,7 +144,7 @@ def all_replies(replies: Iterable[Message], names: Mapping[int, str]) -> dict[in
         names: of all nodes that must reply, by node id.
 
     Raises:
-        RunError: when a node failed or did not reply; it names the node.
+        RunError: a node failed or did not reply; the error names the node.
     """
     by_node = {}
     for reply in replies:
@@ -132,17 +152,24 @@ def all_replies(replies: Iterable[Message], names: Mapping[int, str]) -> dict[in
         if reply.has_error():
             raise RunError(f"{names.get(node, node)} failed: {reason(reply.error.reason)}", code="nodes.failed")
         by_node[node] = reply
+
     silent = [name for node, name in names.items() if node not in by_node]
     if silent:
         raise RunError(f"no answer from {', '.join(silent)}; see the SuperNode's log", code="nodes.silent")
     return by_node
 
 
+# --- the strategies ---
+
+
 class ScenarioStrategy(Strategy):
-    """Runs a scenario on SuperNodes; the base of the modes: no model, no aggregation, and every node must reply.
+    """Runs a scenario on SuperNodes: no model, no aggregation, and every node must reply.
 
     `result.arrays` stays empty and `evaluate_fn` is refused: there is no global model. Models, metrics,
     ledgers and the summary are in the run's folder.
+
+    A subclass says how nodes work together: `_prepare` before the first message, `configure_train` and
+    `aggregate_train` for each message, `_conclude` after the last.
 
     Args:
         scenario: what to train.
@@ -150,27 +177,37 @@ class ScenarioStrategy(Strategy):
         base: the folder in which a relative `out` starts, and from which modules of the user's own are imported; by
             default the current one.
         resume: continue from the checkpoint in `out`.
+        discovered: the nodes, as `find_nodes` returns them, if the caller has found them already.
     """
 
     MESSAGES: ClassVar[int] = 10
-    """About how many train messages a run has in cohort and sharded mode: each costs some 0.2 s of polling."""
+    """About how many train messages a run has if a message is many rounds: each costs some 0.2 s of polling."""
 
     hosts_all: ClassVar[bool] = False
     """Whether one node hosts all peers."""
 
-    state: State  # of all peers' open rows; not in cohort mode
+    state: State  # of all peers' open rows; CohortRun has none
 
     numbers: ClassVar[str] = ""
-    """How near the numbers are to the engine's; empty where they are equal bit for bit."""
+    """How near the numbers are to the engine's; empty if they are equal bit for bit."""
 
-    def __init__(self, scenario: Scenario, out: Path, *, base: Path | None = None, resume: bool = False) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        out: Path,
+        *,
+        base: Path | None = None,
+        resume: bool = False,
+        discovered: Mapping[int, ConfigRecord] | None = None,
+    ) -> None:
         self.scenario = scenario
-        self._simulated = False
-        self._salt = ""
         self.base = (base or Path.cwd()).absolute()
         self.out = (self.base / out).absolute()
         self.resume = resume
-        self.nodes: list[tuple[int, np.ndarray]] = []
+        self.nodes: list[tuple[int, np.ndarray]] = []  # each node's id and the global ids of its peers
+        self._discovered = discovered
+        self._simulated = False
+        self._salt = ""
 
     def start(
         self,
@@ -191,24 +228,32 @@ class ScenarioStrategy(Strategy):
             evaluate_fn: must be None.
 
         Raises:
-            RunError: when a node fails or does not reply.
+            RunError: a node fails or does not reply.
         """
         if evaluate_fn is not None:
             raise RunError(
                 "evaluate_fn has no global model to evaluate here; read metrics.jsonl in the folder",
                 code="strategy.evaluate-fn",
             )
-        nodes = find_nodes(grid)
+
+        nodes = list(self._discovered or find_nodes(grid))
         self._simulated = simulates(grid)
         self._text = to_yaml(self.scenario if self._simulated else without_folders(self.scenario))
-        hosts = 1 if self.hosts_all else min(len(nodes), self.scenario.n_peers)
-        self.nodes = list(zip(nodes, np.array_split(np.arange(self.scenario.n_peers), hosts), strict=False))
+
+        # More nodes than peers: the last ones stay idle.
+        n_hosts = 1 if self.hosts_all else min(len(nodes), self.scenario.n_peers)
+        shares = np.array_split(np.arange(self.scenario.n_peers), n_hosts)
+        self.nodes = list(zip(nodes, shares, strict=False))
+
         os.chdir(self.base)
         flower = logging.getLogger("flwr")
         with ExitStack() as self._closing:
             messages = self._prepare()
+
+            # Flower's base strategy logs several lines on every "round", which is only a message here.
             self._closing.callback(flower.setLevel, flower.level)
-            flower.setLevel(logging.WARNING)  # drops the lines of Flower's base strategy on every round
+            flower.setLevel(logging.WARNING)
+
             result = super().start(grid, ArrayRecord(), messages, timeout, train_config, evaluate_config)
             self._conclude()
         log.info("Done: %s", self.out / "summary.json")
@@ -237,6 +282,13 @@ class ScenarioStrategy(Strategy):
     def _prepare(self) -> int:
         """Prepare the run, and return how many train messages a node will be sent."""
 
+    def _conclude(self) -> None:
+        """Write models and summary."""
+        facts = {} if self.scenario.private is None else noise_facts(self._noise)
+        self.recorder.finish(self.state.rows, self._spent, numbers=self.numbers, **facts)
+
+    # --- what the strategies share ---
+
     def _open_recorder(self) -> None:
         """Open the run's folder; its lock is released when `start` returns or raises."""
         check_one_stage(self.scenario, NODES_PLAN)
@@ -245,17 +297,15 @@ class ScenarioStrategy(Strategy):
         check_own_ledgers(self.agreement)
         self.recorder = Recorder(self.agreement, None, self.out, "flower", self.resume)
         self._closing.callback(self.recorder.close)
+
         if not self._simulated:
             self.recorder.salted_for = []  # nodes elsewhere draw from their operating systems
         elif self.recorder.salted_for:
             check_hosting(self.scenario, simulated=True, salted=True)
             self._salt = run_name.new_salt()
             log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
-        self._spent, self._noise = Spent([], [], [], []), list[str]()
-
-    def _conclude(self) -> None:
-        facts = {} if self.scenario.private is None else noise_facts(self._noise)
-        self.recorder.finish(self.state.rows, self._spent, numbers=self.numbers, **facts)
+        self._spent = Spent([], [], [], [])
+        self._noise: list[str] = []
 
     def _evaluations(self, after: int = 0) -> list[int]:
         """Return after which rounds, beyond `after`, the models are evaluated."""
@@ -263,19 +313,16 @@ class ScenarioStrategy(Strategy):
         return [round_index for round_index in rounds if round_index > after]
 
     def _message_ends(self, evaluations: list[int]) -> list[int]:
-        """Return up to which round each train message goes."""
-        stride = -(-len(evaluations) // self.MESSAGES)
+        """Return up to which round each train message goes: every so many evaluations, and the last."""
+        stride = -(-len(evaluations) // self.MESSAGES)  # rounded up
         return sorted({*evaluations[stride - 1 :: stride], evaluations[-1]})
 
     def _message(self, node: int, kind: str, peers: np.ndarray, **fields: Any) -> Message:
-        base = ""
-        folder = ""
-        salt = ""
-        if self._simulated:  # nodes elsewhere have folders and keys of their own
-            base = str(self.base)
-            folder = str(self.out)
-            salt = self._salt
-        request = WorkRequest(self._text, peers=peers.tolist(), base=base, folder=folder, salt=salt, **fields)
+        here: dict[str, Any] = {}
+        if self._simulated:  # nodes elsewhere have folders, keys and GPUs of their own
+            here = {"base": str(self.base), "folder": str(self.out), "salt": self._salt}
+            here["gpus"] = os.environ.get(VISIBLE_GPUS, "all")
+        request = WorkRequest(self._text, peers=peers.tolist(), **here, **fields)
         return Message(RecordDict({REQUEST: request.record()}), node, kind, ttl=A_MONTH)
 
     def _replies(self, replies: Iterable[Message], work: str) -> list[RecordDict]:
@@ -285,16 +332,19 @@ class ScenarioStrategy(Strategy):
         return [by_node[node].content for node, _ in self.nodes]
 
     def _open_rows(self, records: Mapping[str, ArrayRecord]) -> dict[str, torch.Tensor]:
-        """Return the open rows of all peers, stacked, from each peer's record."""
+        """Return the open rows of all peers, each [n_peers, ...], from each peer's record."""
         peers = [unpack_rows(records[row_key(peer)], self.agreement.device) for peer in range(self.scenario.n_peers)]
         return {name: torch.stack([rows[name] for rows in peers]) for name in self.agreement.algorithm.open_rows}
 
 
 def _peer_range(peers: np.ndarray) -> str:
-    return f"peer {peers[0]}" if len(peers) == 1 else f"peers {peers[0]} to {peers[-1]}"
+    if len(peers) == 1:
+        return f"peer {peers[0]}"
+    return f"peers {peers[0]} to {peers[-1]}"
 
 
 def _arrays(contents: Iterable[RecordDict]) -> dict[str, ArrayRecord]:
+    """Return the array records of several messages together."""
     return {key: record for content in contents for key, record in content.array_records.items()}
 
 
@@ -327,8 +377,9 @@ class CohortRun(ScenarioStrategy):
     ) -> Iterable[Message]:
         """Request some evaluation intervals of the node."""
         ((node, peers),) = self.nodes
+        until = self._until[server_round - 1]
         resume = self.resume or server_round > 1
-        return [self._message(node, "train.cohort", peers, until=self._until[server_round - 1], resume=resume)]
+        return [self._message(node, "train.cohort", peers, until=until, resume=resume)]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -361,65 +412,84 @@ class Relay(ScenarioStrategy):
     def _prepare(self) -> int:
         self._open_recorder()
         self.state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
+
+        # Where all nodes are: the round, the place in the algorithm's program, whether they wait for rows there.
         self._round = self.state.round_index
         self._at = 0
         self._waiting = False
-        self._outbox: dict[str, ArrayRecord] = {}
+        self._outbox: dict[str, ArrayRecord] = {}  # what the last replies sent, by `message_key`
+
         exchanges = sum(isinstance(item, Exchange) for item in self.agreement.algorithm.program)
-        left = self.scenario.rounds - self._round
-        return left * exchanges + len(self._evaluations(self._round))
+        rounds_left = self.scenario.rounds - self._round
+        return rounds_left * exchanges + len(self._evaluations(self._round))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Deliver to each node the rows its peers' pending exchange needs."""
         self._since = time.perf_counter()
+        is_first = server_round == 1
         until = self._evaluations(self._round)[0]
-        begin = self._round if server_round == 1 else -1
-        mixing = self.agreement.mixing
-        exchange = self.agreement.algorithm.program[self._at]
-        if self._waiting and not isinstance(exchange, Exchange):
-            raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
+        begin = self._round if is_first else -1
+        announced = self._pair_keys(grid) if is_first else {}
+
         messages = []
-        announced = self._pair_keys(grid) if server_round == 1 else {}
         for node, peers in self.nodes:
             message = self._message(node, "train.relay", peers, until=until, begin=begin, nodes=len(self.nodes))
             if node in announced:
                 message.content[PAIRS] = announced[node]
-            if self._waiting and mixing is not None and isinstance(exchange, Exchange):
-                links = [(a, b) for a, b in exchange.awaited(State(peers, self._round), mixing) if a not in peers]
-                keys = dict.fromkeys(message_key(exchange, link) for link in links)
-                message.content.update({key: self._outbox[key] for key in keys if key in self._outbox})
+            message.content.update(self._rows_for(peers))
             messages.append(message)
         return messages
+
+    def _rows_for(self, peers: np.ndarray) -> dict[str, ArrayRecord]:
+        """Return what the pending exchange has for some peers from those of other nodes."""
+        if not self._waiting:
+            return {}
+        exchange = self.agreement.algorithm.program[self._at]
+        if not isinstance(exchange, Exchange):
+            raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
+        if self.agreement.mixing is None:
+            return {}
+
+        rows = {}
+        for sender, receiver in exchange.awaited(State(peers, self._round), self.agreement.mixing):
+            key = message_key(exchange, (sender, receiver))
+            if sender not in peers and key in self._outbox:
+                rows[key] = self._outbox[key]
+        return rows
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Store the rows for the next message, or evaluate the network by them; aggregate nothing."""
         contents = self._replies(replies, f"round {self._round}")
-        records = [content.config_records[PROGRESS] for content in contents]
-        positions = {(int(str(p["round"])), int(str(p["at"])), bool(p["waiting"])) for p in records}
+        progress = [content.config_records[PROGRESS] for content in contents]
+
+        positions = {(int(str(node["round"])), int(str(node["at"])), bool(node["waiting"])) for node in progress}
         if len(positions) != 1:
             raise RunError(f"the nodes disagree on where the run is (round, place, waiting): {sorted(positions)}")
-        if {str(p["constants"]) for p in records} != {self.agreement.constants}:
+        if {str(node["constants"]) for node in progress} != {self.agreement.constants}:
             raise RunError(
                 "a node's model has other frozen parameters or buffers than the server's: give all the same weights",
                 code="flower.other-constants",
             )
         ((self._round, self._at, self._waiting),) = positions
+
         self._outbox = _arrays(contents)
         self.recorder.seconds += time.perf_counter() - self._since
-        self.recorder.coalition_seconds += max(float(str(record["coalition_seconds"])) for record in records)
-        return None, None if self._waiting else self._evaluate(contents)
+        self.recorder.coalition_seconds += max(float(str(node["coalition_seconds"])) for node in progress)
+        if self._waiting:
+            return None, None
+        return None, self._evaluate(contents)
 
     def _pair_keys(self, grid: Grid) -> dict[int, ConfigRecord]:
         """Return the keys that each node is to know, as the nodes announce them to it; none without noise of pairs."""
         if not len(secret_pairs(self.scenario)):
             return {}
-        requests = [
-            self._message(node, "query.pairs", peers, until=0, nodes=len(self.nodes)) for node, peers in self.nodes
-        ]
+
+        n_nodes = len(self.nodes)
+        requests = [self._message(node, "query.pairs", peers, until=0, nodes=n_nodes) for node, peers in self.nodes]
         replies = self._replies(grid.send_and_receive(requests, timeout=A_MONTH), "their keys")
         if len({str(reply.config_records[PAIRS][KEYS]) for reply in replies}) > 1:
             raise RunError(
@@ -427,19 +497,18 @@ class Relay(ScenarioStrategy):
                 "set compute.generator=system, or run all nodes on machines that are alike",
                 code="noise.pair-machines",
             )
-        announced: dict[int, ConfigRecord] = {}
+
+        # A node's announcement is of its own, sealed apart for the node of each other peer.
+        announced_by: dict[int, ConfigRecord] = {}
         for (_, peers), reply in zip(self.nodes, replies, strict=True):
-            announced |= dict.fromkeys(peers.tolist(), reply.config_records[PAIRS])
-        return {
-            node: ConfigRecord(
-                {
-                    str(other): announced[other][str(own)]
-                    for other, own in partners(self.scenario, peers).items()
-                    if str(own) in announced[other]
-                }
-            )
-            for node, peers in self.nodes
-        }
+            announced_by |= dict.fromkeys(peers.tolist(), reply.config_records[PAIRS])
+        keys: dict[int, ConfigRecord] = {}
+        for node, peers in self.nodes:
+            keys[node] = ConfigRecord()
+            for other, own in partners(self.scenario, peers).items():
+                if str(own) in announced_by[other]:
+                    keys[node][str(other)] = announced_by[other][str(own)]
+        return keys
 
     def _evaluate(self, contents: list[RecordDict]) -> MetricRecord:
         """Evaluate the open rows of all peers on the public test set, and save them."""
@@ -454,8 +523,8 @@ class Relay(ScenarioStrategy):
 class Sharded(ScenarioStrategy):
     """Each node hosts a shard of the peers, and the nodes send each other the rows that cross, directly.
 
-    A train message is many rounds, as in cohort mode; the nodes must all run at once and reach each other. The first
-    node collects the rows that other peers may see wherever the network is evaluated, and evaluates them on the public
+    A train message is many rounds, as of `CohortRun`; the nodes must all run at once and reach each other. The first
+    node collects the rows that other peers may see whenever the network is evaluated, and evaluates them on the public
     test set. Each writes a checkpoint of its peers at the end of a message, from which a resumed run continues; the
     strategy records which round that was, and at the end the models.
     """
@@ -464,23 +533,28 @@ class Sharded(ScenarioStrategy):
 
     def _prepare(self) -> int:
         self._open_recorder()
+        n_shards = len(self.nodes)
         previous = self.recorder.checkpoint.transport if self.recorder.checkpoint else {}
-        if previous and previous.get("shards") != len(self.nodes):
+        if previous and previous.get("shards") != n_shards:
             raise RunError(
-                f"{self.out} is a run on {previous.get('shards')} shards, and here are {len(self.nodes)}: start as "
+                f"{self.out} is a run on {previous.get('shards')} shards, and here are {n_shards}: start as "
                 "many SuperNodes as before, or start over with another out",
                 code="shards.count",
             )
-        self.recorder.transport = {"shards": len(self.nodes)}
+
+        self.recorder.transport = {"shards": n_shards}
         self.state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
         self._until = self._message_ends(self._evaluations(self.state.round_index) or [self.scenario.rounds])
-        self._contents: list[RecordDict] = []
+        self._contents: list[RecordDict] = []  # of the last message's replies, in the order of the shards
         return len(self._until)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Request some evaluation intervals of all nodes, and wait for them here: after a failure, not for long."""
+        """Request some evaluation intervals of all nodes, and wait for them here.
+
+        Flower's loop would wait for all replies until the timeout; after a failure this waits only for GRACE seconds.
+        """
         fields: dict[str, Any] = {"until": self._until[server_round - 1], "begin": self.state.round_index}
         fields |= {"shards": len(self.nodes), "token": secrets.token_hex(16)}
         replies = _send(grid, [self._message(node, "train.sharded", peers, **fields) for node, peers in self.nodes])
@@ -493,47 +567,62 @@ class Sharded(ScenarioStrategy):
         """Return the error of a failed message, which names the shard at fault.
 
         A shard that only lost its connection to another is not at fault, unless no other has a better reason.
+
+        Args:
+            replies: by shard; those of silent shards are missing.
         """
         reasons = {shard: reason(reply.error.reason) for shard, reply in replies.items() if reply.has_error()}
         at_fault = {shard: why for shard, why in reasons.items() if LOST not in why}
         if not at_fault:
-            silent = set(range(len(self.nodes))) - set(replies)
+            silent = set(range(len(self.nodes))) - replies.keys()
             at_fault = dict.fromkeys(silent, "it does not answer; see the SuperNode's log") or reasons
+
+        # Which round it was, only those say that lost their connection in it.
         rounds = [match[1] for why in reasons.values() if (match := re.search(r"in (round \d+) \(", why))]
-        when = f" (the others lost touch in {rounds[0]})" if rounds and at_fault is not reasons else ""
-        failures = "; ".join(
-            f"the SuperNode of {_peer_range(self.nodes[s][1])} failed: {at_fault[s]}" for s in sorted(at_fault)
-        )
-        saved = f"the shards keep round {self.state.round_index}" if self.state.round_index else "nothing is kept"
+        when = ""
+        if rounds and at_fault is not reasons:
+            when = f" (the others lost touch in {rounds[0]})"
+
+        failures = []
+        for shard in sorted(at_fault):
+            _, peers = self.nodes[shard]
+            failures.append(f"the SuperNode of {_peer_range(peers)} failed: {at_fault[shard]}")
+        saved = "nothing is kept"
+        if self.state.round_index:
+            saved = f"the shards keep round {self.state.round_index}"
         return RunError(
-            f"{failures}{when}; {saved}: mend it, then run the same command {again(self.out)}", code="nodes.failed"
+            f"{'; '.join(failures)}{when}; {saved}: mend it, then run the same command {again(self.out)}",
+            code="nodes.failed",
         )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Record the shards' evaluations and how far they are; aggregate nothing."""
-        positions = [content.config_records[PROGRESS] for content in self._contents]
-        rounds = {int(str(position["round"])) for position in positions}
+        progress = [content.config_records[PROGRESS] for content in self._contents]
+        rounds = {int(str(shard["round"])) for shard in progress}
         if rounds != {self._until[server_round - 1]}:
             raise RunError(f"the shards disagree on where the run is: rounds {sorted(rounds)}")
-        self.recorder.coalition_seconds += max(float(str(position["coalition_seconds"])) for position in positions)
+        (round_index,) = rounds
+
+        self.recorder.coalition_seconds += max(float(str(shard["coalition_seconds"])) for shard in progress)
         metrics = self._record([content.config_records[METRICS] for content in self._contents])
-        records = _arrays(self._contents)  # the open rows come with the last message
-        self.state = State(
-            np.arange(self.scenario.n_peers), rounds.pop(), rows=self._open_rows(records) if records else {}
-        )
+
+        records = _arrays(self._contents)  # empty before the last message, with which the open rows come
+        rows = self._open_rows(records) if records else {}
+        self.state = State(np.arange(self.scenario.n_peers), round_index, rows=rows)
         self._spent, self._noise = spent_of([content.config_records[SPENT] for content in self._contents])
         self.recorder.save(self.state, None)
         return None, metrics
 
     def _record(self, shards: Sequence[Any]) -> MetricRecord | None:
         """Append the evaluations of one message to the metrics; the first shard's clock is the run's."""
-        before = self.recorder.seconds
+        first = shards[0]
+        seconds_before = self.recorder.seconds
         metrics = None
-        for index, line in enumerate(shards[0]["metrics"]):
+        for index, line in enumerate(first["metrics"]):
             epsilon = max(float(shard["epsilons"][index]) for shard in shards)
-            self.recorder.seconds = before + shards[0]["seconds"][index]
+            self.recorder.seconds = seconds_before + first["seconds"][index]
             metrics = flat_record(self.recorder.append(json.loads(line), epsilon))
             _log_metrics(metrics)
         return metrics
@@ -541,9 +630,12 @@ class Sharded(ScenarioStrategy):
 
 def _send(grid: Grid, messages: list[Message]) -> dict[int, Message]:
     """Send a message to each node, and return their replies by index; after a failure some may be missing."""
+    # Flower returns None for a message that it could not send. Then it is a failure already, and no time is left.
     indices = {name: index for index, name in enumerate(grid.push_messages(messages))}
+    all_sent = len(indices) == len(messages) and None not in indices
+    deadline = None if all_sent else time.monotonic()
+
     replies: dict[int, Message] = {}
-    deadline = None if len(indices) == len(messages) and None not in indices else time.monotonic()
     while len(replies) < len(messages) and (deadline is None or time.monotonic() < deadline):
         waiting = [name for name, index in indices.items() if index not in replies]
         for reply in grid.pull_messages(waiting):
@@ -555,38 +647,67 @@ def _send(grid: Grid, messages: list[Message]) -> dict[int, Message]:
     return replies
 
 
-MODES: dict[str, type[ScenarioStrategy]] = MODE_NAMES.bind({"cohort": CohortRun, "sharded": Sharded, "relay": Relay})
+# --- the run-config ---
 
 
-def scenario_strategy(context: Context, folder: Path) -> ScenarioStrategy:
+def hosting(mode: str, grid: Grid) -> tuple[type[ScenarioStrategy], Mapping[int, ConfigRecord] | None]:
+    """Return the strategy of a mode on a grid, and the nodes if it depends on them.
+
+    In mode auto, which no user has to name:
+
+    - a simulation has all peers as rows of one computation;
+    - deployed SuperNodes send each other rows directly if a node-config has the address for it, which only its owner
+      can give. Otherwise they may not reach each other, and the ServerApp relays.
+
+    The other two do in a simulation what deployed nodes would do, one peer or one shard on each.
+
+    Raises:
+        RunError: see `find_nodes`.
+    """
+    if mode == "relay":
+        return Relay, None
+    if mode == "sharded":
+        return Sharded, None
+    if simulates(grid):
+        return CohortRun, None
+    discovered = find_nodes(grid)
+    if any(config.get(SHARDS) for config in discovered.values()):
+        return Sharded, discovered
+    return Relay, discovered
+
+
+def scenario_strategy(grid: Grid, context: Context, folder: Path) -> ScenarioStrategy:
     """Return the strategy that a run-config describes, `flwr run -c 'key=value ...'`.
 
         scenario   a file, absolute or from the app's folder or from `base`
         set        key=value overrides, with semicolons between them
-        mode       how SuperNodes host the peers: cohort, sharded or relay, see `catalogue.FLOWER_MODES`
+        mode       how SuperNodes host the peers: auto, sharded or relay, see `hosting`
         out        the run's folder; by default runs/NAME-RUN_ID
         base       the folder in which a relative `scenario` and `out` start, and from which modules of the user's own
-                   are imported; by default the caller's, and where that is unknown the one in which the SuperLink
+                   are imported; by default the caller's, and if that is unknown the one in which the SuperLink
                    was started
         resume     continue from the checkpoint in `out`
 
     Args:
+        grid: the nodes.
         context: the ServerApp's context.
         folder: the app's folder.
 
     Raises:
-        ScenarioError: when a value is wrong.
+        ScenarioError: a value is wrong.
+        RunError: see `hosting`.
     """
-    config = {"mode": "cohort", "out": "", "base": "", "resume": False, "set": "", "scenario": ""}
+    config = {"mode": "auto", "out": "", "base": "", "resume": False, "set": "", "scenario": ""}
     config |= context.run_config
     mode = str(config["mode"])
     resume = config["resume"]
     path = str(config["scenario"])
     base = (caller_folder(folder) or Path.cwd()) / str(config["base"])
+
     files = [place / path for place in (folder, base) if path and (place / path).is_file()]
     problem = ""
-    if mode not in MODES:
-        problem = f"mode={mode!r} must be one of {', '.join(MODES)}{did_you_mean(mode, MODES)}"
+    if mode not in FLOWER_MODES:
+        problem = f"mode={mode!r} must be one of {', '.join(FLOWER_MODES)}{did_you_mean(mode, FLOWER_MODES)}"
     elif not isinstance(resume, bool):
         problem = f"resume={resume!r} must be true or false, without quotes"
     elif not base.is_dir():
@@ -595,61 +716,29 @@ def scenario_strategy(context: Context, folder: Path) -> ScenarioStrategy:
         problem = f"scenario={path!r} is no file in {folder} or {base}; give an absolute path, -c 'scenario=\"PATH\"'"
     if problem:
         raise ScenarioError(problem, code="flower.run-config")
+
     file = files[0].absolute()
+    overrides = [part for part in str(config["set"]).split(";") if part.strip()]
     with chdir(base):  # from where a user's own modules are imported
-        scenario = load_scenario(file, [part for part in str(config["set"]).split(";") if part.strip()])
+        scenario = load_scenario(file, overrides)
     out = Path(str(config["out"]) or f"runs/{scenario.name}-{context.run_id}")
-    return MODES[mode](scenario, out, base=base, resume=resume is True)
 
-
-def caller_folder(app: Path) -> Path | None:
-    """Return the working folder of the latest `flwr run` of an app that is running on this machine, or None.
-
-    A local SuperLink serves all folders of its user, and its own is that of the command that started it. But while
-    `flwr run --stream` waits for a run, its working folder can be read from /proc. None where no command waits (the run
-    was submitted without --stream, or from elsewhere), and where there is no /proc.
-
-    Args:
-        app: a folder with the app's pyproject.toml.
-    """
-    project = _project(app)
-    started = [(age, cwd) for age, cwd, places in _flwr_runs() if any(_project(place) == project for place in places)]
-    return max(started)[1] if project and started else None
-
-
-def _project(app: Path) -> dict[str, Any] | None:
-    """Return the project section of an app's pyproject.toml, by which the app is recognised."""
-    with suppress(OSError, ValueError):
-        return tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8")).get("project")
-    return None
-
-
-def _flwr_runs() -> Iterator[tuple[int, Path, list[Path]]]:
-    """Yield each running `flwr run`: its start (in clock ticks since boot), its folder, and which app it may name."""
-    for process in PROC.glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            if process.stat().st_uid != os.getuid():
-                continue
-            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if "run" in words and Path(words[words.index("run") - 1]).name == "flwr":
-                cwd = (process / "cwd").readlink()
-                named = [cwd / Path(word).expanduser() for word in words[words.index("run") + 1 :] if word]
-                start = int((process / "stat").read_text().rpartition(")")[2].split()[19])
-                yield start, cwd, [*named, cwd]
+    strategy, discovered = hosting(mode, grid)
+    return strategy(scenario, out, base=base, resume=resume is True, discovered=discovered)
 
 
 def server_app(folder: Path, on_finished: Callable[[Path], object] | None = None) -> ServerApp:
     """Return the ServerApp of an app whose scenario files lie in a folder.
 
     Args:
-        on_finished: called with the run's folder at the end, such as to draw plots.
+        on_finished: called with the run's folder at the end, for example to draw plots.
     """
     server = ServerApp()
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         with one_line_failure():
-            strategy = scenario_strategy(context, folder)
+            strategy = scenario_strategy(grid, context, folder)
             strategy.start(grid)
             if on_finished is not None:
                 on_finished(strategy.out)

@@ -54,7 +54,7 @@ clientapp = "privdec_run.client_app:app"
 [tool.flwr.app.config]
 scenario = ""
 out = ""
-mode = "cohort"
+mode = "auto"
 base = ""
 resume = false
 """
@@ -73,7 +73,7 @@ def flower_run(
     scenario: Scenario | Experiment,
     out: Path,
     *,
-    mode: str = "cohort",
+    mode: str = "auto",
     n_supernodes: int | None = None,
     cpus: int = 1,
     gpus: float = 0.0,
@@ -85,33 +85,38 @@ def flower_run(
     Args:
         scenario: what to train; an experiment is not built a second time.
         out: the run's folder.
-        mode: how SuperNodes host the peers: "cohort", "sharded" or "relay", see `catalogue.FLOWER_MODES`.
-        n_supernodes: how many SuperNodes; by default one in cohort mode, one a peer in relay mode, and as many as
-            there are CPUs for in sharded mode.
-        cpus, gpus: what each ClientApp gets; where the scenario computes on a GPU and gpus is 0, the
+        mode: "auto": one SuperNode hosts all peers; or, as a rehearsal of a deployment, "sharded" or "relay", see
+            `catalogue.FLOWER_MODES`.
+        n_supernodes: how many SuperNodes; by default one, in relay mode one a peer, and in sharded mode as many as
+            there are CPUs for.
+        cpus, gpus: what each ClientApp gets; if the scenario computes on a GPU and gpus is 0, the
             ClientApps share one.
         resume: continue from the checkpoint in `out`.
-        on_metrics: called with each evaluation's metrics. Where it returns True the run stops, and in cohort mode
+        on_metrics: called with each evaluation's metrics. If it returns True the run stops, and in mode auto
             leaves a summary, as after Ctrl-C.
 
     Returns:
-        The summary, as written to summary.json; empty where there is none.
+        The summary, as written to summary.json; empty if there is none.
 
     Raises:
-        ScenarioError: when the input is wrong, or Flower's simulation is not installed; nothing was started or written.
-        RunError: when the run failed.
+        ScenarioError: the input is wrong, or Flower's simulation is not installed; nothing was started or written.
+        RunError: the run failed.
     """
     _check_simulation(cpus, gpus)
     experiment = scenario if isinstance(scenario, Experiment) else Experiment.build(scenario)
     nodes = _n_nodes(experiment.scenario.n_peers, mode, n_supernodes, cpus)
     if gpus == 0 and experiment.device.type == "cuda":
         gpus = 1 / nodes
-    own = experiment.own if mode == "cohort" else None  # in the other modes nodes read their peers' own parts
+
+    # One SuperNode that hosts all peers writes the run's folder itself. In the other modes the ServerApp does, and the
+    # nodes read their peers' own parts.
+    own = experiment.own if mode == "auto" else None
     if own is None:
         check_one_stage(experiment.scenario, NODES_PLAN)
         salted = experiment.own.unsalted is not None
         check_hosting(experiment.scenario, simulated=True, salted=salted)
     Recorder(experiment, own, out, "flower", resume)  # refuses a folder that holds another run
+
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
     try:
         with LocalSuperLink() as superlink:
@@ -203,14 +208,14 @@ def _n_nodes(n_peers: int, mode: str, n_supernodes: int | None, cpus: int) -> in
     at_once = max(1, (os.cpu_count() or 1) // max(cpus, 1))
     FLOWER_MODES.check(mode, "mode")
     if n_supernodes is None:
-        return {"cohort": 1, "sharded": min(at_once, n_peers), "relay": n_peers}[mode]
+        return {"auto": 1, "sharded": min(at_once, n_peers), "relay": n_peers}[mode]
     problem = ""
-    if mode == "cohort" and n_supernodes > 1:
-        problem = "1 in mode cohort, where one SuperNode hosts all peers: choose mode sharded or relay, or leave it out"
+    if mode == "auto" and n_supernodes > 1:
+        problem = "1, which hosts all peers: leave it out, or choose mode sharded or relay"
     elif not 1 <= n_supernodes <= n_peers:
         problem = f"1 to n_peers={n_peers}: a SuperNode hosts at least one peer"
     elif mode == "sharded" and n_supernodes > at_once:
-        problem = f"at most {at_once} in mode sharded, where all run at the same time: give fewer, or choose mode relay"
+        problem = f"at most {at_once} in mode sharded, in which all run at once: give fewer, or choose mode relay"
     if problem:
         raise ScenarioError(
             f"n_supernodes={n_supernodes} (cpus={cpus} each) must be {problem}", code="flower.supernodes"

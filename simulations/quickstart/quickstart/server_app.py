@@ -16,6 +16,6 @@ app = ServerApp()
 @one_line_failure()
 def main(grid: Grid, context: Context) -> None:
     """Run the scenario that the run-config names."""
-    strategy = scenario_strategy(context, folder=Path(__file__).resolve().parents[1])
+    strategy = scenario_strategy(grid, context, folder=Path(__file__).resolve().parents[1])
     strategy.start(grid)
     save_run_plots(strategy.out)
