@@ -34,7 +34,7 @@ from flower_privdec.privacy.ledger.charges import RunName
 from flower_privdec.scenario import Scenario, numbers_hash, own_parts
 from flower_privdec.scenario.sections import own_modules
 
-PORTABLE = "comparable"  # the generator whose keys are the same in every runtime and on every machine
+PORTABLE = "portable"  # the generator whose keys are the same in every runtime and on every machine
 PORTABLE_ENVIRONMENT = f"{SEEDED}, flower-privdec {__version__}"  # all that is in those keys of an environment
 
 

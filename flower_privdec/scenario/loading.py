@@ -495,6 +495,9 @@ def _hash_without(scenario: Scenario | AppScenario, excluded: Any, *, movable: b
     for section, key in _paths_in(data) if movable else ():
         section[key] = os.path.basename(section[key])
     data |= {"seed": None, "seeds": scenario.all_seeds()}  # regardless of their source
+    compute = data.get("compute", {})
+    if compute.get("generator") == "portable":
+        compute["generator"] = "comparable"  # its name when the published tables were drawn, which so can be repeated
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()
 
 

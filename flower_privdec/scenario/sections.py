@@ -1548,11 +1548,11 @@ class ComputeSection(Section):
         memory_mib: about how much temporary memory gradients may take; it may change how sums
             are rounded.
         generator: where a simulation draws noise and batches from. Left out: from keys, so that the run can be repeated
-            and its models must not be published under its ε. system: from the operating system, as deployed peers do;
-            its models may be published under their ε, no other run repeats it, and a resumed run is charged again for
-            the steps that it takes again. comparable: from keys that are equal in all runtimes, on all machines
-            and with all versions of libraries, to compare trajectories or to repeat a run of others up to rounding;
-            else what rounds otherwise has other keys.
+            on this machine and its models must not be published under its ε. portable: from keys that are the same on
+            all machines, in all runtimes and with all versions of libraries, to compare trajectories or to repeat
+            somebody else's run up to rounding. system: from the operating system, as deployed peers do; its models may
+            be published under their ε, no other run repeats it, and a resumed run is charged again for the steps that
+            it takes again.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "cpu"
@@ -1560,7 +1560,7 @@ class ComputeSection(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     memory_mib: Annotated[int, Field(ge=16)] = 1024
-    generator: Literal["comparable", "system"] | None = None
+    generator: Literal["portable", "system"] | None = None
 
     def _check(self) -> None:
         if self.workers != "auto" and self.workers > 1 and self.threads > 1:

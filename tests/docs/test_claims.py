@@ -181,7 +181,7 @@ def test_studies_that_vary_by_machine_are_named(
         study, base = claims.load_study(str(path))
         size = study.size("laptop" if study.sizes else None)
         cells = expand(study, base, size, study.parts)
-        if not all(cell.scenario.compute.generator == "comparable" for cell in cells):
+        if not all(cell.scenario.compute.generator == "portable" for cell in cells):
             others.add(study.name)
     assert others == set(re.findall(r"`([\w-]+)`", sentence[1]))
 

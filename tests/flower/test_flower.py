@@ -64,7 +64,7 @@ def test_engine_and_flower_follow_one_trajectory(
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_runtimes_share_no_noise_unless_comparable(
+def test_runtimes_share_no_noise_unless_portable(
     tiny: Tiny, tmp_path: Path, engine_runs: Callable[[Scenario], Path], host: str
 ) -> None:
     scenario = tiny("compute.generator=null", "rounds=2")

@@ -395,24 +395,24 @@ def test_runs_that_round_differently_share_no_draw(tiny: Tiny) -> None:
     owns += [OwnParts.of(Agreement.of(tiny(f"{float64}, {key}}}"))) for key in ("threads: 2", "memory_mib: 64")]
     assert len({own.keys[0] for own in owns}) == len({own.run.id for own in owns}) == 6
     assert OwnParts.of(Agreement.of(tiny(f"{float64}, workers: 2}}"))).keys == owns[0].keys
-    comparable = [OwnParts.of(Agreement.of(tiny()), runtime=runtime) for runtime in runtimes]
-    comparable += [OwnParts.of(Agreement.of(tiny("compute.threads=2")))]
-    assert len({own.keys[0] for own in comparable}) == 1
+    portable = [OwnParts.of(Agreement.of(tiny()), runtime=runtime) for runtime in runtimes]
+    portable += [OwnParts.of(Agreement.of(tiny("compute.threads=2")))]
+    assert len({own.keys[0] for own in portable}) == 1
 
 
-def test_only_comparable_runs_draw_alike_on_every_machine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_portable_runs_draw_alike_on_every_machine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(generator: str) -> tuple[bytes, str, str]:
         own = OwnParts.of(Agreement.of(tiny(f"compute.generator={generator}")))
         return own.keys[0], own.run.environment, own.run.id
 
-    here = {generator: drawn(generator) for generator in ("comparable", "null")}
+    here = {generator: drawn(generator) for generator in ("portable", "null")}
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "NEON")
     monkeypatch.setattr("flower_privdec.experiment.run_key.installed_version", lambda package: "0.0.1")
     there = {generator: drawn(generator) for generator in here}
-    assert there["comparable"][0] == here["comparable"][0]
+    assert there["portable"][0] == here["portable"][0]
     assert there["null"][0] != here["null"][0]
     assert all("cpu NEON" in environment for _, environment, _ in there.values())
-    assert there["comparable"][2] != here["comparable"][2]  # so that a ledger charges it again
+    assert there["portable"][2] != here["portable"][2]  # so that a ledger charges it again
 
 
 def test_a_runs_name_and_output_change_no_draw(build: Build) -> None:

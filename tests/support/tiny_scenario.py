@@ -18,5 +18,5 @@ model: {name: softmax}
 algorithm: {name: privsgp, learning_rate: 0.5}
 privacy: {epsilon: 3.0, delta: 1.0e-3}
 evaluation: {every: 2}
-compute: {dtype: float64, generator: comparable}
+compute: {dtype: float64, generator: portable}
 """

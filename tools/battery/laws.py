@@ -567,7 +567,7 @@ def _runtimes_agree(case: Case, experiment: Experiment, out: Path, runtime: str,
     """Engine, workers, Flower and a network, straight and resumed, take one trajectory, or say that they do not."""
     scenario = experiment.scenario
     same_keys = (
-        scenario.compute.generator == "comparable"
+        scenario.compute.generator == "portable"
         or scenario.private is None
         or runtime in ("engine", "workers", "cohort")
     )

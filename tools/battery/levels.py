@@ -342,7 +342,7 @@ FACTORS: dict[str, dict[str, Level]] = {
         "float64": {},
         "float32": {"compute.dtype": "float32", "compute.memory_mib": 64},
     },
-    "generator": {"comparable": {}, "fast": {"compute.generator": None}, "system": {"compute.generator": "system"}},
+    "generator": {"portable": {}, "fast": {"compute.generator": None}, "system": {"compute.generator": "system"}},
     "seeds": {"one": {}, "three": {"seeds": {"data": 4, "model": 5, "run": 6}}},
     "place": {
         "beside": {},

@@ -58,7 +58,7 @@ BASE: Data = {
     "algorithm": {},
     "privacy": {"epsilon": 3.0, "delta": 1e-3},
     "evaluation": {"every": STOPS_AT},
-    "compute": {"dtype": "float64", "generator": "comparable"},
+    "compute": {"dtype": "float64", "generator": "portable"},
 }
 
 

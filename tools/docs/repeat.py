@@ -1,7 +1,7 @@
 """Run some rows of published tables again: `python -m tools.docs.repeat FOLDER [--rows 5] [--draw 1]`.
 
 Of a results folder it draws rows and a seed of each, runs them by the command that the page names, and compares every
-number with the table's. A study that sets `compute.generator: comparable` should repeat them on any machine of a kind.
+number with the table's. A study that sets `compute.generator: portable` should repeat them on any machine of a kind.
 """
 
 from __future__ import annotations
