@@ -20,6 +20,7 @@ from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.checkpoint import numbers_of
 from flower_privdec.experiment.fingerprints import constants_hash
 from flower_privdec.experiment.origin import Origin, model_section, read_origin
+from flower_privdec.experiment.run_key import fingerprint_of
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import (
@@ -43,7 +44,8 @@ class Agreement:
     """What all peers of a run know; no training example is read for it, and building it writes nothing.
 
     Attributes:
-        public: the test set, its features where the scenario has some.
+        public: the test set, with its features if the scenario has some.
+        tested: the fingerprint of the test set as it was read, before features were extracted.
         mixing: the graph's weights; None for an algorithm that exchanges nothing.
         loss, metrics: what models are trained by, and tried by.
         module, initial: the model and the trained parameters [d] that every peer starts from.
@@ -58,6 +60,7 @@ class Agreement:
     mixing: Mixing | None
     participation: Participation
     public: PublicSet
+    tested: bytes
     loss: Loss
     metrics: tuple[Metric, ...]
     kernel: GradientKernel
@@ -82,6 +85,7 @@ class Agreement:
         mixing, participation = build_exchange(scenario, algorithm)
         public = read_public(scenario.data, scenario.seed_of("data"), scenario.task.targets)
         loss, metrics = _build_task(scenario.task, public)
+        tested = fingerprint_of(public)
         public = _with_features(public, scenario.features)
         algorithm.check_public(public, loss)
         module = build_module(scenario, **module_facts(public, loss))
@@ -110,6 +114,7 @@ class Agreement:
             mixing=mixing,
             participation=participation,
             public=public,
+            tested=tested,
             loss=loss,
             metrics=metrics,
             kernel=kernel,

@@ -19,7 +19,7 @@ from flower_privdec.experiment.noise_statement import SYSTEM, noise_source
 from flower_privdec.experiment.number_range import check_number_range, noise_inflation
 from flower_privdec.experiment.pair_plan import pair_plan
 from flower_privdec.experiment.run_key import run_id, salted
-from flower_privdec.experiment.run_name import name_run, read_own, without_content
+from flower_privdec.experiment.run_name import name_run, read_own, with_features, without_content
 from flower_privdec.privacy.ledger.charges import RunName
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
@@ -92,12 +92,13 @@ class OwnParts:
         peers = np.sort(np.asarray(peers, dtype=np.int64))
         _check_plan_fits_into_memory(scenario, len(peers))
 
-        examples = read_own(agreement, peers, root, whole=whole)
+        as_read = read_own(agreement, peers, root, whole=whole)
+        examples = with_features(agreement, as_read)
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
         _check_least_size(scenario, peers, examples.sizes)
 
         from_system = secret is not None or scenario.compute.generator == SYSTEM
-        named = name_run(agreement, examples, peers, secret, from_system, runtime, root=root, whole=whole)
+        named = name_run(agreement, as_read, examples, peers, secret, from_system, runtime, root=root, whole=whole)
         own = OwnParts(
             peers=peers,
             examples=examples,

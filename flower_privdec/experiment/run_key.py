@@ -75,7 +75,7 @@ def environment(source: str, device: torch.device) -> str:
 def shared_secret(
     scenario: str,
     environment: str,
-    public: PublicSet,
+    tested: bytes,
     initial: Tensor,
     module: nn.Module,
     graphs: Iterable[bytes],
@@ -86,13 +86,12 @@ def shared_secret(
     Args:
         scenario: the hash of what in the scenario decides the numbers.
         environment: see the function of that name.
-        public: the test set, and its part for validation, which some algorithms look at.
+        tested: the fingerprint of the test set, see `fingerprint_of`.
         module, initial: the model, and its parameters before round 0, [d].
         graphs: the edges on which models are mixed, and those of pairs that share secrets, see `edges_of`.
         parts: what else of the run a user may have written: classes, functions, objects of any class, and what was
             given in Python. Given data are left out, as each peer hashes its own.
     """
-    tested = b"".join(_prints_of_sets(public))
     model = hashlib.blake2b(numbers_of(initial), digest_size=KEY_BYTES).digest()
 
     named = [part for part in parts if not isinstance(part, Given)]
@@ -100,6 +99,12 @@ def shared_secret(
     code = [*code_of([*module.modules(), *named]), *given]
 
     return _hash(scenario.encode(), environment.encode(), tested, model, _hash(*graphs), *code, *held_by(module))
+
+
+def fingerprint_of(public: PublicSet) -> bytes:
+    """Return the fingerprints of a test set, and of its part for validation, if there is one, together."""
+    sets = [public] if public.validation is None else [public, public.validation]
+    return b"".join(fingerprint(dataset.x, dataset.y) for dataset in sets)
 
 
 def edges_of(topology: Topology | None) -> bytes:
@@ -204,13 +209,7 @@ def data_id(public: PublicSet, initial: Tensor, examples: Examples) -> str:
     """
     model = bytes(numbers_of(initial))
     parts = [fingerprint(*examples_of(examples, rows)) for rows in examples.parts]
-    return _hash(b"data", model, *_prints_of_sets(public), *parts).hex()[:32]
-
-
-def _prints_of_sets(public: PublicSet) -> list[bytes]:
-    """Return the fingerprints of a test set and of its part for validation, if there is one."""
-    sets = [public] if public.validation is None else [public, public.validation]
-    return [fingerprint(dataset.x, dataset.y) for dataset in sets]
+    return _hash(b"data", model, fingerprint_of(public), *parts).hex()[:32]
 
 
 def _hash(*parts: bytes) -> bytes:

@@ -24,6 +24,7 @@ from flower_privdec.experiment.run_key import (
     data_id,
     edges_of,
     environment,
+    fingerprint_of,
     is_known_by_its_edges,
     own_keys,
     partition_name,
@@ -59,7 +60,7 @@ def new_salt() -> str:
 
 
 def read_own(agreement: Agreement, peers: np.ndarray, root: str | None, *, whole: bool = False) -> Examples:
-    """Read the examples of some peers, as the model takes them.
+    """Read the examples of some peers, before features are extracted.
 
     Args:
         root, whole: see `OwnParts.of`.
@@ -67,10 +68,15 @@ def read_own(agreement: Agreement, peers: np.ndarray, root: str | None, *, whole
     scenario = agreement.scenario
     targets = agreement.loss.targets
     seed = scenario.seed_of("data")
-    examples = read_examples(scenario.data, seed, scenario.n_peers, peers, root, targets, whole=whole)
-    if scenario.features is None:
-        return examples
-    return replace(examples, x=apply_features(examples.x, scenario.features))
+    return read_examples(scenario.data, seed, scenario.n_peers, peers, root, targets, whole=whole)
+
+
+def with_features(agreement: Agreement, as_read: Examples) -> Examples:
+    """Return examples as the model takes them: `as_read` itself if the scenario extracts no features."""
+    section = agreement.scenario.features
+    if section is None:
+        return as_read
+    return replace(as_read, x=apply_features(as_read.x, section))
 
 
 def without_content(agreement: Agreement) -> list[str]:
@@ -110,6 +116,7 @@ def rounding(scenario: Scenario, runtime: str) -> str:
 
 def name_run(
     agreement: Agreement,
+    as_read: Examples,
     examples: Examples,
     peers: np.ndarray,
     secret: bytes | None,
@@ -122,7 +129,8 @@ def name_run(
     """Name a run and make the keys of its peers.
 
     Args:
-        examples: of the peers hosted here.
+        as_read: of the peers hosted here, before features are extracted.
+        examples: the same, as the model takes them.
         from_system: whether noise and batches come from the operating system; the keys then only name the run.
         secret, runtime, root, whole: see `OwnParts.of`.
     """
@@ -141,17 +149,24 @@ def name_run(
 
     pairs = secret_pairs(scenario)
     topology = None if agreement.mixing is None else agreement.mixing.topology
+    # How the last digit of a feature is rounded depends on the machine and on how many images are transformed together.
+    # Portable keys are the same everywhere, so they are made of what was read. Other keys must tell two roundings
+    # apart: their difference under one noise would show data.
+    tested = agreement.tested if portable else fingerprint_of(agreement.public)
     shared = shared_secret(
         name.scenario,
         PORTABLE_ENVIRONMENT if portable else name.environment,
-        agreement.public,
+        tested,
         agreement.initial,
         agreement.module,
         [edges_of(topology), np.ascontiguousarray(pairs).tobytes()],
         own_parts(scenario),
     )
 
-    prints = fingerprints(examples, peers)
+    prints_as_read = fingerprints(as_read, peers)
+    prints = prints_as_read
+    if examples is not as_read and not portable:
+        prints = fingerprints(examples, peers)
     prints_elsewhere = dict[int, bytes]()
 
     # The keys of a simulation follow from all peers' data. A deployed peer knows its own data only, and its keys are
@@ -160,7 +175,10 @@ def name_run(
     if not (from_system or whole):
         elsewhere = np.setdiff1d(np.arange(scenario.n_peers), peers)
         if len(elsewhere):
-            prints_elsewhere = fingerprints(read_own(agreement, elsewhere, root), elsewhere)
+            examples_elsewhere = read_own(agreement, elsewhere, root)
+            if not portable:
+                examples_elsewhere = with_features(agreement, examples_elsewhere)
+            prints_elsewhere = fingerprints(examples_elsewhere, elsewhere)
         shared += all_data(prints | prints_elsewhere)
 
     keys = own_keys(shared + (secret or b""), prints)
@@ -169,4 +187,4 @@ def name_run(
     # Portable keys are the same in every environment, but a run repeated in another one is charged again.
     here = name.environment.encode()
     id_here = run_id({peer: key + here for peer, key in keys.items()})
-    return NamedRun(keys, keys_elsewhere, replace(name, id=id_here, partition=partition_name(prints, secret)))
+    return NamedRun(keys, keys_elsewhere, replace(name, id=id_here, partition=partition_name(prints_as_read, secret)))

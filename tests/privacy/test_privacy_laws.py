@@ -29,6 +29,7 @@ from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.core import Mix, State
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
+from flower_privdec.data.features import apply_features
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy.mechanism.declared import ONE_SUM, Drawing, ReleasedSum
@@ -413,6 +414,29 @@ def test_only_portable_runs_draw_alike_on_every_machine(tiny: Tiny, monkeypatch:
     assert there["null"][0] != here["null"][0]
     assert all("cpu NEON" in environment for _, environment, _ in there.values())
     assert there["portable"][2] != here["portable"][2]  # so that a ledger charges it again
+
+
+def test_rounded_features_change_only_keys_that_are_not_comparable(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = ("data.dataset=digits", "features={kind: scattering, scales: 1, pool: 2, groups: 0}")
+
+    def owns() -> dict[str, OwnParts]:
+        agreements = {
+            generator: Agreement.of(tiny(*features, f"compute.generator={generator}"))
+            for generator in ("comparable", "null")
+        }
+        return {generator: OwnParts.of(agreement) for generator, agreement in agreements.items()}
+
+    here = owns()
+    for module in ("run_name", "agreement"):
+        monkeypatch.setattr(
+            f"flower_privdec.experiment.{module}.apply_features",
+            lambda x, section: apply_features(x, section) * 1.0000002,
+        )
+    there = owns()
+    assert not torch.equal(here["null"].examples.x, there["null"].examples.x)
+    assert there["comparable"].keys == here["comparable"].keys
+    assert there["null"].keys[0] != here["null"].keys[0]
+    assert there["null"].run.partition == here["null"].run.partition  # the same rows, whatever is made of them
 
 
 def test_a_runs_name_and_output_change_no_draw(build: Build) -> None:
