@@ -150,6 +150,7 @@ def test_data_of_unknown_size_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(*COMPLETE, files(tmp_path, [40, 40, 40, 40]))
     with raises(ScenarioError, "noise.cancelling-sizes"):
         running_peer(scenario, devices(scenario, tmp_path, insecure_seeds=False, memory=True)[0])
+    assert not (tmp_path / "peer-0").exists()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_an_unproved_least_number_of_examples_is_refused(settings, code, tiny: T
     scenario = tiny(*COMPLETE, files(tmp_path, [20, 30, 40, 60]), *settings)
     with raises(ScenarioError, code):
         running_peer(scenario, devices(scenario, tmp_path / "out", insecure_seeds=False, memory=True)[0])
-    assert not (tmp_path / "out" / "peer-0" / "ledger").exists()
+    assert not (tmp_path / "out" / "peer-0").exists()
 
 
 def test_own_data_cancel_noise_by_a_least_number(tiny, tmp_path, shared) -> None:

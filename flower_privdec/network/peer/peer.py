@@ -606,8 +606,9 @@ class ScenarioTrainer:
                 "--insecure-seeds draws from the scenario's seed, and compute.generator=system does not: leave one out",
                 code="peer.insecure-system",
             )
-        secret = None if insecure_seeds else _secret(folder)
-        own = OwnParts.of(agreement, np.array([peer]), secret, data, "network", whole=data is not None)
+        # Drawn here and written by `open`, for all of the scenario is checked before anything is on disk.
+        self._secret = None if insecure_seeds else _drawn_secret(folder)
+        own = OwnParts.of(agreement, np.array([peer]), self._secret, data, "network", whole=data is not None)
         self.experiment = Experiment.joined(agreement, own)
         self.run = self.experiment.own.run
         self.device = self.experiment.device
@@ -644,6 +645,8 @@ class ScenarioTrainer:
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer; locks the peer's data file, whose examples another peer's ledger would count alone."""
+        if self._secret is not None:
+            _keep_secret(self._folder, self._secret)
         self.cohort = self.experiment.cohort(self._ledger_folder, start=paid)
         if self.pair_secrets is not None:
             self.cohort.secrets = self.pair_secrets
@@ -805,17 +808,29 @@ def _hold(data: Path) -> int:
     return file
 
 
-def _secret(folder: Path) -> bytes:
-    """Return the peer's secret, drawn by the operating system at first use; two processes at once get the same."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _drawn_secret(folder: Path) -> bytes:
+    """Return the peer's secret: the one in its folder, or a new one, which is not written yet."""
     path = folder / "secret"
-    new = folder / f"secret-{secrets.token_hex(8)}"
+    return path.read_bytes() if path.exists() else secrets.token_bytes(SECRET_BYTES)
+
+
+def _keep_secret(folder: Path, secret: bytes) -> None:
+    """Put a peer's secret on disk, if it is not there yet.
+
+    Raises:
+        RunError: another process of this peer has put another one there since this one began.
+    """
+    path = folder / "secret"
     if not path.exists():
-        write_atomically(new, secrets.token_bytes(SECRET_BYTES))
+        new = folder / f"secret-{secrets.token_hex(8)}"
+        write_atomically(new, secret)
         with contextlib.suppress(FileExistsError):
             os.link(new, path)
         new.unlink()
-    return path.read_bytes()
+    if path.read_bytes() != secret:
+        raise RunError(
+            f"{path} is another process's, which began at the same time: run the same command again", code="peer.secret"
+        )
 
 
 def rows_path(folder: Path, round_index: int | None) -> Path:
