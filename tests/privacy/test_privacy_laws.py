@@ -416,13 +416,13 @@ def test_only_portable_runs_draw_alike_on_every_machine(tiny: Tiny, monkeypatch:
     assert there["portable"][2] != here["portable"][2]  # so that a ledger charges it again
 
 
-def test_rounded_features_change_only_keys_that_are_not_comparable(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_features_change_only_keys_that_are_not_portable(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     features = ("data.dataset=digits", "features={kind: scattering, scales: 1, pool: 2, groups: 0}")
 
     def owns() -> dict[str, OwnParts]:
         agreements = {
             generator: Agreement.of(tiny(*features, f"compute.generator={generator}"))
-            for generator in ("comparable", "null")
+            for generator in ("portable", "null")
         }
         return {generator: OwnParts.of(agreement) for generator, agreement in agreements.items()}
 
@@ -434,7 +434,7 @@ def test_rounded_features_change_only_keys_that_are_not_comparable(tiny: Tiny, m
         )
     there = owns()
     assert not torch.equal(here["null"].examples.x, there["null"].examples.x)
-    assert there["comparable"].keys == here["comparable"].keys
+    assert there["portable"].keys == here["comparable"].keys
     assert there["null"].keys[0] != here["null"].keys[0]
     assert there["null"].run.partition == here["null"].run.partition  # the same rows, whatever is made of them
 
