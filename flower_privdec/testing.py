@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flower_privdec.common.errors import CodedError
 from flower_privdec.core import Exchange
-from flower_privdec.core.cohort import STEPS, Cohort, Estimate, PrivateStep
+from flower_privdec.core.cohort import STEPS, Cohort, PrivateStep
 from flower_privdec.data import Batch, LocalBatch, PeerData
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
@@ -72,29 +72,33 @@ class Tape:
     steps: list[Released] = field(default_factory=list)
 
 
-Publish = Callable[[Cohort, PrivateStep, Mapping[str, Tensor]], None]
+Publish = Callable[[Cohort, PrivateStep], None]
 
 
-def _take(
-    cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor], publish: Publish
-) -> Released:
+def _take(cohort: Cohort, step: PrivateStep, publish: Publish) -> Released:
     """Take a private step, publish its sums by a function, and return a record of it."""
     before = {name: out.clone() for name, out in step.sums.items()}
-    estimate(cohort, step)
+    step.estimate(cohort, step)
     raw = {name: out - before[name] for name, out in step.sums.items()}
-    publish(cohort, step, std)
+    publish(cohort, step)
+
     clip = torch.ones_like(step.scale) if step.clip_norm is None else step.clip_norm
-    positions = [set(index[mask].tolist()) for index, mask in zip(step.batch.index, step.batch.weight > 0, strict=True)]
+    drawn = [set(index[mask].tolist()) for index, mask in zip(step.batch.index, step.batch.weight > 0, strict=True)]
+    if drawn:
+        positions = [drawn[row] for row in step.batch_row.tolist()]
+    else:
+        positions = [set[int]() for _ in step.peers]  # a step that is noise only has no batch
+
     return Released(
         step=step.step,
         peers=step.peers,
         receivers=step.receivers,
-        positions=[positions[row] for row in step.batch_row.tolist()],
+        positions=positions,
         unit=step.scale.abs() * clip,
         before=before,
         raw=raw,
         after={name: out.clone() for name, out in step.sums.items()},
-        public=tuple(std),
+        public=tuple(step.noise_std),
     )
 
 
@@ -104,13 +108,9 @@ class _Recorder:
 
     tape: Tape
 
-    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+    def take_(self, cohort: Cohort, step: PrivateStep) -> None:
         """See StepObserver."""
-
-        def noise(cohort: Cohort, step: PrivateStep, std: Mapping[str, Tensor]) -> None:
-            cohort.take_(step, lambda *_: None, std)
-
-        self.tape.steps.append(_take(cohort, step, estimate, std, noise))
+        self.tape.steps.append(_take(cohort, step, Cohort.add_noise_))
 
 
 @contextmanager
@@ -128,19 +128,21 @@ class _Player:
     tape: Tape
     again: Tape
 
-    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+    def take_(self, cohort: Cohort, step: PrivateStep) -> None:
         """See StepObserver."""
         past = self.tape.steps[len(self.again.steps)]
         assert (past.step, past.peers.tolist()) == (step.step, step.peers.tolist())
 
-        start = {name: step.sums[name].clone() for name in std}
+        start = {name: step.sums[name].clone() for name in step.noise_std}
 
-        def publish(_: Cohort, step: PrivateStep, std: Mapping[str, Tensor]) -> None:
-            for name in std:  # bit for bit, where it is added to the same
-                moved = start[name] + (past.after[name] - past.before[name])
-                step.sums[name].copy_(past.after[name] if torch.equal(start[name], past.before[name]) else moved)
+        def publish(_: Cohort, step: PrivateStep) -> None:
+            for name in step.noise_std:
+                if torch.equal(start[name], past.before[name]):
+                    step.sums[name].copy_(past.after[name])  # added to the same rows: the same bits
+                else:
+                    step.sums[name].copy_(start[name] + (past.after[name] - past.before[name]))
 
-        self.again.steps.append(_take(cohort, step, estimate, std, publish))
+        self.again.steps.append(_take(cohort, step, publish))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.algorithm import Algorithm
-from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.cohort import Cohort, StepRequest
 from flower_privdec.core.exchange import Edges, State
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
@@ -68,7 +68,13 @@ def cross_gradients(cohort: Cohort, state: State) -> None:
         chosen = torch.as_tensor(steps, device=x.device)
         part = gradients[chosen]
         cohort.release_rows_(
-            part, models[chosen], None, state.round_index, rows[steps], receivers=other[steps], factor=1.0
+            StepRequest(
+                sums={"gradient": part},
+                params=models[chosen],
+                round_index=state.round_index,
+                rows=rows[steps],
+                receivers=other[steps],
+            )
         )
         gradients[chosen] = part
     mine = np.flatnonzero(own == other)

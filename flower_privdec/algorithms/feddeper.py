@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flower_privdec.algorithms.federated import FedAvg
 from flower_privdec.common.formatting import number, setting
-from flower_privdec.core.cohort import Cohort, PrivateStep
+from flower_privdec.core.cohort import Cohort, PrivateStep, StepRequest
 from flower_privdec.core.exchange import State
 from flower_privdec.data import Batch
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
@@ -81,7 +81,16 @@ class FedDeper(FedAvg):
         for local_step in range(self.steps_per_round):
             if self.rho:
                 torch.add(v, y, out=pull).sub_(start, alpha=2)
-            cohort.release_rows_(sums, y, None, state.round_index, rows, estimate=both, local_step=local_step)
+            cohort.descend_rows_(
+                StepRequest(
+                    sums=sums,
+                    params=y,
+                    round_index=state.round_index,
+                    local_step=local_step,
+                    rows=rows,
+                    estimate=both,
+                )
+            )
             if self.rho:
                 y.sub_(pull, alpha=self.rho)
         state.rows["personal"].index_copy_(0, where, v.lerp_(y, self.mixing_rate))

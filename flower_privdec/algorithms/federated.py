@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.cohort import Cohort, StepRequest
 from flower_privdec.core.exchange import Mix, State
 from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.graph.mixing import Mixing
@@ -93,7 +93,9 @@ class FedAvg(SGP):
         y = aligned(start)
         for step in range(self.steps_per_round):
             pull = self.pull(cohort, state, rows, y, start)
-            cohort.release_rows_(y, y, None, state.round_index, rows, local_step=step)
+            cohort.descend_rows_(
+                StepRequest(sums={"gradient": y}, params=y, round_index=state.round_index, local_step=step, rows=rows)
+            )
             if pull is not None:
                 y.sub_(pull)
         return y

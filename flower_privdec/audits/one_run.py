@@ -10,7 +10,6 @@ have had.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from flower_privdec.audits.bounds import epsilon_from_guesses
 from flower_privdec.audits.canaries import audited_plan
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.core.cohort import STEPS, Cohort, Estimate, PrivateStep
+from flower_privdec.core.cohort import STEPS, Cohort, PrivateStep
 from flower_privdec.data import Batch, Examples
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
@@ -97,20 +96,19 @@ class _Watcher:
     canaries: Batch
     scores: np.ndarray
 
-    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+    def take_(self, cohort: Cohort, step: PrivateStep) -> None:
         """Take a private step as the cohort does, and compare its first published sum with the canaries' gradients."""
-        name = next(iter(std), None)
-        clip = step.clip_norm
-        if name is None or clip is None:
-            cohort.take_(step, estimate, std)
+        step.estimate(cohort, step)
+        cohort.add_noise_(step)
+
+        name = next(iter(step.noise_std), None)
+        if name is None or step.clip_norm is None:
             return
-        point = replace(step, params=step.params.clone())  # a step may be taken in place
-        before = step.sums[name].clone()
-        cohort.take_(step, estimate, std)
-        released = step.sums[name] - before
-        step = point
-        unit = step.scale * clip
-        noise = std[name] / unit.abs()
+
+        # The cohort makes its sums apart: they hold this release only, and the parameters have not moved yet.
+        released = step.sums[name]
+        unit = step.scale * step.clip_norm
+        noise = step.noise_std[name] / unit.abs()
         for row, place in enumerate(step.rows.tolist()):
             gradients = self._gradients(step, row, place)
             seen = released[row] / unit[row]

@@ -1,4 +1,20 @@
-"""A cohort: the peers one process hosts, and all that their steps need; `Cohort.release_` is the one private door."""
+"""The peers that one process hosts, and the one way from their examples to numbers that others may see.
+
+A private step goes through three functions:
+
+    Cohort.add_step_       An algorithm asks for a step of all active peers. Peers whose budget is spent are left out;
+                           if noise cancels between peers, they still add theirs.
+    Cohort.descend_rows_   Some rows go down their gradients, by -γ or by a local optimizer. An algorithm that chooses
+                           its rows itself, such as FedAvg within its local steps, begins here.
+    Cohort.release_rows_   The private step itself: pay, clip and sum, add noise. Nothing else reads examples, so this
+                           is the function to read for whoever checks the privacy of this package.
+
+A request (`StepRequest`) says which rows take a step, at which parameters, and where its sums are added. The cohort
+adds what it knows of these peers, such as their batch, clip norm and noise: that is a `PrivateStep`. An *estimate* is a
+function that adds the clipped sums of a `PrivateStep`; algorithms with reduced variance bring their own.
+
+An observer at the door `STEPS` takes the steps itself, to audit them or to test a law of privacy on them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,84 +31,29 @@ from torch import Tensor
 from flower_privdec.common.door import Door
 from flower_privdec.core.exchange import State
 from flower_privdec.core.optimizers import LocalOptimizer
+from flower_privdec.core.validation import Validation
 from flower_privdec.data import Batch, PeerData
-from flower_privdec.gradients.protocol import GradientKernel, inputs_like, row_chunks
+from flower_privdec.gradients.protocol import GradientKernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import INDEPENDENT, STATE_PREFIX, NoisedSum, NoiseMechanism, NoiseSource, PairSecrets
 
-if TYPE_CHECKING:
-    from flower_privdec.data import PublicSet
-    from flower_privdec.rows.sparse_rows import Features
-    from flower_privdec.tasks.losses import Loss
-
-
-OUTPUT_BYTES = 2**26  # the outputs of so many coalitions as are tried at once
-
-
-@dataclass(frozen=True, eq=False)
-class Validation:
-    """Public examples on which coalitions are tried, on the device.
-
-    Attributes:
-        x: inputs [N, *shape].
-        y: classes, int64 [N].
-        loss: maps outputs to predictions.
-    """
-
-    x: Features
-    y: Tensor
-    loss: Loss
-
-    @staticmethod
-    def of(public: PublicSet, loss: Loss, like: Tensor) -> Validation:
-        """Place a public set where parameters are."""
-        return Validation(inputs_like(public.x, like), public.y.to(like.device), loss)
-
-    def __len__(self) -> int:
-        """Return N."""
-        return len(self.y)
-
-    def some(self, chosen: np.ndarray) -> Validation:
-        """Return some of the examples."""
-        rows = torch.as_tensor(chosen, device=self.y.device)
-        return Validation(self.x[rows], self.y[rows], self.loss)
-
-    def worth(self, kernel: GradientKernel, models: Tensor, coalitions: np.ndarray) -> np.ndarray:
-        """Return the accuracy of the mean model of each coalition, float64 [c] (PDSL, eq. 16 and 17).
-
-        It is 0 where a member's parameters are not finite, and an example whose outputs are not counts as wrong.
-
-        Args:
-            models: of the members, [n, d].
-            coalitions: bool [c, n], none empty.
-        """
-        sound = torch.isfinite(models).all(1)
-        weights = torch.as_tensor(coalitions / coalitions.sum(1, keepdims=True)).to(models)
-        sound_models = torch.where(sound[:, None], models, 0)
-        right = torch.empty(len(weights), dtype=torch.float64)
-        width = kernel.logits(sound_models[:1], self.x[:1]).shape[2]
-        for rows in row_chunks(len(weights), len(self) * width * models.element_size(), OUTPUT_BYTES):
-            outputs = kernel.blended_logits(sound_models, weights[rows], self.x)
-            hits = (self.loss.predict(outputs) == self.y) & torch.isfinite(outputs).all(-1)
-            right[rows] = hits.double().mean(1).cpu()
-        right[(weights[:, ~sound] > 0).any(1).cpu()] = 0.0
-        return right.numpy()
+NOBODY = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """What the steps of each peer are multiplied by: γ, constant, then falling linearly to 0 at the end.
+    """The learning rate γ of each peer: constant unless a schedule changes it.
 
     Attributes:
-        base: float64 [n_peers].
-        decay: share of the rounds, at the end, over which the rate falls.
-        rounds: K.
-        growing: whether round k counts k + 1 times as much instead, as in dual averaging, a_t = t.
-        cosine: whether it falls as half a wave does, over all rounds but those of the warmup where decay is 0.
-        warmup: share of the rounds, at the beginning, over which the rate rises linearly.
+        base: γ before any schedule, float64 [n_peers].
+        decay: the share of the rounds, at the end, in which the rate falls to 0.
+        rounds: the number of rounds K.
+        growing: multiply by k + 1 in round k instead, as dual averaging does (a_t = t).
+        cosine: let the rate fall as half a cosine wave; in all rounds after the warmup if decay is 0.
+        warmup: the share of the rounds, at the beginning, in which the rate rises linearly.
     """
 
     base: np.ndarray
@@ -103,40 +64,59 @@ class LearningRate:
     warmup: float = 0.0
 
     def at(self, round_index: int) -> np.ndarray:
-        """Return γ of every peer in a round, [n_peers]."""
+        """Return every peer's learning rate in a round, float64 [n_peers]."""
         if self.growing:
             return np.asarray(self.base * (round_index + 1))
-        rising = self.warmup * self.rounds
-        left = self.rounds - round_index
-        falling = self.decay * self.rounds or (self.rounds - rising if self.cosine else 0.0)
-        share = min(1.0, left / falling) if falling > 0 else 1.0
-        share = (1 - math.cos(math.pi * share)) / 2 if self.cosine else share
-        share *= min(1.0, (round_index + 1) / rising) if rising > 0 else 1.0
-        return self.base if share == 1 else np.asarray(self.base * share)
+
+        warmup_rounds = self.warmup * self.rounds
+        decay_rounds = self.decay * self.rounds
+        if self.cosine and not self.decay:
+            decay_rounds = self.rounds - warmup_rounds
+
+        share = 1.0
+        rounds_left = self.rounds - round_index
+        if decay_rounds > 0 and rounds_left < decay_rounds:
+            share = rounds_left / decay_rounds
+            if self.cosine:
+                share = (1 - math.cos(math.pi * share)) / 2
+
+        # Warmup multiplies: a decay that begins within it would otherwise be lost.
+        if round_index + 1 < warmup_rounds:
+            share *= (round_index + 1) / warmup_rounds
+
+        if share == 1:
+            return self.base  # spares a copy in each step of most runs
+        return np.asarray(self.base * share)
 
     def of_rounds(self, rounds: int) -> np.ndarray:
-        """Return γ of every peer in the first rounds, [rounds, n_peers], read-only."""
-        if not (self.growing or self.decay or self.cosine or self.warmup):
+        """Return every peer's learning rate in the first rounds, [rounds, n_peers], read-only."""
+        is_constant = not (self.growing or self.decay or self.cosine or self.warmup)
+        if is_constant:
             return np.broadcast_to(self.base, (rounds, len(self.base)))
         return np.stack([self.at(k) for k in range(rounds)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrivateStep:
-    """What some rows need for one private step, before noise is added.
+    """A private step that is paid for, with all that it takes to make its sums and their noise.
 
     Attributes:
-        sums: the tensors [m, d] to which each sum that the algorithm declares is added, by name.
-        params: [m, d]; the gradients are taken at params / divisor. May be one of the sums.
-        divisor: [m] or None.
-        batch: the step's examples of these rows; where a row stands here several times, for a receiver each, once.
-        clip_norm: [m], or None for no clipping.
-        scale: [m], what a sum is multiplied by: -γ, or the algorithm's factor, over the expected batch size.
-        peers: int64 [m], global ids.
-        rows: int64 [m], where these rows stand in the cohort.
+        sums: the tensors [r, d] to which each sum is added, by name.
+        params: [r, d]; gradients are taken at params / divisor. May be one of the sums.
+        divisor: [r]; None for 1.
+        batch: the examples of these rows. A peer has one batch, also if its row occurs several times, for several
+            receivers; see `batch_row`.
+        clip_norm: C, the norm to which each example's gradient is clipped, [r]; None does not clip.
+        scale: what a sum of clipped gradients is multiplied by: the factor of the mean, such as -γ, over the expected
+            batch size, [r].
+        noise_std: the standard deviation of the noise of each sum that is published, [r], by name. A sum without an
+            entry stays on its peer.
+        estimate: adds the sums, without noise.
+        peers: global ids, int64 [r].
+        rows: where these rows stand in the cohort, int64 [r].
         round_index: the round.
-        step: its number in the run; it keys batch and noise.
-        receivers: int64 [m], the only receiver of each row's sums, which then keys their noise too; None for all.
+        step: its number in the run, which keys batch and noise.
+        receivers: int64 [r], the only receiver of each row's sums, which then keys their noise too; None for all.
     """
 
     sums: Mapping[str, Tensor]
@@ -145,15 +125,17 @@ class PrivateStep:
     batch: Batch
     clip_norm: Tensor | None
     scale: Tensor
+    noise_std: Mapping[str, Tensor]
+    estimate: Estimate
     peers: np.ndarray
     rows: np.ndarray
     round_index: int
     step: int
-    receivers: np.ndarray | None = None
+    receivers: np.ndarray | None
 
     @property
     def batch_row(self) -> np.ndarray:
-        """Return which row of the batch each of these rows uses, int64 [m], ascending."""
+        """The row of the batch that each of these rows uses, int64 [r], ascending."""
         if self.receivers is None:
             return np.arange(len(self.rows))
         values: np.ndarray = np.unique(self.rows, return_inverse=True)[1]
@@ -161,7 +143,7 @@ class PrivateStep:
 
     @property
     def out(self) -> Tensor:
-        """Return where a step with one sum adds it."""
+        """The only sum of a step that has one."""
         (only,) = self.sums.values()
         return only
 
@@ -170,30 +152,76 @@ Estimate = Callable[["Cohort", PrivateStep], None]
 
 
 def stochastic_gradient(cohort: Cohort, step: PrivateStep) -> None:
-    """Add scale Σ_b clip(∇f(params / divisor; b)): the plain estimate.
-
-    Where a peer has several rows, for a receiver each, its one batch is seen by all of them, and never copied.
-    """
+    """Add scale Σ_b clip(∇f(params / divisor; b)), the plain estimate of DP-SGD."""
     if step.receivers is None:
         cohort.kernel.add_clipped_(step.out, step.params, step.batch, step.clip_norm, step.scale, step.divisor)
         return
-    ends = np.searchsorted(step.batch_row, np.arange(len(step.batch.weight) + 1)).tolist()
-    for row, (start, stop) in enumerate(pairwise(ends)):
-        batch = step.batch.repeated(row, stop - start)
+
+    # A peer has a row for each receiver. They all see its one batch, which is expanded, never copied: with all its
+    # neighbours as receivers, copies would take as many times the memory.
+    rows_of_batch = np.arange(len(step.batch.weight) + 1)
+    ends = np.searchsorted(step.batch_row, rows_of_batch).tolist()
+    for batch_row, (start, stop) in enumerate(pairwise(ends)):
         part = slice(start, stop)
-        clip, share = (None if numbers is None else numbers[part] for numbers in (step.clip_norm, step.divisor))
-        cohort.kernel.add_clipped_(step.out[part], step.params[part], batch, clip, step.scale[part], share)
+        cohort.kernel.add_clipped_(
+            step.out[part],
+            step.params[part],
+            step.batch.repeated(batch_row, stop - start),
+            None if step.clip_norm is None else step.clip_norm[part],
+            step.scale[part],
+            None if step.divisor is None else step.divisor[part],
+        )
 
 
 def no_examples(cohort: Cohort, step: PrivateStep) -> None:
-    """Add nothing: the step of a peer whose budget is spent, which shares its noise alone and costs nothing."""
+    """Add nothing. A step with this estimate is noise only: it gets no example, and nobody pays for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRequest:
+    """A private step that an algorithm asks for.
+
+    Attributes:
+        sums: where each of the step's sums is added, [r, d], by the names that the algorithm declares.
+        params: the parameters of these rows, [r, d]; gradients are taken at params / divisor. May be one of the sums.
+        divisor: push weights [r]; None for 1.
+        round_index: the round.
+        local_step: which step of the round, if the algorithm takes several.
+        rows: where these rows stand in the cohort, int64 [r]. With receivers they ascend, and a row occurs once for
+            each receiver.
+        receivers: global ids, int64 [r]: the only peer that gets the sums of each row; None if all may see them.
+        factor: what the mean over a batch is multiplied by, one number or float64 [r].
+        estimate: adds the sums, without noise, from the step's batch.
+    """
+
+    sums: Mapping[str, Tensor]
+    params: Tensor
+    divisor: Tensor | None = None
+    round_index: int
+    local_step: int = 0
+    rows: np.ndarray
+    receivers: np.ndarray | None = None
+    factor: float | np.ndarray = 1.0
+    estimate: Estimate = stochastic_gradient
+
+    @property
+    def readers(self) -> np.ndarray:
+        """The rows whose peers read examples, and therefore pay for the step: each once, int64."""
+        if self.estimate is no_examples:
+            return NOBODY
+        if self.receivers is None:
+            return self.rows
+        return np.unique(self.rows)
 
 
 class StepObserver(Protocol):
-    """Who takes a cohort's private steps in its place, and sees them: an audit or a law."""
+    """Takes the private steps of a cohort in its place, so that it sees them: an audit or a law."""
 
-    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
-        """Take a step as `Cohort.take_` does, with which most observers take it; see there."""
+    def take_(self, cohort: Cohort, step: PrivateStep) -> None:
+        """Take a step that is paid for.
+
+        A cohort without an observer calls `step.estimate(cohort, step)`, then `cohort.add_noise_(step)`.
+        """
 
 
 STEPS: Door[StepObserver] = Door("cohorts' private steps")
@@ -204,23 +232,23 @@ class Cohort:
     """The peers of one process.
 
     Attributes:
-        peers: int64 [m], their global ids, ascending.
+        peers: their global ids, int64 [m], ascending.
         n_peers: how many peers the whole network has.
-        initial: [d], the parameters every peer starts from.
-        data, protection, ledger: these peers' examples, their clipping and noise, and their ledger, all by row; without
-            privacy the last two are None.
-        seed: of public draws.
-        validation: public examples that no test figure is of; None where none were kept out.
-        every: how many rounds lie between two lines of the metrics.
-        game_seconds: how long coalitions have been tried on them, so far.
-        apart: whether sums are made and noised by themselves before they are added anywhere, see `release_`.
-        noise_inflation: by how much noise is larger than was solved for, to cover how sums are rounded.
-        noise: where normal numbers come from.
-        mechanism: how noise is made of them.
-        secrets: of pairs of peers hosted here.
-        optimizer: what the peers make of their noised gradients; None takes them as they are.
-        state: the state of the step under way, of which a noise mechanism sees its own rows.
-        rows: where all peers stand, 0 to m - 1.
+        initial: the parameters with which every peer starts, [d].
+        data, protection, ledger: the examples of these peers, their clipping and noise, and their ledger, all by row;
+            the last two are None without privacy.
+        seed: keys public draws.
+        validation: public examples kept out of the test set; None if there are none.
+        every: the number of rounds between two lines of metrics.
+        game_seconds: how long coalitions have been tried on the validation examples, so far.
+        apart: make and noise sums apart from the rows that they are added to, see `release_rows_`.
+        noise_inflation: the relative excess of the noise over what was solved for, which covers how sums are rounded.
+        noise: the source of normal numbers.
+        mechanism: makes noise of them.
+        secrets: secrets of pairs of peers hosted here.
+        optimizer: turns noised gradients into steps; None takes them as they are.
+        state: the state of the program under way; the rows of the optimizer and the noise mechanism are in it.
+        rows: the place of every peer, 0 to m - 1.
         dtype, device: of the parameters.
     """
 
@@ -260,11 +288,13 @@ class Cohort:
         return torch.as_tensor(values, dtype=self.dtype, device=self.device)
 
     def active(self, round_index: int) -> np.ndarray:
-        """Return which rows take their steps in a round, bool [m]: participating, and all steps within budget."""
-        active = self.participation.active(round_index)[self.peers]
+        """Return which rows take their steps in a round, bool [m]: those that take part and can pay all its steps."""
+        takes_part = self.participation.active(round_index)[self.peers]
         if self.ledger is None:
-            return np.asarray(active)
-        return np.asarray(active & self.ledger.allowed((round_index + 1) * self.steps_per_round - 1))
+            return np.asarray(takes_part)
+
+        last_step = (round_index + 1) * self.steps_per_round - 1
+        return np.asarray(takes_part & self.ledger.allowed(last_step))
 
     def add_step_(
         self,
@@ -276,7 +306,7 @@ class Cohort:
         local_step: int = 0,
         factor: float | None = None,
     ) -> None:
-        """Add -γ g̃ to `out` for every active row, in place: the private stochastic step.
+        """Add the private stochastic step -γ g̃ to `out` for every active row, in place.
 
             g̃_i = (Σ_b clip(∇f_i(params_i / divisor_i; b), C) + N(0, (σ C)² I)) / E|batch|
 
@@ -284,127 +314,158 @@ class Cohort:
             out: [m, d]; may be `params` itself.
             params: [m, d].
             round_index: the round, which keys batch and noise.
-            divisor: [m], push weights, or None for 1.
+            divisor: push weights [m]; None for 1.
             estimate: adds the step without noise; the sum above unless an algorithm reduces its variance.
-            local_step: which step of the round, for algorithms that take several.
-            factor: what g̃ is multiplied by, in place of -γ: 1.0 adds the noised mean gradient itself.
+            local_step: which step of the round, if the algorithm takes several.
+            factor: multiplies g̃ in place of -γ: 1.0 adds the noised mean gradient itself.
 
-        Privacy: what the algorithm declares for the step, see `release_rows_`. Where noise cancels between peers, one
-            whose budget is spent adds its noise alone, which depends on no example: else the others' would not cancel.
+        Privacy: what the algorithm declares for the step, see `release_rows_`.
         """
-        active = self.active(round_index)
-        if self.protection is not None and self.protection.pairs is not None:
-            over = np.flatnonzero(self.participation.active(round_index)[self.peers] & ~active)
-            if len(over):
-                part = out[torch.as_tensor(over, device=self.device)]
-                self.release_rows_(part, part, None, round_index, over, no_examples, local_step, factor=factor)
-                out[torch.as_tensor(over, device=self.device)] = part
-        if active.all():
-            self.release_rows_(out, params, divisor, round_index, self.rows, estimate, local_step, factor=factor)
-        elif active.any():
-            chosen = np.flatnonzero(active)
-            rows = torch.as_tensor(chosen, device=self.device)
-            part = out[rows]
-            point = part if out is params else params[rows]
-            share = None if divisor is None else divisor[rows]
-            self.release_rows_(part, point, share, round_index, chosen, estimate, local_step, factor=factor)
-            out[rows] = part
-
-    def release_rows_(
-        self,
-        sums: Tensor | Mapping[str, Tensor],
-        params: Tensor,
-        divisor: Tensor | None,
-        round_index: int,
-        rows: np.ndarray,
-        estimate: Estimate = stochastic_gradient,
-        local_step: int = 0,
-        receivers: np.ndarray | None = None,
-        factor: float | None = None,
-    ) -> None:
-        """Take one private step of some rows, of those that `active` allows: pay, estimate, add noise.
-
-        Args:
-            sums: where the step's sums are added, each [r, d], by the names the algorithm declares; a tensor alone
-                is the sum `gradient`.
-            params, divisor: of these rows alone, [r, d] and [r].
-            rows: int64 [r], where they stand in the cohort; with receivers ascending, and one may occur several times,
-                for a receiver each.
-            estimate: adds the sums, without noise, from the step's batch.
-            local_step: which step of the round, for algorithms that take several.
-            receivers: int64 [r], global ids: the only receiver of each row's sums; None for all.
-            factor: what the mean over a batch is multiplied by; -γ, and the optimizer's step, by default.
-
-        Raises:
-            TypeError: where the algorithm declares other sums, or fewer receivers.
-
-        Privacy: unit example, adjacency zero-out; the release that the algorithm declares for the step, charged to
-            each row's ledger before an example is read.
-        """
-        peers = self.peers[rows]
-        index = round_index * self.steps_per_round + local_step
-        if self.optimizer is not None and factor is None:
-            if self.state is None or not isinstance(sums, Tensor):
-                raise TypeError("a local optimizer takes steps of a running program with one sum")
-            gradient = torch.zeros_like(sums)
-            again = (estimate, local_step, receivers, 1.0)
-            self.release_rows_(gradient, params, divisor, round_index, rows, *again)
-            rate = self.tensor(self.learning_rate.at(round_index)[peers])
-            whole = len(rows) == len(self.rows)
-            chosen = slice(None) if whole else torch.as_tensor(rows, device=self.device)
-            self.optimizer.add_step_(sums, gradient, rate, self.state.rows, chosen)
-            return
-        if self.ledger is not None and estimate is not no_examples:
-            self.ledger.charge(index, rows if receivers is None else np.unique(rows))
-        times = -self.learning_rate.at(round_index)[peers] if factor is None else np.full(len(rows), factor)
-        rate = times / self.data.sampler.normalizer[rows]
-        named = {"gradient": sums} if isinstance(sums, Tensor) else sums
-        numbers = [rate]
-        noises = {}
-        if self.protection is not None:
-            copies = None if receivers is None else np.bincount(rows, minlength=len(self.peers))
-            clip = self.protection.clip_norm(index)[rows]
-            noises = self.protection.noise(index, named, copies)
-            numbers += [clip, *(np.abs(rate) * clip * noise[rows] for noise in noises.values())]
-        scale, *rest = self.tensor(np.array(numbers)).unbind(0)
-        step = PrivateStep(
-            sums=named,
+        take: Callable[[StepRequest], None]
+        request = StepRequest(
+            sums={"gradient": out},
             params=params,
             divisor=divisor,
-            batch=self.data.batch(index, rows if receivers is None else np.unique(rows)),
-            clip_norm=rest[0] if rest else None,
-            scale=scale,
-            peers=peers,
-            rows=rows,
             round_index=round_index,
-            step=index,
-            receivers=receivers,
+            local_step=local_step,
+            rows=self.rows,
+            estimate=estimate,
         )
-        self.release_(step, estimate, dict(zip(noises, rest[1:], strict=True)))
-
-    def release_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
-        """Let the observer at the door take a step, or take it: the one way from examples to messages; see `take_`."""
-        if (observer := STEPS.observer()) is None:
-            self.take_(step, estimate, std)
+        if factor is None:
+            take = self.descend_rows_
         else:
-            observer.release_(self, step, estimate, std)
+            take = self.release_rows_
+            request = replace(request, factor=factor)
 
-    def take_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
-        """Add the estimate and then the noise to a step's sums.
+        active = self.active(round_index)
+        if self.protection is not None and self.protection.pairs is not None:
+            # A pair's noise cancels only if both add it. So a peer whose budget is spent goes on adding its noise,
+            # which depends on no example.
+            spent = self.participation.active(round_index)[self.peers] & ~active
+            self._take_some_(take, replace(request, estimate=no_examples), spent)
+
+        if active.all():
+            take(request)
+        else:
+            self._take_some_(take, request, active)
+
+    def _take_some_(self, take: Callable[[StepRequest], None], request: StepRequest, chosen: np.ndarray) -> None:
+        """Take a step of the chosen rows only, bool [m], of a request for all rows with one sum."""
+        if not chosen.any():
+            return
+
+        rows = np.flatnonzero(chosen)
+        places = torch.as_tensor(rows, device=self.device)
+
+        ((name, out),) = request.sums.items()
+        part = out[places]
+        params = part if request.params is out else request.params[places]
+        divisor = None if request.divisor is None else request.divisor[places]
+
+        take(replace(request, sums={name: part}, params=params, divisor=divisor, rows=rows))
+        out[places] = part
+
+    def descend_rows_(self, request: StepRequest) -> None:
+        """Let some rows go down their noised gradients: by -γ, or as the local optimizer makes of them.
 
         Args:
-            std: the noise of every sum that is published, [r]; a sum that is not there stays on the peer.
+            request: its factor is replaced.
 
-        Privacy: a sum that is added to rows before it is noised is rounded as coarsely as the rows are large: where a
-            neighbour decides how large, an example that moves the sum by C moves the rows by more. So deployed peers
-            make their sums `apart`, which costs another pass over the rows.
+        Raises:
+            TypeError: there is an optimizer, and the step has several sums or belongs to no running program.
+
+        Privacy: see `release_rows_`. What an optimizer does is post-processing and costs nothing.
         """
-        sums = {name: torch.zeros_like(rows) for name, rows in step.sums.items()} if self.apart else step.sums
-        estimate(self, replace(step, sums=sums) if self.apart else step)
-        names = self.mechanism.state
-        rows = {} if self.state is None else {part: self.state.rows[STATE_PREFIX + part] for part in names}
-        for name, scale in std.items():
-            what = NoisedSum(
+        rate = self.learning_rate.at(request.round_index)[self.peers[request.rows]]  # γ, [r]
+        if self.optimizer is None:
+            self.release_rows_(replace(request, factor=-rate))
+            return
+
+        if self.state is None or len(request.sums) != 1:
+            raise TypeError("a local optimizer takes steps of a running program with one sum")
+        ((name, out),) = request.sums.items()
+        gradient = torch.zeros_like(out)
+        self.release_rows_(replace(request, sums={name: gradient}, factor=1.0))
+
+        places: Tensor | slice = slice(None)  # of all rows: a slice spares a copy of every moment
+        if len(request.rows) < len(self.rows):
+            places = torch.as_tensor(request.rows, device=self.device)
+        self.optimizer.add_step_(out, gradient, self.tensor(rate), self.state.rows, places)
+
+    def release_rows_(self, request: StepRequest) -> None:
+        """Take one private step of some rows: pay, clip and sum the gradients, add noise.
+
+            sums_i += scale_i Σ_{b in batch_i} clip(∇f_i(b), C_i) + N(0, noise_std_i² I)
+
+        with scale_i = factor_i / E|batch_i| and noise_std_i = |scale_i| C_i σ_i. This is the step of DP-SGD for each
+        row, and the only way from examples to rows: every algorithm, optimizer and runtime ends here.
+
+        Raises:
+            TypeError: the algorithm declares other sums, or fewer receivers.
+            BudgetError: a peer may not take the step, or its ledger cannot be written.
+
+        Privacy: unit example, adjacency zero-out; the release that the algorithm declares for the step.
+        """
+        number = request.round_index * self.steps_per_round + request.local_step
+        readers = request.readers
+
+        # Pay first, and durably: a crash may then count a step too many, never one too few. The rows that pay are the
+        # rows that read, so no example can be read for nothing.
+        if self.ledger is not None and len(readers) > 0:
+            self.ledger.charge(number, readers)
+        batch = self.data.batch(number, readers)
+
+        # Both float64 [r] here, and rounded to the parameters' type last: noise_std is solved for exactly these.
+        scale = request.factor / self.data.sampler.normalizer[request.rows]
+        clip_norm = None
+        noise_std = {}
+        if self.protection is not None:
+            clip_norm = self.protection.clip_norm(number)[request.rows]
+            copies = None if request.receivers is None else np.bincount(request.rows, minlength=len(self.peers))
+            for name, multiplier in self.protection.noise(number, request.sums, copies).items():
+                noise_std[name] = np.abs(scale) * clip_norm * multiplier[request.rows]
+
+        # Deployed peers make their sums apart from their rows, by another pass over these. A neighbour can make rows
+        # large, and large rows round coarsely: an example that moves its sum by C could move such rows by more.
+        sums = request.sums
+        if self.apart:
+            sums = {name: torch.zeros_like(rows) for name, rows in request.sums.items()}
+
+        step = PrivateStep(
+            sums=sums,
+            params=request.params,
+            divisor=request.divisor,
+            batch=batch,
+            clip_norm=None if clip_norm is None else self.tensor(clip_norm),
+            scale=self.tensor(scale),
+            noise_std={name: self.tensor(std) for name, std in noise_std.items()},
+            estimate=request.estimate,
+            peers=self.peers[request.rows],
+            rows=request.rows,
+            round_index=request.round_index,
+            step=number,
+            receivers=request.receivers,
+        )
+
+        observer = STEPS.observer()
+        if observer is None:
+            step.estimate(self, step)  # clips and sums
+            self.add_noise_(step)
+        else:
+            observer.take_(self, step)
+
+        if self.apart:
+            for name, rows in request.sums.items():
+                rows.add_(sums[name])
+
+    def add_noise_(self, step: PrivateStep) -> None:
+        """Add its noise to each sum of a step that is published."""
+        state_rows = {}
+        if self.state is not None:
+            state_rows = {name: self.state.rows[STATE_PREFIX + name] for name in self.mechanism.state}
+
+        for name, noise_std in step.noise_std.items():
+            noised = NoisedSum(
                 normals=self.noise,
                 secrets=self.secrets,
                 name=name,
@@ -416,9 +477,6 @@ class Cohort:
                 scale=step.scale,
                 clip_norm=step.clip_norm,
                 participation=self.participation,
-                state=rows,
+                state=state_rows,
             )
-            self.mechanism.add_(sums[name], scale * (1 + self.noise_inflation), what)
-        if self.apart:
-            for name, out in step.sums.items():
-                out.add_(sums[name])
+            self.mechanism.add_(step.sums[name], noise_std * (1 + self.noise_inflation), noised)

@@ -31,7 +31,8 @@ import torch
 from flower_privdec import __version__
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import State
-from flower_privdec.core.cohort import Cohort, Validation
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.validation import Validation
 from flower_privdec.data import PeerData
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.memory_estimate import shortage

@@ -34,7 +34,7 @@ its proof are our own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -42,10 +42,9 @@ import networkx as nx
 import numpy as np
 import torch
 from scipy.optimize import linprog
-from torch import Tensor
 
 from flower_privdec.core import advance
-from flower_privdec.core.cohort import STEPS, Cohort, Estimate, PrivateStep
+from flower_privdec.core.cohort import STEPS, Cohort, PrivateStep
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.accountant.accounting import epsilon
@@ -181,11 +180,11 @@ class _NoiseAlone:
 
     rounds: int
 
-    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+    def take_(self, cohort: Cohort, step: PrivateStep) -> None:
         """See StepObserver."""
         columns = torch.from_numpy(step.peers * self.rounds + step.step)
-        for name, scale in std.items():
-            step.sums[name][torch.arange(len(columns)), columns] += scale
+        for name, noise_std in step.noise_std.items():
+            step.sums[name][torch.arange(len(columns)), columns] += noise_std
 
 
 def _largest(plan: Protection, pairs: Sequence[tuple[int, int]], seen: Projectors) -> float:

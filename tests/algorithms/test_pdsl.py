@@ -21,7 +21,7 @@ from flower_privdec import testing
 from flower_privdec.algorithms.cga import agreeable
 from flower_privdec.algorithms.pdsl import PDSL
 from flower_privdec.common.errors import PrivdecError, ScenarioError
-from flower_privdec.core.cohort import Validation
+from flower_privdec.core.validation import Validation
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Experiment

@@ -320,13 +320,13 @@ def test_a_nodes_data_error_stays_in_its_log(tiny: Tiny, tmp_path: Path, caplog:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """Return a list to which every private step of the test adds its number and the examples it draws."""
     steps: list[tuple[int, list[int]]] = []
-    release = Cohort.release_
+    release = Cohort.add_noise_
 
-    def noted(self: Cohort, step: PrivateStep, *others: object) -> None:
+    def noted(self: Cohort, step: PrivateStep) -> None:
         steps.append((step.step, step.batch.index[step.batch.weight > 0].tolist()))
-        release(self, step, *others)  # type: ignore[arg-type]
+        release(self, step)
 
-    monkeypatch.setattr(Cohort, "release_", noted)
+    monkeypatch.setattr(Cohort, "add_noise_", noted)
     return steps
 
 

@@ -18,7 +18,7 @@ from loop_kernel import build_kernel
 from torch import Tensor, nn
 
 from flower_privdec.algorithms.tables import TABLES
-from flower_privdec.core.cohort import PrivateStep
+from flower_privdec.core.cohort import PrivateStep, stochastic_gradient
 from flower_privdec.gradients import GradientKernel, StackedKernel
 from flower_privdec.gradients.factored import Outer
 from flower_privdec.gradients.protocol import (
@@ -458,7 +458,21 @@ def test_a_table_forgets_a_gradient_that_became_infinite(build: Any, table: str)
     for number, factor in enumerate((1.0, math.nan, 1.0, math.inf, 1.0)):
         out, batch = torch.zeros_like(x), cohort.data.examples(peers, 0, 20)
         scale = torch.full((4,), 1 / 20, dtype=x.dtype)
-        step = PrivateStep({"gradient": out}, x * factor, None, batch, None, scale, peers, peers, number, number)
+        step = PrivateStep(
+            sums={"gradient": out},
+            params=x * factor,
+            divisor=None,
+            batch=batch,
+            clip_norm=None,
+            scale=scale,
+            noise_std={},
+            estimate=stochastic_gradient,
+            peers=peers,
+            rows=peers,
+            round_index=number,
+            step=number,
+            receivers=None,
+        )
         TABLES[table].add_(state, cohort, step)
         assert all(torch.isfinite(rows).all() for rows in state.values())
         if factor == 1.0:

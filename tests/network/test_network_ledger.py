@@ -80,14 +80,14 @@ class Observer:
 
 @pytest.fixture
 def observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Observer]:
-    watching, release = Observer(tmp_path), Cohort.release_
+    watching, release = Observer(tmp_path), Cohort.add_noise_
     monkeypatch.setattr(Cohort, "__eq__", lambda one, other: one is other)
 
-    def watched(cohort: Cohort, step: PrivateStep, *rest: Any) -> None:
+    def watched(cohort: Cohort, step: PrivateStep) -> None:
         watching.see(cohort, step)
-        release(cohort, step, *rest)
+        release(cohort, step)
 
-    monkeypatch.setattr(Cohort, "release_", watched)
+    monkeypatch.setattr(Cohort, "add_noise_", watched)
     yield watching
     assert not watching.unpaid
 

@@ -48,13 +48,13 @@ class Releases:
 
 @pytest.fixture
 def releases(monkeypatch: pytest.MonkeyPatch) -> Iterator[Releases]:
-    seen, release = Releases(), Cohort.release_
+    seen, release = Releases(), Cohort.add_noise_
 
-    def watched(cohort: Cohort, step: PrivateStep, *rest: Any) -> None:
+    def watched(cohort: Cohort, step: PrivateStep) -> None:
         seen.see(step)
-        release(cohort, step, *rest)
+        release(cohort, step)
 
-    monkeypatch.setattr(Cohort, "release_", watched)
+    monkeypatch.setattr(Cohort, "add_noise_", watched)
     return seen
 
 

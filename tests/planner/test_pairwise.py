@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 from variants import settings_for
 
 from flower_privdec.core import advance
-from flower_privdec.core.cohort import STEPS, Cohort, Estimate, PrivateStep
+from flower_privdec.core.cohort import STEPS, Cohort, PrivateStep
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.pairwise import (
@@ -69,9 +68,9 @@ class DrawnNoise:
     def __init__(self, normals: Tensor) -> None:
         self.normals = normals
 
-    def release_(self, cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
-        for part, scale in std.items():
-            step.sums[part] += scale[:, None] * self.normals[torch.from_numpy(step.peers), step.step]
+    def take_(self, cohort: Cohort, step: PrivateStep) -> None:
+        for part, noise_std in step.noise_std.items():
+            step.sums[part] += noise_std[:, None] * self.normals[torch.from_numpy(step.peers), step.step]
 
 
 @pytest.mark.parametrize("name", MIXED_LINEARLY)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import as_completed
 from contextlib import ExitStack, chdir, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,13 +29,13 @@ import pytest
 import torch
 from command_line import privdec
 from networked import LONG, devices, running
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worker_runs import smallest_blocks
 
 import flower_privdec as fp
 from flower_privdec.common.errors import PrivdecError
-from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
+from flower_privdec.core.cohort import Cohort, PrivateStep, StepRequest, no_examples
 from flower_privdec.data import Batch, LocalBatch, PeerData
 from flower_privdec.experiment import run_name
 from flower_privdec.network.peer.foreground import running_peer
@@ -109,16 +110,18 @@ def data(planted: bool) -> dict[str, np.ndarray]:
 @contextmanager
 def blank_releases() -> Iterator[None]:
     """Let each release be its noise alone, and let keys depend on no data."""
-    release, draw_noise = Cohort.release_, NoisedSteps._release
+    release, draw_noise = Cohort.release_rows_, NoisedSteps._release
 
-    def blank(cohort: Cohort, step: PrivateStep, estimate: Estimate, std: dict[str, Tensor]) -> None:
+    def blank(cohort: Cohort, request: StepRequest) -> None:
         def thrown_away(cohort: Cohort, step: PrivateStep) -> None:
-            before = {name: step.sums[name].clone() for name in std}
-            estimate(cohort, step)
+            before = {name: step.sums[name].clone() for name in step.noise_std}
+            request.estimate(cohort, step)
             for name, rows in before.items():
                 step.sums[name].copy_(rows)
 
-        release(cohort, step, thrown_away, std)
+        if request.estimate is not no_examples:
+            request = replace(request, estimate=thrown_away)
+        release(cohort, request)
 
     def blank_step(steps: NoisedSteps, drawn: Any) -> None:
         drawn.total = None
@@ -128,7 +131,7 @@ def blank_releases() -> Iterator[None]:
         return {peer: bytes([peer]) * 32 for peer in peers.tolist()}
 
     with (
-        patch.object(Cohort, "release_", blank),
+        patch.object(Cohort, "release_rows_", blank),
         patch.object(NoisedSteps, "_release", blank_step),
         patch.object(run_name, "fingerprints", same_prints),
     ):

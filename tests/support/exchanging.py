@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from flower_privdec.core import Algorithm, Edges, Gather, Reply, State
-from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.cohort import Cohort, StepRequest
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum, one_sum
 
 
@@ -46,8 +46,14 @@ def cross(cohort: Cohort, state: State) -> None:
     steps = torch.zeros_like(heard.values)
     paid = np.flatnonzero(cohort.active(state.round_index)[rows])
     part = steps[paid]
-    cohort.release_rows_(
-        part, heard.values[paid], None, state.round_index, rows[paid], receivers=heard.other[paid].astype(np.int64)
+    cohort.descend_rows_(
+        StepRequest(
+            sums={"gradient": part},
+            params=heard.values[paid],
+            round_index=state.round_index,
+            rows=rows[paid],
+            receivers=heard.other[paid].astype(np.int64),
+        )
     )
     steps[paid] = part
     state.edges = {"step": Edges(heard.own, heard.other, steps)}

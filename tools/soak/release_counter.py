@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flower_privdec.core.cohort import Cohort, no_examples
+from flower_privdec.core.cohort import Cohort, StepRequest, no_examples
 
 PAIR_PURPOSE = "pair"  # of the draws of a pair, shared or not
 
@@ -47,9 +47,9 @@ def count_into(path: Path) -> Callable[[], int]:
     release = Cohort.release_rows_
     taken = [0]
 
-    def counted(cohort: Cohort, *arguments: Any, **options: Any) -> None:
-        release(cohort, *arguments, **options)
-        if no_examples in arguments:
+    def counted(cohort: Cohort, request: StepRequest) -> None:
+        release(cohort, request)
+        if request.estimate is no_examples:
             return
         taken[0] += 1
         os.write(handle, b".")
