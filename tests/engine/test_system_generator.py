@@ -20,7 +20,7 @@ from worker_runs import smallest_blocks
 
 from flower_privdec import testing
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.engine.shards.communication_plan import Shards
@@ -44,14 +44,15 @@ def system(*settings: str) -> list[str]:
 @contextmanager
 def counting() -> Iterator[Counter[int]]:
     """Count the steps that each peer releases inside, of each process of the run that is not forked."""
-    released, count = Cohort.release_, Counter[int]()
+    add_noise_ = Cohort.add_noise_
+    count = Counter[int]()
 
-    def counted(cohort: Cohort, step, estimate, std) -> None:  # type: ignore[no-untyped-def]
+    def counted(cohort: Cohort, step: PrivateStep) -> None:
         count.update(set(step.peers.tolist()))
-        released(cohort, step, estimate, std)
+        add_noise_(cohort, step)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Cohort, "release_", counted)
+        patched.setattr(Cohort, "add_noise_", counted)
         yield count
 
 

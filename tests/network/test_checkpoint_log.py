@@ -312,13 +312,13 @@ def test_a_peer_stopped_at_any_write_continues(
     mode: str, first: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each write and sync of checkpoints and ledger once: no mass is lost, each step is paid, and one more at most."""
-    taken, release = list[int](), Cohort.release_  # which follows the charge
+    taken, release = list[int](), Cohort.add_noise_  # which follows the charge
 
     def counting(cohort: Cohort, *arguments: Any, **options: Any) -> None:
         taken.append(int(cohort.peers[0]))
         release(cohort, *arguments, **options)
 
-    monkeypatch.setattr(Cohort, "release_", counting)
+    monkeypatch.setattr(Cohort, "add_noise_", counting)
     stop_at = first + 1
     while True:
         folder = tmp_path / str(stop_at)

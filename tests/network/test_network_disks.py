@@ -28,13 +28,13 @@ SYNCHRONOUS = "network={mode: synchronous, retry: 0.1, start: 100.0, deadline: 1
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the steps of every peer that have read examples, from outside."""
-    peers, release = list[int](), Cohort.release_
+    peers, release = list[int](), Cohort.add_noise_
 
     def counting(cohort: Cohort, *arguments: Any, **options: Any) -> None:
         peers.append(int(cohort.peers[0]))
         release(cohort, *arguments, **options)
 
-    monkeypatch.setattr(Cohort, "release_", counting)
+    monkeypatch.setattr(Cohort, "add_noise_", counting)
     return peers
 
 

@@ -113,13 +113,15 @@ def blank_releases() -> Iterator[None]:
     release, draw_noise = Cohort.release_rows_, NoisedSteps._release
 
     def blank(cohort: Cohort, request: StepRequest) -> None:
+        estimate = request.estimate
+
         def thrown_away(cohort: Cohort, step: PrivateStep) -> None:
             before = {name: step.sums[name].clone() for name in step.noise_std}
-            request.estimate(cohort, step)
+            estimate(cohort, step)
             for name, rows in before.items():
                 step.sums[name].copy_(rows)
 
-        if request.estimate is not no_examples:
+        if estimate is not no_examples:
             request = replace(request, estimate=thrown_away)
         release(cohort, request)
 

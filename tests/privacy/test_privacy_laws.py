@@ -28,7 +28,7 @@ from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.core import Mix, State
 from flower_privdec.core.algorithm import Algorithm
-from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.gradients import StackedKernel
@@ -204,25 +204,25 @@ class Noises:
     """Ways to spoil the noise of a step."""
 
     @staticmethod
-    def of_one_step(cohort: Cohort, step, estimate, std) -> None:  # type: ignore[no-untyped-def]
-        take(cohort, replace(step, step=0), estimate, std)
+    def of_one_step(cohort: Cohort, step: PrivateStep) -> None:
+        add_noise_(cohort, replace(step, step=0))
 
     @staticmethod
-    def half(cohort: Cohort, step, estimate, std) -> None:  # type: ignore[no-untyped-def]
-        take(cohort, step, estimate, {name: scale / 2 for name, scale in std.items()})
+    def half(cohort: Cohort, step: PrivateStep) -> None:
+        halves = {name: std / 2 for name, std in step.noise_std.items()}
+        add_noise_(cohort, replace(step, noise_std=halves))
 
     @staticmethod
-    def shared_by_two_sums(cohort: Cohort, step, estimate, std) -> None:  # type: ignore[no-untyped-def]
-        estimate(cohort, step)
-        for name, scale in std.items():
-            cohort.noise.add_(step.sums[name], scale, step.step, step.peers, "gradient")
+    def shared_by_two_sums(cohort: Cohort, step: PrivateStep) -> None:
+        for name, std in step.noise_std.items():
+            cohort.noise.add_(step.sums[name], std, step.step, step.peers, "gradient")
 
     @staticmethod
-    def none(cohort: Cohort, step, estimate, std) -> None:  # type: ignore[no-untyped-def]
-        estimate(cohort, step)
+    def none(cohort: Cohort, step: PrivateStep) -> None:
+        pass
 
 
-take = Cohort.take_
+add_noise_ = Cohort.add_noise_
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ take = Cohort.take_
 )
 def test_spoilt_noise_is_found(build: Build, mutant: Callable[..., None], refusal: tuple[str, ...]) -> None:
     experiment = broken(build, "algorithm.name=feddeper")
-    with patch.object(Cohort, "take_", mutant), raises(BrokenLaw, *refusal):
+    with patch.object(Cohort, "add_noise_", mutant), raises(BrokenLaw, *refusal):
         testing.assert_noise(experiment, 3)
 
 

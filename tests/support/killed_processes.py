@@ -18,7 +18,7 @@ from flower_privdec.scenario import Scenario
 
 METHODS: dict[str, tuple[type, str]] = {
     "payment": (Ledger, "append"),
-    "release": (Cohort, "release_"),
+    "release": (Cohort, "add_noise_"),
     "commit": (CheckpointLog, "write"),
 }
 
@@ -35,13 +35,13 @@ class Death:
 def run_until(scenario: Scenario, device: PeerDevice, releases: Path, death: Death | None) -> None:
     """Run a peer to its death or its end; a byte is appended to a file for each release, which no kill undoes."""
     file = os.open(releases, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    release = Cohort.release_
+    release = Cohort.add_noise_
 
     def counted(*arguments: Any) -> None:
         os.write(file, b".")
         release(*arguments)
 
-    Cohort.release_ = counted  # type: ignore[method-assign]
+    Cohort.add_noise_ = counted  # type: ignore[method-assign]
     peer = running_peer(scenario, device)
     if death is not None:
         _end_at(death, lambda: peer.state.round_index >= death.round_index)
