@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.fields import Count
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Mix, State
@@ -17,7 +18,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import EdgeArray, Participation, Topology, edge_array
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.keys import keyed_generator
-from flower_privdec.scenario.sections import AsynchronousSection
+from flower_privdec.scenario import DescentSection
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,25 @@ class ADP2SGD(Algorithm):
     Source: Xu et al. 2021 (A(DP)²SGD) on AD-PSGD, Lian et al. 2018, Algorithm 1.
     """
 
+    name = "adp2-sgd"
+    line = "asynchronous pairwise gossip with stale noised gradients (A(DP)²SGD)"
+
+    class Section(DescentSection):
+        """A(DP)²SGD: one peer wakes at a time and uses a gradient of a stale model.
+
+        Attributes:
+            staleness: the most events since the model was read; left out, it is 4 n_peers.
+        """
+
+        no_optimizer = "applies gradients of models as old as its staleness, which moments would keep longer"
+
+        staleness: Count | None = None
+
     weights = "doubly-stochastic"
     slots = 3
     released = one_sum
 
-    def __init__(self, section: AsynchronousSection) -> None:
+    def __init__(self, section: Section) -> None:
         super().__init__(section)
         self.staleness = section.staleness
         self.program = (self.gradient, Mix(("x",)), self.apply_step)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 import scipy
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from flower_privdec.algorithms.cross_gradients import CrossGradients, answers, cross_gradients, one_for_each
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Gather, Reply, State
-from flower_privdec.scenario.sections import CrossGradientSection
+from flower_privdec.scenario import DescentSection
 
 
 class CrossGradientAggregation(CrossGradients):
@@ -34,9 +37,23 @@ class CrossGradientAggregation(CrossGradients):
     to 11.
     """
 
+    name = "dp-cga"
+    line = "cross-gradients projected into one direction that none of them opposes (CGA), noised"
+
+    class Section(DescentSection):
+        """Cross-gradients projected into one direction.
+
+        Attributes:
+            momentum: β, the share of the last round's step in this one's.
+        """
+
+        no_optimizer = "has a momentum of its own, which is sent"
+
+        momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+
     released = one_for_each
 
-    def __init__(self, section: CrossGradientSection) -> None:
+    def __init__(self, section: Section) -> None:
         super().__init__(section)
         self.momentum = section.momentum
         self.program = (Gather(("x",)), mix_heard, cross_gradients, Reply(("gradient",)), self.descend)

@@ -35,6 +35,9 @@ class DecentralizedSGD(Algorithm):
     Source: Lian et al. 2017, Algorithm 1, lines 2 to 6.
     """
 
+    name = "d-psgd"
+    line = "decentralized parallel SGD (gossip, doubly stochastic weights)"
+
     weights = "doubly-stochastic"
     program = (gradient, Mix(("x",)), apply_step)
     slots = 2
@@ -54,6 +57,9 @@ class DP2SGD(DecentralizedSGD):
     Source: Yu et al. 2021 (DP²-SGD); the update is D-PSGD's.
     """
 
+    name = "dp2-sgd"
+    line = "D-PSGD with clipped and noised gradients (DP²-SGD)"
+
 
 class DPDPSGD(DP2SGD):
     """DP²-SGD by the name of PDSL, which compares with it: A(DP)²SGD in step, every peer in every round.
@@ -62,3 +68,6 @@ class DPDPSGD(DP2SGD):
 
     Source: PDSL, section VI-B, after Xu et al. 2022 (A(DP)²SGD).
     """
+
+    name = "dp-dpsgd"
+    line = "DP²-SGD by the name PDSL compares with"

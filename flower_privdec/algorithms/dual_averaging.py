@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
-from flower_privdec.algorithms.proximal import Regularizer, build_regularizer
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.algorithms.proximal import Regularizer, RegularizerSection, build_regularizer
+from flower_privdec.common.catalogue import Choice
+from flower_privdec.common.errors import ArgumentError, ScenarioError
+from flower_privdec.common.fields import NonNegative
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Mix, State
@@ -19,10 +23,80 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.tensors import empty_rows
-from flower_privdec.scenario.sections import DualAveragingSection
+from flower_privdec.scenario.algorithm_sections import AlgorithmSection
 
 FEW = 0.25  # of the peers: then most rows of a round's weights are the identity's, and nothing is copied for them
 TOGETHER = 1 << 20  # numbers of so many rows at once are stepped, which bounds what a step takes beside the state
+
+
+DUAL_SCHEDULES = Choice(
+    {
+        "strongly-convex": "a_t = t and γ_t = `gamma`; with an l2 or elastic-net regularizer",
+        "convex": "a_t = 1 and γ_t = `gamma` sqrt(t)",
+    }
+)
+
+
+class DualAveragingSection(AlgorithmSection):
+    """Dual averaging of a convex loss and a regularizer. It has no learning rate.
+
+    `loss`, written here, is task.loss: where both are given they must be the same, and `privdec show` has it in task.
+
+    Attributes:
+        regularizer: h, which is added to the loss.
+        schedule: the weight a_t of round t, and γ_t:
+        gamma: γ, by which half the squared norm of the model holds it back; 0, the value of the theory, for the
+            strongly convex schedule alone.
+    """
+
+    regularizer: RegularizerSection = RegularizerSection(kind="l2", weight=0.0005)
+    schedule: Annotated[str, DUAL_SCHEDULES] = "strongly-convex"
+    gamma: NonNegative = 20.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_optimizer(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "optimizer" in data:
+            raise ArgumentError(
+                "optimizer must be left out: dual averaging sums its gradients and takes no step along them",
+                code="algorithm.optimizer",
+            )
+        if isinstance(data, dict) and "average" in data:
+            raise ArgumentError(
+                "average must be left out: the models of dual averaging are running averages already",
+                code="algorithm.average",
+            )
+        return data
+
+    def _check(self) -> None:
+        if self.schedule == "strongly-convex" and not self.regularizer.strongly_convex:
+            raise ArgumentError(
+                f"schedule strongly-convex must have a strongly convex regularizer, and {self.regularizer.kind} is "
+                "none: use l2 or elastic-net, or schedule convex",
+                code="regularizer.not-strongly-convex",
+            )
+        if self.schedule == "convex" and not self.gamma > 0:
+            raise ArgumentError(
+                "gamma=0.0 must be > 0 for schedule convex, whose steps nothing else bounds",
+                code="regularizer.not-strongly-convex",
+            )
+
+    @classmethod
+    def in_scenario(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Take the loss that a section of dual averaging names for the task's."""
+        algorithm = data["algorithm"]
+        if "loss" not in algorithm:
+            return data
+
+        loss = algorithm["loss"]
+        task = data.get("task") or {}
+        if not isinstance(task, dict) or task.get("loss", loss) != loss:
+            raise ArgumentError(
+                f"algorithm.loss={loss!r} is another way to write task.loss, which differs: give one",
+                code="task.loss-twice",
+            )
+        rest = {key: value for key, value in algorithm.items() if key != "loss"}
+        return {**data, "algorithm": rest, "task": {**task, "loss": loss}}
 
 
 @dataclass(frozen=True)
@@ -73,6 +147,11 @@ class DPDDA(Algorithm):
 
     Source: Liu, Johansson and Shi (2024), Algorithm 1, with eqs. 5 and 6.
     """
+
+    name = "dp-dda"
+    line = "dual averaging of convex losses over the active peers (DP-DDA, Alg. 1)"
+
+    Section = DualAveragingSection
 
     weights = "doubly-stochastic"
     slots = 3
@@ -151,6 +230,9 @@ class DDA(DPDDA):
 
     Source: Duchi et al. 2012 and Liu et al. 2022, in the form of Liu et al. (2024), Algorithm 1.
     """
+
+    name = "dda"
+    line = "dual averaging with everybody active: the baseline of dp-dda"
 
     def exchange(
         self, topology: Topology, weights: str, participation: Participation, seed: int

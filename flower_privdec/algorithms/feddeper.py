@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from flower_privdec.algorithms.federated import FedAvg
+from flower_privdec.algorithms.federated import FedAvg, LocalStepsSection
+from flower_privdec.common.errors import ArgumentError
 from flower_privdec.common.formatting import number, setting
 from flower_privdec.core.cohort import Cohort, PrivateStep, StepRequest
 from flower_privdec.core.exchange import State
 from flower_privdec.data import Batch
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
 from flower_privdec.rows.tensors import empty_rows
-from flower_privdec.scenario.sections import FedDeperSection
 
 
 class FedDeper(FedAvg):
@@ -36,10 +38,39 @@ class FedDeper(FedAvg):
     Source: FedDeper, Algorithm 1.
     """
 
+    name = "feddeper"
+    line = "depersonalized and personalized models (FedDeper, Alg. 1), with a server or over a graph"
+
+    class Section(LocalStepsSection):
+        """FedDeper: a depersonalized and a personalized model at every peer.
+
+        Attributes:
+            local_steps: τ, how many in a round; feddeper* takes half of them.
+            rho: ρ, the strength of the penalty that pulls the model that is sent away from the personalized one.
+            mixing_rate: λ, the share of the model that is sent in the personalized one at the end of a round; at least
+                1/2, unless any_mixing_rate is true.
+            any_mixing_rate: whether to allow a mixing rate below 1/2, of which the paper proves nothing.
+        """
+
+        no_optimizer = "pulls its two models towards each other by plain steps of both"
+
+        rho: Annotated[float, Field(ge=0, lt=1)] = 0.003
+        mixing_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+        any_mixing_rate: bool = False
+
+        def _check(self) -> None:
+            super()._check()
+            if self.mixing_rate < 0.5 and not self.any_mixing_rate:
+                raise ArgumentError(
+                    f"mixing_rate={self.mixing_rate} must be in [1/2, 1], for which FedDeper is analysed; "
+                    "set any_mixing_rate: true to try another",
+                    code="feddeper.mixing-rate",
+                )
+
     slots = 2
     steadied_by = ("learning_rate", "rho", "local_steps")
 
-    def __init__(self, section: FedDeperSection) -> None:
+    def __init__(self, section: Section) -> None:
         super().__init__(section)
         self.rho = section.rho
         self.mixing_rate = section.mixing_rate
@@ -116,6 +147,19 @@ class FedDeperStar(FedDeper):
 
     Source: FedDeper, section on experiments (FedDeper*).
     """
+
+    name = "feddeper*"
+    line = "FedDeper with half the local steps"
+
+    class Section(FedDeper.Section):
+        """FedDeper with half the local steps."""
+
+        @property
+        def steps_per_round(self) -> int:
+            """Half of local_steps, and one at least."""
+            return max(1, self.local_steps // 2)
+
+    released = FedDeper.released
 
 
 LARGEST_GROWTH = 100.0  # over the whole run; gradients damp what is below it

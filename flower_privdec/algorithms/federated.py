@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.fields import NonNegative
 from flower_privdec.core.cohort import Cohort, StepRequest
 from flower_privdec.core.exchange import Mix, State
 from flower_privdec.gradients.protocol import row_chunks
@@ -15,11 +19,21 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.tensors import aligned
-from flower_privdec.scenario.sections import FedAvgSection, FedDeperSection, FedProxSection, LocalStepsSection
+from flower_privdec.scenario import DescentSection
 
 WALKING, CACHED_BYTES = 4, 2**24  # rows of [d] that a walk works on for each peer, and what a processor's cache holds
 
-LocalSteps = LocalStepsSection | FedAvgSection | FedProxSection | FedDeperSection
+LocalSteps = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class LocalStepsSection(DescentSection):
+    """Several local steps between two exchanges.
+
+    Attributes:
+        local_steps: τ, how many in a round.
+    """
+
+    local_steps: LocalSteps = 10
 
 
 class FedAvg(SGP):
@@ -37,10 +51,22 @@ class FedAvg(SGP):
     Deviations from the paper: none without privacy. Source: McMahan et al. 2017, Algorithm 1.
     """
 
+    name = "fedavg"
+    line = "several local steps, then averaging (FedAvg); over a graph: local-step push-sum"
+
+    class Section(LocalStepsSection):
+        """FedAvg: several local steps, then an average.
+
+        Attributes:
+            weighting: a peer counts by its number of examples, as in the paper, or all count alike.
+        """
+
+        weighting: Literal["examples", "uniform"] = "examples"
+
     released = one_sum
     tried_on_own_labels = True
 
-    def __init__(self, section: LocalSteps) -> None:
+    def __init__(self, section: LocalStepsSection) -> None:
         super().__init__(section)
         self.by_examples = getattr(section, "weighting", "uniform") == "examples"
         weigh = (self.weigh,) if self.by_examples else ()
@@ -114,9 +140,21 @@ class FedProx(FedAvg):
     Source: Li et al. 2020 (FedProx), Algorithm 2, with SGD as the local solver.
     """
 
+    name = "fedprox"
+    line = "FedAvg with a proximal term (FedProx)"
+
+    class Section(FedAvg.Section):
+        """FedAvg with a proximal term.
+
+        Attributes:
+            proximal: μ, by which half the squared distance to the round's first model is added to the loss.
+        """
+
+        proximal: NonNegative = 0.01
+
     released = one_sum
 
-    def __init__(self, section: FedProxSection) -> None:
+    def __init__(self, section: Section) -> None:
         super().__init__(section)
         self.proximal = section.proximal
 
@@ -144,6 +182,14 @@ class Scaffold(FedAvg):
 
     Deviations from the paper: none without privacy. Source: Karimireddy et al. 2020, Algorithm 1.
     """
+
+    name = "scaffold"
+    line = "FedAvg with control variates (SCAFFOLD); twice the traffic; topology server"
+
+    class Section(LocalStepsSection):
+        """SCAFFOLD: several local steps, corrected by control variates."""
+
+        no_optimizer = "computes its control variates from its steps, which must be plain"
 
     slots = 5
     open_rows = ("x", "w", "change")

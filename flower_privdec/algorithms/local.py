@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from flower_privdec.common.errors import ArgumentError
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import State
 from flower_privdec.privacy.mechanism.declared import one_sum
+from flower_privdec.scenario import DescentSection
+from flower_privdec.scenario.sections import Scenario
 
 
 def descend(cohort: Cohort, state: State) -> None:
@@ -19,6 +22,9 @@ class Local(Algorithm):
     The baseline every exchange has to beat at the same privacy. Source: none needed.
     """
 
+    name = "local"
+    line = "every peer alone (no exchange): the baseline"
+
     weights = None
     program = (descend,)
     released = one_sum
@@ -27,4 +33,19 @@ class Local(Algorithm):
 class DPSGD(Local):
     """Descend on pooled data at one peer: DP-SGD, the centralized reference. Source: Abadi et al. 2016, Alg. 1."""
 
+    name = "dp-sgd"
+    line = "one peer with all data (DP-SGD): the centralized reference"
+
+    class Section(DescentSection):
+        """Stochastic gradient steps at one peer."""
+
+        def check_scenario(self, scenario: Scenario) -> None:
+            """Refuse several peers."""
+            if scenario.n_peers > 1:
+                raise ArgumentError(
+                    f"n_peers={scenario.n_peers} must be 1 for dp-sgd, the centralized reference; use local for more",
+                    code="scenario.n-peers",
+                )
+
     paper_noise = "moments"
+    released = one_sum

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError
@@ -15,7 +17,7 @@ from flower_privdec.core.exchange import Exchange, Mix, State
 from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
-from flower_privdec.scenario.sections import MuffliatoSection
+from flower_privdec.scenario import DescentSection
 
 
 def descend(cohort: Cohort, state: State) -> None:
@@ -71,10 +73,25 @@ class Muffliato(Algorithm):
     Source: Cyffers et al. 2022 (Muffliato), Algorithm 1 (gossip) and Muffliato-SGD, as in the authors' code.
     """
 
+    name = "muffliato"
+    line = "a noised step, then several gossip steps, accelerated if asked (Muffliato-SGD)"
+
+    class Section(DescentSection):
+        """Muffliato: several gossip steps after each gradient step.
+
+        Attributes:
+            gossip_steps: how many in a round.
+            acceleration: none is plain gossip; chebyshev agrees sooner, on a static undirected graph with all peers
+                active.
+        """
+
+        gossip_steps: Annotated[int, Field(ge=1, le=1000)] = 5
+        acceleration: Literal["none", "chebyshev"] = "none"
+
     weights = "doubly-stochastic"
     released = one_sum
 
-    def __init__(self, section: MuffliatoSection) -> None:
+    def __init__(self, section: Section) -> None:
         super().__init__(section)
         self.accelerated = section.acceleration == "chebyshev" and section.gossip_steps > 1
         once: tuple[Step | Exchange, ...] = (remember, Mix(("x",)))

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.algorithms.federated import LocalSteps, LocalStepsSection
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
@@ -13,7 +14,6 @@ from flower_privdec.core.exchange import Mix, State
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
-from flower_privdec.scenario.sections import NetFleetSection
 
 
 class DPNetFleet(Algorithm):
@@ -44,12 +44,22 @@ class DPNetFleet(Algorithm):
     Source: Zhang et al. 2022 (NET-FLEET), abstract; with noise: PDSL, section VI-B, DP-NET-FLEET.
     """
 
+    name = "dp-net-fleet"
+    line = "local steps along a tracked, noised gradient; twice the traffic (NET-FLEET)"
+
+    class Section(LocalStepsSection):
+        """NET-FLEET: local steps along a tracked gradient."""
+
+        no_optimizer = "sends the sum of its gradients' differences, whose total must stay that of the gradients"
+
+        local_steps: LocalSteps = 5
+
     weights = "doubly-stochastic"
     slots = 3
     open_rows = ("x", "correction")
     released = one_sum
 
-    def __init__(self, section: NetFleetSection) -> None:
+    def __init__(self, section: Section) -> None:
         super().__init__(section)
         self.program = (self.walk, Mix(("x", "correction")))
 

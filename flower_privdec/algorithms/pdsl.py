@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from flower_privdec.algorithms.cross_gradients import CrossGradients, answers, cross_gradients, one_for_each
 from flower_privdec.algorithms.shapley import LARGEST_EXACT, Game, aggregation_weights, exact, monte_carlo
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
+from flower_privdec.common.fields import Count, check_keys
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Gather, Mix, Reply, State
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import PaperNoise
 from flower_privdec.rows.keys import keyed_generator
-from flower_privdec.scenario.sections import PDSLSection
+from flower_privdec.scenario import DescentSection
+from flower_privdec.scenario.sections import Scenario
 
 if TYPE_CHECKING:
     from flower_privdec.data import PublicSet
@@ -57,11 +60,51 @@ class PDSL(CrossGradients):
     Source: Wang et al. (PDSL), Algorithms 1 and 2.
     """
 
+    name = "pdsl"
+    line = "cross-gradients weighted by Shapley values on a public validation set (PDSL, Alg. 1)"
+
+    class Section(DescentSection):
+        """PDSL: cross-gradients weighted by what each neighbour's adds to the accuracy on data.validation.
+
+        Attributes:
+            momentum: α, the share of the last round's mixed momentum in this one's.
+            shapley: `exact` tries every coalition of a neighbourhood, of 12 peers at most; `monte-carlo` those that
+                come up in random permutations.
+            permutations: R, of each peer in each round; for monte-carlo alone, which needs it.
+            truncation: a permutation ends once its accuracy is within this of that of the whole neighbourhood; for
+                monte-carlo alone; left out, none ends.
+            validation_subsample: how many examples of data.validation to try coalitions on, drawn again in each round;
+                left out, all.
+        """
+
+        no_optimizer = "has a momentum of its own, which is sent"
+        paper_constants = ("phi_min",)
+
+        momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+        shapley: Literal["exact", "monte-carlo"] = "exact"
+        permutations: Count | None = None
+        truncation: Annotated[float, Field(ge=0, le=1)] | None = None
+        validation_subsample: Count | None = None
+
+        def _check(self) -> None:
+            super()._check()
+            check_keys(self, {"monte-carlo": ["permutations", "truncation"]}, ["truncation"], "shapley")
+
+        def check_scenario(self, scenario: Scenario) -> None:
+            """Refuse the paper's calibration without the constant that it divides by."""
+            private = scenario.private
+            if private is not None and private.calibration == "paper" and private.phi_min is None:
+                raise ArgumentError(
+                    "privacy.phi_min is missing: calibration paper of pdsl is eq. 27, which divides by φ̂_min, and eq. "
+                    "19 makes that 0; give the value to pretend, or use calibration rigorous",
+                    code="privacy.phi-min",
+                )
+
     open_rows = ("x", "u", "shapley", "evaluations")
     paper_noise: ClassVar[PaperNoise | None] = "cross-gradients"
     released = one_for_each
 
-    def __init__(self, section: PDSLSection) -> None:
+    def __init__(self, section: Section) -> None:
         super().__init__(section)
         self.options = section
         self.program = (Gather(("x",)), cross_gradients, Reply(("gradient",)), self.weigh, Mix(("x", "u")))

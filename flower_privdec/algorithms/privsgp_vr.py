@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from flower_privdec.algorithms import snapshot
 from flower_privdec.algorithms.sgp import SGP
-from flower_privdec.algorithms.tables import TABLES, stacked, table_sizes
+from flower_privdec.algorithms.tables import GRADIENT_TABLES, TABLES, stacked, table_sizes
+from flower_privdec.common.fields import Count
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import State
 from flower_privdec.gradients import GradientKernel
 from flower_privdec.privacy.mechanism.declared import ONE_SUM, Declaration, Drawing, ReleasedSum
-from flower_privdec.scenario.sections import VRSection
+from flower_privdec.scenario import DescentSection
 
 
 class PrivSGPVR(SGP):
@@ -43,9 +45,30 @@ class PrivSGPVR(SGP):
     Source: PrivSGP-VR (Zhu et al.), Algorithm 1, lines 2 to 12.
     """
 
+    name = "privsgp-vr"
+    line = "private SGP with variance reduction (PrivSGP-VR, Alg. 1): SAGA tables or SVRG"
+
+    class Section(DescentSection):
+        """PrivSGP-VR: which memory of gradients reduces the variance.
+
+        Attributes:
+            table: which gradients are remembered:
+            snapshot_every: the number of rounds between two snapshots; for table snapshot only.
+        """
+
+        no_optimizer = "corrects each gradient by those of earlier models, which its analysis takes as plain steps"
+
+        table: Annotated[str, GRADIENT_TABLES] = "factored"
+        snapshot_every: Count = 100
+
+        @property
+        def sampled_blocks(self) -> bool:
+            """Whether the table has one gradient for each block of examples."""
+            return self.table == "blocks"
+
     paper_noise = "moments-table"
 
-    def __init__(self, section: VRSection) -> None:
+    def __init__(self, section: Section) -> None:
         super().__init__(section)
         self.table: str = section.table
         self.every = section.snapshot_every

@@ -4,14 +4,64 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 from torch.nn import functional
 
+from flower_privdec.common.catalogue import Choice
 from flower_privdec.common.errors import ArgumentError, ScenarioError
-from flower_privdec.scenario.sections import RegularizerSection
+from flower_privdec.common.fields import Finite, Positive, Section, check_keys
 
 ROUNDING = 1e-6
+REGULARIZERS = Choice(
+    {
+        "none": "nothing",
+        "l2": "`weight` times half the squared norm, μ‖x‖²/2; strongly convex",
+        "l1": "`weight` times the sum of absolute values, φ‖x‖_1",
+        "elastic-net": "l2 by `weight` and l1 by `l1_weight`; strongly convex",
+        "box": "every parameter between `lower` and `upper`",
+        "ball": "a norm of at most `radius`",
+    }
+)
+REGULARIZER_KEYS = {
+    "none": (),
+    "l2": ("weight",),
+    "l1": ("weight",),
+    "elastic-net": ("weight", "l1_weight"),
+    "box": ("lower", "upper"),
+    "ball": ("radius",),
+}
+
+
+class RegularizerSection(Section):
+    """h, which is added to the mean loss; it weighs every parameter, the bias too.
+
+    Attributes:
+        kind: which function:
+        weight: μ of l2 and elastic-net, φ of l1.
+        l1_weight: φ of elastic-net.
+        lower: of box.
+        upper: of box.
+        radius: of ball.
+    """
+
+    kind: Annotated[str, REGULARIZERS]
+    weight: Positive | None = None
+    l1_weight: Positive | None = None
+    lower: Finite | None = None
+    upper: Finite | None = None
+    radius: Positive | None = None
+
+    def _check(self) -> None:
+        check_keys(self, REGULARIZER_KEYS)
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ArgumentError(f"lower={self.lower:g} must be <= upper={self.upper:g}", code="regularizer.bounds")
+
+    @property
+    def strongly_convex(self) -> bool:
+        """Whether h is strongly convex."""
+        return self.kind in ("l2", "elastic-net")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ class SGP(Algorithm):
     Source: Assran et al. 2019, Algorithm 1; PrivSGP-VR (Zhu et al.), Appendix C.
     """
 
+    name = "sgp"
+    line = "stochastic gradient push (push-sum) over directed graphs"
+
     weights = "column-stochastic"
     program: tuple[Step | Exchange, ...] = (descend, Mix(("x", "w")))
     open_rows: tuple[str, ...] = ("x", "w")
@@ -54,5 +57,8 @@ class PrivSGP(SGP):
 
     Source: PrivSGP-VR (Zhu et al.), Appendix C, Algorithm 2, lines 2 to 10.
     """
+
+    name = "privsgp"
+    line = "private stochastic gradient push (PrivSGP, Alg. 2), a budget for each peer"
 
     paper_noise = "moments"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms import snapshot
-from flower_privdec.common.catalogue import GRADIENT_TABLES
+from flower_privdec.common.catalogue import Choice
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
@@ -29,6 +29,15 @@ from flower_privdec.gradients import Factors, GradientKernel, StackedKernel
 from flower_privdec.gradients.protocol import Clipping
 
 FILL = 256  # examples at a time when a table is filled at the starting point
+
+GRADIENT_TABLES = Choice(
+    {
+        "factored": "deltas and activations of each example: exact, for stacks of linear layers",
+        "blocks": "one mean gradient for each fixed mini-batch; with data.batch.sampling: blocks",
+        "snapshot": "a model and its full gradient, taken every `snapshot_every` rounds (SVRG)",
+        "dense": "every example's gradient, for any model",
+    }
+)
 
 Rows = dict[str, Tensor]
 

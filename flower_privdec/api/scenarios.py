@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.fields import own_modules
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
@@ -39,7 +40,7 @@ from flower_privdec.scenario.loading import (
     read_yaml,
     validated,
 )
-from flower_privdec.scenario.sections import PEER, TableSection, TaskSection, own_modules
+from flower_privdec.scenario.sections import PEER, TableSection, TaskSection
 
 Pair = tuple[np.ndarray, np.ndarray]
 

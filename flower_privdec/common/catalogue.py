@@ -66,60 +66,6 @@ class Choice:
         return core_schema.literal_schema(list(self))
 
 
-ALGORITHMS = Choice(
-    {
-        "sgp": "stochastic gradient push (push-sum) over directed graphs",
-        "privsgp": "private stochastic gradient push (PrivSGP, Alg. 2), a budget for each peer",
-        "privsgp-vr": "private SGP with variance reduction (PrivSGP-VR, Alg. 1): SAGA tables or SVRG",
-        "dyn-d2p": "push-sum, decaying clip norm and growing per-step budget (Dyn-D2P, Alg. 1)",
-        "dyn-c-d2p": "push-sum, decaying clip norm (Dyn[C]-D2P, Alg. 3)",
-        "dyn-mu-d2p": "push-sum, growing per-step budget (Dyn[μ]-D2P, Alg. 4)",
-        "const-d2p": "push-sum, constant clip norm and noise (Const-D2P, Alg. 5)",
-        "d-psgd": "decentralized parallel SGD (gossip, doubly stochastic weights)",
-        "dp2-sgd": "D-PSGD with clipped and noised gradients (DP²-SGD)",
-        "dp-dpsgd": "DP²-SGD by the name PDSL compares with",
-        "adp2-sgd": "asynchronous pairwise gossip with stale noised gradients (A(DP)²SGD)",
-        "muffliato": "a noised step, then several gossip steps, accelerated if asked (Muffliato-SGD)",
-        "dp-net-fleet": "local steps along a tracked, noised gradient; twice the traffic (NET-FLEET)",
-        "local": "every peer alone (no exchange): the baseline",
-        "dp-sgd": "one peer with all data (DP-SGD): the centralized reference",
-        "fedavg": "several local steps, then averaging (FedAvg); over a graph: local-step push-sum",
-        "fedprox": "FedAvg with a proximal term (FedProx)",
-        "scaffold": "FedAvg with control variates (SCAFFOLD); twice the traffic; topology server",
-        "feddeper": "depersonalized and personalized models (FedDeper, Alg. 1), with a server or over a graph",
-        "feddeper*": "FedDeper with half the local steps",
-        "dp-dda": "dual averaging of convex losses over the active peers (DP-DDA, Alg. 1)",
-        "dda": "dual averaging with everybody active: the baseline of dp-dda",
-        "pdsl": "cross-gradients weighted by Shapley values on a public validation set (PDSL, Alg. 1)",
-        "dp-cga": "cross-gradients projected into one direction that none of them opposes (CGA), noised",
-    }
-)
-ALONE = ALGORITHMS.some("local", "dp-sgd")  # those that exchange nothing: there is no mean model to speak of
-DUAL = ALGORITHMS.some("dp-dda", "dda")  # dual averaging, which has a regularizer and no learning rate
-GRADIENT_TABLES = Choice(
-    {
-        "factored": "deltas and activations of each example: exact, for stacks of linear layers",
-        "blocks": "one mean gradient for each fixed mini-batch; with data.batch.sampling: blocks",
-        "snapshot": "a model and its full gradient, taken every `snapshot_every` rounds (SVRG)",
-        "dense": "every example's gradient, for any model",
-    }
-)
-REGULARIZERS = Choice(
-    {
-        "none": "nothing",
-        "l2": "`weight` times half the squared norm, μ‖x‖²/2; strongly convex",
-        "l1": "`weight` times the sum of absolute values, φ‖x‖_1",
-        "elastic-net": "l2 by `weight` and l1 by `l1_weight`; strongly convex",
-        "box": "every parameter between `lower` and `upper`",
-        "ball": "a norm of at most `radius`",
-    }
-)
-DUAL_SCHEDULES = Choice(
-    {
-        "strongly-convex": "a_t = t and γ_t = `gamma`; with an l2 or elastic-net regularizer",
-        "convex": "a_t = 1 and γ_t = `gamma` sqrt(t)",
-    }
-)
 TOPOLOGIES = Choice(
     {
         "directed-exponential": "one peer, 2^(k mod p) ahead, in round k",

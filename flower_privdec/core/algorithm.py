@@ -18,12 +18,11 @@ from flower_privdec.core.optimizers import LocalOptimizer
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise, changed_since_declared
-from flower_privdec.scenario.sections import (
+from flower_privdec.scenario.algorithm_sections import (
     AlgorithmSection,
     AverageSection,
+    DescentSection,
     OptimizerSection,
-    OwnAlgorithmSection,
-    steps_per_round,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 AVERAGE = "average."  # before the names of averaged rows
-HARMLESS = ("name", "paper_noise", "steadied_by")  # attributes on which no release depends
+HARMLESS = ("name", "line", "paper_noise", "steadied_by")  # attributes on which no release depends
 Step = Callable[["Cohort", State], None]
 
 
@@ -47,7 +46,9 @@ class Algorithm:
     that it may have changed.
 
     Attributes:
-        Section: for an algorithm of a user's own, the form of its section in a scenario.
+        name: what a scenario calls it, for one of the package.
+        line: what `privdec list` says of it.
+        Section: declares the keys that belong to it, beside those of all that descend along gradients.
         weights: the mixing weights its theory needs, or None when it exchanges nothing.
         program: steps and exchanges of one round, in order.
         slots: how many [m, d] buffers its state holds (for memory estimates).
@@ -66,7 +67,9 @@ class Algorithm:
         paper_noise: whose formula `calibration: paper` computes the noise by; None where no paper claims an ε.
     """
 
-    Section: ClassVar[type[OwnAlgorithmSection]] = OwnAlgorithmSection
+    Section: ClassVar[type[AlgorithmSection]] = DescentSection
+    name: str = ""
+    line: str = ""
     weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
     program: tuple[Step | Exchange, ...]
     slots: int = 1
@@ -83,16 +86,12 @@ class Algorithm:
 
     def __init__(self, section: AlgorithmSection) -> None:
         self.section = section
-        self.steps_per_round = steps_per_round(section)
+        self.name = section.name
+        self.steps_per_round = section.steps_per_round
         average: AverageSection | None = getattr(section, "average", None)
         self.decay = None if average is None else average.decay
         self.averaged = () if average is None else tuple(name for name in ("x", "w") if name in self.open_rows)
         self.open_rows = (*self.open_rows, *(AVERAGE + name for name in self.averaged))
-
-    @property
-    def name(self) -> str:
-        """Return what the scenario calls it."""
-        return self.section.name
 
     @property
     def final_exchange(self) -> Mix:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flower_privdec.scenario.sections import OptimizerSection
+from flower_privdec.scenario.algorithm_sections import OptimizerSection
 
 Rows = Tensor | slice
 PREFIX = "optimizer."  # of the names of its rows in a state

@@ -30,13 +30,14 @@ from torch import Tensor
 
 from flower_privdec.common.catalogue import TARGETS, Targets
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.fields import OwnSection
 from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import is_given, load_own, require, users_code
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import LARGEST_INDEX, Features, SparseRows
-from flower_privdec.scenario.sections import DataSection, OwnSection
+from flower_privdec.scenario.sections import DataSection
 
 Rows = np.ndarray | slice
 Constants = tuple[tuple[float, ...], tuple[float, ...]]

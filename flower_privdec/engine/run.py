@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, RunError
+from flower_privdec.common.fields import own_modules
 from flower_privdec.common.user_code import raised_at
 from flower_privdec.engine.workers import GoneError, start_engine
 from flower_privdec.experiment import Experiment
@@ -22,7 +23,6 @@ from flower_privdec.experiment.noise_statement import SALTED
 from flower_privdec.experiment.recorder import CHECKPOINT, OnMetrics, Recorder, again
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, ledger_folder
 from flower_privdec.privacy.ledger.segments import Head, check_ledger_there
-from flower_privdec.scenario.sections import own_modules
 
 SYSTEM = (
     "compute.generator=system: noise and batches come from the operating system, so the models may be published under "

@@ -25,7 +25,7 @@ from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import noise_mechanism
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import CancellingSection, placed, steps_per_round
+from flower_privdec.scenario.sections import CancellingSection, placed
 
 ENGINE = "engine"  # the runtime in which one process hosts all peers
 NETWORK = "network"  # the runtime in which each peer is a process of its own and agrees on secrets with its neighbours
@@ -151,7 +151,7 @@ class OwnParts:
 def _check_plan_fits_into_memory(scenario: Scenario, n_peers: int) -> None:
     if scenario.private is None:
         return
-    steps = scenario.rounds * steps_per_round(scenario.algorithm)
+    steps = scenario.rounds * scenario.algorithm.steps_per_round
     what = f"rounds={scenario.rounds}: the noise and clip norms of {steps:,} steps of {n_peers:,} peers"
     check_room(STEP_BYTES * steps * n_peers, what, "take fewer rounds, local steps or peers")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flower_privdec import __version__
+from flower_privdec.common.fields import own_modules
 from flower_privdec.common.machine import cpu_model
 from flower_privdec.common.user_code import without_tokens
 from flower_privdec.data import Examples, read_examples
@@ -33,7 +34,6 @@ from flower_privdec.experiment.run_key import (
 )
 from flower_privdec.privacy.ledger.charges import RunName
 from flower_privdec.scenario import Scenario, numbers_hash, own_parts
-from flower_privdec.scenario.sections import own_modules
 
 PORTABLE = "portable"  # the generator whose keys are the same in every runtime and on every machine
 PORTABLE_ENVIRONMENT = f"{SEEDED}, flower-privdec {__version__}"  # all that is in those keys of an environment

@@ -43,6 +43,7 @@ import numpy as np
 import torch
 from scipy.optimize import linprog
 
+from flower_privdec.common.fields import OwnSection
 from flower_privdec.core import advance
 from flower_privdec.core.cohort import STEPS, Cohort, PrivateStep
 from flower_privdec.engine.engine import Engine
@@ -52,7 +53,6 @@ from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism.cancelling import LARGEST_SHAPED, PairPlan, noise_left
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Release
 from flower_privdec.privacy.mechanism.protection import Protection
-from flower_privdec.scenario.sections import OwnSection
 
 MIXED_LINEARLY = (  # algorithms whose messages are linear in what was released
     *("sgp", "privsgp", "dyn-d2p", "dyn-c-d2p", "dyn-mu-d2p", "const-d2p"),

@@ -50,7 +50,7 @@ from flower_privdec.pushsum.lockstep import final_rounds
 from flower_privdec.reporting.plots import connectivity
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import SparseRows
-from flower_privdec.scenario.sections import PlanSection, dynamic
+from flower_privdec.scenario.sections import PlanSection
 from flower_privdec.tasks.losses import Loss
 
 WEAK_EPSILON = 10.0
@@ -244,7 +244,7 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     others = {} if plan is None else {name: plan.epsilons(rounds, one) for name, one in plan.others.items()}
     replies = others.get("replies")
     larger = others.get("if_all_collude")
-    dynamics = private is not None and (dynamic(experiment.scenario.algorithm) or private.schedule) is not None
+    dynamics = private is not None and (experiment.scenario.algorithm.own_schedule or private.schedule) is not None
     exponential = build_schedule(experiment.scenario).exponential if dynamics else None
 
     def claimed(peer: int) -> dict[str, Any]:

@@ -19,12 +19,14 @@ from rich.table import Table
 
 from flower_privdec.common import catalogue
 from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.fields import Section
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, percent, setting, shown
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.reporting import wording
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 from flower_privdec.scenario.loading import file_form
-from flower_privdec.scenario.sections import GraphSection, ModelSection, Section, algorithm_options
+from flower_privdec.scenario.sections import GraphSection, ModelSection
 
 # `KEY: ... left out, WHAT;` of a docstring's Attributes: what a key is where a scenario leaves it out.
 LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
@@ -331,17 +333,21 @@ def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], w
 
 def parts() -> dict[str, dict[str, str]]:
     """Return everything a scenario can name, with one line each that lists the keys it takes."""
+    from flower_privdec.algorithms.dual_averaging import DUAL_SCHEDULES
+    from flower_privdec.algorithms.proximal import REGULARIZERS
+    from flower_privdec.algorithms.tables import GRADIENT_TABLES
+
     return {
-        "algorithms": _lines(catalogue.ALGORITHMS, algorithm_options),
-        "tables": dict(catalogue.GRADIENT_TABLES.lines),
-        "regularizers": dict(catalogue.REGULARIZERS.lines),
-        "schedules": dict(catalogue.DUAL_SCHEDULES.lines),
-        "topologies": _lines(catalogue.TOPOLOGIES, topology_options),
+        "algorithms": _lines(ALGORITHMS.lines, ALGORITHMS.keys_of),
+        "tables": dict(GRADIENT_TABLES.lines),
+        "regularizers": dict(REGULARIZERS.lines),
+        "schedules": dict(DUAL_SCHEDULES.lines),
+        "topologies": _lines(catalogue.TOPOLOGIES.lines, topology_options),
         "weights": dict(catalogue.WEIGHTS.lines),
         "participations": dict(catalogue.PARTICIPATIONS.lines),
         "losses": dict(catalogue.LOSSES.lines),
         "metrics": dict(catalogue.METRICS.lines),
-        "models": _lines(catalogue.MODELS, catalogue.MODEL_OPTIONS.__getitem__),
+        "models": _lines(catalogue.MODELS.lines, catalogue.MODEL_OPTIONS.__getitem__),
         "activations": dict(catalogue.ACTIVATIONS.lines),
         "inits": dict(catalogue.INITS.lines),
         "datasets": dict(catalogue.DATASETS.lines),
@@ -351,10 +357,10 @@ def parts() -> dict[str, dict[str, str]]:
     }
 
 
-def _lines(choice: catalogue.Choice, options: Callable[[str], Mapping[str, Any]]) -> dict[str, str]:
+def _lines(described: Mapping[str, str], options: Callable[[str], Mapping[str, Any]]) -> dict[str, str]:
     """Return each name's line with the keys that it takes and their defaults, where these do not follow from others."""
     lines = {}
-    for name, line in choice.lines.items():
+    for name, line in described.items():
         keys = [
             key if value is None else f"{key}: {value if isinstance(value, str) else json.dumps(value)}"
             for key, value in options(name).items()

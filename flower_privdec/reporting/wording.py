@@ -6,17 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flower_privdec.common.catalogue import ALONE
 from flower_privdec.common.formatting import NOTHING, epsilon_text, memory, number, peer_ranges, percent, setting
 from flower_privdec.privacy.accountant.readings import right_guesses
 from flower_privdec.privacy.mechanism.events import Adversary
+from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 
 BEYOND = 700.0  # a larger ε: e^ε overflows a float
 
 
 def shares_models(algorithm: str) -> bool:
     """Return whether an algorithm's peers exchange anything, so that the mean model is one that peers approach."""
-    return algorithm not in ALONE
+    part = ALGORITHMS.get(algorithm)
+    return part is None or part.weights is not None
 
 
 def main_metric(summary: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """The scenario file: one experiment, typed and strict, every default visible."""
 
+from flower_privdec.scenario.algorithm_sections import DescentSection
 from flower_privdec.scenario.loading import (
     anchored,
     load_scenario,
@@ -10,10 +11,10 @@ from flower_privdec.scenario.loading import (
     seedless_hash,
     to_yaml,
 )
-from flower_privdec.scenario.sections import OwnAlgorithmSection, Scenario
+from flower_privdec.scenario.sections import Scenario
 
 __all__ = [
-    "OwnAlgorithmSection",
+    "DescentSection",
     "Scenario",
     "anchored",
     "load_scenario",

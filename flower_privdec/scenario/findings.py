@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from flower_privdec.common.catalogue import Choice
 from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.formatting import shown
+from flower_privdec.common.registry import PartField
 
 Location = tuple[int | str, ...]
 SECTION = "a section, as {key: value}"
@@ -109,22 +110,31 @@ def _model_at(loc: Location, root: type[BaseModel], data: Any) -> type[BaseModel
         field = models[0].model_fields.get(str(part))
         data = data.get(part, data) if isinstance(data, dict) else data
         if field:
-            matching = _sections_of(field.annotation)
+            matching = _forms_of(field, data)
         elif part in ("own", "named"):
             matching = [model for model in models if ("module" in model.model_fields) == (part == "own")]
         else:
             matching = [model for model in models if part in _tags(model)]
         models = matching or models
-        if form_of := getattr(models[0], "form_of", None):  # a user's algorithm, whose keys its own class declares
-            models = [form_of(data)]
     return models[0]
 
 
 def _tags(model: type[BaseModel]) -> Sequence[Any]:
     """Return the names that select a form of a section."""
     field = model.model_fields.get("name") or model.model_fields.get("kind")
-    choices = [list(part) for part in field.metadata if isinstance(part, Choice)] if field else []
-    return choices[0] if choices else get_args(field.annotation) if field else ()
+    if field is None:
+        return ()
+    choices = [list(part) for part in field.metadata if isinstance(part, Choice)]
+    return choices[0] if choices else get_args(field.annotation)
+
+
+def _forms_of(field: FieldInfo, data: Any = None) -> list[type[BaseModel]]:
+    """Return the section models a field may hold; only the one that plain data choose, if they choose a part."""
+    part = next((extra for extra in field.metadata if isinstance(extra, PartField)), None)
+    if part is None:
+        return _sections_of(field.annotation)
+    chosen = part.form_of(data)
+    return [*part.forms()] if chosen is None else [chosen]
 
 
 def _sections_of(annotation: Any) -> list[type[BaseModel]]:
@@ -137,7 +147,7 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
 def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
     """Return the end of an error about a key of another section."""
     for name, info in root.model_fields.items():
-        for section in _sections_of(info.annotation):
+        for section in _forms_of(info):
             if key in section.model_fields:
                 return f"; did you mean '{path}{name}.{key}'?"
             if place := _elsewhere(key, section, f"{path}{name}."):
@@ -154,7 +164,9 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
         names = list(_model_at(error["loc"][:-1], root, data).model_fields)
         where = error["loc"]
         section = root.model_fields.get(str(where[0]))
-        forms = _sections_of(section.annotation) if section and len(where) > 2 else []
+        forms = _forms_of(section) if section else []
+        if len(forms) < 2:  # a section that is always the same, whose keys belong to no choice
+            forms = []
         takers = [str(tag) for form in forms if where[-1] in form.model_fields for tag in _tags(form)]
         elsewhere = f"; it belongs to {', '.join(takers)}" if takers else _elsewhere(str(loc[-1]), root)
         hint = did_you_mean(loc[-1], names) or elsewhere
@@ -189,7 +201,7 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
         required = field is not None and field.is_required()
         return f"{TYPES.get(kind, 'given')}: {'give one' if required else 'leave the key out for its default'}"
     if isinstance(error["input"], str) and field is not None and TYPES.get(kind) == SECTION:
-        keys = [key for form in _sections_of(field.annotation) for key in ("name", "kind") if key in form.model_fields]
+        keys = [key for form in _forms_of(field) for key in ("name", "kind") if key in form.model_fields]
         text = shown(error["input"])[1:-1]
         return f"{SECTION}: write {{{keys[0]}: {text}}}" if keys else SECTION
     if kind == "string_pattern_mismatch":

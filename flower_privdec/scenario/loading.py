@@ -21,11 +21,12 @@ from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.fields import Section, own_modules
 from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.scenario.findings import Location, Places, explain
-from flower_privdec.scenario.sections import PEER, AppScenario, LocatedFile, Scenario, Section, own_modules
+from flower_privdec.scenario.sections import PEER, AppScenario, LocatedFile, Scenario
 
 LONGEST, LARGEST, DEEPEST = 1 << 20, 1_000_000, 32  # characters; values once aliases stand for copies; levels
 LARGEST_WHOLE = 2**63

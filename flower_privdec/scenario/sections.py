@@ -5,24 +5,17 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
-    Discriminator,
     Field,
     PrivateAttr,
-    SerializeAsAny,
     Tag,
-    WithJsonSchema,
-    WrapValidator,
     model_validator,
 )
 
@@ -33,138 +26,36 @@ from flower_privdec.common.catalogue import (
     METRIC_KINDS,
     MOST_WEIGHT,
     USUAL_METRICS,
-    Choice,
     MetricKind,
     Targets,
     unfit,
 )
 from flower_privdec.common.errors import RAISED_BY_USERS, ArgumentError, PrivdecError, ScenarioError
-from flower_privdec.common.formatting import one_line
-from flower_privdec.common.user_code import Given, find_given, is_given, load_own, raised_at, without_tokens
+from flower_privdec.common.fields import (
+    OWN_OR_NAMED,
+    SECTION_OR_NAME,
+    SECTION_OR_NONE,
+    Count,
+    Fraction,
+    Growth,
+    Name,
+    NonNegative,
+    OwnSection,
+    PathText,
+    PerPeer,
+    Positive,
+    Section,
+    check_keys,
+    own_modules,
+)
+from flower_privdec.common.user_code import Given, find_given, is_given, raised_at
+from flower_privdec.scenario.algorithm_sections import (
+    ALGORITHMS,
+    AlgorithmChoice,
+    AlgorithmSection,
+    algorithm_class,
+)
 from flower_privdec.scenario.findings import Places, located
-
-
-class Section(BaseModel):
-    """One mapping of the scenario file."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
-
-    @model_validator(mode="after")
-    def _checked(self) -> Self:
-        self._check()
-        return self
-
-    def _check(self) -> None:
-        """Raise ValueError where a section's values do not fit each other."""
-
-
-def check_keys(
-    section: Section, keys_of: Mapping[str, Sequence[str]], optional: Sequence[str] = (), choice: str = "kind"
-) -> None:
-    """Raise unless a section has the keys that its kind, or what another key chooses, needs, and none of others'."""
-    chosen = getattr(section, choice)
-    for key in dict.fromkeys(key for keys in keys_of.values() for key in keys):
-        takers = [name for name, keys in keys_of.items() if key in keys]
-        is_set = getattr(section, key) is not None
-        if is_set and chosen not in takers:
-            raise ArgumentError(
-                f"{key} belongs to {choice} {' or '.join(takers)}, not to {chosen}: remove it",
-                code="scenario.other-choice",
-            )
-        if not is_set and chosen in takers and key not in optional:
-            raise ArgumentError(f"{choice} {chosen} needs {key}: add it", code="scenario.incomplete")
-
-
-def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, module) of every part of a section that is a user's own."""
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        key = f"{path}{name}"
-        if name == "module" and value is not None:
-            yield key, value
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, Section):
-                yield from own_modules(number, f"{key}.")
-
-
-class OwnSection(Section):
-    """A part of a user's own.
-
-    Attributes:
-        module: where it is defined, `package.module:name`.
-        arguments: what it is called with, by name.
-    """
-
-    module: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Return the part's name: its module."""
-        return self.module
-
-
-def _with_module(value: Any) -> str:
-    keys = value if isinstance(value, dict) else getattr(type(value), "model_fields", ())
-    return "own" if "module" in keys else "named"
-
-
-OWN_OR_NAMED = Discriminator(_with_module)  # both are sections: a user's part names its module
-SECTION_OR_NAME = Discriminator(lambda value: "named" if isinstance(value, str) else "own")
-SECTION_OR_NONE = Discriminator(lambda value: "none" if isinstance(value, str) else "section")
-
-
-def _per_peer(value: Any) -> Any:
-    """Accept one number for every peer or a list with one number a peer."""
-    numbers = value if isinstance(value, list | tuple) else [value]
-    if not numbers or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
-        raise ArgumentError("must be a number, or a list with one number for each peer", code="scenario.per-peer")
-    if any(not 0 < x < float("inf") for x in numbers) or max(numbers) > LARGEST:
-        raise ArgumentError("must be > 0 and finite (for every peer)", code="scenario.not-positive")
-    return tuple(float(x) for x in numbers) if isinstance(value, list | tuple) else float(value)
-
-
-LARGEST = sys.float_info.max  # a whole number of Python's may be larger
-_POSITIVE = {"type": "number", "exclusiveMinimum": 0}
-PerPeer = Annotated[
-    float | tuple[float, ...],
-    BeforeValidator(_per_peer),
-    WithJsonSchema({"anyOf": [_POSITIVE, {"type": "array", "items": _POSITIVE}]}),
-]
-
-
-def _plain_name(value: str) -> str:
-    """Raise unless a value can name a folder."""
-    plain = value.isprintable() and not set(value) & set("/\\") and value == value.strip()
-    if not plain or value[:1] in ("", ".", "-") or len(value.encode()) > LONGEST_NAME:
-        raise ArgumentError(
-            f"must be a name, not a path: at most {LONGEST_NAME} bytes on one line, without / and \\, not beginning "
-            "with '.' or '-'; --out sets where results go",
-            code="scenario.name",
-        )
-    return value
-
-
-def _path_text(value: str) -> str:
-    """Raise unless a value can be a path."""
-    if not value.isprintable():
-        raise ArgumentError("must be a path on one line, without control characters", code="scenario.path")
-    if len(value.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST_PART for part in value.split("/")):
-        raise ArgumentError(
-            f"must be a path of at most {LONGEST_PATH} bytes, {LONGEST_PART} between two slashes", code="scenario.path"
-        )
-    return value
-
-
-LONGEST_NAME = 100
-LONGEST_PATH, LONGEST_PART = 4000, 255  # what Linux takes, and what its file systems do
-Name = Annotated[str, AfterValidator(_plain_name)]
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_path_text)]
-Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
 
 PEER = "{peer}"  # in data.root, for a peer's number
 
@@ -643,513 +534,6 @@ class TaskSection(Section):
     def targets(self) -> Targets:
         """What an example's target is."""
         return LOSS_KINDS[self.loss].targets if isinstance(self.loss, str) else self.loss.targets
-
-
-LocalSteps = Annotated[int, Field(ge=1, le=1_000_000)]
-Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
-
-
-def dynamic(section: AlgorithmSection) -> tuple[PerPeer | None, float, float] | None:
-    """Return (clip norm or None, ρ_c, ρ_μ) of the Dyn-D2P family, or None for another."""
-    if not isinstance(section, DynSection):
-        return None
-    clip = getattr(section, "initial_clip", None) or getattr(section, "clip_norm", None)
-    return clip, getattr(section, "rho_c", 1.0), getattr(section, "rho_mu", 1.0)
-
-
-def steps_per_round(section: AlgorithmSection) -> int:
-    """Return how many private steps an active peer takes in a round: τ, half of it for feddeper*, else 1."""
-    steps: int = getattr(section, "local_steps", 1)
-    return max(1, steps // 2) if section.name == "feddeper*" else steps
-
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-REGULARIZER_KEYS = {
-    "none": (),
-    "l2": ("weight",),
-    "l1": ("weight",),
-    "elastic-net": ("weight", "l1_weight"),
-    "box": ("lower", "upper"),
-    "ball": ("radius",),
-}
-
-
-class RegularizerSection(Section):
-    """h, which is added to the mean loss; it weighs every parameter, the bias too.
-
-    Attributes:
-        kind: which function:
-        weight: μ of l2 and elastic-net, φ of l1.
-        l1_weight: φ of elastic-net.
-        lower: of box.
-        upper: of box.
-        radius: of ball.
-    """
-
-    kind: Annotated[str, catalogue.REGULARIZERS]
-    weight: Positive | None = None
-    l1_weight: Positive | None = None
-    lower: Finite | None = None
-    upper: Finite | None = None
-    radius: Positive | None = None
-
-    def _check(self) -> None:
-        check_keys(self, REGULARIZER_KEYS)
-        if self.lower is not None and self.upper is not None and self.lower > self.upper:
-            raise ArgumentError(f"lower={self.lower:g} must be <= upper={self.upper:g}", code="regularizer.bounds")
-
-    @property
-    def strongly_convex(self) -> bool:
-        """Whether h is strongly convex."""
-        return self.kind in ("l2", "elastic-net")
-
-
-class DualAveragingSection(Section):
-    """Dual averaging of a convex loss and a regularizer. It has no learning rate.
-
-    `loss`, written here, is task.loss: where both are given they must be the same, and `privdec show` has it in task.
-
-    Attributes:
-        name: which algorithm.
-        regularizer: h, which is added to the loss.
-        schedule: the weight a_t of round t, and γ_t:
-        gamma: γ, by which half the squared norm of the model holds it back; 0, the value of the theory, for the
-            strongly convex schedule alone.
-    """
-
-    name: Annotated[str, catalogue.DUAL]
-    regularizer: RegularizerSection = RegularizerSection(kind="l2", weight=0.0005)
-    schedule: Annotated[str, catalogue.DUAL_SCHEDULES] = "strongly-convex"
-    gamma: NonNegative = 20.0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_optimizer(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "optimizer" in data:
-            raise ArgumentError(
-                "optimizer must be left out: dual averaging sums its gradients and takes no step along them",
-                code="algorithm.optimizer",
-            )
-        if isinstance(data, dict) and "average" in data:
-            raise ArgumentError(
-                "average must be left out: the models of dual averaging are running averages already",
-                code="algorithm.average",
-            )
-        return data
-
-    def _check(self) -> None:
-        if self.schedule == "strongly-convex" and not self.regularizer.strongly_convex:
-            raise ArgumentError(
-                f"schedule strongly-convex must have a strongly convex regularizer, and {self.regularizer.kind} is "
-                "none: use l2 or elastic-net, or schedule convex",
-                code="regularizer.not-strongly-convex",
-            )
-        if self.schedule == "convex" and not self.gamma > 0:
-            raise ArgumentError(
-                "gamma=0.0 must be > 0 for schedule convex, whose steps nothing else bounds",
-                code="regularizer.not-strongly-convex",
-            )
-
-
-class OptimizerSection(Section):
-    """What a peer makes of its noised gradient before it takes a step; it costs no ε.
-
-    Attributes:
-        name: `sgd` takes the gradient itself; `momentum` adds to it a share of the last direction; `adam` divides its
-            running mean by the root of that of its square.
-        momentum: the share, of momentum.
-        beta1: of adam, the share of the last mean in the new one.
-        beta2: of adam, the share of the last mean of squares in the new one.
-        eps: of adam, what is added to the root.
-    """
-
-    name: Literal["sgd", "momentum", "adam"]
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    eps: Positive = 1e-8
-
-    def _check(self) -> None:
-        for key, name in {"momentum": "momentum", "beta1": "adam", "beta2": "adam", "eps": "adam"}.items():
-            if key in self.model_fields_set and name != self.name:
-                default = type(self).model_fields[key].default
-                if getattr(self, key) != default:
-                    raise ArgumentError(
-                        f"{key} belongs to optimizer {name}, not to {self.name}: remove it", code="optimizer.key"
-                    )
-
-
-class AverageSection(Section):
-    """Averaged iterates, which are evaluated and handed out in the place of the last ones; they cost no ε.
-
-    Attributes:
-        kind: `ema`, an exponential moving average over the rounds.
-        decay: the share of the last average in the new one; in round k = 0, 1, ... at most k / (k + 1).
-    """
-
-    kind: Literal["ema"] = "ema"
-    decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
-
-
-class DescentSection(Section):
-    """Keys of all algorithms that descend along gradients.
-
-    Attributes:
-        learning_rate: γ, one for all peers or one a peer.
-        learning_rate_decay: the share of the rounds, at the end, over which the learning rate falls to 0.
-        learning_rate_schedule: how it falls: linear, which it is left out, or cosine, half a wave; cosine over all
-            rounds where learning_rate_decay is 0.
-        learning_rate_warmup: the share of the rounds, at the beginning, over which the rate rises linearly to γ.
-        optimizer: what each peer makes of its noised gradient; left out, the step is γ times the gradient.
-        average: what is evaluated and handed out is each peer's average over the rounds; left out, its last model.
-    """
-
-    learning_rate: PerPeer
-    learning_rate_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
-    learning_rate_schedule: Literal["linear", "cosine"] | None = None
-    learning_rate_warmup: Fraction | None = None
-    optimizer: OptimizerSection | None = None
-    average: AverageSection | None = None
-
-    no_optimizer: ClassVar[str] = ""  # why the algorithm takes plain steps alone
-
-    def _check(self) -> None:
-        if self.optimizer is not None and self.no_optimizer:
-            raise ArgumentError(
-                f"optimizer must be left out: {getattr(self, 'name', 'it')} {self.no_optimizer}; take privsgp, d-psgd, "
-                "fedavg, local or another that takes steps along gradients alone",
-                code="algorithm.optimizer",
-            )
-
-
-class OwnAlgorithmSection(DescentSection):
-    """The section of an algorithm of a user's own, whose class names a subclass with its own keys as `Section`.
-
-    Attributes:
-        module: where the class is defined, `package.module:name`.
-    """
-
-    module: str
-
-    @property
-    def name(self) -> str:
-        """Return the algorithm's name: its module."""
-        return without_tokens(self.module)
-
-    @classmethod
-    def form_of(cls, data: dict[str, Any]) -> type[OwnAlgorithmSection]:
-        """Return the section class of the algorithm that data name."""
-        return own_section(data["module"])
-
-
-class AbsentAlgorithmSection(OwnAlgorithmSection):
-    """The section of an algorithm that is a Python object of another process: its keys are unknown here."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-def own_section(module: object) -> type[OwnAlgorithmSection]:
-    """Return the section class of a user's algorithm.
-
-    Raises:
-        ScenarioError: the class cannot be imported, or is no algorithm.
-    """
-    if not isinstance(module, str):
-        raise ScenarioError(f"algorithm.module={module!r} must be 'package.module:name'", code="code.name")
-    if is_given(module) and find_given(module) is None:
-        return AbsentAlgorithmSection
-    own: Any = load_own(
-        module,
-        "algorithm.module",
-        accepts=lambda part: isinstance(part, type) and hasattr(part, "Section"),
-        must_be="a subclass of flower_privdec.algorithms.Algorithm",
-    )
-    section: Any = own.Section
-    if not (isinstance(section, type) and issubclass(section, OwnAlgorithmSection)):
-        raise ScenarioError(
-            f"algorithm.module={module!r}: Section must be a subclass of flower_privdec.scenario.OwnAlgorithmSection",
-            code="code.kind",
-        )
-    return section
-
-
-def by_its_own_form(value: Any, _: object) -> OwnAlgorithmSection:
-    """Validate a section by the section class of the user's algorithm."""
-    if isinstance(value, OwnAlgorithmSection):
-        return value
-    try:
-        return own_section(value["module"]).model_validate(value)
-    except ValueError:  # a ValidationError of pydantic is one
-        raise
-    except ScenarioError as error:
-        raise ArgumentError(str(error), code=error.code) from error
-    except RAISED_BY_USERS as error:  # a user's own validator may raise anything
-        raise ArgumentError(
-            f"algorithm.module={value['module']!r}: its Section raised {one_line(error)}", code="code.fails"
-        ) from error
-
-
-class GradientSection(DescentSection):
-    """The section of an algorithm by name.
-
-    Attributes:
-        name: which algorithm.
-    """
-
-    name: str
-
-
-class SGDSection(GradientSection):
-    """Stochastic gradient steps."""
-
-    name: Annotated[
-        str, catalogue.ALGORITHMS.some("sgp", "privsgp", "d-psgd", "dp2-sgd", "dp-dpsgd", "dp-sgd", "local")
-    ]
-
-
-class VRSection(GradientSection):
-    """PrivSGP-VR: which memory of gradients reduces the variance.
-
-    Attributes:
-        table: which gradients are remembered:
-        snapshot_every: the number of rounds between two snapshots; for table snapshot only.
-    """
-
-    no_optimizer = "corrects each gradient by those of earlier models, which its analysis takes as plain steps"
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("privsgp-vr")]
-    table: Annotated[str, catalogue.GRADIENT_TABLES] = "factored"
-    snapshot_every: Count = 100
-
-
-class DynCSection(GradientSection):
-    """Dyn[C]-D2P: a decaying clip norm, a constant per-step budget.
-
-    Attributes:
-        initial_clip: C_0, the clip norm at the start; left out, it is privacy.clip_norm.
-        rho_c: ρ_c, by how much the clip norm has fallen at the end.
-    """
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("dyn-c-d2p")]
-    initial_clip: PerPeer | None = None
-    rho_c: Growth = 2.0
-
-
-class DynD2PSection(DynCSection):
-    """Dyn-D2P: a decaying clip norm and a growing per-step budget.
-
-    Attributes:
-        rho_mu: ρ_μ, by how much a step's budget has grown at the end.
-    """
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("dyn-d2p")]
-    rho_mu: Growth = 2.0
-
-
-class ConstSection(GradientSection):
-    """Const-D2P: a constant clip norm and per-step budget.
-
-    Attributes:
-        clip_norm: C; left out, it is privacy.clip_norm.
-    """
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("const-d2p")]
-    clip_norm: PerPeer | None = None
-
-
-class DynMuSection(ConstSection):
-    """Dyn[μ]-D2P: a constant clip norm, a growing per-step budget.
-
-    Attributes:
-        rho_mu: ρ_μ, by how much a step's budget has grown at the end.
-    """
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("dyn-mu-d2p")]
-    rho_mu: Growth = 2.0
-
-
-class AsynchronousSection(GradientSection):
-    """A(DP)²SGD: one peer wakes at a time and uses a gradient of a stale model.
-
-    Attributes:
-        staleness: the most events since the model was read; left out, it is 4 n_peers.
-    """
-
-    no_optimizer = "applies gradients of models as old as its staleness, which moments would keep longer"
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("adp2-sgd")]
-    staleness: Count | None = None
-
-
-class MuffliatoSection(GradientSection):
-    """Muffliato: several gossip steps after each gradient step.
-
-    Attributes:
-        gossip_steps: how many in a round.
-        acceleration: none is plain gossip; chebyshev agrees sooner, on a static undirected graph with all peers
-            active.
-    """
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("muffliato")]
-    gossip_steps: Annotated[int, Field(ge=1, le=1000)] = 5
-    acceleration: Literal["none", "chebyshev"] = "none"
-
-
-class LocalStepsSection(GradientSection):
-    """Several local steps between two exchanges.
-
-    Attributes:
-        local_steps: τ, how many in a round.
-    """
-
-    no_optimizer = "computes its control variates from its steps, which must be plain"
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("scaffold")]
-    local_steps: LocalSteps = 10
-
-
-class NetFleetSection(LocalStepsSection):
-    """NET-FLEET: local steps along a tracked gradient."""
-
-    no_optimizer = "sends the sum of its gradients' differences, whose total must stay that of the gradients"
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("dp-net-fleet")]
-    local_steps: LocalSteps = 5
-
-
-class FedAvgSection(LocalStepsSection):
-    """FedAvg: several local steps, then an average.
-
-    Attributes:
-        weighting: a peer counts by its number of examples, as in the paper, or all count alike.
-    """
-
-    no_optimizer = ""
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("fedavg")]
-    weighting: Literal["examples", "uniform"] = "examples"
-
-
-class FedProxSection(FedAvgSection):
-    """FedAvg with a proximal term.
-
-    Attributes:
-        proximal: μ, by which half the squared distance to the round's first model is added to the loss.
-    """
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("fedprox")]
-    proximal: NonNegative = 0.01
-
-
-class FedDeperSection(GradientSection):
-    """FedDeper: a depersonalized and a personalized model at every peer.
-
-    Attributes:
-        local_steps: τ, how many in a round; feddeper* takes half of them.
-        rho: ρ, the strength of the penalty that pulls the model that is sent away from the personalized one.
-        mixing_rate: λ, the share of the model that is sent in the personalized one at the end of a round; at least
-            1/2, unless any_mixing_rate is true.
-        any_mixing_rate: whether to allow a mixing rate below 1/2, of which the paper proves nothing.
-    """
-
-    no_optimizer = "pulls its two models towards each other by plain steps of both"
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("feddeper", "feddeper*")]
-    local_steps: LocalSteps = 10
-    rho: Annotated[float, Field(ge=0, lt=1)] = 0.003
-    mixing_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    any_mixing_rate: bool = False
-
-    def _check(self) -> None:
-        super()._check()
-        if self.mixing_rate < 0.5 and not self.any_mixing_rate:
-            raise ArgumentError(
-                f"mixing_rate={self.mixing_rate} must be in [1/2, 1], for which FedDeper is analysed; "
-                "set any_mixing_rate: true to try another",
-                code="feddeper.mixing-rate",
-            )
-
-
-class CrossGradientSection(GradientSection):
-    """Cross-gradients projected into one direction.
-
-    Attributes:
-        momentum: β, the share of the last round's step in this one's.
-    """
-
-    no_optimizer = "has a momentum of its own, which is sent"
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("dp-cga")]
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
-
-
-class PDSLSection(GradientSection):
-    """PDSL: cross-gradients weighted by what each neighbour's adds to the accuracy on data.validation.
-
-    Attributes:
-        momentum: α, the share of the last round's mixed momentum in this one's.
-        shapley: `exact` tries every coalition of a neighbourhood, of 12 peers at most; `monte-carlo` those that come
-            up in random permutations.
-        permutations: R, of each peer in each round; for monte-carlo alone, which needs it.
-        truncation: a permutation ends once its accuracy is within this of that of the whole neighbourhood; for
-            monte-carlo alone; left out, none ends.
-        validation_subsample: how many examples of data.validation to try coalitions on, drawn again in each round; left
-            out, all.
-    """
-
-    no_optimizer = "has a momentum of its own, which is sent"
-
-    name: Annotated[str, catalogue.ALGORITHMS.some("pdsl")]
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    shapley: Literal["exact", "monte-carlo"] = "exact"
-    permutations: Count | None = None
-    truncation: Annotated[float, Field(ge=0, le=1)] | None = None
-    validation_subsample: Count | None = None
-
-    def _check(self) -> None:
-        super()._check()
-        check_keys(self, {"monte-carlo": ["permutations", "truncation"]}, ["truncation"], "shapley")
-
-
-DynSection = DynD2PSection | DynCSection | DynMuSection | ConstSection
-NamedSection = Annotated[
-    SGDSection
-    | VRSection
-    | DynD2PSection
-    | DynCSection
-    | DynMuSection
-    | ConstSection
-    | AsynchronousSection
-    | MuffliatoSection
-    | LocalStepsSection
-    | FedAvgSection
-    | FedProxSection
-    | FedDeperSection
-    | NetFleetSection
-    | CrossGradientSection
-    | PDSLSection
-    | DualAveragingSection,
-    Field(discriminator="name"),
-]
-
-
-def algorithm_options(name: str) -> dict[str, Any]:
-    """Return the keys that an algorithm has beside those of all, with their defaults; None of what others decide."""
-    for form in get_args(get_args(NamedSection)[0]):
-        if name in next(part for part in form.model_fields["name"].metadata if isinstance(part, Choice)):
-            own = {key: field for key, field in form.model_fields.items() if key not in GradientSection.model_fields}
-            defaults = {key: field.get_default() for key, field in own.items()}
-            return {
-                key: v.model_dump(exclude_none=True) if isinstance(v, Section) else v for key, v in defaults.items()
-            }
-    raise KeyError(name)
-
-
-AlgorithmSection = Annotated[
-    Annotated[NamedSection, Tag("named")]
-    | Annotated[SerializeAsAny[OwnAlgorithmSection], WrapValidator(by_its_own_form), Tag("own")],
-    OWN_OR_NAMED,
-]
 
 
 Weights = Annotated[str, catalogue.WEIGHTS]
@@ -1650,6 +1034,12 @@ def _check_addresses(scenario: Scenario | AppScenario) -> None:
         )
 
 
+def _exchanges(section: AlgorithmSection) -> bool:
+    """Return whether the peers of an algorithm exchange anything."""
+    algorithm = algorithm_class(section)
+    return getattr(algorithm, "weights", "unknown") is not None
+
+
 class Scenario(LocatedFile):
     """One experiment, complete.
 
@@ -1683,7 +1073,7 @@ class Scenario(LocatedFile):
     features: FeaturesSection | None = None
     task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
     model: ModelSection
-    algorithm: AlgorithmSection
+    algorithm: AlgorithmChoice
     topology: TopologyChoice = TopologySection()
     participation: ParticipationSection = ParticipationSection()
     privacy: PrivacyChoice
@@ -1695,20 +1085,13 @@ class Scenario(LocatedFile):
 
     @model_validator(mode="before")
     @classmethod
-    def _loss_of_dual_averaging(cls, data: Any) -> Any:
-        """Take the loss that a section of dual averaging names for the task's, where there is one."""
+    def _borrowed_keys(cls, data: Any) -> Any:
+        """Move keys that the algorithm's section may hold for another section to their place."""
         algorithm = data.get("algorithm") if isinstance(data, dict) else None
-        if not isinstance(algorithm, dict) or "loss" not in algorithm or algorithm.get("name") not in catalogue.DUAL:
+        if not isinstance(algorithm, dict) or not isinstance(algorithm.get("name"), str):
             return data
-        loss = algorithm["loss"]
-        task = data.get("task") or {}
-        if not isinstance(task, dict) or task.get("loss", loss) != loss:
-            raise ArgumentError(
-                f"algorithm.loss={loss!r} is another way to write task.loss, which differs: give one",
-                code="task.loss-twice",
-            )
-        rest = {key: value for key, value in algorithm.items() if key != "loss"}
-        return {**data, "algorithm": rest, "task": {**task, "loss": loss}}
+        part = ALGORITHMS.get(algorithm["name"])
+        return data if part is None else part.Section.in_scenario(data)
 
     _given: tuple[Given, ...] = PrivateAttr(default=())  # kept for as long as the scenario is
 
@@ -1772,43 +1155,27 @@ class Scenario(LocatedFile):
                 "cancels in the sum of plain steps alone",
                 code="algorithm.optimizer",
             )
-        if private is not None and private.schedule is not None and isinstance(algorithm, DynSection):
-            raise ArgumentError(
-                f"privacy.schedule: {algorithm.name} has a schedule of its own; use privsgp with it",
-                code="privacy.schedule",
-            )
         if private is not None and self.evaluation.training_loss and self.evaluation.private == "withheld":
             raise ArgumentError(
                 "evaluation.training_loss is a figure on private examples, which no ε covers: leave it out, or, with "
                 "data that anyone may see, say evaluation.private=ignored",
                 code="evaluation.training-loss",
             )
-        if private is not None:
-            needed = isinstance(algorithm, PDSLSection) and private.calibration == "paper"
-            if needed and private.phi_min is None:
-                raise ArgumentError(
-                    "privacy.phi_min is missing: calibration paper of pdsl is eq. 27, which divides by φ̂_min, and eq. "
-                    "19 makes that 0; give the value to pretend, or use calibration rigorous",
-                    code="privacy.phi-min",
-                )
-            if private.phi_min is not None and not needed:
+        if private is not None and private.phi_min is not None:
+            is_needed = "phi_min" in algorithm.paper_constants and private.calibration == "paper"
+            if not is_needed:
                 raise ArgumentError(
                     "privacy.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it",
                     code="privacy.phi-min",
                 )
-        blocks = isinstance(algorithm, VRSection) and algorithm.table == "blocks"
-        if blocks != (self.data.batch.sampling == "blocks"):
+        if algorithm.sampled_blocks != (self.data.batch.sampling == "blocks"):
             raise ArgumentError(
                 "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other: set both, or "
                 "set data.batch.sampling=poisson and leave algorithm.table out",
                 code="batch.blocks",
             )
-        if algorithm.name == "dp-sgd" and self.n_peers > 1:
-            raise ArgumentError(
-                f"n_peers={self.n_peers} must be 1 for dp-sgd, the centralized reference; use local for more",
-                code="scenario.n-peers",
-            )
-        if self.n_peers == 1 and algorithm.name not in catalogue.ALONE:
+        algorithm.check_scenario(self)
+        if self.n_peers == 1 and _exchanges(algorithm):
             raise ArgumentError(
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
                 "one peer has no neighbor to exchange with; use algorithm local, or more peers",

@@ -19,7 +19,6 @@ from flower_privdec.common.catalogue import MetricKind
 from flower_privdec.common.formatting import NOTHING, number
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.reporting.wording import measured
-from flower_privdec.scenario.sections import steps_per_round
 from flower_privdec.studies.cells import Cell, Labels, folder_of, is_finished
 from flower_privdec.studies.spec import (
     Above,
@@ -180,7 +179,7 @@ class Group:
         counts = []
         for run in self.runs:
             steps = sum(row["rounds_run"] for row in run.summary["privacy"]) / run.scenario.rounds
-            counts.append(steps * (run.scenario.data.batch.size or 1) * steps_per_round(run.scenario.algorithm))
+            counts.append(steps * (run.scenario.data.batch.size or 1) * run.scenario.algorithm.steps_per_round)
         return float(np.mean(counts))
 
     def budgets(self, key: str) -> list[float]:

@@ -16,11 +16,11 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from flower_privdec.common.catalogue import MetricKind
 from flower_privdec.common.errors import ScenarioError, did_you_mean, option
+from flower_privdec.common.fields import Section
 from flower_privdec.common.formatting import setting
 from flower_privdec.reporting.wording import main_loss, main_value
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.loading import parse_model, read_text, shipped
-from flower_privdec.scenario.sections import Section
 
 OF_THE_STUDY = ("seed", "name")  # keys that a study sets itself: `seeds` and its own name
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from raising import raises
 from scipy import optimize
 
-from flower_privdec.algorithms.proximal import Regularizer, build_regularizer
+from flower_privdec.algorithms.proximal import Regularizer, RegularizerSection, build_regularizer
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.scenario.loading import validated
-from flower_privdec.scenario.sections import RegularizerSection
 
 numbers = st.floats(-4, 4)
 weights = st.floats(0.01, 3)

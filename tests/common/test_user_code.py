@@ -23,6 +23,7 @@ from tiny_scenario import Build
 from flower_privdec import testing
 from flower_privdec.cli import main
 from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.fields import OwnSection
 from flower_privdec.common.user_code import load_own, only_from
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement, Experiment
@@ -30,7 +31,7 @@ from flower_privdec.experiment.source_code import _imported, code_of
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
-from flower_privdec.scenario.sections import OwnSection, OwnTopologySection
+from flower_privdec.scenario.sections import OwnTopologySection
 
 BLOBS = "data={dataset: {module: 'user_parts:blobs'}, batch: {size: 8}}"
 HEAVY = "algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}"
@@ -107,7 +108,7 @@ def test_an_own_algorithm_without_declaration_has_no_finite_budget(build: Build)
             ("code.kind",),
         ),
         (
-            "algorithm={module: 'user_parts:OwnAlgorithmSection', learning_rate: 1}",
+            "algorithm={module: 'user_parts:DescentSection', learning_rate: 1}",
             ("code.kind",),
         ),
         (

@@ -18,7 +18,7 @@ from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_me
 from hosting import hosting
 from raising import raises
 
-from flower_privdec.algorithms import build_algorithm
+from flower_privdec.algorithms import ALGORITHMS, build_algorithm
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.gradients import StackedKernel
@@ -27,7 +27,6 @@ from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.mechanism.events import Release, canonical, event
 from flower_privdec.privacy.mechanism.protection import Mechanism, Schedule, build_mechanism
-from flower_privdec.scenario.sections import VRSection
 
 EPSILONS = (0.0, 0.1, 0.5, 1.0, 2.0)
 FINENESS = {1: 200, 2: 40, 3: 6}  # grid points in a standard deviation, by the number of rounds
@@ -40,7 +39,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def vr(**options):
-    return build_algorithm(VRSection(name="privsgp-vr", learning_rate=0.1, **options))
+    return build_algorithm(ALGORITHMS.section("privsgp-vr", learning_rate=0.1, **options))
 
 
 def table_sensitivities(q: float) -> tuple[float, float]:

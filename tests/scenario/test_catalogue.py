@@ -12,14 +12,13 @@ from raising import raises
 from tiny_scenario import Build
 from variants import DUAL, choosing, settings_for
 
-from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.algorithms.proximal import REGULARIZER_KEYS
 from flower_privdec.common import catalogue
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import build_topology, topology_options
 from flower_privdec.models import _BUILDERS, build_model
 from flower_privdec.reporting.console import parts
-from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.sections import REGULARIZER_KEYS, algorithm_options
+from flower_privdec.scenario import Scenario, algorithm_sections, parse_scenario
 
 KEYS = {  # where a scenario names what is listed
     "algorithms": "algorithm.name",
@@ -187,10 +186,6 @@ def test_a_cnn_of_ones_own_measures_is_built(build: Build) -> None:
         build("model={name: mlp, channels: [2]}")
 
 
-def test_those_that_exchange_nothing_are_known_to_the_catalogue() -> None:
-    assert set(catalogue.ALONE) == {name for name, algorithm in ALGORITHMS.items() if algorithm.weights is None}
-
-
 def test_an_unknown_name_is_refused_alike_everywhere(tiny_text: str) -> None:
     with raises(ScenarioError, "scenario.literal_error", r"topology\.name='rign'.*'ring'"):
         parse_scenario(tiny_text, overrides=["topology.name=rign"])
@@ -206,7 +201,7 @@ def test_the_catalogue_and_the_builders_have_equal_names() -> None:
 
 
 OPTIONS = {
-    "algorithms": algorithm_options,
+    "algorithms": algorithm_sections.ALGORITHMS.keys_of,
     "topologies": topology_options,
     "models": catalogue.MODEL_OPTIONS.__getitem__,
 }

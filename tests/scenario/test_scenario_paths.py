@@ -13,11 +13,12 @@ from api_sections import SECTIONS
 import flower_privdec as fp
 from flower_privdec.cli import main
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.fields import Section
 from flower_privdec.engine.run import run
 from flower_privdec.experiment.view import Experiment
 from flower_privdec.scenario import load_scenario, numbers_hash, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import PATHS
-from flower_privdec.scenario.sections import Scenario, Section
+from flower_privdec.scenario.sections import Scenario
 from flower_privdec.studies.cells import expand
 from flower_privdec.studies.spec import load_study
 from tests.support.raising import raises

@@ -14,13 +14,13 @@ from flower_privdec.core import Algorithm, Mix, State
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.graph.topology import DirectedExponential
 from flower_privdec.privacy.mechanism.declared import one_sum
-from flower_privdec.scenario import OwnAlgorithmSection
+from flower_privdec.scenario import DescentSection
 
 
 class HeavyBall(SGP):
     """Push-sum of models that keep a share of their last step: u ← β u - γ g̃(x / w), x ← x + u."""
 
-    class Section(OwnAlgorithmSection):
+    class Section(DescentSection):
         """The keys of its own."""
 
         beta: float = 0.5
@@ -66,7 +66,7 @@ class Undeclared(HeavyBall):
 class Strict(SGP):
     """Its section refuses more than the form of its keys says."""
 
-    class Section(OwnAlgorithmSection):
+    class Section(DescentSection):
         """The keys of its own."""
 
         steps: int = 1
@@ -177,7 +177,7 @@ def sloppy(n_peers: int) -> Any:
 class Leaving(SGP):
     """Its section ends the program."""
 
-    class Section(OwnAlgorithmSection):
+    class Section(DescentSection):
         """The keys of its own."""
 
         def model_post_init(self, context: Any) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flower_privdec.common.catalogue import DUAL
 from tools.battery import parts
 
 Level = Mapping[str, Any]
@@ -101,7 +100,7 @@ def _algorithms() -> dict[str, Level]:
     levels["muffliato chebyshev"] = {**levels["muffliato"], "algorithm.acceleration": "chebyshev"}
     monte_carlo = {"algorithm.shapley": "monte-carlo", "algorithm.permutations": 2}
     levels["pdsl monte-carlo"] = {**levels["pdsl"], **monte_carlo}
-    for name in DUAL:
+    for name in ("dp-dda", "dda"):
         levels[name] = {"algorithm": {"name": name}}
     sparse = {"schedule": "convex", "gamma": 0.5, "regularizer": {"kind": "l1", "weight": 0.01}}
     levels["dp-dda sparse"] = {"algorithm": {"name": "dp-dda", **sparse}}

@@ -15,7 +15,7 @@ from flower_privdec.core import Mix, State
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.privacy.mechanism.declared import Declaration, one_sum
 from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
-from flower_privdec.scenario import OwnAlgorithmSection
+from flower_privdec.scenario import DescentSection
 
 FEATURES = 6
 CLASSES = 3
@@ -25,7 +25,7 @@ WORDS = 30
 class HeavyBall(SGP):
     """Push-sum of models that keep a share of their last step."""
 
-    class Section(OwnAlgorithmSection):
+    class Section(DescentSection):
         """The keys of its own."""
 
         beta: float = 0.5

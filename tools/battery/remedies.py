@@ -13,8 +13,11 @@ from typing import Any
 
 import yaml
 
+from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.algorithms.tables import GRADIENT_TABLES
 from flower_privdec.common import catalogue
 from flower_privdec.common.errors import PrivdecError
+from flower_privdec.scenario import DescentSection
 from tools.battery.laws import Violation, refusal_of, try_case, violation
 from tools.battery.levels import RATE
 from tools.battery.rows import Case, Data
@@ -22,7 +25,7 @@ from tools.battery.rows import Case, Data
 MOST = 24  # builds, until a row counts as one whose remedies do not work
 DEEPEST = 7  # remedies, one after the other
 VOCABULARY = {  # where a name that is recommended belongs, if it is no value of the key that the line is about
-    "algorithm.name": catalogue.ALGORITHMS,
+    "algorithm.name": ALGORITHMS,
     "topology.name": catalogue.TOPOLOGIES,
     "topology.weights": catalogue.WEIGHTS,
     "model.name": catalogue.MODELS,
@@ -30,7 +33,7 @@ VOCABULARY = {  # where a name that is recommended belongs, if it is no value of
     "task.metrics": catalogue.METRICS,
     "data.batch.sampling": catalogue.SAMPLINGS,
     "data.partition.kind": catalogue.PARTITIONS,
-    "algorithm.table": catalogue.GRADIENT_TABLES,
+    "algorithm.table": GRADIENT_TABLES,
     "participation.kind": catalogue.PARTICIPATIONS,
 }
 PHRASES: dict[str, Data] = {
@@ -109,9 +112,9 @@ def applied(case: Case, remedy: Remedy) -> Case:
         removed = {one for one in removed if one != key and not one.startswith(f"{key}.")}
         section, _, leaf = key.partition(".")
         if key == "algorithm.name":
-            changed["algorithm"] = (
-                {"name": value} if value in catalogue.DUAL else {"name": value, "learning_rate": RATE}
-            )
+            changed["algorithm"] = {"name": value}
+            if issubclass(ALGORITHMS[value].Section, DescentSection):
+                changed["algorithm"]["learning_rate"] = RATE
             removed |= {one for one in case.settings() if one.startswith("algorithm.")}
         elif leaf == "name":
             changed[section] = {"name": value}

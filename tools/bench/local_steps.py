@@ -18,7 +18,7 @@ from flower_privdec.core import Algorithm
 from flower_privdec.engine.engine import Engine
 from flower_privdec.graph.topology import Participation, build_participation, build_topology
 from flower_privdec.models import flatten
-from flower_privdec.scenario.sections import FedDeperSection
+from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 from tools.bench import limit
 from tools.bench.baselines import gradients_of, plain_loss
 from tools.bench.comparison import LOOP
@@ -45,8 +45,8 @@ def participation(setup: Setup) -> Participation:
 def engine(setup: Setup) -> Engine:
     """Return the engine that runs FedDeper on the workload, with a server's averaging."""
     n = setup.workload.n_peers
-    section = FedDeperSection(
-        name="feddeper", learning_rate=RATE, local_steps=LOCAL_STEPS, rho=RHO, mixing_rate=MIXING_RATE
+    section = ALGORITHMS.section(
+        "feddeper", learning_rate=RATE, local_steps=LOCAL_STEPS, rho=RHO, mixing_rate=MIXING_RATE
     )
     algorithm: Algorithm = build_algorithm(section)
     mixing, active = algorithm.exchange(build_topology("server", n), "server", participation(setup), SEED)

@@ -23,7 +23,8 @@ from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import NoiseSource, PairSecrets, build_noise
 from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.rows.keys import keyed_generator, seed_keys
-from flower_privdec.scenario.sections import BatchSection, SGDSection
+from flower_privdec.scenario.algorithm_sections import ALGORITHMS
+from flower_privdec.scenario.sections import BatchSection
 
 SEED = 1
 CLIP_NORM = 1.0
@@ -124,7 +125,7 @@ class Setup:
         Args:
             noise: where the noise comes from; by default that of a simulation.
         """
-        algorithm = build_algorithm(SGDSection(name="privsgp", learning_rate=LEARNING_RATE))
+        algorithm = build_algorithm(ALGORITHMS.section("privsgp", learning_rate=LEARNING_RATE))
         n_peers = self.workload.n_peers
         everybody = build_participation("all", n_peers)
         protection = constant_protection(n_peers)

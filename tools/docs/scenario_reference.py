@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from flower_privdec.common.catalogue import Choice
+from flower_privdec.common.fields import Section
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import Section
 
 Json = dict[str, Any]
 KINDS = {

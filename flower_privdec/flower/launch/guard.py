@@ -51,6 +51,7 @@ from flwr.supernode.runtime import run_clientapp as runtime
 from pydantic import AfterValidator, Field, model_validator
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.common.fields import Section
 from flower_privdec.common.files import write_atomically
 from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, line_for_server
 from flower_privdec.flower.mods.peer_mod import PEER_MOD_FAILED, SAYS, PeerMod
@@ -74,7 +75,6 @@ from flower_privdec.flower.mods.peer_state import (
 )
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.scenario.loading import parse_model, read_text
-from flower_privdec.scenario.sections import Section
 
 log = logging.getLogger("flwr.privdec")
 

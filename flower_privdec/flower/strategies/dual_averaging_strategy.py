@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from flwr.serverapp import Grid
 
+from flower_privdec.algorithms.dual_averaging import DualAveragingSection
 from flower_privdec.flower.mods.dual_step import DualStep
 from flower_privdec.flower.strategies.push_sum import Gossip
 from flower_privdec.graph.topology import Topology
 from flower_privdec.scenario.loading import validated
-from flower_privdec.scenario.sections import DualAveragingSection
 
 
 class DualAveragingStrategy(Gossip):
@@ -56,7 +56,7 @@ class DualAveragingStrategy(Gossip):
         gamma: float = 1.0,
         **options: Any,
     ) -> None:
-        data: dict[str, Any] = {"name": "dp-dda", "schedule": schedule, "gamma": gamma}
+        data: dict[str, Any] = {"schedule": schedule, "gamma": gamma}
         data["regularizer"] = {"kind": "none"} if regularizer is None else dict(regularizer)
         self.section = validated(DualAveragingSection, data, "DualAveraging")
         super().__init__(topology, **options)

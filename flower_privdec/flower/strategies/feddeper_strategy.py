@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from flower_privdec.algorithms.feddeper import FedDeper as FedDeperAlgorithm
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower.mods.peer_mod import MODEL
 from flower_privdec.flower.mods.peer_state import numpy_arrays
@@ -22,7 +23,6 @@ from flower_privdec.flower.strategies.peer_network import log_privacy
 from flower_privdec.flower.strategies.push_sum import PushSum
 from flower_privdec.graph.topology import Topology
 from flower_privdec.scenario.loading import validated
-from flower_privdec.scenario.sections import FedDeperSection
 from flower_privdec.training_loop import private
 from flower_privdec.training_loop.private_loop import LOADER_OPTIONS
 
@@ -86,8 +86,8 @@ class FedDeperStrategy(PushSum):
         **options: Any,
     ) -> None:
         self.settings = dict(zip(NAMES, (learning_rate, rho, mixing_rate, local_steps), strict=True))
-        data = {"name": "feddeper", "any_mixing_rate": any_mixing_rate, **self.settings}
-        validated(FedDeperSection, data, "FedDeper")
+        data = {"any_mixing_rate": any_mixing_rate, **self.settings}
+        validated(FedDeperAlgorithm.Section, data, "FedDeper")
         super().__init__(topology, **options)
         self._over_server = topology == "server"
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
+from flower_privdec.common.fields import OwnSection
 from flower_privdec.graph.topology import Participation, activity
 from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
 from flower_privdec.privacy.accountant.calibration import scale_for_budget
@@ -31,7 +32,7 @@ from flower_privdec.privacy.mechanism.events import (
     towards,
 )
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import CancellingSection, OwnSection, PrivacySection, dynamic
+from flower_privdec.scenario.sections import CancellingSection, PrivacySection
 
 UNLIMITED = "inf"  # an unbounded ε in JSON, which has no infinity
 
@@ -595,7 +596,7 @@ def build_schedule(scenario: Scenario) -> Schedule:
         raise ValueError("a scenario without privacy has no schedule")
     rounds = scenario.rounds
     section = private.schedule
-    clip, rho_c, rho_mu = dynamic(scenario.algorithm) or (None, 1.0, 1.0)
+    clip, rho_c, rho_mu = scenario.algorithm.own_schedule or (None, 1.0, 1.0)
     clip = clip or private.clip_norm
     if np.ndim(clip) and np.size(clip) != scenario.n_peers:
         raise ScenarioError(

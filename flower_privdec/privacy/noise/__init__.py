@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flower_privdec.common.fields import OwnSection
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise.deployed import ExactNoise, SystemNoise
@@ -22,7 +23,7 @@ from flower_privdec.privacy.noise.source import (
     NoiseSource,
     PairSecrets,
 )
-from flower_privdec.scenario.sections import CancellingSection, OwnSection
+from flower_privdec.scenario.sections import CancellingSection
 
 if TYPE_CHECKING:
     from flower_privdec.privacy.noise.philox import PhiloxNoise

@@ -1,0 +1,154 @@
+"""What every section of a scenario, a study or a part is made of: the strict base model, and types of its fields.
+
+A section is one mapping of a file. Its class declares the keys as typed fields, describes each under `Attributes` in
+its docstring (the scenario reference is made from that), and checks in `_check` what no single field can check.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+
+from flower_privdec.common.errors import ArgumentError
+
+LARGEST_FLOAT = sys.float_info.max  # a whole number of Python may be larger
+LONGEST_NAME = 100
+LONGEST_PATH = 4000  # bytes that Linux takes
+LONGEST_PART = 255  # bytes between two slashes that its file systems take
+
+
+class Section(BaseModel):
+    """One mapping of the scenario file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self._check()
+        return self
+
+    def _check(self) -> None:
+        """Raise ValueError if the values of a section do not fit each other."""
+
+
+class OwnSection(Section):
+    """A part of a user's own.
+
+    Attributes:
+        module: where it is defined, `package.module:name`.
+        arguments: what it is called with, by name.
+    """
+
+    module: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return the part's name: its module."""
+        return self.module
+
+
+def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, module) of every part of a section that is a user's own."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        key = f"{path}{name}"
+        if name == "module" and value is not None:
+            yield key, value
+
+        inner = value if isinstance(value, list) else [value]
+        for part in inner:
+            if isinstance(part, Section):
+                yield from own_modules(part, f"{key}.")
+
+
+def check_keys(
+    section: Section, keys_of: Mapping[str, Sequence[str]], optional: Sequence[str] = (), choice: str = "kind"
+) -> None:
+    """Raise unless a section has the keys that its kind, or what another key chooses, needs, and none of others'."""
+    chosen = getattr(section, choice)
+    for key in dict.fromkeys(key for keys in keys_of.values() for key in keys):
+        takers = [name for name, keys in keys_of.items() if key in keys]
+        is_set = getattr(section, key) is not None
+        if is_set and chosen not in takers:
+            raise ArgumentError(
+                f"{key} belongs to {choice} {' or '.join(takers)}, not to {chosen}: remove it",
+                code="scenario.other-choice",
+            )
+        if not is_set and chosen in takers and key not in optional:
+            raise ArgumentError(f"{choice} {chosen} needs {key}: add it", code="scenario.incomplete")
+
+
+def _with_module(value: Any) -> str:
+    keys = value if isinstance(value, dict) else getattr(type(value), "model_fields", ())
+    return "own" if "module" in keys else "named"
+
+
+# Unions of a named part and a user's own, which is a section with the key `module`; and of a section and the word none.
+OWN_OR_NAMED = Discriminator(_with_module)
+SECTION_OR_NAME = Discriminator(lambda value: "named" if isinstance(value, str) else "own")
+SECTION_OR_NONE = Discriminator(lambda value: "none" if isinstance(value, str) else "section")
+
+
+def _per_peer(value: Any) -> Any:
+    """Accept one number for every peer or a list with one number a peer."""
+    is_list = isinstance(value, list | tuple)
+    numbers = value if is_list else [value]
+    if not numbers or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
+        raise ArgumentError("must be a number, or a list with one number for each peer", code="scenario.per-peer")
+    if any(not 0 < x < float("inf") for x in numbers) or max(numbers) > LARGEST_FLOAT:
+        raise ArgumentError("must be > 0 and finite (for every peer)", code="scenario.not-positive")
+    return tuple(float(x) for x in value) if is_list else float(value)
+
+
+_POSITIVE = {"type": "number", "exclusiveMinimum": 0}
+PerPeer = Annotated[
+    float | tuple[float, ...],
+    BeforeValidator(_per_peer),
+    WithJsonSchema({"anyOf": [_POSITIVE, {"type": "array", "items": _POSITIVE}]}),
+]
+
+
+def _plain_name(value: str) -> str:
+    """Raise unless a value can name a folder."""
+    plain = value.isprintable() and not set(value) & set("/\\") and value == value.strip()
+    if not plain or value[:1] in ("", ".", "-") or len(value.encode()) > LONGEST_NAME:
+        raise ArgumentError(
+            f"must be a name, not a path: at most {LONGEST_NAME} bytes on one line, without / and \\, not beginning "
+            "with '.' or '-'; --out sets where results go",
+            code="scenario.name",
+        )
+    return value
+
+
+def _path_text(value: str) -> str:
+    """Raise unless a value can be a path."""
+    if not value.isprintable():
+        raise ArgumentError("must be a path on one line, without control characters", code="scenario.path")
+    if len(value.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST_PART for part in value.split("/")):
+        raise ArgumentError(
+            f"must be a path of at most {LONGEST_PATH} bytes, {LONGEST_PART} between two slashes", code="scenario.path"
+        )
+    return value
+
+
+Name = Annotated[str, AfterValidator(_plain_name)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_path_text)]
+Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]

@@ -1,0 +1,306 @@
+"""The parts that a scenario can name: each is a class that owns its name, its keys and its line of description.
+
+A part of the package is one file in the room of its kind, and nothing else knows it by name. A registry stands on the
+lowest floor and imports the modules of that room when somebody first asks for a part, so rooms below can validate and
+describe a part without importing it themselves. A part of a user's own is the same class in a module outside the
+package, which a scenario names as `package.module:Name` (`common.user_code`).
+
+    class Muffliato(Algorithm):
+        name = "muffliato"                                     what a scenario calls it
+        line = "a noised step, then several gossip steps"      what `privdec list` says of it
+        class Section(DescentSection):                         the keys that belong to this choice
+            gossip_steps: int = 5
+
+A registry makes the *form* of a section: the keys of the part, and before them the key that chooses it. Forms of parts
+with a name have `name`, those of a user's own `module`. Together the forms are a union that is discriminated by name,
+in validation, in the JSON schema and in the errors of a scenario.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+
+from flower_privdec.common.errors import RAISED_BY_USERS, ArgumentError, ScenarioError, did_you_mean
+from flower_privdec.common.fields import Section
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import without_tokens
+
+
+class Part(Protocol):
+    """What a registry asks of a part's class.
+
+    Attributes:
+        name: what a scenario calls it.
+        line: what `privdec list` says of it.
+        Section: declares the keys that belong to this choice.
+    """
+
+    name: str
+    line: str
+    Section: ClassVar[type[Any]]
+
+
+P = TypeVar("P", bound=Part)
+
+
+class Registry(MutableMapping[str, type[P]], Generic[P]):
+    """The parts of one kind, by name, in the order of their modules.
+
+    Args:
+        key: of the scenario, which names one: `algorithm.name`.
+        room: the package whose modules define them.
+        usual: the section whose keys belong to no choice, because most parts have them.
+    """
+
+    def __init__(self, key: str, room: str, usual: type[Section]) -> None:
+        self.key = key
+        self.room = room
+        self._usual = usual
+        self._parts: dict[str, type[P]] = {}
+        self._is_complete = False
+        self._scanning = threading.RLock()
+
+    def _all(self) -> dict[str, type[P]]:
+        """Return all parts; the first call imports the room."""
+        if not self._is_complete:
+            with self._scanning:
+                if not self._is_complete:
+                    self._parts = self._scanned()
+                    self._is_complete = True
+        return self._parts
+
+    def _scanned(self) -> dict[str, type[P]]:
+        package = importlib.import_module(self.room)
+        parts: dict[str, type[P]] = {}
+        for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
+            name = f"{self.room}.{module.name}"
+            for value in vars(importlib.import_module(name)).values():
+                # A part is described where it is defined: what a module imports, or only inherits a line, is none.
+                if isinstance(value, type) and value.__module__ == name and "line" in vars(value):
+                    self._add(parts, value)
+        return parts
+
+    def _add(self, parts: dict[str, type[P]], part: type[P]) -> None:
+        name = vars(part).get("name")
+        if not (isinstance(name, str) and name and isinstance(part.line, str) and part.line):
+            raise ArgumentError(
+                f"{part.__module__}.{part.__qualname__} must have a name and a line of its own, as text: add both",
+                code="registry.nameless",
+            )
+        if name in parts:
+            taken = parts[name]
+            raise ArgumentError(
+                f"{self.key}={name!r} names both {taken.__module__}.{taken.__qualname__} and "
+                f"{part.__module__}.{part.__qualname__}: rename one",
+                code="registry.taken",
+            )
+        parts[name] = part
+
+    def __getitem__(self, name: str) -> type[P]:
+        """Return the part of a name."""
+        return self._all()[name]
+
+    def __setitem__(self, name: str, part: type[P]) -> None:
+        """Replace the part of a name, as tests do; a part of the package is found in its room."""
+        self._all()[name] = part
+
+    def __delitem__(self, name: str) -> None:
+        """Forget a part that was put here by hand."""
+        del self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        """Return how many parts there are."""
+        return len(self._all())
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """What `privdec list` says of each name."""
+        return {name: part.line for name, part in self.items()}
+
+    def check(self, name: str) -> None:
+        """Refuse a name that no part has.
+
+        Raises:
+            ScenarioError: naming the key of the scenario, all names, and the nearest.
+        """
+        if name not in self:
+            message = f"{self.key}={name!r} must be one of {', '.join(self)}{did_you_mean(name, self)}"
+            raise ScenarioError(message, code="catalogue.unknown")
+
+    def forms(self) -> dict[str, type[Section]]:
+        """Return the form of each name's section. Parts that share a Section share its form."""
+        return {name: self.form(name) for name in self}
+
+    def form(self, name: str) -> type[Section]:
+        """Return the form of a name's section."""
+        section = self[name].Section
+        sharing = tuple(other for other, part in self.items() if part.Section is section)
+        return _named_form(section, sharing)
+
+    def section(self, name: str, **keys: Any) -> Any:
+        """Return the section of a part with some of its keys set, as a scenario would have it."""
+        return self.form(name).model_validate({"name": name, **keys})
+
+    def keys_of(self, name: str) -> dict[str, Any]:
+        """Return the defaults of the keys that belong to a name; None for those that others decide."""
+        fields = self[name].Section.model_fields
+        own = [key for key in fields if key not in self._usual.model_fields]
+        defaults: dict[str, Any] = {}
+        for key in own:
+            value = fields[key].get_default(call_default_factory=True)
+            defaults[key] = value.model_dump(exclude_none=True) if isinstance(value, Section) else value
+        return defaults
+
+
+class NamedPart(Section):
+    """The key that chooses a part of the package.
+
+    Attributes:
+        name: which one.
+    """
+
+    name: str
+
+
+class OwnPart(Section):
+    """The key that chooses a part of a user's own.
+
+    Attributes:
+        module: where the class is defined, `package.module:name`.
+    """
+
+    module: str
+
+    @property
+    def name(self) -> str:
+        """Return the part's name: its module."""
+        return without_tokens(self.module)
+
+
+# By the class of the section, and the names that choose it. A form is made once: two sections are equal only if their
+# classes are the same.
+_FORMS: dict[tuple[type[Section], tuple[str, ...]], type[Section]] = {}
+
+
+def _named_form(section: type[Section], names: tuple[str, ...]) -> type[Section]:
+    """Return the form of a section that some names choose: its keys after the key `name`."""
+    if (section, names) not in _FORMS:
+        choice = {"name": Literal[names]}
+        _FORMS[section, names] = _joined(_form_name(section), section, NamedPart, choice)
+    return _FORMS[section, names]
+
+
+def own_form(section: type[Section]) -> type[Section]:
+    """Return the form of the section of a part of a user's own: its keys after the key `module`."""
+    if (section, ()) not in _FORMS:
+        _FORMS[section, ()] = _joined(f"Own{_form_name(section)}", section, OwnPart, {})
+    return _FORMS[section, ()]
+
+
+def _joined(name: str, section: type[Section], chosen_by: type[Section], choice: dict[str, Any]) -> type[Section]:
+    """Return a class with the keys of `chosen_by`, then those of the section.
+
+    Pydantic orders fields by the bases from last to first, and takes the configuration of the last: the section's own,
+    which may allow more keys, is therefore given again.
+    """
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace["__module__"] = section.__module__
+        namespace["__doc__"] = section.__doc__
+        namespace["__annotations__"] = choice
+        namespace["model_config"] = section.model_config
+
+    form: type[Section] = types.new_class(name, (section, chosen_by), exec_body=fill)
+    return form
+
+
+def _form_name(section: type[Section]) -> str:
+    """Return what the JSON schema calls a form: MuffliatoSection, for the class Section inside Muffliato."""
+    return section.__qualname__.rpartition("<locals>.")[2].replace(".", "")
+
+
+class PartField:
+    """As `Annotated[BaseSection, PartField(...)]`, a field that takes the section of a part, by its form.
+
+    Args:
+        registry: of the parts that have a name.
+        usual: the Section class of a user's part that declares no keys.
+        own_section: returns the Section class of a user's part by its module; it raises ScenarioError.
+    """
+
+    def __init__(
+        self, registry: Registry[Any], usual: type[Section], own_section: Callable[[object], type[Section]]
+    ) -> None:
+        self.registry = registry
+        self._usual = usual
+        self._own_section = own_section
+
+    def forms(self) -> list[type[Section]]:
+        """Return every form: one for each section of a named part, then that of a user's own."""
+        return [*dict.fromkeys(self.registry.forms().values()), own_form(self._usual)]
+
+    def form_of(self, data: Any) -> type[Section] | None:
+        """Return the form that plain data choose; None if they choose none."""
+        if not isinstance(data, Mapping):
+            return None
+        if "module" in data:
+            return own_form(self._own_section(data["module"]))
+        name = data.get("name")
+        return self.registry.form(name) if isinstance(name, str) and name in self.registry else None
+
+    def _validated(self, value: Any) -> Section:
+        if isinstance(value, Section):
+            return value
+        if not isinstance(value, dict):
+            raise PydanticKnownError("model_attributes_type")
+        if "module" in value:
+            return self._validated_own(value)
+        if "name" not in value:
+            raise PydanticKnownError("union_tag_not_found", {"discriminator": "'name'"})
+        form = self.form_of(value)
+        if form is None:
+            known = ", ".join(repr(name) for name in self.registry)
+            tag = str(value["name"])
+            raise PydanticKnownError(
+                "union_tag_invalid", {"discriminator": "'name'", "tag": tag, "expected_tags": known}
+            )
+        return form.model_validate(value)
+
+    def _validated_own(self, value: dict[Any, Any]) -> Section:
+        key = f"{self.registry.key.rpartition('.')[0]}.module"
+        try:
+            return own_form(self._own_section(value["module"])).model_validate(value)
+        except ValueError:  # a ValidationError of pydantic is one
+            raise
+        except ScenarioError as error:
+            raise ArgumentError(str(error), code=error.code) from error
+        except RAISED_BY_USERS as error:  # a user's own validator may raise anything
+            raise ArgumentError(
+                f"{key}={value['module']!r}: its Section raised {one_line(error)}", code="code.fails"
+            ) from error
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return pydantic's form of the field: the section's own class validates and serializes it."""
+        return core_schema.no_info_plain_validator_function(self._validated)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the JSON schema of all forms, discriminated by name."""
+        return handler(union_of(self.forms()))
+
+
+def union_of(forms: Iterable[type[Section]]) -> CoreSchema:
+    """Return pydantic's schema of any of some forms."""
+    return core_schema.union_schema([form.__pydantic_core_schema__ for form in forms])
