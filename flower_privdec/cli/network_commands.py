@@ -33,10 +33,10 @@ def certs(
 ) -> None:
     """Make a TLS certificate for every peer of a scenario."""
     from flower_privdec.network.transport.tls import make_certificates
-    from flower_privdec.scenario.loading import load_for_network
+    from flower_privdec.scenario.loading import load_membership
 
     for identity, done in make_certificates(
-        load_for_network(scenario, settings or ()), out, authority, authority_key
+        load_membership(scenario, settings or ()), out, authority, authority_key
     ).items():
         typer.echo(f"{done}  {identity}")
     typer.echo(f"{out}: give each peer authority.pem and its own two files, and authority.key to none")

@@ -35,7 +35,7 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import without_tokens
 
 
-class Part(Protocol):
+class RegisteredPart(Protocol):
     """What a registry asks of a part's class.
 
     Attributes:
@@ -49,7 +49,7 @@ class Part(Protocol):
     Section: ClassVar[type[Any]]
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=RegisteredPart)
 
 
 class Registry(MutableMapping[str, type[P]], Generic[P]):

@@ -324,16 +324,12 @@ class ClientAppRunner:
 class AppTraining(Algorithm):
     """Stochastic Gradient Push, with an app's training in the place of a gradient step; see `PeerMod`."""
 
+    name = "app"
     weights = "column-stochastic"
     open_rows = ("x", "w")
 
     def __init__(self, train: Step, mix: Mix) -> None:
         self.program = (train, mix)
-
-    @property
-    def name(self) -> str:
-        """Return its name in errors."""
-        return "app"
 
 
 class AppTrainer:

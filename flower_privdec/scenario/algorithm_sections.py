@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.fields import Fraction, PerPeer, Positive, Section
-from flower_privdec.common.registry import OwnPart, Part, PartField, Registry
+from flower_privdec.common.registry import OwnPart, PartField, RegisteredPart, Registry
 from flower_privdec.common.user_code import find_given, is_given, load_own
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class AbsentAlgorithmSection(DescentSection):
     model_config = ConfigDict(extra="allow")
 
 
-class AlgorithmPart(Part, Protocol):
+class AlgorithmPart(RegisteredPart, Protocol):
     """An algorithm's class, as far as a scenario looks at it.
 
     Attributes:

@@ -26,7 +26,7 @@ from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.scenario.findings import Location, Places, explain
-from flower_privdec.scenario.sections import PEER, AppScenario, LocatedFile, Scenario
+from flower_privdec.scenario.sections import PEER, AppScenario, LocatedFile, Membership, Scenario
 
 LONGEST, LARGEST, DEEPEST = 1 << 20, 1_000_000, 32  # characters; values once aliases stand for copies; levels
 LARGEST_WHOLE = 2**63
@@ -396,6 +396,14 @@ def load_for_network(path: Path, overrides: Iterable[str] = ()) -> Scenario | Ap
     sections = read_yaml(read_text(file), str(file))[0]
     load = load_scenario if {"data", "model", "algorithm"} & sections.keys() else load_app_scenario
     return load(file, overrides)
+
+
+def load_membership(path: Path, overrides: Iterable[str] = ()) -> Membership:
+    """Read who the peers of a scenario's file are, and nothing else: no part of the scenario is imported."""
+    file = find_scenario(path)
+    return parse_model(
+        Membership, read_text(file), form=SCENARIO, where=str(file), overrides=overrides, folder=file.parent
+    )
 
 
 def file_form(scenario: Scenario | AppScenario) -> dict[str, Any]:

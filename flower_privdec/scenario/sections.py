@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ConfigDict,
     Field,
     PrivateAttr,
     Tag,
@@ -1025,7 +1026,7 @@ class LocatedFile(Section):
     _places: Places = PrivateAttr(default_factory=Places)
 
 
-def _check_addresses(scenario: Scenario | AppScenario) -> None:
+def _check_addresses(scenario: Scenario | AppScenario | Membership) -> None:
     peers = scenario.network.peers
     if peers is not None and len(peers) != scenario.n_peers:
         raise ArgumentError(
@@ -1329,6 +1330,27 @@ class AppScenario(LocatedFile):
         """Return the parts that were given as Python objects: none."""
         return ()
 
+
+class Membership(LocatedFile):
+    """Who the peers of a scenario, or of an app's, are: all that their certificates need.
+
+    Attributes:
+        name: of the run.
+        n_peers: how many peers there are.
+        network: where they are.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: Name
+    n_peers: Annotated[int, Field(ge=1, le=MOST_PEERS)]
+    network: NetworkSection = NetworkSection()
+
+    def _check(self) -> None:
+        _check_addresses(self)
+
+
+HasPeers = Scenario | AppScenario | Membership
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

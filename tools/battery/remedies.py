@@ -7,7 +7,7 @@ a peer`. A name that is recommended belongs to the key that the line is about, o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,9 @@ from tools.battery.rows import Case, Data
 
 MOST = 24  # builds, until a row counts as one whose remedies do not work
 DEEPEST = 7  # remedies, one after the other
-VOCABULARY = {  # where a name that is recommended belongs, if it is no value of the key that the line is about
+VOCABULARY: dict[
+    str, Container[str]
+] = {  # where a name that is recommended belongs, if it is no value of the key that the line is about
     "algorithm.name": ALGORITHMS,
     "topology.name": catalogue.TOPOLOGIES,
     "topology.weights": catalogue.WEIGHTS,

@@ -26,8 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
-from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import AppScenario
+from flower_privdec.scenario.sections import HasPeers
 
 AUTHORITY_DAYS = 3650
 PEER_DAYS = 365
@@ -340,18 +339,21 @@ def files_of(folder: Path, peer: int) -> tuple[Path, Path, Path]:
     return folder / f"peer-{peer}.pem", folder / f"peer-{peer}.key", folder / AUTHORITY
 
 
-def identities(scenario: Scenario | AppScenario) -> list[str]:
+def identities(scenario: HasPeers) -> list[str]:
     """Return the identity of every peer of a scenario."""
     return scenario.network.identities(scenario.name, scenario.n_peers)
 
 
-def credentials_of(scenario: Scenario | AppScenario, folder: Path, peer: int) -> Credentials:
+def credentials_of(scenario: HasPeers, folder: Path, peer: int) -> Credentials:
     """Read a peer's credentials from a folder; raises what `Credentials.read` does."""
     return Credentials.read(*files_of(folder, peer), identities(scenario)[peer])
 
 
 def make_certificates(
-    scenario: Scenario | AppScenario, folder: Path, authority: Path | None = None, authority_key: Path | None = None
+    scenario: HasPeers,
+    folder: Path,
+    authority: Path | None = None,
+    authority_key: Path | None = None,
 ) -> dict[str, str]:
     """Make a certificate and a key for each peer of a scenario; those that are valid for another month stay.
 
@@ -392,7 +394,7 @@ def _good(files: tuple[Path, Path, Path], identity: str) -> bool:
     return certificate_problem(own.certificate, own.authority, identity, datetime.now(UTC) + RENEWED) is None
 
 
-def _authority(scenario: Scenario | AppScenario, folder: Path, certificate: Path | None, key: Path | None) -> Authority:
+def _authority(scenario: HasPeers, folder: Path, certificate: Path | None, key: Path | None) -> Authority:
     if (certificate is None) != (key is None):
         raise ScenarioError(
             "an authority has a certificate and a key: give both --authority and --authority-key",
