@@ -116,6 +116,7 @@ class ADP2SGD(Algorithm):
 
         staleness: Count | None = None
 
+    needs = ("topology.name=ring",)
     weights = "doubly-stochastic"
     slots = 3
     released = one_sum

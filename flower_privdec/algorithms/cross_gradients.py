@@ -34,6 +34,7 @@ from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, Rele
 class CrossGradients(Algorithm):
     """What PDSL and CGA have in common."""
 
+    needs = ("topology.name=star",)  # the hub answers several peers, and each of them only the hub
     weights = "doubly-stochastic"
     slots = 4
     edge_slots = 5

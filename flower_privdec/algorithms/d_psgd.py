@@ -38,6 +38,7 @@ class DecentralizedSGD(Algorithm):
     name = "d-psgd"
     line = "decentralized parallel SGD (gossip, doubly stochastic weights)"
 
+    needs = ("topology.name=ring",)
     weights = "doubly-stochastic"
     program = (gradient, Mix(("x",)), apply_step)
     slots = 2

@@ -153,6 +153,15 @@ class DPDDA(Algorithm):
 
     Section = DualAveragingSection
 
+    needs = ("topology.name=ring",)
+    variants = (
+        (
+            "algorithm.schedule=convex",
+            "algorithm.gamma=0.5",
+            "algorithm.regularizer={kind: l1, weight: 0.01}",
+        ),
+        ("participation={kind: edges, count: 1}",),
+    )
     weights = "doubly-stochastic"
     slots = 3
     open_rows = ("x", "dual", "average")

@@ -67,6 +67,7 @@ class FedDeper(FedAvg):
                     code="feddeper.mixing-rate",
                 )
 
+    variants = (("algorithm.rho=0",),)
     slots = 2
     steadied_by = ("learning_rate", "rho", "local_steps")
 

@@ -191,6 +191,7 @@ class Scaffold(FedAvg):
 
         no_optimizer = "computes its control variates from its steps, which must be plain"
 
+    needs = ("topology.name=server",)
     slots = 5
     open_rows = ("x", "w", "change")
     released = one_sum

@@ -47,5 +47,6 @@ class DPSGD(Local):
                     code="scenario.n-peers",
                 )
 
+    needs = ("n_peers=1",)
     paper_noise = "moments"
     released = one_sum

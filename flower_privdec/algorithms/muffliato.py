@@ -88,6 +88,8 @@ class Muffliato(Algorithm):
         gossip_steps: Annotated[int, Field(ge=1, le=1000)] = 5
         acceleration: Literal["none", "chebyshev"] = "none"
 
+    needs = ("topology.name=ring",)
+    variants = (("algorithm.acceleration=chebyshev",),)
     weights = "doubly-stochastic"
     released = one_sum
 

@@ -54,6 +54,7 @@ class DPNetFleet(Algorithm):
 
         local_steps: LocalSteps = 5
 
+    needs = ("topology.name=ring",)
     weights = "doubly-stochastic"
     slots = 3
     open_rows = ("x", "correction")

@@ -100,6 +100,8 @@ class PDSL(CrossGradients):
                     code="privacy.phi-min",
                 )
 
+    needs = ("topology.name=star", "data.test_samples=60", "data.validation=40")
+    variants = (("algorithm.shapley=monte-carlo", "algorithm.permutations=3", "algorithm.truncation=0.01"),)
     open_rows = ("x", "u", "shapley", "evaluations")
     paper_noise: ClassVar[PaperNoise | None] = "cross-gradients"
     released = one_for_each

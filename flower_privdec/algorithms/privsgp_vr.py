@@ -66,6 +66,11 @@ class PrivSGPVR(SGP):
             """Whether the table has one gradient for each block of examples."""
             return self.table == "blocks"
 
+    variants = (
+        ("algorithm.table=dense",),
+        ("algorithm.table=snapshot", "algorithm.snapshot_every=2"),
+        ("algorithm.table=blocks", "data.batch.sampling=blocks"),
+    )
     paper_noise = "moments-table"
 
     def __init__(self, section: Section) -> None:

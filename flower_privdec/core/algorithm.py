@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 AVERAGE = "average."  # before the names of averaged rows
-HARMLESS = ("name", "line", "paper_noise", "steadied_by")  # attributes on which no release depends
+HARMLESS = ("name", "line", "needs", "variants", "paper_noise", "steadied_by")  # attributes on which no release depends
 Step = Callable[["Cohort", State], None]
 
 
@@ -48,6 +48,8 @@ class Algorithm:
     Attributes:
         name: what a scenario calls it, for one of the package.
         line: what `privdec list` says of it.
+        needs: settings, `key.path=value`, that a scenario must have for it to run, as the graph that it needs.
+        variants: settings worth testing beside its defaults; the laws hold for each.
         Section: declares the keys that belong to it, beside those of all that descend along gradients.
         weights: the mixing weights its theory needs, or None when it exchanges nothing.
         program: steps and exchanges of one round, in order.
@@ -70,6 +72,8 @@ class Algorithm:
     Section: ClassVar[type[AlgorithmSection]] = DescentSection
     name: str = ""
     line: str = ""
+    needs: ClassVar[tuple[str, ...]] = ()
+    variants: ClassVar[tuple[tuple[str, ...], ...]] = ()
     weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
     program: tuple[Step | Exchange, ...]
     slots: int = 1

@@ -1,0 +1,129 @@
+"""One file adds a part: as a built-in where it lies in its room, as a user's where it is imported from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from doors import both_doors
+from raising import raises
+from tiny_scenario import Build, Tiny
+
+from flower_privdec import testing
+from flower_privdec.common.errors import ArgumentError, ScenarioError
+from flower_privdec.reporting.console import parts, print_parts
+from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
+from flower_privdec.scenario.algorithm_sections import ALGORITHMS
+from tools.docs.algorithm_table import algorithm_table
+from tools.docs.scenario_reference import scenario_reference
+
+ALGORITHM = '''
+from flower_privdec.algorithms.sgp import SGP
+from flower_privdec.common.fields import Fraction
+from flower_privdec.core import Mix
+from flower_privdec.privacy.mechanism.declared import one_sum
+from flower_privdec.scenario import DescentSection
+
+
+class HalfPush(SGP):
+    """Push a share of each step. Source: none needed."""
+
+    name = "half-push"
+    line = "push-sum that takes a share of each step"
+
+    class Section(DescentSection):
+        """HalfPush: which share.
+
+        Attributes:
+            share: of a step that is taken.
+        """
+
+        share: Fraction = 0.5
+
+    released = one_sum
+
+    def __init__(self, section):
+        super().__init__(section)
+        self.share = section.share
+        self.program = (self.descend, Mix(("x", "w")))
+
+    def descend(self, cohort, state):
+        rows = state.rows
+        rate = cohort.learning_rate.at(state.round_index)[cohort.peers]
+        step = cohort.tensor(-self.share * rate)[:, None]
+        gradient = rows["x"].new_zeros(rows["x"].shape)
+        cohort.add_step_(gradient, rows["x"], state.round_index, divisor=rows["w"], factor=1.0)
+        rows["x"] += step * gradient
+'''
+PLAIN = ["privacy=none", "data.batch={sampling: full}"]  # no draw, whose keys differ with the scenario
+
+
+@pytest.fixture
+def half_push(tmp_path: Path) -> Iterator[None]:
+    with both_doors(ALGORITHMS, tmp_path, "half_push", ALGORITHM):
+        yield
+
+
+BUILT_IN = "algorithm={name: half-push, learning_rate: 0.4, share: 0.25}"
+OWN = 'algorithm={module: "half_push:HalfPush", learning_rate: 0.4, share: 0.25}'
+
+
+@pytest.mark.usefixtures("half_push")
+def test_one_file_is_an_algorithm_by_both_doors(build: Build) -> None:
+    models = [testing.run_rounds(build(setting, *PLAIN), 2).state.rows["x"] for setting in (BUILT_IN, OWN)]
+    assert torch.equal(*models)
+
+    # A quarter of steps of 0.4 is a step of 0.1, which push-sum itself can take.
+    plain = testing.run_rounds(build("algorithm={name: sgp, learning_rate: 0.1}", *PLAIN), 2).state.rows["x"]
+    torch.testing.assert_close(models[0], plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("half_push")
+@pytest.mark.parametrize("setting", [BUILT_IN, OWN])
+def test_the_laws_hold_for_an_algorithm_by_either_door(build: Build, setting: str) -> None:
+    experiment = build(setting)
+    testing.assert_sensitivity(experiment, 2)
+    testing.assert_noise(experiment, 2)
+
+
+@pytest.mark.usefixtures("half_push")
+def test_a_new_algorithm_is_known_everywhere(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parts()["algorithms"]["half-push"] == "push-sum that takes a share of each step (share: 0.5)"
+    print_parts(True, "algorithms")
+    assert "half-push" in json.loads(capsys.readouterr().out)["algorithms"]
+    assert "| `half-push` | push-sum that takes" in algorithm_table()
+    assert "| `algorithm.share` | number | `0.5` | > 0, ≤ 1 | of a step that is taken." in scenario_reference()
+    assert "half-push" in json.dumps(Scenario.model_json_schema())
+
+    scenario = tiny(BUILT_IN)
+    assert parse_scenario(to_yaml(scenario)) == scenario
+
+
+@pytest.mark.usefixtures("half_push")
+def test_errors_know_the_keys_of_a_new_algorithm(tiny: Tiny) -> None:
+    for setting in (BUILT_IN, OWN):
+        with raises(ScenarioError, "scenario.less_than_equal", r"algorithm\.share=2.0 must be <= 1"):
+            tiny(setting, "algorithm.share=2.0")
+        with raises(ScenarioError, "scenario.extra_forbidden", "did you mean 'share'"):
+            tiny(setting, "algorithm.shar=0.5")
+    with raises(ScenarioError, "scenario.union_tag_invalid", "did you mean 'half-push'"):
+        tiny("algorithm.name=half-pus")
+    with raises(ScenarioError, "scenario.extra_forbidden", "it belongs to half-push"):
+        tiny("algorithm.share=0.5")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (ALGORITHM.replace('name = "half-push"', ""), "registry.nameless"),
+        (ALGORITHM.replace('"push-sum that takes a share of each step"', '""'), "registry.nameless"),
+        (ALGORITHM.replace('"half-push"', '"privsgp"'), "registry.taken"),
+    ],
+    ids=["no name", "no line", "a name that is taken"],
+)
+def test_a_built_in_without_a_name_of_its_own_is_refused(tmp_path: Path, text: str, code: str) -> None:
+    with both_doors(ALGORITHMS, tmp_path, "half_push", text), raises(ArgumentError, code, "HalfPush"):
+        list(ALGORITHMS)
