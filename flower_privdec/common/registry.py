@@ -81,7 +81,7 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
     def _scanned(self) -> dict[str, type[P]]:
         package = importlib.import_module(self.room)
         parts: dict[str, type[P]] = {}
-        for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
+        for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda entry: entry.name):
             name = f"{self.room}.{module.name}"
             for value in vars(importlib.import_module(name)).values():
                 # A part is described where it is defined: what a module imports, or only inherits a line, is none.
