@@ -18,6 +18,8 @@ replies to j alone is no bound on all that j receives.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,7 +36,8 @@ from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, Rele
 class CrossGradients(Algorithm):
     """What PDSL and CGA have in common."""
 
-    needs = ("topology.name=star",)  # the hub answers several peers, and each of them only the hub
+    # The hub of a star answers several peers, and each of them only the hub.
+    needs: ClassVar[tuple[str, ...]] = ("topology.name=star",)
     weights = "doubly-stochastic"
     slots = 4
     edge_slots = 5

@@ -1,7 +1,7 @@
 """The parts that a scenario can name: each is a class that owns its name, its keys and its line of description.
 
 A part of the package is one file in the room of its kind, and nothing else knows it by name. A registry stands on the
-lowest floor and imports the modules of that room when somebody first asks for a part, so rooms below can validate and
+lowest floor and imports the modules of that room when it is first asked for a part, so rooms below can validate and
 describe a part without importing it themselves. A part of a user's own is the same class in a module outside the
 package, which a scenario names as `package.module:Name` (`common.user_code`).
 
