@@ -93,7 +93,7 @@ def test_over_a_server_it_has_the_engines_numbers(build, tmp_path, participation
     result, strategy = run(grid, experiment, 6, **participation)
     if participation:
         drawn = [experiment.participation.active(k).tolist() for k in range(6)]
-        assert drawn == [strategy._active.active(k).tolist() for k in range(6)]
+        assert drawn == [strategy._run.participation.active(k).tolist() for k in range(6)]
         assert not all(map(any, zip(*drawn[:1], strict=True)))  # some take part late
     rows = engine_after(experiment, 6)
     x = flat(experiment.module, result.arrays.to_torch_state_dict())

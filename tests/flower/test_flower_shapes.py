@@ -6,6 +6,7 @@ by ours is compared with what it is used to.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import io
@@ -198,6 +199,26 @@ def test_an_own_start_may_wrap_flowers_with_other_defaults(tmp_path):
     assert {report.round_index for report in strategy.reports.values()} == {5}
     assert {report.spent.split("; charged: ")[1][:2] for report in strategy.reports.values()} == {"5 "}
     assert all(49 < report.epsilon <= 50 for report in strategy.reports.values())  # solved for five rounds
+
+
+def test_each_class_runs_its_own_start_once():
+    class First(PushSum):
+        def start(self, *args, **options):
+            self.loops = [*getattr(self, "loops", []), First]
+            return super().start(*args, **options)
+
+    class Second(First):
+        def start(self, *args, **options):
+            self.loops = [Second]
+            return super().start(*args, **options)
+
+    strategy = Second("complete")
+    copied = copy.deepcopy(strategy)
+    copied.start(LocalGrid(halving([PeerMod()]), 4), zeros(), 2)
+    assert copied.loops == [Second, First]
+    assert {report.round_index for report in copied.reports.values()} == {2}
+    with raises(RunError, "flower.not-started"):
+        _ = strategy.reports
 
 
 def test_more_rounds_than_planned_are_refused():
@@ -807,7 +828,7 @@ def test_messages_are_grouped_by_round():
     assert groups["round"] == groups["evaluate"] == {"1", "2"}
 
 
-@pytest.mark.parametrize(("folder", "words"), [(None, "this run alone"), ("kept", "ledgers in ")])
+@pytest.mark.parametrize(("folder", "words"), [(None, "only this run"), ("kept", "ledgers in ")])
 def test_the_log_says_where_ledgers_lie_and_last(folder, words, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     where = None if folder is None else tmp_path / folder

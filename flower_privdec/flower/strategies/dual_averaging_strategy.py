@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flwr.serverapp import Grid
-
 from flower_privdec.algorithms.dual_averaging import DualAveragingSection
 from flower_privdec.flower.mods.dual_step import DualStep
 from flower_privdec.flower.strategies.push_sum import Gossip
@@ -21,7 +19,7 @@ class DualAveragingStrategy(Gossip):
         s_i ← Σ_j W_ij (s_j + a_t u_j),   x_i = argmin_x <-s_i, x> + ι A_t h(x) + γ_t ‖x‖²/2     (`DualStep`)
 
     u_j is what the app's train function moves the model by, clipped and noised by PeerMod: with one step of plain SGD
-    of learning rate 1, minus the subgradient of Algorithm 1; of another rate η, u and 1/γ and l2 have that unit. All
+    of learning rate 1, minus the subgradient of Algorithm 1. At another rate η, u, 1/γ and l2 are η times as large. All
     peers begin at s = 0, whatever the initial arrays are, so the loss must be convex in the arrays, as of a linear
     model. A peer's model is the running average of its x, and the network's the mean of those.
 
@@ -34,7 +32,7 @@ class DualAveragingStrategy(Gossip):
         options: those of PushSum; `fraction_train` is ι.
 
     Raises:
-        ScenarioError: an option out of its range, or no least value.
+        ScenarioError: an option is out of its range, or the regularizer has no least value.
 
     Privacy: that of `PeerMod`: u is clipped as a whole, noised and charged before a_t multiplies it. s, x and the
         average are functions of what was released. Who is active can be seen, and a peer pays for its active rounds.
@@ -61,18 +59,21 @@ class DualAveragingStrategy(Gossip):
         self.section = validated(DualAveragingSection, data, "DualAveraging")
         super().__init__(topology, **options)
 
-    def _begin(self, given: Mapping[str, Any], grid: Grid) -> None:
-        super()._begin(given, grid)
-        n_peers = self.network.n_peers
+    def _told_to_all(self, n_peers: int) -> dict[str, Any]:
+        """Return the regularized step, which each peer takes itself."""
         h = self.section.regularizer
+        weight = h.weight or 0.0
+        l2 = weight if h.strongly_convex else 0.0
+        l1 = weight if h.kind == "l1" else h.l1_weight or 0.0
+        n_active = self._sampled(self.fraction_train, self.min_train_nodes, n_peers)
         step = DualStep(
             self.section.schedule == "strongly-convex",
             self.section.gamma,
-            l2=(h.weight or 0.0) if h.strongly_convex else 0.0,
-            l1=(h.weight or 0.0) if h.kind == "l1" else h.l1_weight or 0.0,
+            l2=l2,
+            l1=l1,
             lower=-math.inf if h.lower is None else h.lower,
             upper=math.inf if h.upper is None else h.upper,
             radius=math.inf if h.radius is None else h.radius,
-            chance=self._sampled(self.fraction_train, self.min_train_nodes, n_peers) / n_peers,
+            chance=n_active / n_peers,
         )
-        self.network.common["dual"] = step.to_json()
+        return {"dual": step.to_json()}

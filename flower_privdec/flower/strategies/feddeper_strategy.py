@@ -38,15 +38,15 @@ Criterion = Callable[..., Tensor]
 class FedDeperStrategy(PushSum):
     """Let every peer train a model that is averaged and a personalized one that never leaves it.
 
-        y_i ← τ local steps from z_i and the personalized v_i (`train_two_models`);  then, of what PeerMod sends,
+        y_i ← τ local steps from z_i and the personalized v_i (`train_two_models`);  then, with what PeerMod sends,
         over a server  x ← x + mean over the active peers of (y_i - x),  z_i = x     (FedDeper, Algorithm 1, line 14)
         over a graph   push-sum of (x_i + w_i (y_i - z_i), w_i),  z_i = x_i / w_i
 
     The ClientApp is a peer (`PeerMod`), whose train function answers with `train_two_models`. η, ρ, λ and τ travel in
     the train config. Every v_i begins at x^0, however late the peer takes part first, and is part of the peer's state.
 
-    Over a server the ServerApp sends x to the round's peers, as FedAvg does, and learns the mean of their models; where
-    they seal, from masked numbers, so that a round in which one of them does not answer leaves x as it was, and
+    Over a server the ServerApp sends x to the round's peers, as FedAvg does, and learns the mean of their models. If
+    they seal, it learns it from masked numbers: a round in which one of them does not answer leaves x as it was, and
     deployed peers refuse a round over other peers (`masking.check_set`). A run of the same name goes on from the mean
     of the last round, or from the model that it began with.
 
@@ -61,7 +61,7 @@ class FedDeperStrategy(PushSum):
             alike.
 
     Raises:
-        ScenarioError: a number out of its range, or what PushSum refuses.
+        ScenarioError: a number is out of its range, or PushSum refuses an option.
 
     Privacy: that of `PeerMod`: the update y_i - z_i is clipped as a whole, noised and charged. v_i enters it like the
     peer's data and never leaves. For single examples see `train_two_models`.
@@ -85,40 +85,51 @@ class FedDeperStrategy(PushSum):
         any_mixing_rate: bool = False,
         **options: Any,
     ) -> None:
-        self.settings = dict(zip(NAMES, (learning_rate, rho, mixing_rate, local_steps), strict=True))
+        self.settings = {"learning_rate": learning_rate, "rho": rho, "mixing_rate": mixing_rate}
+        self.settings["local_steps"] = local_steps
         data = {"any_mixing_rate": any_mixing_rate, **self.settings}
         validated(FedDeperAlgorithm.Section, data, "FedDeper")
         super().__init__(topology, **options)
         self._over_server = topology == "server"
+        self._model = ArrayRecord()  # x, over a server; set when the first round is known
 
-    def _run(self, rounds: Callable[[], Any]) -> Any:
-        self._model = self._initial
-        self._wants_mean |= self._over_server
-        return super()._run(rounds)
+    def _needs_mean(self) -> bool:
+        return self._over_server
 
     def _first_round(self) -> int:
         """Return the round to go on with; over a server, after restoring x from the peers that took part last."""
         if not self._over_server:
             return super()._first_round()
         last = max(self.reports[peer].round_index for peer in self.network.there)
-        if last:
-            peers = [peer for peer in self.network.responsive_peers() if self.reports[peer].round_index == last]
-            summed = [peer for peer in peers if not self.reports[peer].idle]
-            if self._sealed:  # the same sum again, for a state enters no other
-                summed = next((self.reports[peer].mean_of for peer in peers if self.reports[peer].mean_of), peers)
-            mean, answers = self._delivered_mean(peers, summed, last)
-            sent = (reply.content.array_records.get(MODEL) for reply in answers.values())
-            before = next((x for x in sent if x and not self._layout.misfit(numpy_arrays(x))), None)
-            if mean is None and before is None:
-                raise RunError(
-                    f"the model after round {last} cannot be restored from peers {peers}, which took part in it: "
-                    "start all of them, or give the run another name",
-                    code="feddeper.restore",
-                )
-            if mean is None:
-                log.warning("Round %s has no mean: the model is the one that it began with", last)
-            self._model = mean or before or self._model
+        self._model = self._restored(last) if last else self._run.initial
         return last + 1
+
+    def _restored(self, last: int) -> ArrayRecord:
+        """Return x after the last round: the mean of its peers, or, if it had none, the model that it began with.
+
+        Raises:
+            RunError: no peer that took part in the round has either.
+        """
+        peers = [peer for peer in self.network.responsive_peers() if self.reports[peer].round_index == last]
+        summed = [peer for peer in peers if not self.reports[peer].idle]
+        if self._run.sealed:
+            # The same masked sum again: a state of a peer enters no other, or their difference would show one peer.
+            summed = next((self.reports[peer].mean_of for peer in peers if self.reports[peer].mean_of), peers)
+
+        mean, answers = self._delivered_mean(peers, summed, last)
+        if mean is not None:
+            return mean
+
+        for reply in answers.values():
+            before = reply.content.array_records.get(MODEL)
+            if before and not self._run.layout.misfit(numpy_arrays(before)):
+                log.warning("Round %s has no mean: the model is the one that it began with", last)
+                return before
+        raise RunError(
+            f"the model after round {last} cannot be restored from peers {peers}, which took part in it: "
+            "start all of them, or give the run another name",
+            code="feddeper.restore",
+        )
 
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
         if not self._over_server:
@@ -138,8 +149,10 @@ class FedDeperStrategy(PushSum):
         """Return the mean over the peers that took part, which over a server is x, and the metrics that came."""
         mean, metrics = super().aggregate_train(server_round, replies)
         if self._over_server:
-            self._model = mean = mean or self._model
-            self._mean_of = server_round
+            # A round without a mean leaves x as it was, and is evaluated like any other.
+            mean = mean or self._model
+            self._model = mean
+            self._run.mean_of = server_round
         return mean, metrics
 
     def configure_evaluate(
@@ -150,24 +163,28 @@ class FedDeperStrategy(PushSum):
 
     def _with_model(self, messages: Iterable[Message]) -> list[Message]:
         sent = list(messages)
-        for message in sent if self._over_server else ():
-            message.content[MODEL] = self._model
+        if self._over_server:
+            for message in sent:
+                message.content[MODEL] = self._model
         return sent
 
     def _deliver(self) -> ArrayRecord | None:
         if not self._over_server:
             return super()._deliver()
         log_privacy(self.reports)
-        model: ArrayRecord = self._model
-        return model
+        return self._model
 
 
 class TwoModels(nn.Module):
-    """A model twice, as y and as v: for a batch [examples, ...] their outputs side by side, [examples, 2, ...]."""
+    """A model twice, as y and as v: for a batch [examples, ...] their outputs side by side, [examples, 2, ...].
+
+    Side by side, per-example clipping sees one example's gradients of both as one.
+    """
 
     def __init__(self, module: nn.Module, y: Parameters, v: Parameters) -> None:
         super().__init__()
-        self.y, self.v = copy.deepcopy(module), copy.deepcopy(module)
+        self.y = copy.deepcopy(module)
+        self.v = copy.deepcopy(module)
         self.y.load_state_dict(y)
         self.v.load_state_dict(v)
 
@@ -200,8 +217,9 @@ class TwoModelSGD(Optimizer):
     def __init__(self, models: TwoModels, learning_rate: float, rho: float) -> None:
         y = list(models.y.parameters())
         v = list(models.v.parameters())
+        x = [value.detach().clone() for value in y]  # y begins there
         super().__init__([*y, *v], {"lr": learning_rate})
-        self._pairs = list(zip(y, v, [value.detach().clone() for value in y], strict=True))
+        self._triples = list(zip(y, v, x, strict=True))
         self._rho = rho
         self.steps = 0
 
@@ -209,8 +227,8 @@ class TwoModelSGD(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step."""
         rate = self.param_groups[0]["lr"]
-        for y, v, x in self._pairs:
-            pull = v + y - 2 * x
+        for y, v, x in self._triples:
+            pull = v + y - 2 * x  # before either moves
             for parameter in (y, v):
                 if parameter.grad is not None:
                     parameter.sub_(rate * parameter.grad)
@@ -236,7 +254,7 @@ def train_two_models(
         message: to a train function of a ClientApp with PeerMod; it has x and v.
         module: the architecture; its own parameters are not changed. Without buffers.
         criterion: called as criterion(outputs, *targets); returns a batch's mean loss.
-        batches: of (inputs, *targets), one a step, from the beginning again where they end; a DataLoader where
+        batches: of (inputs, *targets), one per step, from the beginning again when they end; a DataLoader if
             `privacy` is given.
         privacy: for example-level privacy, what `private` takes beside model, optimizer, loader and criterion, such as
             {"ledger": peer_folder() / "examples.jsonl", "epsilon": 8.0, "delta": 1e-5, "rounds": 100}, with the
@@ -251,30 +269,36 @@ def train_two_models(
         BudgetError: the example-level budget is spent.
 
     Privacy: with `privacy`, unit one example; the pair (g(y), g(v)) of an example is clipped together to C and noised,
-    so y and v both are functions of what the ledger charged. Without it none here: see `PeerMod`.
+    so y and v both are functions of what the ledger charged. Without `privacy` nothing is protected here: see
+    `PeerMod`.
 
     Source: FedDeper, Algorithm 1, lines 5 to 11.
     """
     key = next((name for name in message.content.array_records if name != PERSONAL), PERSONAL)
-    rate, rho, mixing_rate, steps = _settings(message.content)
+    rate, rho, mixing_rate, local_steps = _settings(message.content)
+    steps = int(local_steps)
     x = personalized(message, key)
     v = personalized(message)
     _check_module(module, x)
+
     models = TwoModels(module, x, v)
     optimizer: TwoModelSGD = TwoModelSGD(models, rate, rho)
-    called: Any = models
+    forward: Any = models
     loss: Any = TwoModelLoss(criterion)
     if privacy is None:
-        drawn = _repeated(batches, int(steps))
+        local_batches = _repeated(batches, steps)
     else:
         if not isinstance(batches, DataLoader):
             raise RunError(f"batches is a {type(batches).__name__}: with privacy it must be a DataLoader")
-        called, _, drawn, loss = private(models, optimizer, _LocalSteps(batches, int(steps)), loss, **privacy)
+        forward, _, local_batches, loss = private(models, optimizer, _LocalSteps(batches, steps), loss, **privacy)
+
     device = next(module.parameters()).device
-    for inputs, *targets in drawn:
+    for inputs, *targets in local_batches:
         optimizer.zero_grad()
-        loss(called(inputs.to(device)), *(target.to(device) for target in targets)).backward()
+        outputs = forward(inputs.to(device))  # [examples, 2, ...]
+        loss(outputs, *(target.to(device) for target in targets)).backward()
         optimizer.step()
+
     y = dict(models.y.named_parameters())
     v = dict(models.v.named_parameters())
     mixed = {name: torch.lerp(v[name], y[name], mixing_rate) for name in v}
@@ -335,10 +359,10 @@ def _check_module(module: nn.Module, x: Parameters) -> None:
 
 
 def _repeated(batches: Iterable[Any], count: int) -> Iterator[Any]:
-    """Yield so many batches, from the beginning again where they end."""
+    """Yield so many batches, from the beginning again when they end."""
     left = count
     while left:
-        before = left
+        before = left  # to notice an iterable that is empty, or a generator that cannot begin again
         for batch in islice(batches, left):
             yield batch
             left -= 1

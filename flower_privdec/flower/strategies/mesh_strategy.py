@@ -23,23 +23,24 @@ class Mesh(PushSum):
     """Push-sum among SuperNodes that talk to each other directly, all rounds inside one train message.
 
     Every SuperNode has an `address` HOST:PORT and `certificates`, a folder of `privdec certs`, in its node-config, and
-    they must all run at once. Where one of them has no address, behind NAT or in a simulation, the rounds are relayed
+    they must all run at once. If one of them has no address, behind NAT or in a simulation, the rounds are relayed
     through this ServerApp as `PushSum` does it; the log says which it is. A node that is started again goes on from
     its checkpoint when the run of the same name is started again.
 
-    After the rounds each peer evaluates its own model once, and the peers' mean is computed, as in PushSum.
+    So Flower's loop runs only for relayed rounds. After direct rounds each peer evaluates its own model once, and the
+    peers' mean is computed, as in PushSum.
 
     Args:
         topology: the graph's name.
         name: of the run and of the scenario for which the certificates were made.
-        mode: asynchronous, where a peer goes on without those who do not come in time; or synchronous.
+        mode: asynchronous, in which a peer goes on without those that do not come in time; or synchronous.
         deadline: seconds that peers wait for each other, see `network` in a scenario.
         start: seconds that they wait for their neighbours at first; one that has met none by then fails.
         final_mixing: see `network` in a scenario.
         options: those of PushSum.
 
     Raises:
-        ScenarioError: the graph is no named one, or an option out of its range.
+        ScenarioError: the graph has no name, or an option is out of its range.
 
     Privacy: that of `PeerMod`. What the SuperLink and the ServerApp see: the graph, who is where, each peer's ε, and
     the mean at the end, of masked numbers; no share passes them. They introduce addresses and no keys, so that they
@@ -76,19 +77,23 @@ class Mesh(PushSum):
             "give_up": float(start),
             "final_mixing": final_mixing,
         }
-        self._scenario([f"127.0.0.1:{port}" for port in (1, 2)], 1)  # which refuses what is wrong before the run
+        # A scenario of two peers, whoever they are, refuses before the run what is wrong with the options.
+        self._scenario(["127.0.0.1:1", "127.0.0.1:2"], 1)
 
     def _scenario(self, addresses: list[str], rounds: int) -> str:
         """Return what the peers agree on, as YAML."""
-        count = self._sampled(self.fraction_train, self.min_train_nodes, len(addresses))
-        share = count / len(addresses)
+        n_peers = len(addresses)
+        n_active = self._sampled(self.fraction_train, self.min_train_nodes, n_peers)
+        participation: dict[str, Any] = {"kind": "all"}
+        if n_active < n_peers:
+            participation = {"kind": "uniform", "fraction": n_active / n_peers}
         section: dict[str, Any] = {
             "name": self.name,
             "seed": self.seed,
-            "n_peers": len(addresses),
+            "n_peers": n_peers,
             "rounds": rounds,
             "topology": {"name": self.topology, **self.topology_options},
-            "participation": {"kind": "all"} if share == 1 else {"kind": "uniform", "fraction": float(share)},
+            "participation": participation,
             "privacy": "none",
             "network": {**self._network, "hand_in": False, "peers": [{"address": address} for address in addresses]},
         }
@@ -97,47 +102,62 @@ class Mesh(PushSum):
         except ValueError as error:
             raise ScenarioError(f"a mesh cannot be: {' '.join(str(error).split())}", code="mesh.setting") from error
 
-    def _run(self, rounds: Callable[[], Any]) -> Any:
-        """Let the peers run all rounds among themselves; relay them where a peer cannot be reached."""
-        network = self.network
-        reports = self.reports
+    def _run_rounds(self, loop: Callable[[], Any]) -> Any:
+        """Let the peers run all rounds among themselves; relay them if a peer cannot be reached."""
+        run = self._run
+        network = run.network
+        reports = network.reports
         unreachable = [peer for peer in range(network.n_peers) if peer not in reports or not reports[peer].address]
         if unreachable:
             log.info("Peers %s have no address: all rounds are relayed by this ServerApp", unreachable)
-            return super()._run(rounds)
-        log.info("The peers talk to each other directly, for %s rounds; this ServerApp waits", self._rounds)
-        if self._overridden:
-            log.warning("A mesh has no rounds here, and calls none of %s", ", ".join(self._overridden))
-        self._wants_mean, config = False, self._given["train_config"] or ConfigRecord()
-        config["server-round"] = 1
-        scenario = self._scenario([reports[peer].address for peer in sorted(reports)], self._rounds)
-        records: dict[str, ArrayRecord | ConfigRecord] = {INITIAL: self._initial, self.configrecord_key: config}
-        peers = sorted(reports)
-        messages = [network.message(peer, "train", MESH, RecordDict({**records}), scenario=scenario) for peer in peers]
-        done = network.ask(messages)
-        network.raise_if_all_fail(peers)
-        log.info(
-            "%s of %s peers are done%s",
-            len(done),
-            len(peers),
-            f" ({troubles})" if (troubles := network.troubles()) else "",
-        )
-        if missing := sorted(set(peers) - done.keys()):
-            raise RunError(
-                f"peers {missing} did not finish; start the run of the same name again", code="mesh.unfinished"
-            )
+            return super()._run_rounds(loop)
+
+        log.info("The peers talk to each other directly, for %s rounds; this ServerApp waits", run.rounds)
+        if run.overridden:
+            log.warning("A mesh has no rounds here, and calls none of %s", ", ".join(run.overridden))
+        run.wants_mean = False
+        run.recipients = sorted(reports)
+        self._wait_for_peers()
+
         result = Result()
-        last = self._rounds
-        self._asked = peers
-        evaluated = network.ask(
-            self.configure_evaluate(last, self._initial, self._given["evaluate_config"] or ConfigRecord(), network.grid)
-        )
-        if metrics := self.aggregate_evaluate(last, evaluated.values()):
+        last = run.rounds
+        messages = self.configure_evaluate(last, run.initial, run.evaluate_config, network.grid)
+        metrics = self.aggregate_evaluate(last, network.ask(messages).values())
+        if metrics:
             result.evaluate_metrics_clientapp[last] = metrics
-        if (mean := self._deliver()) is not None:
+
+        mean = self._deliver()
+        if mean is not None:
             result.arrays = mean
-            self._mean_of = last
-            if metrics := self._evaluate(last, mean):
+            run.mean_of = last
+            metrics = self._evaluate(last, mean)
+            if metrics:
                 result.evaluate_metrics_serverapp[last] = metrics
         log.info("Final results:\n%s", result)
         return result
+
+    def _wait_for_peers(self) -> None:
+        """Introduce the peers to each other, and wait until all have run their rounds.
+
+        Raises:
+            RunError: a peer did not finish.
+        """
+        run = self._run
+        network = run.network
+        peers = run.recipients
+        scenario = self._scenario([network.reports[peer].address for peer in peers], run.rounds)
+        config = run.train_config
+        config["server-round"] = 1
+        records: dict[str, ArrayRecord | ConfigRecord] = {INITIAL: run.initial, self.configrecord_key: config}
+        messages = [network.message(peer, "train", MESH, RecordDict({**records}), scenario=scenario) for peer in peers]
+        done = network.ask(messages)
+
+        network.raise_if_all_fail(peers)
+        troubles = network.troubles()
+        suffix = f" ({troubles})" if troubles else ""
+        log.info("%s of %s peers are done%s", len(done), len(peers), suffix)
+        missing = [peer for peer in peers if peer not in done]
+        if missing:
+            raise RunError(
+                f"peers {missing} did not finish; start the run of the same name again", code="mesh.unfinished"
+            )

@@ -1,4 +1,16 @@
-"""Flower strategies without a global model, for apps whose ClientApp is a peer (`PeerMod`)."""
+"""Flower strategies without a global model, for apps whose ClientApp is a peer (`PeerMod`).
+
+The life of a strategy:
+
+1. **Construction** checks every option. Nothing is known of the peers yet.
+2. **`start`** of an object, whichever class defines it, is `_start_on_peers`: it checks the arguments, finds the peers
+   and their graph, and keeps what is then known as one `PeerRun`.
+3. **The rounds** are Flower's own loop, or the copy of it that a subclass has as its `start`. The loop calls the hooks
+   below and sends through a `PeerGrid`, which knows which peers answered, which are late and which are gone.
+4. **The end** hands out the shares that are still on their way, and computes the peers' mean.
+
+What subclasses of this package change is named in `PushSum` under "hooks".
+"""
 
 from __future__ import annotations
 
@@ -8,7 +20,8 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import wraps
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,11 +50,23 @@ from flower_privdec.flower.strategies.peer_network import (
     total_mass,
 )
 from flower_privdec.graph.mixing import UNDIRECTED, Mixing
-from flower_privdec.graph.topology import Topology, build_participation, build_topology
+from flower_privdec.graph.topology import Participation, Topology, build_participation, build_topology
 from flower_privdec.rows.keys import keyed_generator
 
 log = logging.getLogger("flwr.privdec")
 log.setLevel(logging.INFO)
+
+Aggregate = Callable[[list[RecordDict], str], MetricRecord]
+EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
+
+OPTION = "flower.option"  # the code of an error
+OURS = "flower_privdec."  # the modules of this package
+HOOKS = ("start", "configure_train", "aggregate_train", "configure_evaluate")  # what a global model goes through
+
+# The arguments of `start`, from the installed flwr: 1.43 adds `should_stop`, which passes through to Flower's loop.
+START = {name: part for name, part in inspect.signature(Strategy.start).parameters.items() if name != "self"}
+
+# --- metrics ---
 
 
 def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
@@ -49,34 +74,49 @@ def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
 
     Args:
         replies: the peers' answers; those without metrics say nothing.
-        key: of the weight. Where some have none, or it is no number >= 0, or all are zero, all count alike.
+        key: of the weight. If some have none, or it is no number >= 0, or all are zero, all count alike.
 
     Returns:
-        Records of the same names, each a number or a list as long as the others'; who reports others is left out, and
-        named in the log.
+        Records of the same names, each a number or a list as long as the others'; a peer that reports others is left
+        out, and named in the log.
     """
-    first = {r.metadata.src_node_id: next(iter(r.content.metric_records.items()), None) for r in replies if _good(r)}
-    metrics_of = {node: named for node, named in first.items() if named is not None}
-    shapes = {  # the names and how long each list is, -1 for a number
-        node: sorted((name, len(x) if isinstance(x, list) else -1) for name, x in metrics.items() if name != key)
-        for node, (_, metrics) in metrics_of.items()
-    }
-    kinds = list(shapes.values())
-    usual = max(kinds, key=kinds.count, default=[])
-    if odd := [node for node, shape in shapes.items() if shape != usual]:
+    metrics_of: dict[int, tuple[str, MetricRecord]] = {}  # by node: the record's name and the record
+    for reply in replies:
+        if not reply.has_error():
+            for name, metrics in list(reply.content.metric_records.items())[:1]:
+                metrics_of[reply.metadata.src_node_id] = (name, metrics)
+
+    shapes = {node: _shape(metrics, key) for node, (_, metrics) in metrics_of.items()}
+    all_shapes = list(shapes.values())
+    usual = max(all_shapes, key=all_shapes.count, default=[])
+    odd = [node for node, shape in shapes.items() if shape != usual]
+    if odd:
         log.warning("the metrics of SuperNodes %s are not those that the others report, and left out", odd)
+
     alike = [named for node, named in metrics_of.items() if shapes[node] == usual]
     weights = [_weight(metrics.get(key)) for _, metrics in alike]
-    weighed = all(weight is not None for weight in weights) and sum(weight or 0 for weight in weights) > 0
-    return [RecordDict({name: m if weighed else MetricRecord({**m, key: 1})}) for name, m in alike]
+    are_weighted = all(weight is not None for weight in weights) and sum(weight or 0 for weight in weights) > 0
+    if are_weighted:
+        return [RecordDict({name: metrics}) for name, metrics in alike]
+    return [RecordDict({name: MetricRecord({**metrics, key: 1})}) for name, metrics in alike]
 
 
-def _good(reply: Message) -> bool:
-    return not reply.has_error()
+def _shape(metrics: MetricRecord, key: str) -> list[tuple[str, int]]:
+    """Return the names of metrics, and how long each list is; -1 for a number."""
+    shape = []
+    for name, value in metrics.items():
+        if name != key:
+            shape.append((name, len(value) if isinstance(value, list) else -1))
+    return sorted(shape)
 
 
 def _weight(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and 0 <= value < math.inf else None
+    if isinstance(value, int | float) and 0 <= value < math.inf:
+        return float(value)
+    return None
+
+
+# --- checks ---
 
 
 def check_strategy(given: Mapping[str, Any]) -> None:
@@ -96,14 +136,17 @@ def check_strategy(given: Mapping[str, Any]) -> None:
     check_numbers(fractions)
     check_whole({"seed": given["seed"], **whole})
     check_paths({"folder": given["folder"]})
+
     texts = {name: value for name, value in given.items() if name == "name" or name.endswith("_key")}
     check_kinds(texts, (str,), "a text")
     for name, value in texts.items():
         if value is None and name != "name":
             remedy = ', or "" for all to count alike' if name == "weighted_by_key" else ""
             raise ScenarioError(f"{name}=None must be a text{remedy}; leave it out for the usual one", code=OPTION)
+
     check_calls({name: value for name, value in given.items() if name.endswith("_fn")})
     check_kinds({"topology_options": given["topology_options"]}, (Mapping,), "a dict, such as {'degree': 4}")
+
     topology = given["topology"]
     problem = ""
     if not isinstance(topology, str) and not all(hasattr(topology, name) for name in ("n_peers", "directed", "edges")):
@@ -133,7 +176,11 @@ def check_start(given: Mapping[str, Any]) -> None:
     Raises:
         ScenarioError: naming the value and the rule.
     """
-    grid, arrays, rounds, timeout = (given[name] for name in ("grid", "initial_arrays", "num_rounds", "timeout"))
+    grid = given["grid"]
+    arrays = given["initial_arrays"]
+    rounds = given["num_rounds"]
+    timeout = given["timeout"]
+
     problem = ""
     if not isinstance(grid, Grid):
         problem = f"grid is a {type(grid).__name__}: give the one that the ServerApp's main function is given"
@@ -145,41 +192,27 @@ def check_start(given: Mapping[str, Any]) -> None:
         problem = "num_rounds and timeout must be numbers; leave them out for the usual ones"
     if problem:
         raise ScenarioError(problem, code="flower.start")
+
     check_whole({"num_rounds": rounds})
     check_numbers({"timeout": timeout})
     if not (rounds >= 0 and timeout > 0):
         raise ScenarioError(f"num_rounds={rounds} must be >= 0 and timeout={timeout} > 0 seconds", code="flower.start")
+
     check_kinds({name: given[name] for name in ("train_config", "evaluate_config")}, (ConfigRecord,), "a ConfigRecord")
     check_calls({"evaluate_fn": given["evaluate_fn"]})
 
 
-Aggregate = Callable[[list[RecordDict], str], MetricRecord]
-EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
-OPTION = "flower.option"  # the code of an error
-HOOKS = ("start", "configure_train", "aggregate_train", "configure_evaluate")  # what a global model goes through
+# --- a run ---
 
 
-OURS = "flower_privdec."  # modules
-START = {name: part for name, part in inspect.signature(Strategy.start).parameters.items() if name != "self"}
-
-
-def _over_peers(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a subclass's `start`, of the arguments of Flower's at least, to be run on the peers."""
-
-    @wraps(start)
-    def started(self: PushSum, *args: Any, **options: Any) -> Any:
-        named = dict(zip(START, args, strict=False)) | options
-        own = inspect.signature(start).parameters
-        defaults = {name: own.get(name, part).default for name, part in START.items()}
-        facts = {name: None if value is inspect.Parameter.empty else value for name, value in defaults.items()}
-        return self._over_peers(lambda **given: start(self, **given), facts | named, named)
-
-    return started
+def _is_users(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is neither Flower's loop nor one of this package's."""
+    return hook is not Strategy.start and not hook.__module__.startswith(OURS)
 
 
 @Grid.register
 class PeerGrid:
-    """Sends the messages of a strategy's hooks to the peers; all else is the grid's.
+    """Sends the messages of a strategy's loop to the peers; everything else is the grid's.
 
     Args:
         strategy: whose run it is.
@@ -194,12 +227,74 @@ class PeerGrid:
         return getattr(self._grid, name)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Return the peers' replies, the late ones of earlier messages aside; see `PeerNetwork.ask`.
+        """Return the peers' replies, without late ones to earlier messages; see `PeerNetwork.ask`.
 
         Raises:
             RunError: a message is none of this strategy's.
         """
         return self._strategy.exchange(messages)
+
+
+@dataclass
+class PeerRun:
+    """One run of a strategy, from when its peers are found until `start` returns.
+
+    Attributes:
+        network: the peers.
+        initial: the arrays that all peers begin with.
+        layout: of those arrays.
+        unmixed: those of them that are not mixed.
+        rounds: of the whole run.
+        graph: over all peers.
+        participation: who takes part in which round.
+        sealed: whether the peers seal what they send, so that only sums of masked numbers are open.
+        train_config, evaluate_config: for the app's functions.
+        evaluate_fn: the app's, for the mean.
+        overridden: which hooks a user's subclass overrides.
+        wants_mean: whether the mean is computed in every round, and not only at the end.
+        first_round: from 1; later if a run of the same name goes on.
+        recipients: the peers that were sent the round's message.
+        counted: those of them that answered the last time, which get shares and are in the round's mean.
+        exhausted: why a peer's budget allows it no more training, by peer.
+        last_mean: the last mean; None before the first.
+        mean_of: the round of that mean; -1 before the first.
+        has_noted_privacy: whether the log says what stays with the peers.
+    """
+
+    network: PeerNetwork
+    initial: ArrayRecord
+    layout: Layout
+    unmixed: Mapping[str, np.ndarray]
+    rounds: int
+    graph: Topology
+    participation: Participation
+    sealed: bool
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: EvaluateMean | None
+    overridden: list[str]
+    wants_mean: bool
+    first_round: int = 1
+    recipients: list[int] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+    exhausted: dict[int, str] = field(default_factory=dict)
+    last_mean: ArrayRecord | None = None
+    mean_of: int = -1
+    has_noted_privacy: bool = False
+
+    def record(self, mass: np.ndarray) -> ArrayRecord:
+        """Return the model of a mass (x, w), [d + 1], as the app knows it; unmixed arrays as they were initially."""
+        return self.layout.record(mass[:-1] / mass[-1], self.unmixed)
+
+    def mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
+        """Return the mean Σ x / Σ w over some peers' answers; None if there is none, see `total_mass`."""
+        total = total_mass(masses_in(answers, self.layout.size, self.sealed), set(peers), self.sealed)
+        return None if total is None else self.record(total)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Return whether no peer trains any more, because what its budget allows is spent."""
+        return bool(self.exhausted) and self.exhausted.keys() == self.network.reports.keys()
 
 
 class PushSum(Strategy):
@@ -210,14 +305,20 @@ class PushSum(Strategy):
     It takes the place of one of Flower's: `PushSum(topology="directed-exponential").start(grid, arrays, ...)`. It finds
     the peers, sends each in every round its receivers, and relays the shares to them, of which it combines none.
 
+    `start` takes the arguments of Flower's and returns its Result: `num_rounds` are those of the whole run, with those
+    before a restart; `timeout` is in seconds for the answers of one round; `train_config` and `evaluate_config` reach
+    the app's functions with `server-round` added; `evaluate_fn` is given the round and the mean over the peers that
+    took part in it. It raises RunError if nodes are no peers, claim the same partition, or none of them answers, or
+    all fail; and ScenarioError if the graph cannot be, or not with so many peers.
+
     Rounds run as in Flower's `Strategy.start`, which calls the same hooks with the same arguments; a subclass may
     override them, `start` too. No global model exists. The network's mean Σ x / Σ w takes its place in `evaluate_fn`,
-    `aggregate_train`, `configure_train` and `configure_evaluate`, and is computed in each round where one of these is
+    `aggregate_train`, `configure_train` and `configure_evaluate`, and is computed in each round if one of these is
     given or overridden; what a subclass's `aggregate_train` returns goes to `evaluate_fn` and not to the peers. At the
-    end `result.arrays` holds the mean, and `peer_arrays` each peer's own model, where peers do not seal what they send.
-    Where they do, the mean is a sum of masked numbers, and a peer's own model stays in its folder.
+    end `result.arrays` holds the mean, and `peer_arrays` each peer's own model, unless peers seal what they send.
+    Then the mean is a sum of masked numbers, and a peer's own model stays in its folder.
 
-    A peer counts by its number of examples, as in FedAvg, where its app's metrics leave the peer: (x_i, w_i) begins as
+    A peer counts by its number of examples, as in FedAvg, if its app's metrics leave the peer: (x_i, w_i) begins as
     (n_i x, n_i), and W_ij is min(1, n_i / n_j) times as large, so that w_i stays near n_i. Otherwise peers count alike;
     `PeerMod(examples=...)` states another number.
 
@@ -230,8 +331,8 @@ class PushSum(Strategy):
         topology_options: of a named graph, as degree.
         fraction_train: the share of peers that train and mix in a round, in (0, 1], drawn afresh each round.
         fraction_evaluate: the share of peers that evaluate their own model after a round.
-        min_train_nodes, min_evaluate_nodes: so many do at least, of those that there are.
-        min_available_nodes: with so many the run begins, when others have not answered within `patience`.
+        min_train_nodes, min_evaluate_nodes: at least so many do, if there are as many.
+        min_available_nodes: with so many the run begins, if others have not answered within `patience`.
         seed: of the graph and of who takes part.
         name: of the run; a run of the same name goes on where it stopped, as far as its peers still know it. By
             default each call of `start` is a new one, with the ledgers of those before.
@@ -242,7 +343,7 @@ class PushSum(Strategy):
             Flower's FedAvg; without the key, and under the key "", all count alike.
 
     Attributes:
-        peer_arrays: after the end, each peer's own model, by peer; empty where they are sealed.
+        peer_arrays: after the end, each peer's own model, by peer; empty if they are sealed.
         network: the peers of the run.
 
     Raises:
@@ -276,7 +377,8 @@ class PushSum(Strategy):
         evaluate_metrics_aggr_fn: Aggregate | None = None,
     ) -> None:
         check_strategy({name: value for name, value in locals().items() if name != "self"})
-        self.topology, self.topology_options = topology, dict(topology_options or {})
+        self.topology = topology
+        self.topology_options = dict(topology_options or {})
         self.fraction_train = fraction_train
         self.fraction_evaluate = fraction_evaluate
         self.seed = seed
@@ -292,105 +394,224 @@ class PushSum(Strategy):
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or aggregate_metricrecords
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or aggregate_metricrecords
         self.peer_arrays: dict[int, ArrayRecord] = {}
-        self._peers: PeerNetwork | None = None
+        self._current: PeerRun | None = None
         self._check_graph()
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Let a subclass's own `start` run its rounds on the peers."""
-        super().__init_subclass__(**options)
-        if "start" in cls.__dict__:
-            cls.start = _over_peers(cls.start)  # type: ignore[method-assign]
+        # Many Flower apps override `start` with a copy of Flower's loop, and never call super().start. So a loop cannot
+        # be trusted to find the peers first. Who calls `start` of this object calls `_start_on_peers`, which finds them
+        # and then runs the loop that its class has. Inside the classes `start` and super().start are plain methods.
+        self.start = self._start_on_peers  # type: ignore[method-assign]
 
-    def _is_named(self) -> bool:
-        """Return whether the graph is given by a name that any number of peers has."""
-        return isinstance(self.topology, str) and self.topology not in ("torus", "edge-list", "random-regular")
+    # --- hooks of this package's strategies ---
 
     def _check_graph(self) -> None:
         """Refuse a graph that the strategy cannot use, as soon as it can be told."""
         if self._is_named():
             build_topology(str(self.topology), 8, seed=self.seed, **self.topology_options)
 
-    # The run.
+    def _told_to_all(self, n_peers: int) -> dict[str, Any]:
+        """Return what the strategy tells the peers in every message, besides the run; see `PeerRequest`."""
+        return {}
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: EvaluateMean | None = None,
-    ) -> Result:
-        """Run to the end, as Flower's own strategies do.
+    def _needs_mean(self) -> bool:
+        """Return whether the strategy itself needs the mean of every round."""
+        return False
 
-        Args:
-            grid: the nodes.
-            initial_arrays: the model that all peers begin with.
-            num_rounds: of the whole run, those before a restart with them.
-            timeout: seconds to wait for a round's answers.
-            train_config, evaluate_config: handed to the app's functions, with `server-round` added.
-            evaluate_fn: given the round and the mean over the peers that took part in it.
+    def _first_round(self) -> int:
+        """Return the round to go on with: the last again if a peer missed it, for no peer takes part twice."""
+        rounds = [self.reports[peer].round_index for peer in self.network.there]
+        last = max(rounds)
+        is_done = min(rounds) == last or last == 0
+        return last + 1 if is_done else last
 
-        Returns:
-            The mean over all peers, and the metrics that came.
+    def _run_rounds(self, loop: Callable[[], Any]) -> Any:
+        """Relay all rounds, and return what the loop returns, with the peers' mean in its arrays."""
+        run = self._run
+        network = run.network
+        is_new = all(report.incarnation == 0 for report in self.reports.values())
+        network.join(run.initial, founding=is_new)
 
-        Raises:
-            RunError: nodes are no peers, or claim the same partition, or none of them answers; or all fail.
-            ScenarioError: the graph cannot be, or not with so many peers.
-        """
-        given = {name: value for name, value in locals().items() if name in START}
-        result: Result = self._over_peers(super().start, given, given)
-        return result
+        run.first_round = self._first_round()
+        name = network.common["run"]
+        if run.first_round > run.rounds > 0:
+            log.warning("Run %r has its %s rounds already: give a larger num_rounds, or another name", name, run.rounds)
+        elif run.first_round > 1:
+            log.info("Run %r goes on with round %s", name, run.first_round)
 
-    def _over_peers(self, rounds: Callable[..., Any], facts: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-        """Find the peers, run Flower's or a subclass's rounds on a grid that speaks to them, and deliver their mean.
-
-        `given` is what the rounds are called with, and `facts` the same with their defaults.
-        """
-        if isinstance(facts["grid"], PeerGrid):  # a subclass's start, which is on the peers already
-            return rounds(**given)
-        check_start(facts)
-        with one_line_failure():
-            self._begin(facts, facts["grid"])
-            peers: dict[str, Any] = {"grid": PeerGrid(self, facts["grid"])}
-            if facts["evaluate_fn"] is not None:
-                peers["evaluate_fn"] = self._evaluate
-            try:
-                return self._run(lambda: rounds(**{**given, **peers}))
-            except KeyError as error:
-                if error.args != (self.arrayrecord_key,) or not self._sealed:
-                    raise
-                raise RunError(
-                    f"a hook of {type(self).__name__} read {self.arrayrecord_key!r} of a reply: peers seal their "
-                    "models, and the mean alone is known, which super().aggregate_train(...) returns",
-                    code="flower.sealed-model",
-                ) from error
-
-    def _run(self, rounds: Callable[[], Any]) -> Any:
-        """Relay all rounds, once the peers are found, and return the result with the peers' mean."""
-        self.network.join(self._initial, founding=all(report.incarnation == 0 for report in self.reports.values()))
-        self._first = self._first_round()
-        run = self.network.common["run"]
-        if self._first > self._rounds > 0:
-            log.warning(
-                "Run %r has its %s rounds already: give a larger num_rounds, or another name", run, self._rounds
-            )
-        elif self._first > 1:
-            log.info("Run %r goes on with round %s", run, self._first)
-        result = rounds()
+        result = loop()
         arrays = self._deliver() or ArrayRecord()
         if isinstance(result, Result):
             result.arrays = arrays
         return result
 
+    def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
+        """Return the receivers of each peer's shares in a round, with weights; only peers that respond have any."""
+        n_peers = self.network.n_peers
+        counted = self._run.counted
+        links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(n_peers)}
+        if len(counted) < 2:
+            return links
+
+        present = np.zeros(n_peers, dtype=bool)
+        present[counted] = True
+        examples = {peer: self.reports[peer].examples for peer in counted}
+        total = sum(examples.values())
+        matrix, is_mean = matrix_of(self._run.graph, self.weights, round_index, present)
+        for sender, receiver, weight in matrix.terms():
+            if sender == receiver:
+                continue
+            # A peer of few examples gets less from one of many, so that its weight stays near their number.
+            share = weight * min(1.0, examples[receiver] / examples[sender])
+            if is_mean:  # all are joined to all, and get the mean weighted by examples at once
+                share = examples[receiver] / total
+            links[sender].append((receiver, share))
+        return links
+
+    def _deliver(self) -> ArrayRecord | None:
+        """Hand out the shares in transit, and return the mean over all peers that are there.
+
+        If masked means were asked for round by round it is the last of those: each state enters one sum.
+        """
+        run = self._run
+        last = max(report.round_index for report in self.reports.values())
+        mean, _ = self._delivered_mean(self.network.members(), self.network.responsive_peers(), last)
+        if run.has_stopped:
+            log.info("Training stopped: %s", formatted(run.exhausted))
+        log_privacy(self.reports)
+        return mean or run.last_mean
+
+    # --- the run ---
+
+    def _start_on_peers(self, *args: Any, **options: Any) -> Any:
+        """Find the peers, run Flower's or a subclass's loop on a grid that speaks to them, and deliver their mean."""
+        loop = type(self).start
+        signature = inspect.signature(loop)
+        signature.bind(self, *args, **options)  # raises what Python does for arguments that the loop does not take
+        given = dict(zip(START, args, strict=False)) | options
+
+        # The loop's own defaults, such as another number of rounds, count as if they were given.
+        facts: dict[str, Any] = {}
+        for name, part in START.items():
+            default = signature.parameters.get(name, part).default
+            facts[name] = None if default is inspect.Parameter.empty else default
+        facts |= given
+        check_start(facts)
+
+        with one_line_failure():
+            self._current = self._find_peers(facts)
+            given["grid"] = PeerGrid(self, facts["grid"])
+            if facts["evaluate_fn"] is not None:
+                given["evaluate_fn"] = self._evaluate
+            try:
+                return self._run_rounds(partial(loop, self, **given))
+            except KeyError as error:
+                if error.args != (self.arrayrecord_key,) or not self._run.sealed:
+                    raise
+                raise RunError(
+                    f"a hook of {type(self).__name__} read {self.arrayrecord_key!r} of a reply: peers seal their "
+                    "models, and only the mean is known, which super().aggregate_train(...) returns",
+                    code="flower.sealed-model",
+                ) from error
+
+    def _find_peers(self, facts: Mapping[str, Any]) -> PeerRun:
+        """Find the peers, and build their graph.
+
+        Args:
+            facts: the arguments of `start`, with their defaults.
+        """
+        initial = facts["initial_arrays"]
+        rounds = int(facts["num_rounds"])
+        arrays = numpy_arrays(initial)
+        layout = Layout.of(arrays)
+        network = self._find_network(facts["grid"], layout, rounds, facts["timeout"])
+        sealed = network.sealed
+        graph, participation = self._graph(network.n_peers)
+
+        evaluate_fn = facts["evaluate_fn"]
+        overridden = [hook for hook in HOOKS if _is_users(getattr(type(self), hook))]
+        return PeerRun(
+            network=network,
+            initial=initial,
+            layout=layout,
+            unmixed=layout.unmixed(arrays),
+            rounds=rounds,
+            graph=graph,
+            participation=participation,
+            sealed=sealed,
+            train_config=facts["train_config"] or ConfigRecord(),
+            evaluate_config=facts["evaluate_config"] or ConfigRecord(),
+            evaluate_fn=evaluate_fn,
+            overridden=overridden,
+            wants_mean=evaluate_fn is not None or bool(overridden) or self._needs_mean(),
+        )
+
+    def _find_network(self, grid: Grid, layout: Layout, rounds: int, timeout: float) -> PeerNetwork:
+        """Return the peers of a run, all of which were met, or as many as came in time."""
+        first_name = self.name or f"run-{grid.run.run_id}"
+        common: dict[str, Any] = {
+            "folder": "",
+            "arrays": self.arrayrecord_key,
+            "rounds": rounds,
+            "local_record": self.local_record,
+            "weighted_by": self.weighted_by_key if self.weighted else "",
+        }
+        if simulates(grid):
+            parent = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers")
+            common["folder"] = str(parent.absolute() / safe_name(first_name))
+
+        for again in count(1):
+            name = first_name if again == 1 else f"{first_name}-{again}"
+            relay_store = RelayStore(run_frames(name, layout))
+            network = PeerNetwork(grid, {"run": name, **common}, timeout, relay_store, self.configrecord_key)
+            network.find(self.patience, self.min_available_nodes)
+            # Without a name of its own every start is another run. If the peers have a state of this one, the app
+            # has started a strategy before in the same run of Flower's.
+            is_new = not any(report.incarnation for report in network.reports.values())
+            if self.name or is_new:
+                break
+        network.common |= self._told_to_all(network.n_peers)
+        return network
+
+    def _graph(self, n_peers: int) -> tuple[Topology, Participation]:
+        """Return the graph over so many peers, and who takes part in which round."""
+        graph = self.topology
+        if isinstance(graph, str):
+            graph = build_topology(graph, n_peers, seed=self.seed, **self.topology_options)
+        if graph.n_peers != n_peers:
+            raise ScenarioError(
+                f"topology {graph.name} joins {graph.n_peers} peers, and the SuperNodes are {n_peers}",
+                code="nodes.graph",
+            )
+
+        n_active = self._sampled(self.fraction_train, self.min_train_nodes, n_peers)
+        if n_active == n_peers:
+            participation = build_participation("all", n_peers, self.seed, None)
+        else:
+            participation = build_participation("uniform", n_peers, self.seed, n_active / n_peers)
+        checked = Mixing(graph, self.weights, participation)  # raises if these do not go together
+        return checked.topology, participation
+
+    def _is_named(self) -> bool:
+        """Return whether the graph is given by a name that any number of peers has."""
+        return isinstance(self.topology, str) and self.topology not in ("torus", "edge-list", "random-regular")
+
+    @staticmethod
+    def _sampled(fraction: float, least: int, total: int) -> int:
+        """Return how many of some peers a fraction is, at least so many, as FedAvg has it."""
+        # 0.29 * 100 is 28.999999999999996, and must be 29.
+        share = int(round(fraction * total, 9))
+        return min(total, max(1, share, least))
+
     def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Let `evaluate_fn` evaluate a round's mean, where there is a new one: a round before a restart has none."""
-        if self._evaluate_fn is None or server_round != (self._mean_of if server_round else self._first - 1):
+        """Let `evaluate_fn` evaluate a round's mean, if there is a new one: a round before a restart has none."""
+        run = self._run
+        round_of_arrays = run.mean_of if server_round else run.first_round - 1
+        if run.evaluate_fn is None or server_round != round_of_arrays:
             return None
-        metrics = self._evaluate_fn(server_round, arrays)
+
+        metrics: Any = run.evaluate_fn(server_round, arrays)
         if isinstance(metrics, dict):
-            with suppress(TypeError, ValueError):  # which the error below names
+            with suppress(TypeError, ValueError):  # the error below names what it is
                 metrics = MetricRecord(metrics)
         if metrics is not None and not isinstance(metrics, MetricRecord):
             raise RunError(
@@ -400,43 +621,14 @@ class PushSum(Strategy):
             )
         return metrics
 
-    def _begin(self, given: Mapping[str, Any], grid: Grid) -> None:
-        """Find the peers, and build their graph."""
-        arrays, rounds, timeout = (given[name] for name in ("initial_arrays", "num_rounds", "timeout"))
-        self._layout, self._initial, self._rounds = Layout.of(numpy_arrays(arrays)), arrays, int(rounds)
-        self._unmixed, self._exhausted = self._layout.unmixed(numpy_arrays(arrays)), dict[int, str]()
-        self._given, self._evaluate_fn = given, given["evaluate_fn"]
-        self._overridden = [hook for hook in HOOKS if not getattr(type(self), hook).__module__.startswith(OURS)]
-        self._wants_mean = self._evaluate_fn is not None or bool(self._overridden)
-        self._last_mean: ArrayRecord | None = None
-        self._mean_of, self._asked, self._counted = -1, list[int](), list[int]()
-        self._noted = False
-        first = self.name or f"run-{grid.run.run_id}"
-        folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(first)
-        common = {
-            "folder": str(folder) if simulates(grid) else "",
-            "arrays": self.arrayrecord_key,
-            "rounds": self._rounds,
-        }
-        common |= {"local_record": self.local_record, "weighted_by": self.weighted_by_key if self.weighted else ""}
-        for again in count(1):
-            run = first if again == 1 else f"{first}-{again}"
-            relay_store = RelayStore(run_frames(run, self._layout))
-            self._peers = PeerNetwork(grid, {"run": run, **common}, timeout, relay_store, self.configrecord_key)
-            self.network.find(self.patience, self.min_available_nodes)
-            if self.name or not any(report.incarnation for report in self.reports.values()):
-                break  # else the app started a strategy before, and this is another run of the same peers
-        self._sealed = self.network.sealed
-        self._build_graph(self.network.n_peers)
-
     @property
-    def network(self) -> PeerNetwork:
-        """Return the peers of the run.
+    def _run(self) -> PeerRun:
+        """Return the run that `start` began.
 
         Raises:
-            RunError: `start` was not called, as where another strategy wraps this one.
+            RunError: `start` was not called, for example because another strategy wraps this one.
         """
-        if self._peers is None:
+        if self._current is None:
             name = type(self).__name__
             raise RunError(
                 f"{name} is not started: call {name}(...).start(grid, arrays, ...) itself. A wrapper such as Flower's "
@@ -444,7 +636,17 @@ class PushSum(Strategy):
                 "own: ClientApp(mods=[PeerMod(clip_norm=..., epsilon=...)])",
                 code="flower.not-started",
             )
-        return self._peers
+        return self._current
+
+    @property
+    def network(self) -> PeerNetwork:
+        """Return the peers of the run; raises RunError before `start`."""
+        return self._run.network
+
+    @property
+    def reports(self) -> dict[int, PeerReport]:
+        """Return the last report of each peer: its ε in words, and why it stopped training."""
+        return self.network.reports
 
     def initialize_parameters(self, client_manager: object) -> None:
         """Refuse Flower's legacy interface, in which a `server_fn` returns the strategy.
@@ -458,59 +660,31 @@ class PushSum(Strategy):
             code="flower.server-fn",
         )
 
-    @property
-    def reports(self) -> dict[int, PeerReport]:
-        """Return the last report of each peer: its ε in words, and why it stopped training."""
-        return self.network.reports
-
-    def _build_graph(self, n_peers: int) -> None:
-        graph = self.topology
-        options = self.topology_options
-        graph = build_topology(graph, n_peers, seed=self.seed, **options) if isinstance(graph, str) else graph
-        if graph.n_peers != n_peers:
-            raise ScenarioError(
-                f"topology {graph.name} joins {graph.n_peers} peers, and the SuperNodes are {n_peers}",
-                code="nodes.graph",
-            )
-        count = self._sampled(self.fraction_train, self.min_train_nodes, n_peers)
-        kind = ("all", None) if count == n_peers else ("uniform", count / n_peers)
-        self._active = build_participation(kind[0], n_peers, self.seed, kind[1])
-        self._graph = Mixing(graph, self.weights, self._active).topology  # which checks that they go together
-
-    def _first_round(self) -> int:
-        """Return the round to go on with: again the last, where a peer missed it, for none takes part twice."""
-        rounds = [self.reports[peer].round_index for peer in self.network.there]
-        return max(rounds) + (min(rounds) == max(rounds) or max(rounds) == 0)
-
-    @staticmethod
-    def _sampled(fraction: float, least: int, count: int) -> int:
-        """Return how many of some peers a fraction is, at least so many, as FedAvg has it."""
-        return min(count, max(1, int(round(fraction * count, 9)), least))
-
     def summary(self) -> None:
         """Log who takes part and how."""
-        if self._peers is None:
+        if self._current is None:
             log.info("%s on %s", type(self).__name__, getattr(self.topology, "name", self.topology))
             return
-        n_peers = self.network.n_peers
-        run = self.network.common["run"]
-        log.info("%s on %s: %s peers, %s rounds", type(self).__name__, self._graph.name, n_peers, self._rounds)
-        log.info("Run %r; %s", run, self._folders())
-        log.info("Shares are %s", "sealed between the peers" if self._sealed else "open to this ServerApp")
+        run = self._current
+        n_peers = run.network.n_peers
+        log.info("%s on %s: %s peers, %s rounds", type(self).__name__, run.graph.name, n_peers, run.rounds)
+        log.info("Run %r; %s", run.network.common["run"], self._folders())
+        log.info("Shares are %s", "sealed between the peers" if run.sealed else "open to this ServerApp")
 
     def _folders(self) -> str:
         """Return where peers keep state and ledgers, and for how long."""
-        folder = getattr(self.network.grid, "folder", None)
-        if not simulates(self.network.grid):
+        grid = self.network.grid
+        folder = getattr(grid, "folder", None)
+        if not simulates(grid):
             return "each peer keeps state and ledger in the folder of its own node-config"
         if folder is None:
             other = "" if self.name else "; each run has another: give the strategy a name for a budget over several"
             return f"a simulation's peers keep state and ledgers in {self.network.common['folder']}{other}"
-        if getattr(self.network.grid, "is_temporary", False):
-            return "state and ledgers are temporary: this budget counts this run alone; give LocalGrid a folder"
+        if getattr(grid, "is_temporary", False):
+            return "state and ledgers are temporary: this budget counts only this run; give LocalGrid a folder"
         return f"peers keep state and ledgers in {folder}"
 
-    # A round.
+    # --- a round ---
 
     def exchange(self, messages: Iterable[Message]) -> list[Message]:
         """Send a round's messages and return the peers' replies; for subclasses with open models as FedAvg's have.
@@ -525,99 +699,102 @@ class PushSum(Strategy):
                 "out those that super().configure_train(...) and super().configure_evaluate(...) return",
                 code="flower.own-message",
             )
-        replies = self.network.ask(sent)
-        if "aggregate_train" in self._overridden and not self._sealed:
+
+        run = self._run
+        replies = run.network.ask(sent)
+        if "aggregate_train" in run.overridden and not run.sealed:
+            # The subclass looks for each peer's model where FedAvg's replies have it.
             for reply in replies.values():
-                mass = masses_in({0: reply}, self._layout.size, sealed=False).get(0) if MASS in reply.content else None
+                if MASS not in reply.content:
+                    continue
+                mass = masses_in({0: reply}, run.layout.size, sealed=False).get(0)
                 if mass is not None and mass[-1] > 0:
-                    reply.content[self.arrayrecord_key] = self._record(mass)
-        return [*replies.values(), *self.network.failures]
+                    reply.content[self.arrayrecord_key] = run.record(mass)
+        return [*replies.values(), *run.network.failures]
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return a message for each peer that takes part: its frames, and the receivers of its shares; no arrays."""
-        self.network.round_index = server_round
-        self._asked = []
-        self._counted = []
-        if server_round > self._rounds:
+        run = self._run
+        network = run.network
+        network.round_index = server_round
+        run.recipients = []
+        run.counted = []
+        if server_round > run.rounds:
             raise RunError(
-                f"round {server_round} is after num_rounds={self._rounds}, for which each peer's noise was solved: "
+                f"round {server_round} is after num_rounds={run.rounds}, for which each peer's noise was solved: "
                 "give start the number of all rounds",
                 code="flower.more-rounds",
             )
-        if server_round < self._first or self._all_stopped():
+        if server_round < run.first_round or run.has_stopped:
             return []
-        self.network.update_members(self.network.timeout)
-        self.network.join(self._initial, founding=False)
-        self.network.greet()
+
+        # Nodes may have come or gone since the last round.
+        network.update_members(network.timeout)
+        network.join(run.initial, founding=False)
+        network.greet()
+
         config["server-round"] = server_round
-        active = self._active.active(server_round - 1)
-        self._asked = [peer for peer in self.network.members() if active[peer]]
-        self._counted = [peer for peer in self.network.responsive_peers() if active[peer]]
+        active = run.participation.active(server_round - 1)
+        run.recipients = [peer for peer in network.members() if active[peer]]
+        run.counted = [peer for peer in network.responsive_peers() if active[peer]]
         links = self._links(server_round - 1)
         return [
-            self.network.message(
+            network.message(
                 peer,
                 "train",
                 ROUND,
                 RecordDict({self.configrecord_key: config}),
                 round_index=server_round,
-                wants_mass=self._wants_mean,
-                mean_of=self._counted if self._sealed else [],
-                receivers=[to for to, _ in links[peer]],
+                wants_mass=run.wants_mean,
+                mean_of=run.counted if run.sealed else [],
+                receivers=[receiver for receiver, _ in links[peer]],
                 weights=[weight for _, weight in links[peer]],
             )
-            for peer in self._asked
+            for peer in run.recipients
         ]
-
-    def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
-        """Return the receivers of each peer's shares in a round, with weights: responsive peers alone."""
-        present = np.zeros(self.network.n_peers, dtype=bool)
-        present[self._counted] = True
-        links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(len(present))}
-        if present.sum() < 2:
-            return links
-        counts = {peer: self.reports[peer].examples for peer in self._counted}
-        matrix, is_mean = matrix_of(self._graph, self.weights, round_index, present)
-        for sender, receiver, weight in matrix.terms():
-            if sender != receiver:
-                ours = counts[sender]
-                theirs = counts[receiver]
-                weight = theirs / sum(counts.values()) if is_mean else weight * min(1.0, theirs / ours)
-                links[sender].append((receiver, weight))
-        return links
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the mean over the peers that took part, for evaluation alone, and the metrics that came."""
-        if not self._asked:
+        """Return the mean over the peers that took part, only for evaluation, and the metrics that came."""
+        run = self._run
+        network = run.network
+        if not run.recipients:
             return None, None
-        self.network.raise_if_all_fail(self._asked)
-        answers = {self.network.peer_at(reply.metadata.src_node_id): reply for reply in replies if _good(reply)}
-        trained = sum(self.reports[peer].trained for peer in answers)
-        self._exhausted |= {peer: self.reports[peer].stopped for peer in answers if self.reports[peer].exhausted}
+
+        network.raise_if_all_fail(run.recipients)
+        answers = {network.peer_at(reply.metadata.src_node_id): reply for reply in replies if not reply.has_error()}
+        trained = 0
+        for peer in answers:
+            report = self.reports[peer]
+            trained += report.trained
+            if report.exhausted:
+                run.exhausted[peer] = report.stopped
         self._note_privacy(answers)
-        troubles = self.network.troubles()
-        log.info(
-            "aggregate_train: %s of %s peers trained%s",
-            trained,
-            self.network.n_peers,
-            f" ({troubles})" if troubles else "",
-        )
-        mean = self._mean(answers, self._counted) if self._wants_mean else None
+
+        troubles = network.troubles()
+        suffix = f" ({troubles})" if troubles else ""
+        log.info("aggregate_train: %s of %s peers trained%s", trained, network.n_peers, suffix)
+
+        mean = None
+        if run.wants_mean:
+            mean = run.mean(answers, run.counted)
         if mean is not None:
-            self._last_mean = mean
-            self._mean_of = server_round
+            run.last_mean = mean
+            run.mean_of = server_round
         return mean, self._metrics(answers.values(), self.train_metrics_aggr_fn)
 
     def _note_privacy(self, answers: Iterable[int]) -> None:
         """Log once what stays with the peers: metrics, and the numbers of examples by which they could count."""
-        if self._noted:
+        if self._run.has_noted_privacy:
             return
-        self._noted, reports = True, {peer: self.reports[peer] for peer in answers}
-        if silent := [peer for peer, report in reports.items() if report.keeps_metrics]:
+        self._run.has_noted_privacy = True
+
+        reports = {peer: self.reports[peer] for peer in answers}
+        silent = [peer for peer, report in reports.items() if report.keeps_metrics]
+        if silent:
             log.info(
                 "The metrics of %s stay in metrics.jsonl of each peer's folder: train_metrics_aggr_fn and "
                 "evaluate_metrics_aggr_fn are not given them. Without their %s they count alike: weighting by it "
@@ -625,70 +802,54 @@ class PushSum(Strategy):
                 peer_ranges(silent),
                 self.weighted_by_key or "number of examples",
             )
-        weighed = [peer for peer, report in reports.items() if report.examples != 1]
-        if weighed and len(weighed) < len(reports):
-            log.warning("%s count by numbers of examples, and the others by 1", peer_ranges(weighed))
+        weighted = [peer for peer, report in reports.items() if report.examples != 1]
+        if weighted and len(weighted) < len(reports):
+            log.warning("%s count by numbers of examples, and the others by 1", peer_ranges(weighted))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return a message for each peer that is to evaluate its own model, with its frames."""
-        well = self.network.responsive_peers()
-        if not self._asked or self.fraction_evaluate == 0 or not well:
+        network = self.network
+        responsive = network.responsive_peers()
+        if not self._run.recipients or self.fraction_evaluate == 0 or not responsive:
             return []
+
         config["server-round"] = server_round
-        count = self._sampled(self.fraction_evaluate, self.min_evaluate_nodes, len(well))
-        chosen = keyed_generator(self.seed, "evaluate", server_round).permutation(well)[:count].tolist()
-        contents = {peer: RecordDict({self.configrecord_key: config}) for peer in chosen}
-        return [
-            self.network.message(peer, "evaluate", EVALUATE, contents[peer], round_index=server_round)
-            for peer in chosen
-        ]
+        n_chosen = self._sampled(self.fraction_evaluate, self.min_evaluate_nodes, len(responsive))
+        shuffled = keyed_generator(self.seed, "evaluate", server_round).permutation(responsive)
+        messages = []
+        for peer in shuffled[:n_chosen].tolist():
+            content = RecordDict({self.configrecord_key: config})
+            messages.append(network.message(peer, "evaluate", EVALUATE, content, round_index=server_round))
+        return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return the metrics of the peers that say them."""
+        """Return the metrics of the peers whose metrics leave them."""
         return self._metrics(replies, self.evaluate_metrics_aggr_fn)
 
     def _metrics(self, replies: Iterable[Message], aggregate: Aggregate) -> MetricRecord | None:
         alike = comparable(replies, self.weighted_by_key)
-        return aggregate(alike, self.weighted_by_key) if alike else None
-
-    def _all_stopped(self) -> bool:
-        """Return whether no peer trains any more, for what its budget allows is spent."""
-        return bool(self._exhausted) and self._exhausted.keys() == self.reports.keys()
-
-    def _deliver(self) -> ArrayRecord | None:
-        """Hand out the shares in transit, and return the mean over all peers that are there.
-
-        Where masked means were asked for round by round it is the last of those: each state enters one sum.
-        """
-        last = max(report.round_index for report in self.reports.values())
-        mean, _ = self._delivered_mean(self.network.members(), self.network.responsive_peers(), last)
-        if self._all_stopped():
-            log.info("Training stopped: %s", formatted(self._exhausted))
-        log_privacy(self.reports)
-        return mean or self._last_mean
+        if not alike:
+            return None
+        return aggregate(alike, self.weighted_by_key)
 
     def _delivered_mean(
         self, receivers: Iterable[int], peers: list[int], server_round: int
     ) -> tuple[ArrayRecord | None, dict[int, Message]]:
         """Send receivers their shares in transit, and return a round's mean over some peers, and the answers."""
-        network = self.network
-        wanted = not self._sealed or self._last_mean is None
-        common = {"wants_mass": wanted, "mean_of": peers if self._sealed else [], "round_index": server_round}
-        messages = [network.message(peer, "train", DELIVER, RecordDict(), **common) for peer in receivers]
+        run = self._run
+        network = run.network
+        is_wanted = not run.sealed or run.last_mean is None
+        request = {"wants_mass": is_wanted, "mean_of": peers if run.sealed else [], "round_index": server_round}
+        messages = [network.message(peer, "train", DELIVER, RecordDict(), **request) for peer in receivers]
         answers = network.ask(messages)
-        if not self._sealed:
-            masses = sorted(masses_in(answers, self._layout.size, self._sealed).items())
-            self.peer_arrays = {peer: self._record(mass) for peer, mass in masses if mass[-1] > 0}
-        return self._mean(answers, peers) if wanted else None, answers
 
-    def _mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
-        total = total_mass(masses_in(answers, self._layout.size, self._sealed), set(peers), self._sealed)
-        return None if total is None else self._record(total)
-
-    def _record(self, mass: np.ndarray) -> ArrayRecord:
-        return self._layout.record(mass[:-1] / mass[-1], self._unmixed)
+        if not run.sealed:
+            masses = sorted(masses_in(answers, run.layout.size, run.sealed).items())
+            self.peer_arrays = {peer: run.record(mass) for peer, mass in masses if mass[-1] > 0}
+        mean = run.mean(answers, peers) if is_wanted else None
+        return mean, answers
 
 
 class Gossip(PushSum):
@@ -696,7 +857,7 @@ class Gossip(PushSum):
 
         x_i ← Σ_j W_ij x_j,  W_ij = 1 / (1 + max(deg_i, deg_j)) of the round's active peers, the rest to itself
 
-    The weight w of push-sum goes along: it is 1, and leaves it only where a message is late, whose part is then not
+    The weight w of push-sum goes along: it is 1, and leaves it only if a message is late, whose part is then not
     missed. The arguments are those of PushSum.
 
     Raises:
@@ -708,7 +869,7 @@ class Gossip(PushSum):
     weights = "metropolis"
 
     def _check_graph(self) -> None:
-        """Refuse a directed graph at once, where its name tells."""
+        """Refuse a directed graph at once, if its name tells."""
         graph = self.topology
         if isinstance(graph, str) and self._is_named():
             graph = build_topology(graph, 8, **self.topology_options)
