@@ -20,7 +20,7 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.core import Mix
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.network.peer.synchronous import Machine, SynchronousSession
+from flower_privdec.peer.synchronous import Machine, SynchronousSession
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage, formats_of
 from flower_privdec.pushsum.lockstep import Timetable
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
@@ -94,7 +94,7 @@ class Waiting:
         machine = self.machine
         try:
             messages = session.read(LIAR, memoryview(bytearray(content)))
-            session.receive(LIAR, messages)()
+            session.receive(LIAR, messages, 0.0)()
             is_taken = True
         except RunError as error:
             is_taken = False

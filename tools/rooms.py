@@ -18,6 +18,7 @@ FLOORS = [
     ("core", "training_loop"),
     ("algorithms", "pushsum"),
     ("experiment",),
+    ("peer",),
     ("engine", "network", "reporting"),
     ("audits", "flower", "planner", "studies", "testing"),
     ("api", "cli"),

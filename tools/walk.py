@@ -174,8 +174,8 @@ def network_round(mode: str) -> Callable[[Walk, Path], None]:
 
     def record(walk: Walk, folder: Path) -> None:
         from flower_privdec.network.local.peer_processes import on_this_machine
+        from flower_privdec.network.peer.driver import Driver, PeerDevice
         from flower_privdec.network.peer.foreground import running_peer
-        from flower_privdec.network.peer.peer import PeerDevice
         from flower_privdec.network.transport.tls import Authority, identities
         from flower_privdec.scenario import parse_scenario
 
@@ -200,11 +200,12 @@ def network_round(mode: str) -> Callable[[Walk, Path], None]:
                     walk.record()
 
         def run(peer: Any) -> None:
+            driver = Driver(peer)
             try:
-                peer.open()
-                peer.run(on_round)
+                driver.open()
+                driver.run(on_round)
             finally:
-                peer.close()
+                driver.close()
 
         with ThreadPoolExecutor(len(peers)) as pool:
             for future in [pool.submit(run, peer) for peer in peers]:

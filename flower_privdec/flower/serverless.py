@@ -59,9 +59,11 @@ from flower_privdec.flower.mods.peer_state import (
 )
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.graph.mixing import Mixing
+from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
 from flower_privdec.network.transport.tls import credentials_of
+from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.charges import RunName
 from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.privacy.ledger.segments import Head
@@ -700,19 +702,18 @@ def run_mesh(
     device = PeerDevice(settings.peer, folder, credentials, addresses, witnessed=settings.folder / WITNESSED)
     for charges in [True, False] if settings.charge_witnessed else [False]:
         running = app_peer(agreed, device, initial, train, private=private)
+        driver = Driver(running)
         try:
-            running.open(begin=not charges)
+            driver.open(begin=not charges)
             if charges:
-                log.warning(
-                    "peer %s charged %s lines that its ledger lacked", settings.peer, running.charge_witnessed()
-                )
+                log.warning("peer %s charged %s lines that its ledger lacked", settings.peer, driver.charge_witnessed())
                 continue
-            running.run()
+            driver.run()
             assert isinstance(running.trainer, AppTrainer)
             mixed = replace(running.state, round_index=running.rounds)  # after final mixing
             return running.trainer.result(mixed)
         finally:
-            running.close()
+            driver.close()
     raise AssertionError
 
 

@@ -16,7 +16,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Agreement, Experiment
-from flower_privdec.network.peer.peer import network_mixing
+from flower_privdec.peer.trainer import network_mixing
 
 EMA = "algorithm.average={kind: ema, decay: 0.7}"
 

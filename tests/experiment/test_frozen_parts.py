@@ -27,7 +27,7 @@ from flower_privdec.flower.apps.server_app import Relay
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.models import parameter_count
 from flower_privdec.network.peer.foreground import peer_of
-from flower_privdec.network.peer.peer import ScenarioTrainer
+from flower_privdec.peer.trainer import ScenarioTrainer
 from flower_privdec.scenario import Scenario
 from flower_privdec.training_loop import private
 

@@ -16,7 +16,7 @@ from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.recorder import Recorder
 from flower_privdec.models import unflatten
-from flower_privdec.network.peer.peer import network_mixing
+from flower_privdec.peer.trainer import network_mixing
 
 ASKED = "evaluation.training_loss=true"
 UNEQUAL = "data.partition={kind: sizes, sizes: [20, 30, 40, 50]}"

@@ -19,7 +19,7 @@ from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from networked import devices, finish, wait_until
+from networked import devices, driver_of, finish, wait_until
 from paths import ROOT
 from ports import own_addresses
 from raising import raises
@@ -40,7 +40,7 @@ from flower_privdec.flower.serverless import (
     node_config_of,
     save_initial,
 )
-from flower_privdec.network.peer.peer import RunningPeer
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.privacy.ledger.segments import ledger_path
 from flower_privdec.scenario.loading import parse_app_scenario
 from flower_privdec.scenario.sections import AppPrivacySection, AppScenario
@@ -420,15 +420,15 @@ def test_peers_that_begin_differently_refuse_each_other(tmp_path):
 
     try:
         for peer in peers:
-            peer.open()
+            driver_of(peer).open()
         for peer in peers:
-            wait_until(lambda peer=peer: "scenario" in peer.connections.refused.get(1 - peer.device.peer, ""))
+            wait_until(lambda peer=peer: "scenario" in peer.neighbours[1 - peer.device.peer].refused)
         for peer in peers:
             with raises(RunError, "network.unreachable"):
-                peer.run()
+                driver_of(peer).run()
     finally:
         for peer in peers:
-            peer.close()
+            driver_of(peer).close()
 
 
 def test_named_initial_arrays_cannot_be_replaced(tmp_path):

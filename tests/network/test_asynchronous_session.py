@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from share_machines import commit, greeted_sessions
 
-from flower_privdec.network.peer.asynchronous import LOST, AsynchronousSession
-from flower_privdec.network.peer.connections import Messages
 from flower_privdec.network.transport.grpc_transport import UnreachableError
+from flower_privdec.peer.asynchronous_session import LOST, AsynchronousSession
+from flower_privdec.peer.session import Messages
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, PushSumProtocol
 from flower_privdec.pushsum.frames import TensorArithmetic
 
@@ -18,7 +18,7 @@ def two() -> tuple[AsynchronousSession, AsynchronousSession]:
     sender.protocol.split(0, {1: 0.5})
     commit(sender.protocol)
     for mail in (sender, receiver):
-        mail.queues[1 - mail.protocol.peer].hello_at = 1e9
+        mail.neighbours[1 - mail.protocol.peer].queue.hello_at = 1e9
     return sender, receiver
 
 
@@ -33,7 +33,7 @@ def test_an_answer_acknowledges_a_share_once_on_disk() -> None:
     ((share,),) = sender.calls(1, 0.0)
     assert isinstance(share, FrozenShare)
     said = decoded(sender, receiver, [share])
-    answer = receiver.receive(0, said)
+    answer = receiver.receive(0, said, 0.0)
     assert not receiver.is_answered(0, said)  # it is in memory alone
     receiver.protocol.absorb()
     assert not receiver.is_answered(0, said)
@@ -44,7 +44,7 @@ def test_an_answer_acknowledges_a_share_once_on_disk() -> None:
     (word,) = answer()
     assert isinstance(word, Acknowledgement)
     assert not receiver.has_news(0, 0.0)
-    sender.answered(1, [share], decoded(receiver, sender, [word]))
+    sender.answered(1, [share], decoded(receiver, sender, [word]), 0.0)
     assert sender.protocol.is_ready(1)
     assert not sender.has_news(1, 0.0)
 
@@ -53,7 +53,7 @@ def test_an_answer_acknowledges_a_share_once_on_disk() -> None:
 def test_an_urgent_answer_leaves_acknowledgement_to_a_call(lost: bool) -> None:
     sender, receiver = two()
     ((share,),) = sender.calls(1, 0.0)
-    assert receiver.receive(0, decoded(sender, receiver, [share]))() == []  # too early
+    assert receiver.receive(0, decoded(sender, receiver, [share]), 0.0)() == []  # too early
     receiver.protocol.absorb()
     commit(receiver.protocol)
     receiver.committed([])
@@ -61,11 +61,11 @@ def test_an_urgent_answer_leaves_acknowledgement_to_a_call(lost: bool) -> None:
     ((word,),) = receiver.calls(0, 0.0)
     if lost:  # the share comes again, is not added again, and is acknowledged again
         said = decoded(sender, receiver, [share])
-        answer = receiver.receive(0, said)
+        answer = receiver.receive(0, said, 0.0)
         assert receiver.is_answered(0, said)
         assert [type(each) for each in answer()] == [Acknowledgement]
         assert float(receiver.protocol.mass["w"]) == 1.5
-    sender.receive(1, decoded(receiver, sender, [word]))()
+    sender.receive(1, decoded(receiver, sender, [word]), 0.0)()
     assert sender.protocol.is_ready(1)
 
 
@@ -76,16 +76,16 @@ def advanced(session: AsynchronousSession, round_index: int) -> None:
 
 def test_every_call_and_answer_reports_the_round() -> None:
     sender, receiver = two()
-    sender.receive(1, [receiver.protocol.hello(0)])
-    receiver.receive(0, [sender.protocol.hello(1)])
+    sender.receive(1, [receiver.protocol.hello(0)], 0.0)
+    receiver.receive(0, [sender.protocol.hello(1)], 0.0)
     advanced(sender, 4)
     advanced(receiver, 6)
     sent, _ = sender.write(1, [])
-    answer = receiver.receive(0, decoded(sender, receiver, []))()
-    sender.answered(1, sent, decoded(receiver, sender, answer))
-    assert (receiver.rounds[0], sender.rounds[1]) == (4, 6)
-    assert (sender.informed[1], sender.reported_to[1]) == (4, 4)
-    assert (receiver.informed[0], receiver.reported_to[0]) == (-1, 6), "an answer may be lost"
+    answer = receiver.receive(0, decoded(sender, receiver, []), 0.0)()
+    sender.answered(1, sent, decoded(receiver, sender, answer), 0.0)
+    assert (receiver.neighbours[0].round_index, sender.neighbours[1].round_index) == (4, 6)
+    assert (sender.neighbours[1].informed, sender.neighbours[1].reported_to) == (4, 4)
+    assert (receiver.neighbours[0].informed, receiver.neighbours[0].reported_to) == (None, 6), "an answer may be lost"
 
 
 def test_a_report_from_an_ended_process_is_ignored() -> None:
@@ -95,21 +95,21 @@ def test_a_report_from_an_ended_process_is_ignored() -> None:
     machine = sender.protocol
     started = PushSumProtocol(0, [0, 1], machine.boot + 1, machine.mass, TensorArithmetic())
     started.committed(started.snapshot(2))
-    receiver.receive(0, [started.hello(1)])
-    receiver.receive(0, late)
-    assert receiver.rounds[0] == 2
+    receiver.receive(0, [started.hello(1)], 0.0)
+    receiver.receive(0, late, 0.0)
+    assert receiver.neighbours[0].round_index == 2
 
 
 def test_an_unreachable_neighbour_is_gone_until_called_again() -> None:
     sender, receiver = two()
-    sender.receive(1, [receiver.protocol.hello(0)])
+    sender.receive(1, [receiver.protocol.hello(0)], 0.0)
     for _ in range(LOST):
         assert not sender.is_lost(1)
         sender.failed(1, UnreachableError("cut"), 0.0)
-    sender.receive(1, [receiver.protocol.hello(0)])  # it reaches this peer and is not reached itself
+    sender.receive(1, [receiver.protocol.hello(0)], 0.0)  # it reaches this peer and is not reached itself
     assert sender.is_lost(1)
     machine = receiver.protocol
     started = PushSumProtocol(1, [0, 1], machine.boot + 1, machine.mass, TensorArithmetic())
     started.restore(machine._durable)
-    sender.receive(1, [started.hello(0)])
+    sender.receive(1, [started.hello(0)], 0.0)
     assert not sender.is_lost(1)

@@ -26,7 +26,7 @@ from networked import devices, finish
 from flower_privdec import testing
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import RunningPeer
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.scenario import Scenario
 from tools.soak.fault_proxy import PIECE, FaultProxy, LinkFaults
 

@@ -18,7 +18,7 @@ from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
 
-from networked import LONG, Killed, devices, finish, mortal, run_network, trainer_of, wait_until
+from networked import LONG, Killed, devices, driver_of, finish, mortal, run_network, trainer_of, wait_until
 
 from flower_privdec import testing
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError, StoppedError
@@ -29,12 +29,12 @@ from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.experiment.spent import epsilons
 from flower_privdec.network.local.up import Up
-from flower_privdec.network.peer.connections import STATUS_REQUEST
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import RunningPeer, rows_path
-from flower_privdec.network.peer.status import status_line
+from flower_privdec.network.peer.status import STATUS_REQUEST, status_line
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
+from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage
 from flower_privdec.pushsum.witness import LedgerReport
@@ -119,7 +119,9 @@ def test_another_scenario_is_refused_on_both_sides(tiny: Tiny, tmp_path: Path) -
 
         def knows(j: int) -> bool:
             """Return whether a peer was refused, and ended, or refuses another, which it will name when it ends."""
-            said = [str(ends[j].exception())] if ends[j].done() else [*peers[j].connections.refused.values()]
+            said = (
+                [str(ends[j].exception())] if ends[j].done() else [one.refused for one in peers[j].neighbours.values()]
+            )
             return any(words in each for words in named for each in said)
 
         wait_until(lambda: knows(2) and any(knows(j) for j in (0, 1, 3)))
@@ -133,7 +135,8 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
     theirs = devices(scenario, tmp_path)
     peer = running_peer(scenario, theirs[0])
     frames = peer.session.frames
-    port = peer.open()
+    driver = driver_of(peer)
+    port = driver.open()
     peer._save(0, peer.state, {})
     peer._arrive(peer.state, 0)
     before = {name: row.clone() for name, row in peer.state.rows.items()}
@@ -168,7 +171,7 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
         assert json.loads(bytes(link.call([STATUS_REQUEST], LONG)))["round"] == 0
     finally:
         link.close()
-        peer.close()
+        driver.close()
 
 
 # --- its disk and its ledger ---
@@ -267,7 +270,7 @@ def test_a_stopped_peer_continues_later(moment: str, tiny: Tiny, tmp_path: Path)
         peers[1].stop()
     else:
         exchange = peers[1]._exchange
-        peers[1]._exchange = lambda item: (peers[1].stop() if peers[1].state.round_index else None, exchange(item))  # type: ignore[method-assign]
+        peers[1]._exchange = lambda item: (peers[1].stop() if peers[1].state.round_index else None, exchange(item))[1]  # type: ignore[method-assign, func-returns-value]
     with ThreadPoolExecutor(len(peers)) as pool:
         running = [pool.submit(finish, peer) for peer in peers]
         with raises(StoppedError, "peer.stopped"):
@@ -292,8 +295,7 @@ def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) ->
     assert outcome_code(peer) == "network.no-witness"  # before it takes a step
     peer = running_peer(scenario, devices(scenario, tmp_path / "again")[0])
     peer.witness._boots[1] = 1
-    why = peer.connections.why
-    peer.connections.why = lambda other: (wait_until(lambda: 3 in peer.connections.trouble), why(other))[1]  # type: ignore[method-assign]
+    peer.network = peer.network.model_copy(update={"deadline": 2.0})  # in which the call to it is refused
     with raises(RunError, "network.silent", names=r"peers \[3\] for 0\.5 s \(peer-3\.tiny at "):
         finish(peer)
 
@@ -306,8 +308,9 @@ def test_a_running_peer_says_how_it_does(
     device = devices(scenario, tmp_path)[2]
     peer = running_peer(scenario, replace(device, credentials=credentials_of(scenario, certs, 2)))
     try:
-        peer.connections._call_neighbor = lambda other: None  # type: ignore[method-assign]
-        port = peer.open()
+        driver = driver_of(peer)
+        driver._call_neighbor = lambda other: None  # type: ignore[method-assign]
+        port = driver.open()
         words = ["status", f"127.0.0.1:{port}", "--certs", str(certs), "--as", "3"]
         assert privdec(*words, "--json") == 0
         said = json.loads(capsys.readouterr().out)
@@ -321,7 +324,7 @@ def test_a_running_peer_says_how_it_does(
         assert privdec("status", f"127.0.0.1:{port}", "--certs", str(tmp_path)) == 2
         assert "cannot be read" in capsys.readouterr().err
     finally:
-        peer.close()
+        driver.close()
 
 
 @pytest.mark.parametrize(

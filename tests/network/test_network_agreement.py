@@ -7,7 +7,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +25,15 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement
 from flower_privdec.graph.mixing import Mixing, rounds_to_agree
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.network.peer import asynchronous
+from flower_privdec.network.peer.driver import PeerDevice
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
-from flower_privdec.network.peer.pace import LEAST, WeightFloor
-from flower_privdec.network.peer.peer import APART, PeerDevice, RunningPeer, rows_path
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.transport import MemoryNetwork
+from flower_privdec.peer import pace
+from flower_privdec.peer.driving import Program
+from flower_privdec.peer.pace import LEAST, WeightFloor
+from flower_privdec.peer.peer import APART, RunningPeer
+from flower_privdec.peer.trainer import rows_path
 from flower_privdec.scenario import Scenario
 from tools.soak.checks import Models, isolated_problem, last_models, models_problem
 
@@ -133,12 +135,11 @@ def test_a_peer_ends_once_all_its_neighbours_agree(tiny: Tiny, tmp_path: Path) -
     def move(peer: RunningPeer) -> None:  # as late shares do, so that pairs agree, and each with no other one
         exchange = peer._exchange_finally  # type: ignore[attr-defined]
 
-        def moved(*arguments: Any) -> None:
+        def moved(*arguments: Any) -> Program[None]:
             if peer.state.round_index in (last - 1, last):
-                with peer.connections.changed:
-                    mass = peer.protocol.mass  # type: ignore[attr-defined]
-                    mass["x"] = mass["x"] + mass["w"]
-            exchange(*arguments)
+                mass = peer.protocol.mass  # type: ignore[attr-defined]
+                mass["x"] = mass["x"] + mass["w"]
+            return exchange(*arguments)
 
         peer._exchange_finally = moved  # type: ignore[attr-defined]
 
@@ -154,8 +155,8 @@ def test_a_peer_ends_once_all_its_neighbours_agree(tiny: Tiny, tmp_path: Path) -
 FINAL_POINTS = {
     "before a round": ("_exchange_finally", "before"),
     "after a round": ("_exchange_finally", "after"),
-    "after it split": ("_split", "after"),
-    "before it adds what came": ("_absorb", "before"),
+    "after it split": ("exchanges.split", "after"),
+    "before it adds what came": ("exchanges.absorb", "before"),
     "before the model is saved": ("trainer.finish", "before"),
     "after the model is saved": ("trainer.finish", "after"),
 }
@@ -177,10 +178,10 @@ def test_a_peer_dying_in_final_mixing_loses_no_mass(
     peers = [running_peer(scenario, device) for device in theirs]
     mix = peers[1]._mix_finally
 
-    def dying() -> None:  # from its first round of final mixing on
+    def dying() -> Program[None]:  # from its first round of final mixing on
         peers[1]._mix_finally = mix  # type: ignore[method-assign]
         mortal(peers[1], FINAL_POINTS[point], 1)
-        mix()
+        return mix()
 
     peers[1]._mix_finally = dying  # type: ignore[method-assign]
     with running(peers) as futures:
@@ -216,10 +217,10 @@ def test_a_device_with_another_model_says_so(
     peers = in_memory(scenario, tmp_path)
     exchange = peers[3]._exchange
 
-    def isolated(*arguments: Any) -> None:
+    def isolated(*arguments: Any) -> Program[None]:
         if peers[3].state.round_index == 1:
             cut_off(peers, 3, Faults(black_hole=True))
-        exchange(*arguments)
+        return exchange(*arguments)
 
     peers[3]._exchange = isolated  # type: ignore[method-assign]
     with ThreadPoolExecutor(4) as pool:
@@ -264,7 +265,7 @@ def test_a_graph_of_too_many_peers_needs_a_number() -> None:
 # --- pace, quorum, weight ---
 
 
-class NobodyOnTime(asynchronous.StragglerPolicy):
+class NobodyOnTime(pace.StragglerPolicy):
     on_time = property(lambda self: set(), lambda self, value: None)  # type: ignore[assignment]
 
 
@@ -291,7 +292,7 @@ def test_a_peer_is_boundedly_ahead_of_its_slowest_neighbour(name: str, lead: int
     for peer in peers:
         peer.trainer.advance = held(peer.trainer.advance, peer is peers[0])
     with running(peers) as futures:
-        wait_until(lambda: all(p.protocol.is_open(j) for p in peers for j in p._neighbors))
+        wait_until(lambda: all(p.protocol.is_open(j) for p in peers for j in p.neighbours))
         begin.set()
         wait_until(lambda: all(p.state.round_index >= 1 + lead and p.waits_for.startswith("peer 0") for p in peers[1:]))
         for peer in peers[1:]:  # what one was behind when it was greeted again does not count
@@ -353,8 +354,14 @@ def held(tiny: Tiny, folder: Path, *settings: str) -> Any:
     scenario = tiny(AGREEING, "topology.name=complete", *settings)
     peer: Any = running_peer(scenario, devices(scenario, folder, memory=True)[0])
     peer.session.steps = 5
-    peer.session.met = dict.fromkeys((1, 2, 3), 5)
+    has_met(peer, {1: 5, 2: 5, 3: 5})
     return peer
+
+
+def has_met(peer: Any, steps: dict[int, int]) -> None:
+    """Let a peer have met neighbours in some of its steps, and the others in none."""
+    for j, known in peer.neighbours.items():
+        known.met = steps.get(j)
 
 
 @pytest.mark.parametrize(("quorum", "met", "waits"), [(1, {1: 5}, False), (1, {1: 4}, True), (3, {1: 5, 2: 5}, True)])
@@ -362,7 +369,7 @@ def test_a_quorum_needs_exchanges_not_greetings(
     quorum: int, met: dict[int, int], waits: bool, tiny: Tiny, tmp_path: Path
 ) -> None:
     peer = held(tiny, tmp_path, AGREEING.replace("}", f", quorum: {quorum}}}"))
-    peer.session.met = met
+    has_met(peer, met)
     peer.protocol._open = {1, 2, 3}  # all of them have greeted it
     assert peer._must_wait(3) is waits
     peer.close()
@@ -370,34 +377,32 @@ def test_a_quorum_needs_exchanges_not_greetings(
 
 def test_who_greets_exchanges_nothing_and_a_share_does() -> None:
     sender, receiver = greeted_sessions()
-    receiver.receive(0, [sender.protocol.hello(1)])
-    assert not receiver.met
+    known = receiver.neighbours[0]
+    receiver.receive(0, [sender.protocol.hello(1)], 0.0)
+    assert known.met is None
     sender.protocol.split(0, {1: 0.5})
     commit(sender.protocol)
     (share,) = sender.protocol.shares_to_send()
-    receiver.receive(0, [share])
-    assert receiver.met == {0: 0}
+    receiver.receive(0, [share], 0.0)
+    assert known.met == 0
     receiver.protocol.absorb()
     commit(receiver.protocol)
-    receiver.met.clear()
-    receiver.receive(0, [share])  # repeated: it is acknowledged, and is no exchange
-    assert not receiver.met
+    known.met = None
+    receiver.receive(0, [share], 0.0)  # repeated: it is acknowledged, and is no exchange
+    assert known.met is None
 
 
 def test_low_weight_takes_no_step_and_lowers_the_floor(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path
 ) -> None:
-    peer, now = held(tiny, tmp_path), [0.0]
-    monkeypatch.setattr(asynchronous, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    peer.floor._above = 0.0
+    peer = held(tiny, tmp_path)
     for weight, waits in ((1.0, False), (LEAST, False), (0.9 * LEAST, True)):
         peer.state.rows["w"].fill_(weight)
         assert peer._must_wait(3) is waits
-    now[0] = 0.9 * peer.network.deadline
+    peer.now = 0.9 * peer.network.deadline
     assert peer._must_wait(3)
-    now[0] = 1.1 * peer.network.deadline  # all may have as little, and one has to go on
+    peer.now = 1.1 * peer.network.deadline  # all may have as little, and one has to go on
     assert not peer._must_wait(3)
-    monkeypatch.undo()
     peer.close()
 
 

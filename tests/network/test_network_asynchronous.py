@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Barrier, Event
@@ -13,17 +12,18 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import FOLDERS, POINTS, QUICK, STILL, again, check_mass, initial, join_late, stop_all
-from networked import LONG, Killed, devices, go_on, mortal, running, wait_until
+from networked import LONG, Killed, devices, driver_of, go_on, holding, mortal, running, wait_until
 from raising import raises
 from tiny_scenario import Tiny
 from variants import settings_for
 
 from flower_privdec.common.errors import BudgetError, StoppedError
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.network.peer.asynchronous import LOST
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, UnreachableError
+from flower_privdec.peer.asynchronous_session import LOST
+from flower_privdec.peer.driving import Program, Wait
+from flower_privdec.peer.peer import POLL, RunningPeer
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST, RefusedError
 from tools.mass_on_disk import mass_on_disk
@@ -77,7 +77,7 @@ def test_a_peer_dying_after_its_last_step_finishes_alone(tiny: Tiny, tmp_path: P
             with suppress(StoppedError):
                 future.result(LONG)
     second, leaving = again(scenario, theirs[1]), Event()
-    second._leave = leaving.set  # type: ignore[method-assign]
+    second._leave = holding(lambda: iter(()), leaving.set)  # type: ignore[method-assign]
     with running([second]):
         wait_until(leaving.is_set)
     assert second.state.round_index == 6
@@ -89,14 +89,14 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
     scenario = tiny(*settings_for(setting), "topology.name=complete", "rounds=8", HASTY)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
     for peer in peers:
-        peer.connections._patience = LONG  # with each other
+        driver_of(peer)._patience = LONG  # with each other
     dying, left = peers[3]._exchange, [3]
 
-    def exchange(*arguments: Any) -> None:
+    def exchange(*arguments: Any) -> Program[None]:
         left[0] -= 1
         if left[0] == 0:
             raise Killed
-        dying(*arguments)
+        return dying(*arguments)
 
     peers[3]._exchange = exchange  # type: ignore[method-assign]
     with running(peers) as futures:
@@ -227,8 +227,8 @@ def has_gone_on(peer: RunningPeer, others: Iterable[RunningPeer]) -> Callable[[]
     if "w" in peer.state.rows:
         before = taken_from(peer)
         return lambda: taken_from(peer) >= before + 3
-    seen, wanted = [other.session.places for other in others], peer.session.resumed_at + 3  # type: ignore[attr-defined]
-    return lambda: any(places.get(peer.device.peer, (-1, 0))[0] >= wanted for places in seen)
+    number, wanted = peer.device.peer, peer.session.resumed_at + 3  # type: ignore[attr-defined]
+    return lambda: any((other.neighbours[number].place or (-1, 0))[0] >= wanted for other in others)
 
 
 # --- sent nothing, or not reached for a moment ---
@@ -240,7 +240,7 @@ def test_a_peer_keeps_the_weight_its_steps_need(held: float, left: float, tiny: 
     machine = peer.protocol  # type: ignore[attr-defined]
     machine._open.add(1)
     peer.state.rows["w"].fill_(held)
-    peer._split(0, {1: 0.5})  # type: ignore[attr-defined]
+    peer.exchanges.split(0, {1: 0.5})  # type: ignore[attr-defined]
     assert float(peer.state.rows["w"]) == pytest.approx(left)
     assert machine.owes(1) == (held > 0.4)
     peer.close()
@@ -256,7 +256,7 @@ def test_one_lost_call_loses_no_neighbour_several_do(tiny: Tiny, tmp_path: Path)
         assert machine.is_open(neighbor)
     mail.failed(neighbor, UnreachableError("cut"), 0.0)
     assert not machine.is_open(neighbor)
-    mail.answered(neighbor, [], [])
+    mail.answered(neighbor, [], [], 0.0)
     machine._open.add(neighbor)
     mail.failed(neighbor, RefusedError("greet first"), 0.0)
     assert not machine.is_open(neighbor)
@@ -267,11 +267,11 @@ def before_its_end(tiny: Tiny, tmp_path: Path) -> tuple[RunningPeer, list[int]]:
     """Return a peer that commits nothing, whose neighbours are done and know that it is, and these."""
     scenario = tiny(STILL, "topology.name=complete", HASTY)
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
-    peer._commit = lambda *arguments: None  # type: ignore[method-assign]
+    peer.commit = lambda *arguments: iter(())  # type: ignore[attr-defined]
     neighbors = peer.timetable.neighbours(0)
     for neighbor in neighbors:
         peer.protocol._open.add(neighbor)
-        peer.session.rounds[neighbor] = peer.session.informed[neighbor] = peer.end  # type: ignore[attr-defined]
+        peer.neighbours[neighbor].round_index = peer.neighbours[neighbor].informed = peer.end
     return peer, list(neighbors)
 
 
@@ -289,14 +289,15 @@ def test_a_neighbour_owed_a_share_at_end_is_kept(tiny: Tiny, tmp_path: Path) -> 
 
 def test_an_unreachable_finished_neighbour_is_awaited_until_the_deadline(tiny: Tiny, tmp_path: Path) -> None:
     peer, (first, *_) = before_its_end(tiny, tmp_path)
-    peer.session.informed[first] = -1  # type: ignore[attr-defined]
-    assert peer.protocol.is_open(first)
-    with ThreadPoolExecutor(1) as pool:
-        left = pool.submit(peer._leave)
-        try:
-            left.result(LONG)
-        finally:
-            peer.stop()
+    peer.neighbours[first].informed = None
+    assert peer.protocol.is_open(first)  # type: ignore[attr-defined]
+    peer._start(peer._leave())
+    wait = peer.on_tick(0.0)
+    assert isinstance(wait, Wait)
+    while (wait := peer.on_tick(now := wait.until)) is not None:
+        assert isinstance(wait, Wait)
+        assert now <= peer.network.deadline + POLL
+    assert now > peer.network.deadline
     peer.close()
 
 
@@ -342,8 +343,7 @@ def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, m
     monkeypatch.setattr(GrpcConnection, "__init__", knowing)
     cut, met = Cut(monkeypatch, sides), Barrier(5)
     for peer in peers:
-        begin = peer._before
-        peer._before = lambda k, begin=begin: (k or met.wait(LONG), begin(k))[1]  # type: ignore[method-assign, misc]
+        peer._before = holding(peer._before, lambda peer=peer: peer.state.round_index or met.wait(LONG))  # type: ignore
     with running(peers) as futures:
         wait_until(lambda: met.n_waiting == 4)
         cut.down = True

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import FOLDERS, QUICK, STILL, stop_all
-from networked import LONG, begin_without, devices, finish, running, wait_until
+from networked import LONG, begin_without, devices, driver_of, finish, running, wait_until
 from raising import raises
 from tiny_scenario import Tiny
 from torch import Tensor
@@ -23,11 +23,13 @@ from variants import settings_for
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.core import Exchange
-from flower_privdec.network.peer.asynchronous import MANY, AsynchronousPeer, AsynchronousSession
-from flower_privdec.network.peer.connections import STATUS_REQUEST
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import RunningPeer
+from flower_privdec.network.peer.status import STATUS_REQUEST
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError, UnreachableError
+from flower_privdec.peer.asynchronous import AsynchronousPeer
+from flower_privdec.peer.asynchronous_session import MANY, AsynchronousSession
+from flower_privdec.peer.driving import performed
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.pushsum.exactly_once import FIRST, Acknowledgement, FrozenShare, Hello
 from flower_privdec.pushsum.frames import FrameCodec, Message, RowMessage
 from tools.mass_on_disk import mass_on_disk
@@ -112,9 +114,11 @@ def known(peer: RunningPeer) -> dict[str, Any]:
     rows = {name: value.numpy().tobytes() for name, value in peer.state.rows.items()}
     edges = {j: astuple(replace(edge, frozen=())) for j, edge in protocol.edges.items()}
     frozen = {j: [id(share) for share in edge.frozen] for j, edge in protocol.edges.items()}
-    waiting = {at: {j: _content(message) for j, message in found.items()} for at, found in mail._rows.items()}
+    ones = mail.neighbours.items()
+    waiting = {j: {at: _content(message) for at, message in one.rows.items()} for j, one in ones}
     held = {j: [_content(share) for share in shares] for j, shares in protocol._inbox.items() if shares}
-    rounds = dict(mail.rounds), dict(mail.places), mail.stale, mail.is_new, mail.joins, mail.fatal
+    where = {j: (one.round_index, one.place) for j, one in ones}
+    rounds = where, mail.stale, mail.is_new, mail.joins, mail.fatal
     facts = (
         edges,
         frozen,
@@ -134,8 +138,8 @@ def _content(message: Any) -> tuple[Any, ...]:
 
 def listening(peer: RunningPeer) -> int:
     """Let a peer listen, and call nobody: who cannot be called is given up, whatever it says; return the port."""
-    peer.connections._call_neighbor = lambda other: None  # type: ignore[method-assign]
-    return peer.open()
+    driver_of(peer)._call_neighbor = lambda other: None  # type: ignore[method-assign]
+    return driver_of(peer).open()
 
 
 @pytest.fixture(params=NAMES)
@@ -146,14 +150,14 @@ def hostile(request: pytest.FixtureRequest, tiny: Tiny, tmp_path: Path) -> Itera
     assert isinstance(target, AsynchronousPeer)
     assert isinstance(own, AsynchronousPeer)
     port = listening(target)
-    own._begin()
+    performed(own._begin())
     target.session.is_new = False  # it has met the others
     link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
     try:
         yield Hostile(target, own, link, [])
     finally:
         link.close()
-        target.close()
+        driver_of(target).close()
         own.close()
 
 
@@ -249,10 +253,10 @@ def test_a_broken_rule_is_named_and_changes_nothing(hostile: Hostile) -> None:
     for case, (says, code) in cases(hostile).items():
         with raises(RefusedError, code) as refused:
             hostile.say(*says(hostile))
-        assert hostile.target.connections.refused[3] in str(refused.value)
+        assert hostile.target.neighbours[3].refused in str(refused.value)
         assert known(hostile.target) == before, case
         assert hostile.target.protocol.is_open(3) == (case not in THEN_GREET_ANEW and code != "peer.quarantined"), case
-        hostile.target.session.quarantined.clear()
+        hostile.target.neighbours[3].quarantined = ""
         hostile.greet()
     assert json.loads(bytes(hostile.link.call([STATUS_REQUEST], LONG)))["round"] == 0
     hostile.say(hostile.good())
@@ -305,8 +309,8 @@ def say_again(hostile: Hostile) -> None:
 def test_whatever_is_said_again_changes_nothing(hostile: Hostile) -> None:
     hostile.greet()
     if hostile.own.protocol.mass:
-        hostile.own._split(0, {0: 0.5})
-        hostile.own._commit(1)
+        hostile.own.exchanges.split(0, {0: 0.5})
+        performed(hostile.own.commit(1))
         hostile.say(*hostile.own.protocol.shares_to_send())
     else:
         hostile.say(hostile.good())
@@ -315,11 +319,11 @@ def test_whatever_is_said_again_changes_nothing(hostile: Hostile) -> None:
     say_again(hostile)
     assert known(hostile.target) == before
     if hostile.target.protocol.mass:
-        hostile.target._absorb()
-        hostile.target._commit(1)
+        hostile.target.exchanges.absorb()
+        performed(hostile.target.commit(1))
         before = known(hostile.target)
         say_again(hostile)
-        hostile.target._absorb()
+        hostile.target.exchanges.absorb()
         assert known(hostile.target) == before
 
 
@@ -328,15 +332,15 @@ def test_delayed_messages_set_nobody_back_but_restarts_do(hostile: Hostile) -> N
     hostile.greet()
     late: Message = hostile.message()
     if hostile.own.protocol.mass:
-        hostile.own._split(0, {0: 0.5})
-        hostile.own._commit(1)
+        hostile.own.exchanges.split(0, {0: 0.5})
+        performed(hostile.own.commit(1))
         (late,) = hostile.own.protocol.shares_to_send()
     last = replace(hostile.own.protocol.hello(0), round_index=ROUNDS)
     hostile.say(last, late)
     hostile.say(replace(last, round_index=2))
-    assert hostile.target.session.rounds[3] == ROUNDS
+    assert hostile.target.neighbours[3].round_index == ROUNDS
     hostile.say(replace(last, round_index=2, boot=last.boot + 1, opened=False))
-    assert hostile.target.session.rounds[3] == 2
+    assert hostile.target.neighbours[3].round_index == 2
 
 
 @pytest.mark.parametrize("change", [{"sent": 5}, {"sender": 2}])
@@ -355,7 +359,7 @@ def test_who_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     port = listening(target)
     link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[2].credentials, 1 << 20)
     assert isinstance(own, AsynchronousPeer)
-    own._begin()
+    performed(own._begin())
     before = known(target)
     try:
         for message in (
@@ -369,7 +373,7 @@ def test_who_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         assert known(target) == before
     finally:
         link.close()
-        target.close()
+        driver_of(target).close()
         own.close()
 
 
@@ -381,7 +385,7 @@ def test_a_run_beside_a_hostile_neighbour_keeps_its_mass(tiny: Tiny, tmp_path: P
     begin_without(peers[:3], 3)
     start, own = peers[0].state.rows["x"][0].clone(), peers[3]
     assert isinstance(own, AsynchronousPeer)
-    own._begin()
+    performed(own._begin())
     refused, link = 0, GrpcConnection(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
     evil = Hostile(peers[0], own, link, [])  # type: ignore[arg-type]
     try:
@@ -435,14 +439,14 @@ def test_no_message_of_a_member_ends_a_peer(name: str, tiny: Tiny, tmp_path: Pat
     begin_without(peers[:3], 3)
     own, refused = peers[3], 0
     assert isinstance(own, AsynchronousPeer)
-    own._begin()
+    performed(own._begin())
     link = GrpcConnection(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
     evil = Hostile(peers[0], own, link, [])  # type: ignore[arg-type]
     try:
         with running(peers[:3]) as futures:
             wait_until(lambda: any(peer.status()["bytes_received"] for peer in peers[:3]))
             for number in range(400):
-                evil.target.session.quarantined.clear()
+                evil.target.neighbours[3].quarantined = ""
                 with contextlib.suppress(RefusedError, UnreachableError, struct.error, OverflowError):
                     if number % 20 == 19:
                         with contextlib.suppress(AssertionError):  # it may have lost what it remembers by its own lies
@@ -469,10 +473,10 @@ def test_an_incarnation_is_announced_only_once_on_disk(hostile: Hostile) -> None
     """A thread that asks for calls between the two would end, and its neighbour would never be heard again."""
     protocol, mail = hostile.target.protocol, hostile.target.session
     assert mail.has_news(3, float("inf"))
-    with hostile.target.connections.changed:
+    with driver_of(hostile.target).changed:
         protocol.reset()
         assert not mail.has_news(3, float("inf"))
-    hostile.target._commit(0)
+    performed(hostile.target.commit(0))
     assert mail.has_news(3, float("inf"))
     assert isinstance(mail, AsynchronousSession)
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 from asynchronous_network import QUICK, STILL, again, join_late, stop_all
-from networked import LONG, Killed, begin_without, devices, finish, go_on, mortal, running, wait_until
+from networked import LONG, Killed, begin_without, devices, finish, go_on, holding, mortal, running, wait_until
 from tiny_scenario import Tiny
 from variants import settings_for
 
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.network.peer.asynchronous import LOST
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.network.transport.grpc_transport import UnreachableError
+from flower_privdec.peer.asynchronous_session import LOST
+from flower_privdec.peer.driving import Program, Work, performed
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST, RefusedError
 from tools.mass_on_disk import mass_on_disk
@@ -126,7 +127,7 @@ def test_two_peers_die_together_and_one_dies_twice(name: str, tiny: Tiny, tmp_pa
     peers = [running_peer(scenario, device) for device in theirs]
     all_met = Barrier(4)  # whoever begins waits for all others, and the two come back together alone
     for peer in peers:
-        peer._meet = lambda meet=peer._meet: (meet(), all_met.wait(LONG))  # type: ignore[attr-defined, misc]
+        peer._before = holding(peer._before, lambda peer=peer: peer.state.round_index or all_met.wait(LONG))  # type: ignore
     for victim in (1, 2):
         mortal(peers[victim], POINTS["after a commit"], 3)
     with running(peers) as futures:
@@ -162,8 +163,8 @@ def test_who_goes_on_splits_in_every_round_once(
         with pytest.raises(Killed):
             futures[1].result(LONG)
         last = again(scenario, theirs[1])
-        split, rounds = last._split, list[int]()  # type: ignore[attr-defined]
-        last._split = lambda k, weights, *floor, **more: (rounds.append(k), split(k, weights, *floor, **more))  # type: ignore[attr-defined]
+        split, rounds = last.exchanges.split, list[int]()  # type: ignore[attr-defined]
+        last.exchanges.split = lambda k, weights, **more: (rounds.append(k), split(k, weights, **more))  # type: ignore[attr-defined]
         go_on(last, [futures[peer] for peer in (0, 2, 3)])
     assert sorted({k for k in rounds if first <= k < 6}) == list(range(first, 6))  # and while it waited
     check_weight(tmp_path)
@@ -174,12 +175,12 @@ def test_a_finished_peer_unaware_of_the_end_is_awaited(name: str, tiny: Tiny, tm
     """A neighbour whose edge is closed, or that refuses a call, is there; one that is not reached has left."""
     scenario = tiny(f"algorithm.name={name}", "topology.name=ring", "rounds=4", QUICK)
     peer: Any = running_peer(scenario, devices(scenario, tmp_path)[0])
-    peer._begin()
-    peer.session.rounds[1] = 3
+    performed(peer._begin())
+    peer.neighbours[1].round_index = 3
     for _ in range(LOST):
         peer.session.failed(1, UnreachableError("nobody is there"), 0.0)
     assert not peer._is_over(1)  # it may come back, and has rounds to do
-    peer.session.rounds[1] = peer.end
+    peer.neighbours[1].round_index = peer.end
     assert peer._is_over(1)
     peer.session.failed(1, RefusedError("greet me first"), 0.0)
     assert not peer.protocol.is_open(1)
@@ -195,10 +196,10 @@ def cut_off(peer: RunningPeer, neighbors: set[int]) -> None:
     mail: Any = peer.session
     has_news, take = mail.has_news, mail.receive
 
-    def taking(caller: int, said: Any) -> Any:
+    def taking(caller: int, said: Any, now: float) -> Any:
         if caller in neighbors:
             raise RefusedError("cut off")
-        return take(caller, said)
+        return take(caller, said, now)
 
     mail.has_news, mail.receive = lambda to, now: to not in neighbors and has_news(to, now), taking
 
@@ -215,16 +216,19 @@ def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: 
     peers = [running_peer(scenario, device) for device in theirs]
     begin_without(peers[:3], 3)
     cut_off(peers[3], {1, 2})
-    begin_anew = peers[3]._reset  # type: ignore[attr-defined]
+    begin_anew = peers[3].reset  # type: ignore[attr-defined]
 
-    def dying() -> None:
+    def share_is_under_way() -> None:
+        wait_until(lambda: 3 in [share.receiver for share in peers[0].protocol.shares_to_send()])  # type: ignore[attr-defined]
+
+    def dying() -> Program[None]:
         if when != "before it begins anew":
-            begin_anew()
+            yield from begin_anew()
         if when == "once a share is under way to it":
-            wait_until(lambda: 3 in [share.receiver for share in peers[0].protocol.shares_to_send()])  # type: ignore[attr-defined]
+            yield Work("hold", share_is_under_way)
         raise Killed
 
-    peers[3]._reset = dying  # type: ignore[attr-defined]
+    peers[3].reset = dying  # type: ignore[attr-defined]
     with running(peers[:3]) as futures:
         for peer in peers[:3]:
             await_round(peer, 2)
@@ -279,8 +283,7 @@ def test_an_absent_neighbour_is_noticed_and_left_behind(graph: str, tiny: Tiny, 
         [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=graph == "ring")],
         Event(),
     )
-    before = peers[2]._before
-    peers[2]._before = lambda k: (k == 0 or go_on.wait(LONG), before(k))[1]  # type: ignore[method-assign, func-returns-value]
+    peers[2]._before = holding(peers[2]._before, lambda: peers[2].state.round_index == 0 or go_on.wait(LONG))  # type: ignore
     with running(peers) as futures:
         try:
             if graph == "ring":

@@ -28,8 +28,11 @@ from raising import raises
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.core.cohort import Cohort, PrivateStep
+from flower_privdec.network.peer.driver import PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
+from flower_privdec.peer.driving import Program
+from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.charges import Entry
 from flower_privdec.privacy.ledger.segments import EMPTY_HASH, chained, read_chain
 from flower_privdec.scenario import Scenario
@@ -184,10 +187,10 @@ def test_final_mixing_charges_no_step_even_after_a_death(
     peers = [running_peer(scenario, device) for device in theirs]
     mix = peers[1]._mix_finally
 
-    def dying() -> None:  # once its first round of final mixing is on disk
+    def dying() -> Program[None]:  # once its first round of final mixing is on disk
         peers[1]._mix_finally = mix  # type: ignore[method-assign]
         mortal(peers[1], ("_save", "after"), 1)
-        mix()
+        return mix()
 
     peers[1]._mix_finally = dying  # type: ignore[method-assign]
     with running(peers) as futures:

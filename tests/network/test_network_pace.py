@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,9 @@ from tiny_scenario import Tiny
 from variants import settings_for
 
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.pace import Want
-from flower_privdec.network.peer.peer import RunningPeer
+from flower_privdec.peer.driving import performed
+from flower_privdec.peer.pace import Want
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.privacy.ledger.segments import read_chain
 
 ENDLESS = ("rounds=30000", "evaluation.every=30000", "privacy={noise_multiplier: 1.0, delta: 1.0e-3}")
@@ -34,7 +34,7 @@ def without_timer(peers: list[RunningPeer]) -> None:
     """Let whatever a timer drives take for ever."""
     for peer in peers:
         peer.network = peer.network.model_copy(update={"retry": LONG})
-        peer.session._retry = LONG  # type: ignore[attr-defined]
+        peer.session.retry = LONG
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_peers_continue_beside_a_dead_one(name: str, graph: str, tiny: Tiny, tmp
     topology = "topology={name: random-edges, edges: 2}" if graph == "random-edges" else f"topology.name={graph}"
     scenario = tiny(*settings_for(f"algorithm.name={name}"), topology, *ENDLESS, QUICK)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
-    mortal(peers[3], ("_commit", "after"), 8)
+    mortal(peers[3], ("commit", "after"), 8)
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[3].result(LONG)
@@ -66,7 +66,6 @@ def test_a_member_that_waits_forever_holds_nobody_up(tiny: Tiny, tmp_path: Path)
     liar: Any = peers[3]
     completed = liar.session._completed
     liar.session._completed = lambda hello: replace(completed(hello), want=int(Want.WAITS))
-    liar.session.wants = dict.fromkeys(range(3), int(Want.UNKNOWN))  # and it gives for no one's
     with running(peers) as futures:
         wait_until(lambda: all(peer.state.round_index >= FURTHER for peer in peers[:3]))
         all_stop(peers, futures)
@@ -81,13 +80,14 @@ def test_greetings_and_waiting_reports_allow_no_step(tiny: Tiny, tmp_path: Path)
     scenario = tiny("topology.name=complete", QUICK)
     peer: Any = running_peer(scenario, devices(scenario, tmp_path, memory=True)[0])
     peer.session.steps, peer.protocol._open = 5, {1, 2, 3}
-    peer.session.wants = dict.fromkeys((1, 2, 3), int(Want.WAITS))
-    peer.session.met_at = dict.fromkeys((1, 2, 3), time.monotonic() + LONG)
+    for known in peer.neighbours.values():
+        known.want = Want.WAITS
+        known.met_at = LONG
     peer.state.rows["w"].fill_(0.1)
     peer.session.want = Want.WAITS
     assert peer._must_wait(3)
     floor = peer.floor.value
-    peer._relay_shares(3, 3)
+    performed(peer.exchanges.relay(3, 3))
     assert peer.floor.value < floor
     assert peer._must_wait(3)  # however low its floor is
     peer.close()

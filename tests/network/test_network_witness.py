@@ -18,12 +18,13 @@ from variants import settings_for
 
 pytest.importorskip("grpc")
 
-from networked import LONG, Killed, devices, finish, mortal, running, wait_until
+from networked import LONG, Killed, devices, driver_of, finish, mortal, running, wait_until
 
 from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, StoppedError
 from flower_privdec.core.cohort import Cohort, PrivateStep
+from flower_privdec.network.peer.driver import PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.scenario import Scenario
 
@@ -130,7 +131,7 @@ def test_lost_lines_can_be_charged_and_the_peer_continues(
         assert isinstance(futures[1].exception(LONG), Killed)
         taken = releases.count[1]
         shutil.rmtree(folder)
-        recovering = running_peer(scenario, theirs[1])
+        recovering = driver_of(running_peer(scenario, theirs[1]))
         try:
             recovering.open(begin=False)
             assert recovering.charge_witnessed() >= taken

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mutants import mutated
 
-from flower_privdec.network.peer import pace
+from flower_privdec.peer import pace
 
 LEAD, FURTHER, SWEEPS = 3, 12, 200
 POOR = 0.1  # of the mean weight of the peers that are up: a step with less would be far too long
@@ -319,7 +319,7 @@ def test_weights_brought_by_restarted_peers_do_not_add_up() -> None:
 
 MUTANTS = {
     "rounds count from the beginning": ("reached - met[j][1] for j", "reached for j"),
-    "a process that began again is the one before": ("if boot == before else behind", "if True else behind"),
+    "a process that began again is the one before": ("if boot == boot_before:", "if True:"),
     "nobody is waited for": ("ahead[slowest] >= self._lead", "ahead[slowest] >= 1000 * self._lead"),
     "the floor never sinks": ("min(self.level + 1, LEVELS)", "0"),
     "a floor sinks before a higher one": ("level >= self.level", "level >= 0"),
@@ -327,7 +327,7 @@ MUTANTS = {
     "the floor sinks below what there is": ("(1 - SLACK) * self.value", "3 * self.value"),
     "more is sent than is to spare": ("max(0.0, 1 - self.value / weight)", "1.0"),
     "what is under way is not waited for": ("if under_way or weight", "if weight"),
-    "nothing is lacking": ("return Want.WAITS if", "return Want.UNKNOWN if"),
+    "nothing is lacking": ("            return Want.WAITS", "            return Want.UNKNOWN"),
     "one that lacks nothing is stuck": ("if own == Want.UNKNOWN or not", "if not"),
     "one whose neighbours have some to spare is stuck": ("want > Want.UNKNOWN and level", "level"),
 }

@@ -20,10 +20,10 @@ from raising import raises
 from tiny_scenario import Tiny
 
 from flower_privdec.common.errors import ScenarioError, StoppedError
-from flower_privdec.network.peer import asynchronous, foreground, synchronous
-from flower_privdec.network.peer import peer as peer_module
+from flower_privdec.network.peer import driver as driver_module
+from flower_privdec.network.peer import foreground
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
-from flower_privdec.network.peer.peer import ScenarioTrainer
+from flower_privdec.peer.trainer import ScenarioTrainer
 
 MODES = ["asynchronous", "synchronous"]
 
@@ -35,8 +35,7 @@ def test_a_waiting_peer_takes_no_step(mode: str, tiny: Tiny, tmp_path: Path, mon
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peer = running_peer(scenario, theirs[0])
     with running([peer]) as (future,):
-        for module in (peer_module, asynchronous, synchronous):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000 * time.monotonic()))
+        monkeypatch.setattr(driver_module, "time", SimpleNamespace(monotonic=lambda: 1000 * time.monotonic()))
         wait_until(lambda: "1" in peer.status()["down"])
         time.sleep(0.5)
         monkeypatch.undo()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from flower_privdec.network.peer.asynchronous import StragglerPolicy
+from flower_privdec.peer.pace import StragglerPolicy
 
 ROUNDS, LATENCY, RETRY = 800, 0.05, 1.0
 Graph = Callable[[int, int], tuple[set[int], set[int]]]  # of a peer and a round: to whom it sends, and whom it hears

@@ -15,9 +15,9 @@ pytest.importorskip("grpc")
 from flower_privdec.core import Mix
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.network.peer.connections import Messages
-from flower_privdec.network.peer.synchronous import GONE, Machine, SynchronousSession
 from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.peer.session import Messages
+from flower_privdec.peer.synchronous import GONE, Machine, SynchronousSession
 from flower_privdec.pushsum import frames, lockstep
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage, formats_of
 from flower_privdec.pushsum.lockstep import Timetable
@@ -67,11 +67,11 @@ class TwoSessions:
             return False
         for messages in mine.calls(1 - peer, time.monotonic()):
             self.carried += len(messages) - 1
-            answer = other.receive(peer, carried(mine, other, messages))()
+            answer = other.receive(peer, carried(mine, other, messages), time.monotonic())()
             if lose_answer:
                 mine.failed(1 - peer, UnreachableError("lost"), time.monotonic())
             else:
-                mine.answered(1 - peer, messages, carried(other, mine, answer))
+                mine.answered(1 - peer, messages, carried(other, mine, answer), time.monotonic())
         return True
 
     def to_the_end(self) -> None:
@@ -107,7 +107,7 @@ def test_a_neighbour_without_the_last_answer_is_awaited() -> None:
     assert not second.is_over(), "the other does not know that this one is at the end: its answer was lost"
     assert both.say(1)
     assert second.is_over()
-    assert not first.is_over() or first._informed[1] == 2
+    assert not first.is_over() or first.neighbours[1].informed == 2
     assert both.say(0)
     assert first.is_over()
 
@@ -124,7 +124,7 @@ def test_an_informed_neighbour_is_asked_until_it_ends() -> None:
         pass
     both.arrive(0, 2)
     assert both.say(0)
-    assert first._informed[1] == 2
+    assert first.neighbours[1].informed == 2
     both.arrive(1, 2)
     assert not first.is_over()
     assert not both.say(0), "it asked a moment ago"
@@ -153,11 +153,11 @@ def test_an_answer_to_rows_waits_until_they_were_used() -> None:
     mine, other = both.sessions
     (words,) = mine.calls(1, time.monotonic())
     said = carried(mine, other, words)
-    answer = other.receive(0, said)
+    answer = other.receive(0, said, time.monotonic())
     assert not other.is_answered(0, said)
     both.arrive(1, 1)  # peer 1 has used them, and has that on disk
     assert other.is_answered(0, said)
-    mine.answered(1, words, carried(other, mine, answer()))
+    mine.answered(1, words, carried(other, mine, answer()), time.monotonic())
     assert not mine.machine.behind(0)
     assert mine.is_answered(1, carried(other, mine, [Progress(1, 0, 2)]))
 
@@ -171,18 +171,18 @@ def test_early_rows_are_answered_once_used() -> None:
     (words,) = mine.calls(1, time.monotonic())
     said = carried(mine, other, words)
     assert said[2].round_index == other.machine.place + 1  # type: ignore[union-attr]
-    answer = other.receive(0, said)
+    answer = other.receive(0, said, time.monotonic())
     assert not other.is_answered(0, said)
     both.arrive(1, 1)
     assert not other.is_answered(0, said)
     assert other._due(0, time.monotonic())
-    other._again[0, 1] = 1e9  # its own rows of this place are on their way
+    other.neighbours[0].again[1] = 1e9  # its own rows of this place are on their way
     assert not other.has_news(0, time.monotonic())
     both.arrive(1, 2)
-    other._again[0, 2] = 1e9
+    other.neighbours[0].again[2] = 1e9
     assert other.is_answered(0, said)
     assert not other.has_news(0, time.monotonic()), "the answer that is held says it"
-    mine.answered(1, words, carried(other, mine, answer()))
+    mine.answered(1, words, carried(other, mine, answer()), time.monotonic())
     assert not mine.machine.behind(1)
     assert not other.has_news(0, time.monotonic())
 

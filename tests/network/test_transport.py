@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import FOLDERS, QUICK, STILL, check_mass, initial
-from networked import LONG, devices, running, wait_until
+from networked import LONG, devices, driver_of, running, wait_until
 from raising import raises
 from tiny_scenario import Tiny
 from torch import Tensor
@@ -19,10 +19,11 @@ from variants import settings_for
 from flower_privdec import testing
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.network.peer.driver import PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.transport import Content, MemoryNetwork, RefusedError, UnreachableError
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
 
@@ -57,7 +58,7 @@ def test_synchronous_peers_in_memory_do_what_the_engine_does(
     peers = in_memory(scenario, tmp_path, loss=loss)
     rows, wanted = run_all(peers), testing.run_rounds(Experiment.build(scenario), 3)
     torch.testing.assert_close(rows["x"], wanted.state.rows["x"])
-    lost = [transport.lost for peer in peers if isinstance(transport := peer.connections._transport, FaultyTransport)]
+    lost = [transport.lost for peer in peers if isinstance(transport := driver_of(peer)._transport, FaultyTransport)]
     assert bool(sum(lost)) == bool(loss)
 
 

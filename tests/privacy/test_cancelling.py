@@ -563,7 +563,7 @@ def test_a_network_uses_weaker_noise_for_restarts(build: Build) -> None:
 )
 def test_the_plan_advises_the_mode_that_a_network_needs(build: Build, settings: list[str], advised: bool) -> None:
     """Where a network would refuse the scenario's mode, and only there."""
-    from flower_privdec.network.peer.peer import network_mixing
+    from flower_privdec.peer.trainer import network_mixing
 
     noise = "privacy.noise={kind: cancelling, colluding: 1, secrets: complete, strength: 2.0}"
     experiment = build(*settings, noise, "n_peers=3")

@@ -12,8 +12,9 @@ from networked import LONG, begin_without, running, wait_until
 
 from flower_privdec.common.errors import StoppedError
 from flower_privdec.experiment import Experiment
+from flower_privdec.network.peer.driver import PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
 
@@ -42,10 +43,10 @@ def initial(scenario: Scenario) -> torch.Tensor:
 POINTS = {  # before and after everything that is put on disk, sent or used
     "before a commit": ("_save", "before"),
     "after a commit, before it says so": ("_save", "after"),
-    "after a commit": ("_commit", "after"),
-    "after it took its shares from itself": ("_split", "after"),
-    "before it adds what came": ("_absorb", "before"),
-    "after it added what came": ("_absorb", "after"),
+    "after a commit": ("commit", "after"),
+    "after it took its shares from itself": ("exchanges.split", "after"),
+    "before it adds what came": ("exchanges.absorb", "before"),
+    "after it added what came": ("exchanges.absorb", "after"),
     "before it hands in": ("trainer.evaluate", "before"),
     "at the end": ("_leave", "before"),
     "in the last commit": ("_is_over", "before"),

@@ -15,7 +15,7 @@ def watch(address: str, certificates: str, peer: str, path: str) -> None:
     """Request a peer's status again and again, and write the last one to a file."""
     from flower_privdec.common.errors import RunError
     from flower_privdec.common.files import write_atomically
-    from flower_privdec.network.peer.connections import STATUS_REQUEST
+    from flower_privdec.network.peer.status import STATUS_REQUEST
     from flower_privdec.network.transport.grpc_transport import GrpcConnection
     from flower_privdec.network.transport.tls import Credentials, files_of, identities_of
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment.checkpoint import CheckpointLog
+from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice
 from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.scenario import Scenario
 
@@ -45,11 +45,12 @@ def run_until(scenario: Scenario, device: PeerDevice, releases: Path, death: Dea
     peer = running_peer(scenario, device)
     if death is not None:
         _end_at(death, lambda: peer.state.round_index >= death.round_index)
+    driver = Driver(peer)
     try:
-        peer.open()
-        peer.run()
+        driver.open()
+        driver.run()
     finally:
-        peer.close()
+        driver.close()
 
 
 def _end_at(death: Death, is_due: Callable[[], bool]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import reduce
@@ -15,10 +15,13 @@ import torch
 from ports import own_addresses
 from torch import Tensor
 
+from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import OnRound, PeerDevice, RunningPeer, ScenarioTrainer
 from flower_privdec.network.transport.tls import Authority, identities
 from flower_privdec.network.transport.transport import MemoryNetwork
+from flower_privdec.peer.driving import Program, Work
+from flower_privdec.peer.peer import OnRound, RunningPeer
+from flower_privdec.peer.trainer import ScenarioTrainer
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario
 
@@ -38,6 +41,22 @@ def begin_without(peers: Iterable[RunningPeer], absent: int) -> None:
     for peer in peers:
         others = [j for j in peer.timetable.neighbours(peer.device.peer) if j != absent]
         peer._has_greeted = lambda since, peer=peer, others=others: all(map(peer.protocol.is_open, others))  # type: ignore[attr-defined]
+
+
+def driver_of(peer: RunningPeer) -> Driver:
+    """Return what runs a peer: the same one each time."""
+    driver: Driver = vars(peer).setdefault("driver", Driver(peer))
+    return driver
+
+
+def holding(program: Callable[..., Program[Any]], held: Callable[[], object]) -> Callable[..., Program[Any]]:
+    """Return a program of a peer that is held before it begins, while neighbours are answered."""
+
+    def held_program(*arguments: Any, **options: Any) -> Program[Any]:
+        yield Work("hold", held)
+        return (yield from program(*arguments, **options))
+
+    return held_program
 
 
 def trainer_of(peer: RunningPeer) -> ScenarioTrainer:
@@ -71,12 +90,13 @@ def devices(
 
 def finish(peer: RunningPeer, on_round: OnRound | None = None) -> dict[str, Tensor]:
     """Run one peer to the end and return its rows."""
+    driver = driver_of(peer)
     try:
-        peer.open()
-        peer.run(on_round)
+        driver.open()
+        driver.run(on_round)
         return peer.state.rows
     finally:
-        peer.close()
+        driver.close()
 
 
 def run_network(scenario: Scenario, folder: Path, *, memory: bool = False) -> dict[str, Tensor]:
@@ -106,9 +126,17 @@ def mortal(peer: RunningPeer, point: tuple[str, str], moment: int) -> None:
         if left[0] == 0 and when == "before":
             raise Killed
         found = method(*arguments, **options)
+        if isinstance(found, Generator):
+            return then_dying(found, left[0] == 0)
         if left[0] == 0:
             raise Killed
         return found
+
+    def then_dying(program: Program[Any], is_last: bool) -> Program[Any]:
+        result = yield from program
+        if is_last:
+            raise Killed
+        return result
 
     setattr(owner, name, dying)
 
@@ -130,8 +158,8 @@ def go_on(peer: RunningPeer, others: Iterable[Future[Any]]) -> dict[str, Tensor]
 
     Where the others were done and have left, it need not wait for them as long as a deadline.
     """
-    leave, leaving = peer._leave, Event()
-    peer._leave = lambda: (leaving.set(), leave())[1]  # type: ignore[method-assign, func-returns-value]
+    leaving = Event()
+    peer._leave = holding(peer._leave, leaving.set)  # type: ignore[method-assign]
     with running([peer]) as (future,):
         for other in others:
             other.result(LONG)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from witnesses import witness_of
 
-from flower_privdec.network.peer.asynchronous import AsynchronousSession
+from flower_privdec.peer.asynchronous_session import ShareSession
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
 from flower_privdec.pushsum.frames import FrameCodec, TensorArithmetic, formats_of
 
@@ -27,7 +27,7 @@ def commit(*machines: PushSumProtocol[Any]) -> None:
         each.committed(each.snapshot(1))
 
 
-def greeted_sessions() -> tuple[AsynchronousSession, AsynchronousSession]:
+def greeted_sessions() -> tuple[ShareSession, ShareSession]:
     """Return the sessions of two peers that have greeted each other."""
     sides = []
     for peer in range(2):
@@ -35,7 +35,7 @@ def greeted_sessions() -> tuple[AsynchronousSession, AsynchronousSession]:
         arithmetic, frames = TensorArithmetic(), FrameCodec(b"run", formats_of(mass))
         machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, arithmetic)
         witness = witness_of(peer, [1 - peer])
-        sides.append(AsynchronousSession(machine, arithmetic, witness, frames, [], 1e6, rounds=9, n_peers=2))
+        sides.append(ShareSession(machine, arithmetic, witness, frames, [], 1e6, rounds=9, n_peers=2))
     sender, receiver = sides
     commit(sender.protocol, receiver.protocol)
     shake(sender.protocol, receiver.protocol)

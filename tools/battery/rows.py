@@ -30,9 +30,10 @@ from flower_privdec.experiment.recorder import with_more_rounds
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.server_app import CohortRun, Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
+from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
 from flower_privdec.network.transport.transport import MemoryNetwork
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.scenario import Scenario, load_scenario
 from flower_privdec.scenario.loading import PATHS, put
 from tools.battery import parts
@@ -470,12 +471,13 @@ def _run_on_network(experiment: Experiment, out: Path) -> dict[str, Any]:
 
 
 def _to_its_end(peer: RunningPeer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    driver = Driver(peer)
     try:
-        peer.open()
-        peer.run()
+        driver.open()
+        driver.run()
         return peer.trainer.status(peer.state), peer.state.rows
     finally:
-        peer.close()
+        driver.close()
 
 
 def _dying(host: str) -> ClientApp:

@@ -23,9 +23,11 @@ import numpy as np
 from flower_privdec.core import advance
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.network.local.peer_processes import on_this_machine
+from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, network_mixing
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
+from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.trainer import network_mixing
 from flower_privdec.pushsum.lockstep import Timetable
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario, to_yaml
 from tools.bench import transport_baseline
@@ -255,13 +257,13 @@ def run_peer(scenario: str, peer: int, folder: str, certificates: str) -> list[t
     rounds = list[tuple[float, ...]]()
 
     def note(running: RunningPeer) -> None:
-        sent = running.connections.bytes_sent
+        sent = running.session.bytes_sent
         rounds.append((time.monotonic(), time.process_time(), timed.seconds, timed.count, sent, _written()))
 
-    running = running_peer(loaded, device)
+    driver = Driver(running_peer(loaded, device))
     try:
-        running.open()
-        running.run(note)
+        driver.open()
+        driver.run(note)
     finally:
-        running.close()
+        driver.close()
     return rounds

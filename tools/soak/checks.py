@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.experiment.checkpoint import Checkpoint, read_checkpoints
-from flower_privdec.network.peer.peer import APART, rows_path
+from flower_privdec.peer.peer import APART
+from flower_privdec.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.segments import read_chain
 from tools.mass_on_disk import mass_on_disk
 from tools.soak.release_counter import counted_in

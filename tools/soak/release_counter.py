@@ -73,9 +73,9 @@ def digest(values: Mapping[str, Tensor]) -> str:
 
 def record_into(path: Path, taken: Callable[[], int]) -> None:
     """Append lines to a file on what this process sends, receives, saves and resumes."""
-    from flower_privdec.network.peer.asynchronous import AsynchronousPeer
-    from flower_privdec.network.peer.connections import Session
-    from flower_privdec.network.peer.peer import RunningPeer
+    from flower_privdec.peer.peer import RunningPeer
+    from flower_privdec.peer.row_exchange import RowExchange
+    from flower_privdec.peer.session import Session
     from flower_privdec.privacy.noise.deployed import SystemNoise
     from flower_privdec.privacy.noise.pair_noise import CancellingNoise
     from flower_privdec.pushsum.exactly_once import FrozenShare, PushSumProtocol, RefusedError
@@ -105,7 +105,7 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
             for share in edge.frozen:
                 note("sent", digest(share.values), taken())
 
-    def posted(peer: Any, at: int, round_index: int, rows: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def posted(exchanges: Any, at: int, round_index: int, rows: Mapping[int, Mapping[str, Tensor]]) -> None:
         for values in rows.values():
             note("sent", digest(values), taken())
 
@@ -148,7 +148,7 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
     before(SystemNoise, "add_", drawn)
     before(PushSumProtocol, "committed", shares)
     before(PushSumProtocol, "restore", shares)
-    before(AsynchronousPeer, "_post", posted)
+    before(RowExchange, "post", posted)
     before(Lockstep, "arrive", arrived)
     before(RunningPeer, "_save", saved)
     read = Session.read

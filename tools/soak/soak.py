@@ -45,7 +45,7 @@ from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.pair_plan import secret_pairs
 from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, free_addresses, on_this_machine
-from flower_privdec.network.peer.peer import network_mixing
+from flower_privdec.peer.trainer import network_mixing
 from flower_privdec.pushsum.lockstep import Timetable
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.sections import NetworkPeer

@@ -26,7 +26,7 @@ from flower_privdec.experiment.noise_statement import noise_facts
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds, with_more_rounds
 from flower_privdec.experiment.spent import Spent, ledger_folder
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
-from flower_privdec.network.peer.peer import INSECURE, network_mixing, rows_path
+from flower_privdec.peer.trainer import INSECURE, network_mixing, rows_path
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.segments import read_entries
 from flower_privdec.privacy.ledger.spending import costs_in

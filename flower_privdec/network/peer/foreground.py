@@ -14,11 +14,13 @@ from threading import Event, Lock, Thread
 
 from flower_privdec.common.errors import NotAgreedError, ScenarioError
 from flower_privdec.common.files import MODEL, write_atomically
-from flower_privdec.network.peer.asynchronous import AsynchronousPeer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, ScenarioTrainer, Trainer
+from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.status import status_line
-from flower_privdec.network.peer.synchronous import SynchronousPeer
 from flower_privdec.network.transport.tls import credentials_of
+from flower_privdec.peer.asynchronous import AsynchronousPeer
+from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.synchronous import SynchronousPeer
+from flower_privdec.peer.trainer import ScenarioTrainer, Trainer
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario
 
@@ -95,7 +97,7 @@ def device_of(
             code="peer.addresses",
         )
     addresses = tuple(other.address for other in scenario.network.peers)
-    return PeerDevice(peer, folder, credentials, addresses, data, insecure_seeds)
+    return PeerDevice(peer, folder, credentials, addresses, data=data, insecure_seeds=insecure_seeds)
 
 
 def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charge_witnessed: bool = False) -> None:
@@ -115,15 +117,16 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
         if sys.platform == "linux":  # else a peer that is paused would not see it
             ctypes.CDLL(None).prctl(PARENTS_END_SIGNAL, signal.SIGCONT)
         Thread(target=_stop_at_end, args=(running,), daemon=True).start()
+    driver = Driver(running)
     line = _StatusLine(running, every)
     try:
-        running.open(begin=not charge_witnessed)
+        driver.open(begin=not charge_witnessed)
         line.begin()
         if charge_witnessed:
-            charged = running.charge_witnessed()
+            charged = driver.charge_witnessed()
             print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again")
             return
-        running.run(line)
+        driver.run(line)
         if not (was_done and summary.exists()):
             write_atomically(summary, (json.dumps(running.status(), indent=2) + "\n").encode(), public=True)
         if (why := running.shortcoming()) is not None:
@@ -131,7 +134,7 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
         line.show(f"{status_line(running.status())}  model {folder / MODEL}")
     finally:
         line.end()
-        running.close()
+        driver.close()
 
 
 def _stop_at_end(running: RunningPeer) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import Condition
 from typing import Protocol
 
-from flower_privdec.common.errors import RunError
+from flower_privdec.peer.driving import Content, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
 
-Content = Sequence[bytes | bytearray | memoryview]  # to be sent one after the other
+__all__ = ["Answer", "Connection", "Content", "MemoryNetwork", "Transport", "UnreachableError"]
+
 Answer = Callable[[int, memoryview], Content]  # called with the caller's number and what it sent
-
-
-class UnreachableError(RunError):
-    """A call was not answered; the message has the reason."""
 
 
 class Connection(Protocol):

@@ -1,9 +1,11 @@
-"""A peer that waits for its neighbours in every exchange: the numbers of a simulation, at the pace of the slowest."""
+"""A peer that waits for its neighbours in every exchange: the numbers of a simulation, at the pace of the slowest.
+
+`Lockstep` is the protocol: each exchange has a place, and what is sent at a place is sent until the receiver is at a
+later one. `SynchronousSession` carries it, `SynchronousPeer` goes from place to place.
+"""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -12,9 +14,9 @@ from torch import Tensor
 from flower_privdec.common.errors import RunError
 from flower_privdec.core import Exchange, State
 from flower_privdec.experiment.checkpoint import Checkpoint
-from flower_privdec.network.peer.connections import Messages, Session
-from flower_privdec.network.peer.peer import POLL, RunningPeer
-from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.peer.driving import Program, UnreachableError, Wait
+from flower_privdec.peer.peer import POLL, RunningPeer
+from flower_privdec.peer.session import Messages, Session
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Progress, RowMessage
 from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep, Timetable
@@ -27,7 +29,7 @@ GONE = 6  # calls in a row that failed, after which a neighbour that is at the e
 class SynchronousSession(Session):
     """The rows of exchanges, each sent again and again until it was used.
 
-    A call holds this peer's progress and, where it brings some, the rows of one exchange; an answer holds the progress.
+    A call holds this peer's progress and, if it brings some, the rows of one exchange; an answer holds the progress.
 
     Args:
         machine: the protocol.
@@ -39,42 +41,32 @@ class SynchronousSession(Session):
     def __init__(
         self, machine: Machine, witness: LedgerWitness, frames: FrameCodec, timetable: Timetable, retry: float
     ) -> None:
-        super().__init__(witness, frames, 2, frames.cap + SMALL, timetable.end)
+        super().__init__(witness, frames, 2, frames.cap + SMALL, timetable.end, retry)
         self.machine = machine
         self._timetable = timetable
-        self._neighbors = witness.neighbors
-        self._retry = retry
-        self._informed: dict[int, int] = {}  # the place at which each neighbour knows this peer to be
-        self._again: dict[tuple[int, int], float] = {}  # when to send what a neighbour has not used again, by place
-        self._ask_again: dict[int, float] = {}  # when to ask each neighbour again whether it is at the end
-        self._failures: Counter[int] = Counter()  # since the last call that was answered
-        self._answering: Counter[int] = Counter()  # calls of each neighbour whose answers are held back
 
     def is_over(self) -> bool:
         """Return whether all neighbours are known to be at the end, and know it of this peer or have left."""
         place = self.machine.place
-        return not self.machine.before(place, self._neighbors) and all(
-            self._informed.get(peer, -1) >= place or self._failures[peer] >= GONE for peer in self._neighbors
-        )
+        if self.machine.before(place, self.neighbours):
+            return False
+        return all(_knows(one.informed, place) or one.failures >= GONE for one in self.neighbours.values())
 
-    def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
+    # --- what comes ---
+
+    def receive(self, caller: int, messages: Messages, now: float) -> Callable[[], Messages]:
         """See Session; the answer holds this peer's progress."""
         for message in messages:
             if isinstance(message, RowMessage):
-                if (message.round_index >= self._timetable.rounds) != (message.at == self._timetable.final_at):
-                    raise RefusedError(
-                        f"round {message.round_index} has no exchange {message.at}; another version?",
-                        code="lockstep.exchange",
-                    )
-                place = self._timetable.place(message.round_index, message.at)
-                self.machine.take(caller, place, message.values)
+                self._take(caller, message)
         self._learn(caller, messages)
-        self._answering[caller] += 1
+        known = self.neighbours[caller]
+        known.answering += 1
 
         def answer() -> Messages:
-            self._answering[caller] -= 1
+            known.answering -= 1
             if not self.machine.is_at_end:  # a caller without the answer calls again, but for its last message
-                self._informed[caller] = self.machine.place
+                known.informed = self.machine.place
             return [Progress(self.peer, caller, self.machine.place + 1)]
 
         return answer
@@ -83,6 +75,16 @@ class SynchronousSession(Session):
         """See Session: the answer to rows waits until they were used."""
         rows = [message for message in messages if isinstance(message, RowMessage)]
         return all(self._timetable.place(row.round_index, row.at) < self.machine.place for row in rows)
+
+    def _take(self, caller: int, message: RowMessage) -> None:
+        is_final = message.round_index >= self._timetable.rounds
+        if is_final != (message.at == self._timetable.final_at):
+            raise RefusedError(
+                f"round {message.round_index} has no exchange {message.at}; another version?",
+                code="lockstep.exchange",
+            )
+        place = self._timetable.place(message.round_index, message.at)
+        self.machine.take(caller, place, message.values)
 
     def _learn(self, neighbor: int, messages: Messages) -> None:
         """Take in a neighbour's progress; one that is behind the first exchange listens, and is nowhere yet."""
@@ -94,48 +96,60 @@ class SynchronousSession(Session):
                     self.fatal = error
                     raise
 
+    # --- what is sent ---
+
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Session: rows not sent or not used for a while, progress that the neighbour waits for, the first call.
 
-        Progress waits where an answer to the neighbour, which carries it, is about to leave. At the end a peer asks
-        its neighbours where they are until all are there: a neighbour whose last calls were lost may have left.
+        Progress waits if an answer to the neighbour, which carries it, is about to leave. At the end a peer asks its
+        neighbours where they are until all are there: a neighbour whose last calls were lost may have left.
         """
-        machine = self.machine
-        informed = self._informed.get(neighbor)
-        awaits = machine.place >= 0 if informed is None else informed < machine.wanted(neighbor)
         if not self.witness.has_heard(neighbor):
             return True
+
+        machine = self.machine
+        known = self.neighbours[neighbor]
+        is_awaited = machine.place >= 0 if known.informed is None else known.informed < machine.wanted(neighbor)
         if machine.is_at_end:
             is_behind = bool(machine.before(machine.place, [neighbor]))
-            awaits = awaits or (is_behind and now >= self._ask_again.get(neighbor, 0.0))
-        return (awaits and (machine.is_at_end or not self._answering[neighbor])) or bool(self._due(neighbor, now))
+            is_awaited = is_awaited or (is_behind and now >= known.ask_again)
+
+        goes_with_an_answer = known.answering > 0 and not machine.is_at_end
+        return (is_awaited and not goes_with_an_answer) or bool(self._due(neighbor, now))
 
     def _due(self, neighbor: int, now: float) -> list[RowMessage]:
-        due = self.machine.due(neighbor)
-        return [rows for place, rows in due if now >= self._again.get((neighbor, place), 0.0)]
+        again = self.neighbours[neighbor].again
+        return [rows for place, rows in self.machine.due(neighbor) if now >= again.get(place, 0.0)]
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         progress = Progress(self.peer, neighbor, self.machine.place + 1)
-        return [[progress, rows] for rows in self._due(neighbor, now)] or [[progress]]
+        due = self._due(neighbor, now)
+        return [[progress, rows] for rows in due] if due else [[progress]]
 
-    def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
-        self._failures[neighbor] = 0
-        self._ask_again[neighbor] = time.monotonic() + self._retry
+    def answered(self, neighbor: int, sent: Messages, answer: Messages, now: float) -> None:
+        super().answered(neighbor, sent, answer, now)
+        known = self.neighbours[neighbor]
+        known.ask_again = now + self.retry
         for message in sent:
             if isinstance(message, Progress):
                 place = message.exchanges - 1
-                self._informed[neighbor] = max(place, self._informed.get(neighbor, -1))
+                known.informed = place if known.informed is None else max(place, known.informed)
             elif isinstance(message, RowMessage):
-                self._again = {key: when for key, when in self._again.items() if key[1] > place - UNDER_WAY}
                 used_at = self._timetable.place(message.round_index, message.at)
-                self._again[neighbor, used_at] = time.monotonic() + self._retry
+                known.again = {at: when for at, when in known.again.items() if at > used_at - UNDER_WAY}
+                known.again[used_at] = now + self.retry
         self._learn(neighbor, answer)
 
-    def failed(self, neighbor: int, error: RunError, again: float) -> None:
+    def failed(self, neighbor: int, error: RunError, now: float) -> float:
         """See Session: peers that wait for each other cannot continue with one that refuses their calls."""
-        self._failures[neighbor] += 1
-        if not isinstance(error, UnreachableError):
-            self.fatal = self.fatal or RunError(f"peer {neighbor} refuses a call: {error}", code="network.refused")
+        again = super().failed(neighbor, error, now)
+        if self.fatal is None and not isinstance(error, UnreachableError):
+            self.fatal = RunError(f"peer {neighbor} refuses a call: {error}", code="network.refused")
+        return again
+
+
+def _knows(informed: int | None, place: int) -> bool:
+    return informed is not None and informed >= place
 
 
 class SynchronousPeer(RunningPeer):
@@ -150,30 +164,38 @@ class SynchronousPeer(RunningPeer):
         timetable = self.timetable
         peer = self.device.peer
         self.machine = Machine(peer, lambda place: timetable.turn(peer, place).receivers, timetable.places)
-        exchanges = timetable.exchanges | ({timetable.final_at: timetable.final_exchange} if self.final else {})
-        formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
         self._restored = [checkpoint.state for checkpoint in checkpoints]
         self._met = False
         self._rounding: dict[str, Tensor] = {}  # what the wire codec took away from the shares of this exchange
+
+        exchanges = dict(timetable.exchanges)
+        if self.final:
+            exchanges[timetable.final_at] = timetable.final_exchange
+        formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
         frames = FrameCodec(self._run_id, exchanges=formats)
-        self.session = SynchronousSession(self.machine, self.witness, frames, timetable, self.network.retry)
+        retry = self.network.retry
+        self.session: SynchronousSession = SynchronousSession(self.machine, self.witness, frames, timetable, retry)
         return self.session
 
-    def _begin(self) -> None:
+    def _begin(self) -> Program[None]:
         for state in self._restored:
             self._arrive(state, self.timetable.place(state.round_index, state.at))
+        yield from ()
 
-    def _exchange(self, exchange: Exchange) -> None:
+    def _exchange(self, exchange: Exchange) -> Program[None]:
         place = self.timetable.place(self.state.round_index, self.state.at)
         machine = self.machine
-        self._save(place, self.state, {})
+        yield from self._saving(place, self.state)
         self._arrive(self.state, place)
-        self._await(lambda: not machine.missing() and not machine.behind(place - 1))
+        yield from self._await(lambda: not machine.missing() and not machine.behind(place - 1))
+
         received = {(j, self.device.peer): self._decoded(rows) for j, rows in machine.received().items()}
         if self.state.round_index >= self.rounds:
             self._measure({sender: rows for (sender, _), rows in received.items()})
         turn = self.timetable.turn(self.device.peer, place)
         exchange.incoming(self.state, turn.mixing, self._clipped(received)).apply_(self.state)
+
+        # What the codec cut off stays with the sender, so that no mass is lost.
         for name, lost in self._rounding.items():
             self.state.rows[name][0] += lost
 
@@ -193,19 +215,21 @@ class SynchronousPeer(RunningPeer):
                     for name, row in payload.items():
                         lost = row - self.arithmetic.decode(values[name], row)
                         self._rounding[name] = self._rounding.get(name, 0) + lost
-        with self.connections.changed:
-            self.machine.arrive(place, outgoing, awaited)
-            self.connections.notify()
+        self.machine.arrive(place, outgoing, awaited)
 
-    def _await(self, ready: Callable[[], bool]) -> None:
+    def _await(self, ready: Callable[[], bool]) -> Program[None]:
         """Wait for the neighbours for network.deadline seconds, the first time for network.give_up."""
-        patience = self.network.deadline if self._met else max(self.network.deadline, self.network.give_up_seconds)
-        until = time.monotonic() + patience
-        self.waits_for = "" if self._met else "its neighbours"
-        while not self._stopped.is_set() and not self.connections.wait(ready, POLL):
-            if time.monotonic() > until:
+        patience = self.network.deadline
+        if not self._met:
+            patience = max(patience, self.network.give_up_seconds)
+            self.waits_for = "its neighbours"
+
+        until = self.now + patience
+        while not (yield Wait(ready, self.now + POLL)):
+            self._check_stopped()
+            if self.now > until:
                 silent = sorted(self.machine.missing() | self.machine.behind(self.machine.place - 1))
-                why = "; ".join(map(self.connections.why, silent))
+                why = "; ".join(map(self.why, silent))
                 raise RunError(
                     f"round {self.state.round_index}: nothing came from peers {silent} for {patience:g} s ({why}); all "
                     "is on disk: mend that, then run the same command again, or raise network.deadline",
@@ -218,15 +242,16 @@ class SynchronousPeer(RunningPeer):
     def _is_over(self, neighbor: int) -> bool:
         return not self.machine.before(self.timetable.places, [neighbor])
 
-    def _leave(self) -> None:
+    def _leave(self) -> Program[None]:
         """Come to the last place, and stay until all neighbours are there too: one that died may come back and need it.
 
         Those that are gone are waited for as long as in any round, and no longer.
         """
         last = self.timetable.places
-        self._save(last, self.state, {})
+        yield from self._saving(last, self.state)
         self._arrive(self.state, last)
-        until = time.monotonic() + self.network.deadline
-        while not self._stopped.is_set() and time.monotonic() < until:
-            if self.connections.wait(self.session.is_over, POLL):
+
+        until = self.now + self.network.deadline
+        while not self.is_stopping and self.now < until:
+            if (yield Wait(self.session.is_over, min(until, self.now + POLL))):
                 return

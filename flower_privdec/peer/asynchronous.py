@@ -1,0 +1,510 @@
+"""A peer that does not wait for neighbours that are late: a slow or lost one costs only its own edges.
+
+Push-sum algorithms send shares that are added exactly once (`ShareExchange`), under any loss, repetition and kill. All
+others send rows, of which a neighbour uses the newest it has, once (`RowExchange`); the weight of a neighbour that was
+not heard in time returns to the peer itself for that round. `StragglerPolicy` decides which neighbours to wait for.
+
+A peer takes a private step only while a quorum of its neighbours exchange with it, while it is not too far ahead of
+the slowest of those that are up, and while its push-sum weight is not so small that the step would be too long. Else it
+waits; meanwhile it acknowledges, relays, and mixes without a step every `network.retry` seconds, so that two peers that
+can reach each other never wait for each other for ever. After the last round it mixes without steps, in rounds in which
+it waits for its neighbours, until its model agrees with theirs in all rounds of a period of the graph.
+
+| it is | and goes on when | meanwhile it |
+|---|---|---|
+| meeting | all neighbours have greeted it, or `network.start` has passed and one has | greets |
+| joining | a neighbour's model has come | greets |
+| before a step | it has a quorum, no great lead and enough weight (`_must_wait`) | relays, mixes, acknowledges |
+| in an exchange | what it waits for has come, or the straggler policy's patience is over | |
+| in final mixing | all that are up have sent | relays |
+| leaving | all neighbours are done and informed, or lost for `network.deadline` | relays |
+
+A peer that has nothing of a run that others have begun without it joins them as they are: with the rows of the first
+neighbour that sends some, and in push-sum with the model of its first share and the weight of a peer that begins, as
+`PushSumProtocol.absorb` explains. A peer whose checkpoint is an old copy learns it from its neighbours, and is reset so
+too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
+from flower_privdec.common.formatting import one_line
+from flower_privdec.core import Exchange, Reply
+from flower_privdec.experiment.checkpoint import Checkpoint
+from flower_privdec.graph.mixing import PartlyHeard
+from flower_privdec.peer.asynchronous_session import AsynchronousSession
+from flower_privdec.peer.driving import Program, Wait
+from flower_privdec.peer.neighbour import Neighbour
+from flower_privdec.peer.pace import Pace, StragglerPolicy, Want, WeightFloor
+from flower_privdec.peer.peer import AGREE, POLL, RunningPeer
+from flower_privdec.peer.row_exchange import RowExchange
+from flower_privdec.peer.share_exchange import ShareExchange
+from flower_privdec.pushsum.exactly_once import FIRST, PushSumProtocol
+from flower_privdec.pushsum.frames import FrameCodec, RowMass, pack, unpack
+from flower_privdec.pushsum.lockstep import Turn
+
+SPAN = 16  # rounds of a random graph in which a peer exchanges with all of its quorum
+GREETING_SECONDS = 2.0  # for the others, if they are known to be under way already
+
+
+class AsynchronousPeer(RunningPeer):
+    """One peer of a run that continues without neighbours that are late; see RunningPeer.
+
+    It keeps one checkpoint, with the shares that are in flight.
+
+    Attributes:
+        protocol: its shares; without mass if it gossips rows.
+        exchanges: how it exchanges: shares or rows.
+        policy, floor: which neighbours it waits for, and with which weight it takes steps.
+        partly, partly_final: the mixing of those that were heard, in rounds and in final mixing.
+        replies: the exchanges in which a neighbour is answered.
+        is_joining: whether it waits for a model of the others, whose run began without it.
+        is_alone: whether it waits for a quorum.
+        waited: seconds in the exchange under way that were spent on waiting for others.
+        late: neighbours that were late already in the exchange under way.
+        first_weight: its push-sum weight at the beginning of the run: 1, or its number of examples.
+    """
+
+    generations: ClassVar[int] = 1
+
+    # --- from a checkpoint to a session ---
+
+    def _make_session(self, checkpoints: list[Checkpoint]) -> AsynchronousSession:
+        peer = self.device.peer
+        network = self.network
+        neighbors = self.timetable.neighbours(peer)
+        self.partly = PartlyHeard(self.mixing, peer)
+        self.partly_final = PartlyHeard(self.timetable.final_mixing, peer)
+        self.trainer.use_mixing(self.partly)
+
+        # After a restart the others may have used its rows, and left.
+        self._resumed = bool(checkpoints)
+        first = min(GREETING_SECONDS, network.deadline) if checkpoints else network.deadline
+        self.policy = StragglerPolicy(first)
+        self.is_joining = False
+        self.is_alone = False
+        self.waited = 0.0
+        self.late: set[int] = set()
+        self._commits = 0
+        self._has_split = False  # whether the shares of the exchange under way are in the store, from before a restart
+        self._pace = Pace(network.lead)
+        self._agreed = set[int]()  # rounds of a period in which what came agreed with this peer, since some did not
+
+        exchanges = self.timetable.exchanges
+        formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
+        self.replies = [at for at, exchange in exchanges.items() if isinstance(exchange, Reply)]
+        self.exchanges: ShareExchange | RowExchange
+        if self.mixing.sends_shares:
+            (shares,) = formats.values()
+            frames = FrameCodec(self._run_id, shares, {})
+            self.exchanges = ShareExchange(self)
+        else:
+            formats[self.timetable.final_at] = self._formats(self.timetable.final_exchange)
+            shares = {}
+            frames = FrameCodec(self._run_id, None, formats)
+            self.exchanges = RowExchange(self)
+        mass = RowMass(self.state, shares)
+        self.protocol = PushSumProtocol(peer, neighbors, self.witness.boot, mass, self.arithmetic)
+
+        by_examples = getattr(self.trainer.algorithm, "by_examples", False)
+        total = math.inf if by_examples else float(self.trainer.scenario.n_peers)
+        silent = [j for j in neighbors if peer not in self.timetable.receivers_ever(j)]
+        self.session: AsynchronousSession = self.exchanges.session_class(
+            self.protocol, self.arithmetic, self.witness, frames, self.replies, network.retry, self.end, total, silent
+        )
+        self.session.resumed_at = self.state.round_index
+        self.first_weight = self.weight()
+        if checkpoints:
+            self._restore(checkpoints[-1])
+
+        self._span = self.mixing.topology.period or SPAN
+        self.floor = WeightFloor(self.exchanges.usual_weight(), network.deadline, self.now)
+        was_reset = bool(mass) and self.protocol.incarnation > FIRST  # with nothing, so that shares may come
+        self.session.is_new = not self.protocol.has_met and not was_reset
+        return self.session
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        facts = checkpoint.transport
+        try:
+            durable = unpack(self.device.peer, facts["shares"], checkpoint.carried, dict(self.protocol.mass))
+            replied = {int(neighbor): int(k) for neighbor, k in facts["replied"].items()}
+            distances = {int(neighbor): float(part) for neighbor, part in facts["distances"].items()}
+            self.first_weight = float(facts["weights"]["first"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScenarioError(
+                f"{self.store.path} cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or "
+                "start again with another --out: the peer then joins the others as they are",
+                code="checkpoints.damaged",
+            ) from error
+        self.protocol.restore(durable)
+        self._commits = facts["place"]
+        for j, known in self.neighbours.items():
+            known.request = replied.get(j)
+            known.distance = distances.get(j)
+
+        # In a round's program the place of final mixing is only where the round is over.
+        is_final = self.state.round_index >= self.rounds
+        places = {self.timetable.final_at} if is_final else self.timetable.exchanges
+        self._has_split = self.state.at in places and durable.round_index > self.state.round_index
+
+    def take_split(self) -> bool:
+        """Return once whether the shares of the exchange under way are in the store, from before a restart."""
+        has_split = self._has_split
+        self._has_split = False
+        return has_split
+
+    def _has_steps(self) -> bool:
+        """See RunningPeer: none if the shares of the last round are in the store, whatever became of the neighbours."""
+        has_sent_all = self._has_split and self.state.round_index + 1 >= self.rounds
+        return super()._has_steps() and not has_sent_all
+
+    def _begin(self) -> Program[None]:
+        self.floor.start(self.now)
+        if not self._resumed:
+            yield from self.commit(0)
+
+    # --- what is in the store ---
+
+    def commit(self, round_index: int, wanted: Collection[int] = ()) -> Program[None]:
+        """Put everything in the store, and send what follows from it.
+
+        Args:
+            round_index: this peer's, as it is to be remembered.
+            wanted: neighbours that may wait for a share.
+        """
+        durable = self.protocol.snapshot(round_index)
+        facts, carried = pack(durable)
+        rows = self.state.rows | {name: value[None] for name, value in durable.mass.items()}
+        requests = {str(j): one.request for j, one in self.neighbours.items() if one.request is not None}
+        transport: dict[str, Any] = {
+            "shares": facts,
+            "replied": requests,
+            "distances": {str(neighbor): part for neighbor, part in self.distances.items()},
+            "weights": {"first": self.first_weight},
+        }
+        self._commits += 1
+        yield from self._saving(self._commits, replace(self.state, rows=rows), transport, carried)
+        self.protocol.committed(durable)
+        self.session.committed(wanted)
+
+    def is_due(self, round_index: int) -> bool:
+        """Return whether a round is one that is committed, and in which shares are sent."""
+        return (round_index + 1) % self.network.commit_every == 0 or round_index + 1 >= self.rounds
+
+    def reset(self) -> Program[None]:
+        """Begin a new life without mass, which takes over the model that comes with its first share."""
+        self.session.stale = None
+        self.protocol.reset()
+        yield from self.commit(self.state.round_index)
+
+    # --- the neighbours ---
+
+    def _meet(self) -> Program[None]:
+        """Greet the neighbours; a peer that finds them under way, and has nothing of the run, joins as they are."""
+        since = self.now
+        while True:
+            yield from self.wait(lambda: self._has_greeted(since), self.now + POLL)
+            if self._has_greeted(since):
+                break
+            has_met_none = not any(map(self.protocol.is_open, self.neighbours))
+            if self.now - since > self.network.give_up_seconds and has_met_none:
+                why = "; ".join(map(self.why, self.neighbours))
+                raise RunError(
+                    f"none of the peers {[*self.neighbours]} could be greeted for {self.network.give_up_seconds:g} s "
+                    f"({why}); mend that, then run the same command again, or raise network.give_up, or leave it out",
+                    code="network.unreachable",
+                )
+
+        self.session.is_new = False
+        self.is_joining = self.session.joins and not self.protocol.mass
+        opened = [one for one in self.neighbours.values() if self.protocol.is_open(one.number)]
+        self.policy.start(self.now, [one.number for one in opened])
+        for one in opened:
+            if one.met is None:
+                one.met_at = self.now
+
+    def _has_greeted(self, since: float) -> bool:
+        """Return whether all neighbours are open that are not quarantined, or enough of them to begin."""
+        opened = [self.protocol.is_open(j) for j, one in self.neighbours.items() if not one.quarantined]
+        patience = GREETING_SECONDS if self._resumed or self.session.joins else self.network.start
+        if all(opened):
+            return True
+        is_late = self.now - since > patience
+        return is_late and (any(opened) or self.protocol.round_index >= self.rounds)
+
+    def wait(self, ready: Callable[[], bool], until: float) -> Program[bool]:
+        """Wait for a condition, or up to a moment; meanwhile reset this peer if it has to be."""
+        while True:
+            self._check_stopped()
+            is_ready = yield Wait(lambda: self.session.stale is not None or ready(), min(until, self.now + POLL))
+            if self.session.stale is not None:
+                yield from self.reset()
+            elif is_ready or self.now >= until:
+                return bool(is_ready)
+
+    def _before(self, round_index: int) -> Program[None]:
+        """Wait until a round's steps may be taken: with a model, a quorum, no great lead, and enough weight."""
+        self.partly.use_senders(None)
+        if self._must_wait(round_index):
+            yield from self._wait_relaying(
+                lambda: not self._must_wait(round_index), round_index, every=self.network.retry
+            )
+        self.waits_for = ""
+        self.session.report(Want.UNKNOWN, self.floor.level)
+        turns = [self.turn(round_index, at) for at in self.timetable.exchanges]
+        if self.exchanges.is_sent_in(round_index) and any(turn.senders | turn.receivers for turn in turns):
+            self.session.steps += 1
+
+    def _must_wait(self, round_index: int) -> bool:
+        """Return whether a round's steps have to wait, and note for what."""
+        network = self.network
+        is_active = self.trainer.is_active(round_index)
+        weight = self.weight()
+        lacks_weight = self.floor.lacks(weight, self.now)
+
+        needed = min(network.quorum, len(self.neighbours)) if is_active and network.alone == "wait" else 0
+        met = [one.met for one in self.neighbours.values() if one.met is not None]
+        exchanging = [step for step in met if step > self.session.steps - self._span]
+        self.is_alone = bool(needed) and (len(exchanging) < needed or max(exchanging) < self.session.steps)
+
+        up = [one for one in self.neighbours.values() if self.is_up(one)]
+        rounds = {one.number: max(one.reached_round, one.stepped) for one in up}
+        boots = {one.number: one.boot for one in up if one.boot is not None}
+        slowest = self._pace.slowest(round_index, rounds, boots)
+
+        self.waits_for = ""
+        if self.is_joining or weight <= 0:
+            self.waits_for = "a model of a neighbour"
+        elif self.is_alone:
+            self.waits_for = f"{needed} of its neighbours to exchange with it"
+        elif slowest is not None:
+            self.waits_for = f"peer {slowest}, which is in round {rounds[slowest]}"
+        elif lacks_weight and is_active:
+            below = f"{weight:.2g} is below {self.floor.value:.2g}"
+            self.waits_for = f"shares of its neighbours, for its push-sum weight {below}"
+        return bool(self.waits_for)
+
+    def is_up(self, known: Neighbour, at_the_end: bool = False) -> bool:
+        """Return whether a neighbour exchanges with this peer; `at_the_end` also whether it greets, its rounds done."""
+        last = known.met_at
+        if at_the_end and known.round_index >= self.rounds:
+            last = max(known.heard_at, last)
+        if known.quarantined or not (at_the_end or self.protocol.is_open(known.number)):
+            return False
+        return self.now - last < max(self.network.deadline, self.policy.patience)
+
+    def turn(self, round_index: int, at: int) -> Turn:
+        """Return this peer's part in an exchange."""
+        return self.timetable.turn(self.device.peer, self.timetable.place(round_index, at))
+
+    def _wait_relaying(
+        self, ready: Callable[[], bool], round_index: int, every: float | None = None, saved: int | None = None
+    ) -> Program[None]:
+        """Wait until something is so; meanwhile acknowledge and relay what comes, without a step, see `_relay`.
+
+        It mixes with all neighbours `every` so many seconds: at once if none exchanged with this process yet, or if it
+        waits for that and nothing is under way.
+        """
+        has_met_some = any(one.met is not None for one in self.neighbours.values())
+        due = self.now
+        if every is not None and has_met_some:
+            due += every
+
+        while not ready():
+            self.exchanges.adopt()
+            yield from self._relay(round_index, saved)
+            if every is not None and (self.now >= due or self.can_begin()):
+                yield from self.exchanges.mix_meanwhile(round_index)
+                due = self.now + every
+            self._check_left()
+            yield from self.wait(lambda: self.exchanges.has_news(round_index) or ready(), self.now + POLL)
+        yield from self._relay(round_index, saved)  # before others wait for an acknowledgement while this peer works
+
+    def _relay(self, round_index: int, saved: int | None = None) -> Program[bool]:
+        """Take part in the mixing of neighbours in earlier rounds than this peer's; return whether there was some.
+
+        `saved` is the round that goes into the store, by default this peer's.
+        """
+        if self.session.stale is not None:
+            yield from self.reset()
+        return (yield from self.exchanges.relay(round_index, round_index if saved is None else saved))
+
+    def _check_left(self) -> None:
+        """Give up if all neighbours are done and gone."""
+        left = [
+            one.reached_round >= self.end and not self.protocol.is_open(one.number) for one in self.neighbours.values()
+        ]
+        if self.state.round_index < self.rounds and all(left):
+            self.trainer.finish(self._trained)
+            raise NotAgreedError(
+                f"all neighbours of peer {self.device.peer} are done and have left, and it is in round "
+                f"{self.state.round_index} of {self.rounds}: its model is its own; take that of another device",
+                code="network.not-agreed",
+            )
+
+    def weight(self) -> float:
+        """Return this peer's push-sum weight; 1 if it has none."""
+        return float(self.protocol.mass["w"]) if "w" in self.protocol.mass else 1.0
+
+    def uninformed(self, round_index: int) -> set[int]:
+        """Return the neighbours that may soon wait for this peer, as they have not heard how far it is."""
+        lead = self.network.lead
+        if lead is None:
+            return set()
+        return {j for j, one in self.neighbours.items() if round_index - one.reported_to >= max(1, lead - 1)}
+
+    def behind(self, neighbors: Iterable[int], round_index: int) -> list[int]:
+        """Return which of some neighbours are in earlier rounds."""
+        return [j for j in neighbors if self.neighbours[j].reached_round < round_index]
+
+    def is_under_way(self) -> bool:
+        """Return whether something is on its way to a neighbour that is up, or came and is not acknowledged."""
+        protocol = self.protocol
+        opened = [one for one in self.neighbours.values() if protocol.is_open(one.number)]
+        sent = any(protocol.owes(one.number) or one.queue.rows for one in opened)
+        return sent or bool(protocol.waiting_rounds() or protocol.uncommitted())
+
+    def can_begin(self) -> bool:
+        """Return whether this peer waits for an exchange that it can begin itself, as none is under way."""
+        if not self.is_alone or self.floor.want(self.weight(), under_way=False):
+            return False
+        ready = [j for j in self.timetable.receivers_ever(self.device.peer) if self.protocol.is_ready(j)]
+        met = [self.neighbours[j].met for j in ready]
+        has_unmet = any(step is None or step < self.session.steps for step in met)
+        return has_unmet and not self.is_under_way()
+
+    # --- exchanges ---
+
+    def await_some(self, wanted: Collection[int], has_come: Callable[[int], bool], until: float) -> Program[None]:
+        """Wait for those of some neighbours that the straggler policy waits for, up to a moment."""
+        began = self.now
+        awaited = self.policy.on_time.intersection(wanted)
+
+        def all_came() -> bool:
+            return not any(self.protocol.is_open(j) and not has_come(j) for j in awaited)
+
+        yield from self.wait(all_came, until)
+        self.waited += self.now - began
+
+    def await_senders(
+        self, wanted: Collection[int], has_come: Callable[[int], bool], is_past: Callable[[int], bool] | None = None
+    ) -> Program[None]:
+        """Wait for what some neighbours send, as long as that pays, and record who of them had come.
+
+        Nothing comes of one that `is_past` this exchange.
+        """
+        until = self.now + self.policy.patience
+        yield from self.await_some(
+            set(wanted) - self.late, lambda j: has_come(j) or (is_past is not None and is_past(j)), until
+        )
+        new = self.session.senders(self.state.at)  # of rounds before this, if a neighbour lags behind
+        there = {neighbor for neighbor in wanted if has_come(neighbor) or neighbor in new}
+        self.policy.end(self.now, there, set(wanted) - there, self.waited, self.session.message_seconds())
+
+    def begin_exchange(self) -> None:
+        """Record the beginning of an exchange, for the straggler policy."""
+        self.waited = 0.0
+        reached = {j: one.reached for j, one in self.neighbours.items() if one.reached is not None}
+        self.policy.begin(reached)
+
+    def _exchange(self, exchange: Exchange) -> Program[None]:
+        if self.state.round_index >= self.rounds:
+            yield from self._exchange_finally(exchange)
+        else:
+            yield from self.exchanges.perform(exchange)
+
+    # --- the end ---
+
+    @staticmethod
+    def _more_final_rounds(final: int) -> int:
+        """See RunningPeer: if some peers are gone, over the others alone the graph takes longer to agree."""
+        return 2 * final + 8
+
+    def _mix_finally(self) -> Program[None]:
+        """See RunningPeer; the distances are those of the last round in which there was something to compare."""
+        before = self.distances
+        yield from super()._mix_finally()
+        if not self.distances:
+            for j, distance in before.items():
+                self.neighbours[j].distance = distance
+
+    def shortcoming(self) -> str | None:
+        if self.state.round_index >= self.end and self.final and not self.distances:
+            return (
+                "none of its neighbours took part in final mixing with it, so its model is its own; take that of "
+                "another device"
+            )
+        return super().shortcoming()
+
+    def _exchange_finally(self, exchange: Exchange) -> Program[None]:
+        """Exchange in a round of final mixing, and wait for all neighbours that are up."""
+        k = self.state.round_index
+        self.waits_for = f"its neighbours in round {k - self.rounds + 1} of final mixing"
+        yield from self.exchanges.perform_finally(exchange, self.turn(k, self.state.at))
+
+        # A period of the graph has to agree: in one round a peer may compare its model with one neighbour's only.
+        period = self.mixing.topology.period
+        distances = self.distances
+        if distances and max(distances.values()) <= AGREE:
+            self._agreed.add(k % period if period else k)
+        elif distances:
+            self._agreed.clear()
+        agrees = len(self._agreed) >= (period or self.final)
+        if k + 1 == self.end or (k + 1 >= self.rounds + self.final and agrees):
+            self.state.round_index = self.end - 1
+            self.waits_for = ""
+
+    def await_finally(self, wanted: Collection[int], has_come: Callable[[int], bool], saved: int) -> Program[None]:
+        """Wait for what some neighbours send in a round of final mixing, as long as they are up.
+
+        One that only greets is waited for `network.start` seconds, once. Meanwhile `saved` is the round in the store.
+        """
+        until = self.now + self.network.start
+
+        def ready() -> bool:
+            missing = [self.neighbours[j] for j in wanted if not has_come(j)]
+            awaited = [one for one in missing if not one.is_given_up and self.is_up(one, at_the_end=True)]
+            if self.now > until:
+                for one in awaited:
+                    one.is_given_up = True
+            return all(one.is_given_up for one in awaited)
+
+        yield from self._wait_relaying(ready, self.rounds, saved=saved)
+
+    def _leave(self) -> Program[None]:
+        """Relay for neighbours that are not done, and stay until all that can be reached know all that they need.
+
+        One that cannot be reached, or is done and cannot be informed, is waited for as long as a deadline.
+        """
+        yield from self.commit(self.end, self.neighbours)
+        lost = self.now
+        while not self.is_stopping:
+            waiting = [j for j in self.neighbours if not self._is_over(j)]
+            if any(map(self.protocol.is_open, self.behind(waiting, self.end))):
+                lost = self.now
+            if not waiting or self.now - lost > self.network.deadline:
+                break
+            has_relayed = yield from self._relay(self.end, self.end)
+            if not has_relayed:
+                yield Wait(self._something_came, self.now + POLL, despite_problems=True)
+
+    def _something_came(self) -> bool:
+        """Return whether there may be something to relay, or a neighbour may be done."""
+        if self.session.stale is not None or self.exchanges.has_news(self.end):
+            return True
+        return all(map(self._is_over, self.neighbours))
+
+    def _is_over(self, neighbor: int) -> bool:
+        """Return whether a neighbour is done, and has all that this peer owes it or has left; or is quarantined."""
+        known = self.neighbours[neighbor]
+        if known.quarantined:
+            return True
+        if known.round_index < self.end:
+            return False
+        is_informed = self.session.is_informed(neighbor, self.end) and not self.protocol.owes(neighbor)
+        return is_informed or self.session.is_lost(neighbor)

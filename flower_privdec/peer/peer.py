@@ -1,0 +1,572 @@
+"""One peer of a run: its rounds, from the last checkpoint or the beginning to final mixing and the end.
+
+`RunningPeer.program` is the whole run as a generator (see `driving.py`):
+
+    meet the neighbours, and hear what they have seen of the ledger
+    while rounds are left:
+        wait until a step may be taken          `_before`
+        take the round's steps                  Work "train", paid for on disk before an example is read
+        exchange                                `_exchange`: commit, send, wait, mix
+    rounds of final mixing, without steps       `_mix_finally`
+    stay until the neighbours have all that they need   `_leave`
+
+`AsynchronousPeer` and `SynchronousPeer` say how it meets, waits, exchanges and leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
+from flower_privdec.core import Exchange, Mix, State
+from flower_privdec.core.exchange import Payload
+from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
+from flower_privdec.experiment.recorder import evaluation_rounds
+from flower_privdec.graph.mixing import Link
+from flower_privdec.peer.driving import Pause, Program, Wait, Work
+from flower_privdec.peer.neighbour import Neighbour
+from flower_privdec.peer.session import Session
+from flower_privdec.peer.store import FolderStore, Store
+from flower_privdec.peer.trainer import Trainer
+from flower_privdec.pushsum.frames import REPORT, RowFormats, TensorArithmetic, formats_of, wire_codec
+from flower_privdec.pushsum.lockstep import Timetable, final_rounds
+from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
+from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
+
+POLL = 0.2  # seconds between two looks at what only time changes, and at whether to stop
+AGREE = 0.005  # of the norm: models as near need no more mixing
+APART = 0.03  # of the norm: models as far apart at the end do not agree
+FARTHEST = 2.0  # of the norm: two models cannot be farther apart, unless a distance was too large to add
+REPORT_SECONDS = 2.0  # for all neighbours to report, once one has
+OnRound = Callable[["RunningPeer"], None]
+
+
+@dataclass(frozen=True)
+class PeerPlace:
+    """Where a peer is.
+
+    Attributes:
+        peer: which one it is.
+        folder: its own, for checkpoints, ledger, secret and model.
+        data: its own data, taken whole, in place of its part of the scenario's `data.root`; None if there are none.
+        insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
+        witnessed: the file of what it has counted of its neighbours' ledgers; `witnessed` in its folder when None.
+    """
+
+    peer: int
+    folder: Path
+    data: str | None = field(default=None, kw_only=True)
+    insecure_seeds: bool = field(default=False, kw_only=True)
+    witnessed: Path | None = field(default=None, kw_only=True)
+
+
+class RunningPeer(ABC):
+    """One peer of a run, from the last checkpoint of its store, or its beginning, to the end of the rounds.
+
+    Before it sends anything, all that it needs to send it again is in its store; however its process ends, it
+    continues from there, and its neighbours with it. A driver calls `begin` once, `on_tick` whenever something came or
+    the moment of a wait has come, and `close` at the end.
+
+    Args:
+        trainer: what it trains.
+        device: where it is.
+        store: what it keeps; by default its folder.
+
+    Attributes:
+        generations: how many checkpoints it needs.
+        now: the driver's clock at the last call, in seconds.
+        final: rounds of final mixing, if they suffice.
+        end: the round after the last that final mixing can take; a peer that is there is done.
+        waits_for: what a peer waits for before its next step, or its end; empty if it waits for nothing.
+        is_stopping: whether the run is to end at the next wait, with its state in the store.
+        diagnose: says why a neighbour that gave trouble cannot be reached; a driver may know better.
+        on_round: called after every round with this peer, whose `status` computes ε when it is requested.
+        conversation: the session that the driver carries: the peer's own, or one of reports only.
+
+    Raises:
+        ScenarioError: the store holds another run, or the network cannot carry the algorithm.
+        BudgetError: the ledger cannot be trusted, is in use, or allows no step.
+
+    Privacy: that of its trainer; what it sends beside are counters.
+    """
+
+    generations: ClassVar[int]
+
+    def __init__(self, trainer: Trainer, device: PeerPlace, store: Store | None = None) -> None:
+        scenario = trainer.scenario
+        self.trainer = trainer
+        self.device = device
+        self.rounds = scenario.rounds
+        self.network = scenario.network
+        self.mixing = trainer.mixing
+        self.now = 0.0
+        self.waits_for = ""
+        self.is_stopping = False
+        self.diagnose: Callable[[int], str] = lambda peer: self.session.neighbours[peer].trouble
+        self.on_round: OnRound | None = None
+        self._program: Program[Any] | None = None
+        self._pause: Pause | None = None
+        self._result: Any = None
+
+        self.final, _ = final_rounds(trainer.mixing, scenario.rounds, self.network.final_mixing)
+        further = 0
+        if self.network.final_mixing == "auto":
+            further = self._more_final_rounds(self.final)
+        self.timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds, self.final + further)
+        self.end = self.timetable.end
+        self.arithmetic = TensorArithmetic(wire_codec(self.network.codec))
+        self._check_network()
+
+        # Peers that would send each other other numbers have other names for the run, and refuse each other's frames.
+        codec = "" if self.arithmetic.is_exact else f", {self.network.codec}"
+        codec += f", {self.final} rounds of final mixing"
+        codec += f", constants {trainer.constants}" if trainer.constants else ""
+        self._digest = scenario_hash(scenario) + codec
+        self._run_id = (numbers_hash(scenario) + codec).encode()
+
+        self.store = store or FolderStore(device.folder, self.generations, device.witnessed)
+        self.store.open()
+        try:
+            self._open()
+        except BaseException:
+            self.store.close()
+            raise
+
+    def _check_network(self) -> None:
+        """Refuse what the network cannot do with the algorithm."""
+        sends_shares = self.mixing.sends_shares
+        name = self.trainer.algorithm.name
+        if not (sends_shares or self.arithmetic.is_exact):
+            raise ScenarioError(
+                f"network.codec={self.network.codec} rounds rows, and algorithm.name={name} sends rows whose rounding "
+                "no sender's mass takes back: use exact, or an algorithm of push-sum",
+                code="network.codec-without-shares",
+            )
+
+        only_gossips = all(isinstance(one, Mix) for one in self.timetable.exchanges.values())
+        if self.network.robust is not None and (sends_shares or not only_gossips):
+            raise ScenarioError(
+                f"network.robust clips the rows of gossip, and algorithm.name={name} sends push-sum shares, or "
+                "gradients: take an algorithm that only gossips, such as d-psgd, or leave it out",
+                code="network.robust-without-gossip",
+            )
+
+    def _open(self) -> None:
+        """Read the last checkpoint, open the ledger, and prepare the session."""
+        trainer = self.trainer
+        checkpoints = self._checkpoints()
+        last = checkpoints[-1] if checkpoints else None
+        if last is None:
+            self.state = trainer.open(None, 0, None)
+        else:
+            self.state = trainer.open(last.state, last.transport["paid"], last.head)
+
+        try:
+            boot = draw_boot()
+            ledger = trainer.witnessed_ledger
+            if ledger is not None:
+                ledger.name_lines(boot)
+            counted = self.store.counted({} if last is None else last.transport["witnessed"])
+            self.witness = LedgerWitness(
+                self.device.peer,
+                self.timetable.neighbours(self.device.peer),
+                boot,
+                ledger,
+                counted,
+                self.store.count,
+                pairs=trainer.pair_secrets,
+            )
+            self.session: Session = self._make_session(checkpoints)
+            self.conversation: Session = self.session
+            self.store.name_scenario(lambda: to_yaml(trainer.scenario))
+        except BaseException:
+            trainer.close()
+            raise
+
+    @abstractmethod
+    def _make_session(self, checkpoints: list[Checkpoint]) -> Session:
+        """Return the session, continued from the checkpoints, the older first."""
+
+    @property
+    def neighbours(self) -> dict[int, Neighbour]:
+        """Return what is known of each neighbour."""
+        return self.session.neighbours
+
+    # --- what is in the store ---
+
+    def _checkpoints(self) -> list[Checkpoint]:
+        """Return the checkpoints to continue from, the older first; none at the beginning of a run."""
+        trainer = self.trainer
+        checkpoints = self.store.checkpoints(trainer.device)
+        for checkpoint in checkpoints:
+            check_run(self.store.path, checkpoint, self._digest, trainer.run)
+            check_state(self.store.path, checkpoint.state, np.array([self.device.peer]), self.end)
+        return checkpoints
+
+    def _save(
+        self, place: int, state: State, transport: Mapping[str, Any], carried: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Put a state in the store, with what belongs to it; meanwhile the ledger reserves the next private step.
+
+        `place` grows, and what is `carried` never changes; see Checkpoint.
+        """
+        trainer = self.trainer
+        paid, head = trainer.reserve()
+        facts = {**transport, "place": place, "paid": paid, "witnessed": self.store.uncheckpointed()}
+        checkpoint = Checkpoint(state, self._digest, trainer.run, head=head, transport=facts, carried=carried or {})
+        self.store.write(checkpoint)
+
+    def _saving(
+        self,
+        place: int,
+        state: State,
+        transport: Mapping[str, Any] | None = None,
+        carried: Mapping[str, Tensor] | None = None,
+    ) -> Program[None]:
+        """Do so as work, see `_save`."""
+        yield Work("save", lambda: self._save(place, state, transport or {}, carried))
+
+    # --- for the driver ---
+
+    def begin(self) -> None:
+        """Take part in the run from the next tick on.
+
+        No neighbour may be heard before the peer waits for the first time: what it greets them with is in its store
+        only then.
+        """
+        self._start(self._taking_part())
+
+    def begin_charging(self) -> None:
+        """Charge what the ledger lacks and neighbours have seen, in place of taking part; `result` is how many lines.
+
+        The peer sends only reports.
+        """
+        full = self.session
+        reports = Session(self.witness, full.frames, full.most - 1, full.cap - REPORT, self.end, full.retry)
+        reports.neighbours = full.neighbours
+        self.conversation = reports
+        self._start(self._charging())
+
+    def _start(self, program: Program[Any]) -> None:
+        if self._program is not None:
+            raise RuntimeError("a peer has one program: it runs already")
+        self._program = program
+        self._pause = None
+        self.waits_for = "its neighbours"
+
+    def on_tick(self, now: float) -> Pause | None:
+        """Go on as far as it goes.
+
+        Args:
+            now: the driver's clock, which never goes back.
+
+        Returns:
+            The work to perform, or what the peer waits for; None at the end of its program.
+
+        Raises:
+            RunError: the run cannot continue, as the neighbours are.
+            StoppedError: `stop` was called; the state is in the store.
+        """
+        self.now = now
+        while self._program is not None:
+            pause = self._pause
+            answer = None
+            if isinstance(pause, Work):
+                if not pause.is_done:
+                    return pause
+                answer = pause.result
+            elif isinstance(pause, Wait):
+                problem = self.conversation.problem
+                if problem is not None and not pause.despite_problems:
+                    raise problem
+                answer = bool(pause.ready())
+                if not answer and now < pause.until and not self.is_stopping:
+                    return pause
+
+            try:
+                self._pause = self._program.send(answer)
+            except StopIteration as end:
+                self._program = None
+                self._result = end.value
+        return None
+
+    @property
+    def result(self) -> Any:
+        """Return what the program returned at its end."""
+        return self._result
+
+    def stop(self) -> None:
+        """End the run at the next wait, with its state in the store."""
+        self.is_stopping = True
+
+    def close(self) -> None:
+        """Release the ledger and the store."""
+        self.trainer.close()
+        self.store.close()
+
+    # --- a run ---
+
+    def _taking_part(self) -> Program[None]:
+        """Take part until the rounds are done and the neighbours have what they need."""
+        evaluated = set(evaluation_rounds(self.rounds, self.trainer.scenario.evaluation.every))
+        yield from self._begin()
+        yield from self._meet()
+        self.waits_for = ""
+        if self._has_steps():
+            yield from self._await_witness()
+
+        while self.state.round_index < self.rounds:
+            if self.state.at == 0:
+                yield from self._before(self.state.round_index)
+            exchange = yield Work("train", partial(self.trainer.advance, self.state))
+            if exchange is not None:
+                yield from self._exchange(exchange)
+                continue
+            if self.state.round_index in evaluated:
+                yield Work("evaluate", partial(self.trainer.evaluate, self.state))
+            if self.on_round is not None:
+                yield Work("report", partial(self.on_round, self))
+
+        while self.state.round_index < self.end:
+            yield from self._mix_finally()
+        yield Work("finish", partial(self.trainer.finish, self._trained))
+
+        self.waits_for = "its neighbours to end"
+        yield from self._leave()
+        self.waits_for = ""
+
+    def _has_steps(self) -> bool:
+        """Return whether steps are left to take."""
+        return self.state.round_index < self.rounds
+
+    @property
+    def _trained(self) -> State:
+        """Return the state as of the last round, even if it is beyond: final mixing takes no steps."""
+        return replace(self.state, round_index=min(self.state.round_index, self.rounds))
+
+    @abstractmethod
+    def _begin(self) -> Program[None]:
+        """Prepare what is sent first, before any neighbour calls."""
+
+    def _meet(self) -> Program[None]:
+        """Wait for the neighbours before the first step, unless the first exchange does."""
+        yield from ()
+
+    def _before(self, round_index: int) -> Program[None]:
+        """Make sure that a round's steps can be taken, unless that is certain."""
+        yield from ()
+
+    @abstractmethod
+    def _exchange(self, exchange: Exchange) -> Program[None]:
+        """Perform an exchange, with its place in the program."""
+
+    @abstractmethod
+    def _leave(self) -> Program[None]:
+        """Give the neighbours what they need, after the last round."""
+
+    @abstractmethod
+    def _is_over(self, neighbor: int) -> bool:
+        """Return whether a neighbour is done, and nothing is left to send to it."""
+
+    def _check_stopped(self) -> None:
+        if self.is_stopping:
+            raise StoppedError(f"the same command continues from {self.device.folder}", code="peer.stopped")
+
+    # --- what the neighbours have seen of the ledger ---
+
+    def _await_witness(self) -> Program[None]:
+        """Wait until neighbours have reported what they have seen of the ledger, before a step is taken.
+
+        After REPORT_SECONDS one is enough, or after network.start if noise is shared with all of them.
+        """
+        patience = min(REPORT_SECONDS, self.network.start)
+        begins_or_waits = self.network.mode == "synchronous" or self.state.round_index == 0
+        if self.trainer.pair_secrets and begins_or_waits:
+            patience = self.network.start  # noise that is shared with fewer neighbours does not cancel
+        yield from self._await_reports(patience)
+
+    def _await_reports(self, patience: float, despite_problems: bool = False) -> Program[None]:
+        """Wait until all neighbours have reported; after `patience` seconds one is enough."""
+        since = self.now
+        witness = self.witness
+        self.waits_for = "its neighbours' reports on its ledger"
+
+        def all_reported() -> bool:
+            return all(map(witness.has_heard, witness.neighbors))
+
+        while not (yield Wait(all_reported, self.now + POLL, despite_problems)):
+            self._check_stopped()
+            waited = self.now - since
+            if witness.is_witnessed and waited > patience:
+                break
+            if waited > self.network.give_up_seconds and not witness.is_witnessed:
+                why = "; ".join(self.why(peer) for peer in sorted(witness.neighbors))
+                raise RunError(
+                    f"no neighbour reported for {self.network.give_up:g} s what it has seen of this peer's ledger "
+                    f"({why}), and no step is taken before; start one of them, or raise network.give_up, or leave it "
+                    "out",
+                    code="network.no-witness",
+                )
+        self.waits_for = ""
+
+    def _charging(self) -> Program[int]:
+        """Charge the lines that the ledger lacks and neighbours have seen; return how many.
+
+        Waits until all neighbours have reported; after network.start seconds one is enough.
+        """
+        # What they report is the very problem that a peer would stop for.
+        yield from self._await_reports(self.network.start, despite_problems=True)
+        return self.trainer.charge_witnessed(self.witness.reported)
+
+    # --- final mixing ---
+
+    def _mix_finally(self) -> Program[None]:
+        """Perform a round of final mixing."""
+        self.state.at = self.timetable.final_at
+        self.state.waiting = True
+        self._forget_distances()
+        yield from self._exchange(self.timetable.final_exchange)
+        self.state.at = 0
+        self.state.round_index = self.state.round_index + 1
+
+    @staticmethod
+    def _more_final_rounds(final: int) -> int:
+        """Return how many rounds of final mixing may follow if the models do not agree yet."""
+        return 0
+
+    @property
+    def distances(self) -> dict[int, float]:
+        """Return how far each neighbour's model was when it last came, of those that came; see Neighbour."""
+        return {j: one.distance for j, one in self.neighbours.items() if one.distance is not None}
+
+    def _forget_distances(self) -> None:
+        for one in self.neighbours.values():
+            one.distance = None
+
+    def _measure(self, received: Mapping[int, Mapping[str, Tensor]], own: Tensor | None = None) -> None:
+        """Measure in final mixing how far the models of some neighbours are from this peer's.
+
+        `received` are their rows or shares, decoded, and `own` is this peer's model when they came, by default its
+        state's.
+        """
+        if own is None:
+            own = self._model({name: self.state.rows[name][0] for name in self.timetable.final_exchange.names})
+        for neighbor, values in received.items():
+            theirs = self._model(values)
+            largest = max(float(own.norm()), float(theirs.norm()))
+            distance = float((own - theirs).norm()) / largest if largest > 0 else 0.0
+            self.neighbours[neighbor].distance = distance if math.isfinite(distance) else FARTHEST
+
+    def _model(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return x, or x / w of push-sum, [d]."""
+        name = self.timetable.final_exchange.names[0]
+        weight = values.get(name.removesuffix("x") + "w")
+        return values[name] if weight is None else values[name] / weight
+
+    def shortcoming(self) -> str | None:
+        """Return in words why this peer's model, at the end, is not the one that its neighbours have; None if it is."""
+        if self.state.round_index < self.end or not self.final:
+            return None
+        distances = self.distances
+        liars = 0 if self.network.robust is None else self.network.robust.byzantine  # who lies has any model
+        farthest = sorted(distances, key=lambda j: -distances[j])[liars:]
+        if not farthest or distances[farthest[0]] <= APART:
+            return None
+        return (
+            f"after {self.final} rounds of final mixing its model is {distances[farthest[0]]:.1%} from that of peer "
+            f"{farthest[0]}; raise network.final_mixing, or take a graph with more edges"
+        )
+
+    # --- rows on the wire ---
+
+    def _formats(self, exchange: Exchange) -> RowFormats:
+        """Return how the rows of an exchange look on the wire."""
+        rows = {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
+        return formats_of({name: self.arithmetic.encode(row) for name, row in rows.items()})
+
+    def _clipped(self, received: Mapping[Link, Payload]) -> Mapping[Link, Payload]:
+        """Return the rows of an exchange's senders, those of the farthest clipped; see ClippedSection."""
+        if self.network.robust is None or not received:
+            return received
+        clipped: dict[Link, dict[str, Tensor]] = {link: {} for link in received}
+        for name in next(iter(received.values())):
+            own = self.state.rows[name][0]
+            apart = {link: values[name].double() - own.double() for link, values in received.items()}
+            distances = {link: float(difference.norm()) for link, difference in apart.items()}
+
+            # As many senders as may lie are taken to be the farthest; no row moves this one more than the next.
+            nearest = sorted(distances.values(), reverse=True)[self.network.robust.byzantine :]
+            limit = nearest[0] if nearest else 0.0
+            for link, distance in distances.items():
+                if distance <= limit:
+                    clipped[link][name] = received[link][name]
+                else:
+                    clipped[link][name] = (own + apart[link] * (limit / distance)).to(own)
+        return dict(clipped)
+
+    def _decoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return rows that were received, on this peer's device."""
+        if self.arithmetic.is_exact:
+            device = self.trainer.device
+            return {name: value if value.device == device else value.to(device) for name, value in values.items()}
+        return {name: self.arithmetic.decode(value, self.state.rows[name][0]) for name, value in values.items()}
+
+    # --- what others and its owner see ---
+
+    def why(self, peer: int) -> str:
+        """Return in words why nothing came from a neighbour."""
+        known = self.neighbours[peer]
+        if known.refused:
+            return known.refused
+        if known.trouble:
+            return self.diagnose(peer)
+        if self.witness.has_heard(peer):
+            return f"peer {peer} is slow, or waits itself"
+        return f"peer {peer} has not answered yet"
+
+    def waiting(self) -> str:
+        """Return in words what this peer waits for, and why it lacks which neighbours; empty if for nothing."""
+        if not self.waits_for:
+            return ""
+        unheard, trouble = self.status_of_neighbors()
+        missing = [self.why(peer) for peer in sorted({*unheard, *trouble})]
+        because = f" ({'; '.join(missing)})" if missing else ""
+        return f"peer {self.device.peer} waits for {self.waits_for}{because}"
+
+    def status_of_neighbors(self) -> tuple[list[int], dict[int, str]]:
+        """Return which neighbours have not reported since this start, and why others cannot be reached."""
+        left = [one for one in self.neighbours.values() if not self._is_over(one.number)]
+        trouble = {one.number: one.trouble for one in left if one.trouble}
+        return [one.number for one in left if not self.witness.has_heard(one.number)], trouble
+
+    def status(self) -> dict[str, Any]:
+        """Return the status: round, loss, ε, neighbours, which of them are down and why or not yet heard, bytes.
+
+        The loss is of its model on public test examples at the last evaluation; None before one, or if it is not
+        finite.
+        """
+        unheard, trouble = self.status_of_neighbors()
+        quarantined = {str(j): one.quarantined for j, one in self.neighbours.items() if one.quarantined}
+        return {
+            "name": self.trainer.scenario.name,
+            "peer": self.device.peer,
+            "round": min(self.state.round_index, self.rounds),
+            "rounds": self.rounds,
+            "waits_for": self.waits_for,
+            "neighbours": self.timetable.neighbours(self.device.peer),
+            "down": {str(peer): why for peer, why in trouble.items()},
+            "unheard": unheard,
+            "quarantined": quarantined,
+            "bytes_sent": self.conversation.bytes_sent,
+            "bytes_received": self.conversation.bytes_received,
+            **self.trainer.status(self._trained),
+        }

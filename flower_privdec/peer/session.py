@@ -1,0 +1,181 @@
+"""Messages in, messages out: what a peer says to its neighbours, and what it does with what they say.
+
+A session has no socket, no clock and no thread. Whoever drives it hands it each call that came with the moment at which
+it came, asks whether there is news for a neighbour, carries the calls, and hands back the answers and the failures.
+All of that is for one thread at a time, except for `read` and `write`.
+
+    receive(caller, messages, now)      a call came; returns what makes its answer
+    is_answered(caller, messages)       whether the answer may leave, or will say more if it is held back a little
+    has_news(neighbour, now)            whether to call a neighbour now
+    calls(neighbour, now)               the calls to make
+    answered(neighbour, sent, answer, now), failed(neighbour, error, now)    what became of a call
+
+Each call and each answer begins with a report on ledgers (`LedgerWitness`). `ShareSession` and `RowSession` are for
+peers that nobody waits for, `SynchronousSession` is for peers that all wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flower_privdec.common.errors import PrivdecError, RunError
+from flower_privdec.peer.driving import Content, UnreachableError
+from flower_privdec.peer.neighbour import Neighbour
+from flower_privdec.pushsum.exactly_once import RefusedError
+from flower_privdec.pushsum.frames import REPORT, FrameCodec, Message
+from flower_privdec.pushsum.witness import RUNS_TWICE, LedgerReport, LedgerWitness
+
+SOON = 0.05  # seconds until a call that failed is made again, doubled each time
+MOST_DOUBLINGS = 16
+Messages = list[Message]
+
+
+class Session:
+    """A peer's side of all its conversations.
+
+    By itself it sends only reports on ledgers, for a peer that takes no part in the run.
+
+    Args:
+        witness: its reports on ledgers.
+        frames: encodes and decodes its messages.
+        most: how many frames a call may have beside the report.
+        cap: bytes of these frames at most.
+        last_round: of the run; no message is of a later one.
+        retry: seconds until a call that failed again and again is made again; the first time it is sooner.
+
+    Attributes:
+        neighbours: what is known of each.
+        fatal: why the run cannot continue, once that is so; the ledger's problem is in `witness`.
+        most: how many frames a call may have.
+        cap: bytes of a call at most.
+        bytes_sent, bytes_received: of calls.
+    """
+
+    def __init__(
+        self, witness: LedgerWitness, frames: FrameCodec, most: int, cap: int, last_round: int, retry: float
+    ) -> None:
+        self.peer = witness.peer
+        self.witness = witness
+        self.frames = frames
+        self.last_round = last_round
+        self.retry = retry
+        self.most = most + 1
+        self.cap = cap + REPORT
+        self.neighbours = {j: Neighbour(j) for j in sorted(witness.neighbors)}
+        self.fatal: PrivdecError | None = None
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    @property
+    def problem(self) -> PrivdecError | None:
+        """Return why this peer has to stop; None if it need not.
+
+        The ledger's comes first: a ledger that is an old copy may be why the neighbours' messages do not fit.
+        """
+        return self.witness.problem or self.fatal
+
+    # --- bytes, in any thread ---
+
+    def read(self, caller: int, content: memoryview) -> Messages:
+        """Decode a call or an answer.
+
+        Raises:
+            RefusedError: it breaks a rule, and changed nothing.
+        """
+        messages = list(self.frames.decode_all(content, self.most))
+        for message in messages:
+            if (message.sender, message.receiver) != (caller, self.peer):
+                raise RefusedError(
+                    f"peer {caller} brought a frame from peer {message.sender} to {message.receiver}, and this is peer "
+                    f"{self.peer}; a peer may send only its own frames",
+                    code="call.not-its-own",
+                )
+            round_index = getattr(message, "round_index", 0)
+            if round_index > self.last_round:
+                raise RefusedError(
+                    f"a frame of peer {caller} is of round {round_index}, and the run has {self.last_round}",
+                    code="peer.round",
+                )
+
+        if not messages or not isinstance(messages[0], LedgerReport):
+            raise RefusedError(f"peer {caller} reports no ledger; update one of the two", code="call.no-report")
+
+        self.witness.receive(messages[0])
+        return messages
+
+    @property
+    def round_index(self) -> int:
+        """Return the round that this peer reports to its neighbours, in each call and answer; 0 says nothing."""
+        return 0
+
+    def write(self, receiver: int, messages: Messages) -> tuple[Messages, Content]:
+        """Return a call or an answer with the report on ledgers at its beginning; and the same encoded."""
+        self.neighbours[receiver].reported_to = self.round_index
+        whole = [self.witness.report(receiver, self.round_index), *messages]
+        return whole, [part for message in whole for part in self.frames.encode(message)]
+
+    # --- calls of others ---
+
+    def receive(self, caller: int, messages: Messages, now: float) -> Callable[[], Messages]:
+        """Take in a call, and return what makes the answer.
+
+        Raises:
+            RunError: a message breaks a rule, which the caller learns.
+        """
+        return list
+
+    def is_answered(self, caller: int, messages: Messages) -> bool:
+        """Return whether the answer to a call is complete: to wait longer would add nothing to it."""
+        return True
+
+    # --- calls to others ---
+
+    def has_news(self, neighbor: int, now: float) -> bool:
+        """Return whether something is to be sent to a neighbour by now."""
+        return now >= self.neighbours[neighbor].call_again and not self.witness.has_heard(neighbor)
+
+    def calls(self, neighbor: int, now: float) -> list[Messages]:
+        """Return the calls to make now, one by one."""
+        return [[]]
+
+    def answered(self, neighbor: int, sent: Messages, answer: Messages, now: float) -> None:
+        """Take in the answer to a call."""
+        known = self.neighbours[neighbor]
+        known.failures = 0
+        known.trouble = ""
+
+    def took(self, neighbor: int, seconds: float, sending: float) -> None:
+        """Record how long a call took, and how long it took to hand it over, both in seconds."""
+        known = self.neighbours[neighbor]
+        known.quickest = seconds if known.quickest is None else min(seconds, known.quickest)
+        known.sending = sending
+
+    def failed(self, neighbor: int, error: RunError, now: float) -> float:
+        """Record that a call did not reach a neighbour, or was refused by it.
+
+        Returns:
+            The moment at which it may be called again.
+        """
+        known = self.neighbours[neighbor]
+        pause = min(self.retry, SOON * 2 ** min(MOST_DOUBLINGS, known.failures))
+        known.call_again = now + pause
+        known.failures += 1
+        known.quickest = None
+        known.trouble = str(error)
+        if not isinstance(error, UnreachableError):
+            known.trouble = f"peer {neighbor} refuses a call: {error}"
+
+        if error.code == RUNS_TWICE:
+            known.reports_twin = True
+        reporting = sum(one.reports_twin for one in self.neighbours.values())
+        if 2 * reporting > len(self.neighbours):  # a lie of a few does not end this peer
+            self.fatal = RunError(str(error), code=RUNS_TWICE)
+        return known.call_again
+
+    def message_seconds(self) -> float:
+        """Return how long a message takes to the nearest neighbour, at least.
+
+        It is the quickest answer, and what it last took to hand over a message of several pieces.
+        """
+        measured = [one for one in self.neighbours.values() if one.quickest is not None]
+        return min((one.quickest + one.sending for one in measured if one.quickest is not None), default=0.0)

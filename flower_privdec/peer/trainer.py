@@ -1,0 +1,395 @@
+"""What a peer trains: a scenario's algorithm on its own examples, or whatever else is a `Trainer`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.files import MODEL, write_atomically
+from flower_privdec.core import Algorithm, Exchange, State, advance
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
+from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.experiment.noise_statement import NOISE
+from flower_privdec.experiment.pair_plan import secret_pairs
+from flower_privdec.experiment.recorder import (
+    check_no_training_loss,
+    check_one_stage,
+    check_own_ledgers,
+    state_dict_of,
+)
+from flower_privdec.experiment.spent import Spent, check_budget, epsilons, json_number, ledger_folder
+from flower_privdec.experiment.view import pair_run
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.segments import Head
+from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
+from flower_privdec.privacy.noise.agreed import AgreedSecrets
+from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.sections import PEER, AppScenario
+
+SECRET_BYTES = 32
+INSECURE = "INSECURE: noise and batches follow from the scenario's seed; for tests alone"
+
+
+class Trainer(Protocol):
+    """What a running peer needs of what it trains.
+
+    The peer calls `open` once, then for each round `advance` until that returns None, performing the exchanges between,
+    and `close` at the end. It writes the state, `run` and what `reserve` returns into its checkpoints.
+
+    Attributes:
+        scenario: name, number of peers, rounds, network, evaluation and threads, on which all peers agree.
+        algorithm: the program, whose exchanges the peer performs; its steps are called by `advance` alone.
+        mixing: the graph and its weights.
+        run: names the run in checkpoints.
+        device: where the rows are.
+        constants: a hash of the parts of the model that are not trained; "" where it has none, or they are not known.
+        witnessed_ledger: that neighbours see; None where there is none, or noise follows from a seed.
+        pair_secrets: with neighbours, whose reports carry the keys; None where noise does not cancel between peers.
+    """
+
+    mixing: Mixing
+    run: RunName
+    device: torch.device
+    constants: str
+
+    @property
+    def scenario(self) -> Scenario | AppScenario: ...
+
+    @property
+    def algorithm(self) -> Algorithm: ...
+
+    @property
+    def witnessed_ledger(self) -> Ledger | None: ...
+
+    def reserve(self) -> tuple[int, Head | None]:
+        """Return for how many steps the ledger has paid, and its head; 0 and None where there is none.
+
+        It may then begin to put the next private step's charge on disk; the step waits for it.
+        """
+
+    @property
+    def pair_secrets(self) -> AgreedSecrets | None: ...
+
+    def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
+        """Charge the lines that the ledger lacks, see `Ledger.lacks`, and return how many there are."""
+
+    def open(self, state: State | None, paid: int, head: Head | None) -> State:
+        """Open the ledger, and return the state to continue from: the one given, or that before round 0.
+
+        Args:
+            state, paid, head: of the last checkpoint; None, 0 and None at the beginning.
+
+        Raises:
+            BudgetError: the ledger cannot be trusted, is in use, does not continue from the head, or allows no step.
+        """
+
+    def use_mixing(self, mixing: Mixing) -> None:
+        """Use this mixing in steps that depend on which neighbours were heard."""
+
+    def advance(self, state: State) -> Exchange | None:
+        """Take the steps up to the next exchange, each paid for on disk before it reads an example.
+
+        Returns:
+            The exchange, or None at the end of a round, when `state.round_index` is the next round.
+        """
+
+    def is_active(self, round_index: int) -> bool:
+        """Return whether the peer takes private steps in a round."""
+
+    def evaluate(self, state: State) -> None:
+        """Evaluate the model, and leave in the peer's folder what the scenario allows others to read there.
+
+        Privacy: what `status` reports of it must come from public examples and of rows that others may see.
+        """
+
+    def status(self, state: State) -> dict[str, Any]:
+        """Return `loss` (None where there is none), `epsilon`, `budget` and `noise`, and anything more to report.
+
+        Where noise cancels between peers, `epsilon` is against as many colluders as the scenario names, and
+        `epsilon_if_all_collude` against all other peers.
+        """
+
+    def finish(self, state: State) -> None:
+        """Save the model after final mixing, and leave it where the scenario allows others to read it."""
+
+    def close(self) -> None:
+        """Close the ledger; a second time does nothing."""
+
+
+class ScenarioTrainer:
+    """What a scenario trains: its algorithm on this peer's examples; see Trainer.
+
+    Args:
+        scenario: the run's.
+        peer: its number.
+        folder: the peer's own.
+        data: its own data, taken whole, in place of its part of the scenario's `data.root`.
+        insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
+
+    Raises:
+        ScenarioError: a part of the scenario cannot be had.
+
+    Privacy: noise and batches come from the operating system, and a step that is taken again after a crash is drawn,
+    and paid for, again. With insecure_seeds they follow from the scenario, from which the noise can be subtracted.
+    """
+
+    def __init__(
+        self, scenario: Scenario, peer: int, folder: Path, data: str | None = None, insecure_seeds: bool = False
+    ) -> None:
+        torch.set_num_threads(scenario.compute.threads)
+        agreement = Agreement.of(scenario)
+        self.scenario, self.mixing, self.algorithm = scenario, network_mixing(agreement), agreement.algorithm
+        self._peer = peer
+        self._folder = folder
+        self._insecure = insecure_seeds
+        if insecure_seeds and scenario.compute.generator == "system":
+            raise ScenarioError(
+                "--insecure-seeds draws from the scenario's seed, and compute.generator=system does not: leave one out",
+                code="peer.insecure-system",
+            )
+        # Drawn here and written by `open`, for all of the scenario is checked before anything is on disk.
+        self._secret = None if insecure_seeds else _drawn_secret(folder)
+        own = OwnParts.of(agreement, np.array([peer]), self._secret, data, "network", whole=data is not None)
+        self.experiment = Experiment.joined(agreement, own)
+        self.run = self.experiment.own.run
+        self.device = self.experiment.device
+        self.constants = agreement.constants
+        self._ledger_folder = ledger_folder(scenario, folder)
+        self.pair_secrets = None
+        if len(secret_pairs(scenario)):
+            names = scenario.network.identities(scenario.name, scenario.n_peers)
+            self.pair_secrets = AgreedSecrets([peer], pair_run(self.experiment), names)
+        root = scenario.data.root if data is None else data
+        self._held = -1
+        is_own = data is not None or scenario.data.each_its_own
+        is_private = scenario.private is not None and is_own and not insecure_seeds
+        self._data = Path(root.replace(PEER, str(peer))) if root is not None and is_private else None
+        self._loss: float | None = None
+
+    @property
+    def witnessed_ledger(self) -> CohortLedger | None:
+        return None if self._insecure else self.cohort.ledger
+
+    def reserve(self) -> tuple[int, Head | None]:
+        """See Trainer; a round is taken with all its steps, or not at all."""
+        if (ledger := self.cohort.ledger) is None:
+            return 0, None
+        paid = ledger.charged
+        head = ledger.head
+        following = paid // self.cohort.steps_per_round
+        if following < self.scenario.rounds and self.is_active(following):
+            ledger.reserve()
+        return paid, head
+
+    def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
+        ledger = self.witnessed_ledger
+        return 0 if ledger is None else ledger.charge_witnessed(witnessed)
+
+    def open(self, state: State | None, paid: int, head: Head | None) -> State:
+        """See Trainer; locks the peer's data file, whose examples another peer's ledger would count alone."""
+        if self._secret is not None:
+            _keep_secret(self._folder, self._secret)
+        self.cohort = self.experiment.cohort(self._ledger_folder, start=paid)
+        if self.pair_secrets is not None:
+            self.cohort.secrets = self.pair_secrets
+        try:
+            self._held = -1 if self._data is None else _hold(self._data)
+            if state is None:
+                check_budget(self.cohort, self._ledger_folder)
+                return self.experiment.initial_state(self.cohort)
+            if self.cohort.ledger is not None:
+                self.cohort.ledger.check_head(head)
+            return state
+        except BaseException:
+            self.close()
+            raise
+
+    def use_mixing(self, mixing: Mixing) -> None:
+        self.cohort.mixing = mixing
+
+    def advance(self, state: State) -> Exchange | None:
+        return advance(self.algorithm, self.cohort, state)
+
+    def is_active(self, round_index: int) -> bool:
+        return bool(self.cohort.active(round_index).any())
+
+    def evaluate(self, state: State) -> None:
+        """See Trainer.
+
+        Privacy: the loss that the status reports is of public test examples, and of rows that others may see; a loss of
+        its own examples would be a release.
+        """
+        self._hand_in(state, rows_path(self._folder, state.round_index))
+
+    def _hand_in(self, state: State, path: Path) -> None:
+        """Leave the device's model in its folder, and the rows to be handed in where the scenario allows it."""
+        rows = {name: state.rows[name] for name in self.algorithm.open_rows}
+        self._loss = public_losses(self.experiment, rows)[0]
+        model = self.algorithm.models(rows)[0]
+        if bool(model.isfinite().all()):  # else the last one stays
+            write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)))
+        if self.scenario.network.hands_in:
+            facts = asdict(Spent.of(self.cohort, state.round_index)) | {"noise": self.experiment.own.source}
+            content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
+            write_atomically(path, content)
+
+    def status(self, state: State) -> dict[str, Any]:
+        """See Trainer; the steps of a round that is not over yet are counted."""
+        private = self.scenario.private
+        protection = self.cohort.protection
+        pairs = None if protection is None else protection.pairs
+        budget = None if private is None else private.epsilon
+        return {
+            "loss": self._loss,
+            "epsilon": json_number(self._epsilon(state)),
+            "epsilon_if_all_collude": None if pairs is None else json_number(self._epsilon(state, EVERYBODY)),
+            "colluding": None if pairs is None else pairs.colluding,
+            "budget": budget[self._peer] if isinstance(budget, tuple) else budget,
+            "noise": INSECURE if self._insecure else NOISE[self.experiment.own.source],
+        }
+
+    def _epsilon(self, state: State, adversary: Adversary | None = None) -> float:
+        """Return the peer's ε so far, with all that is charged of a round that is not over yet."""
+        ledger = self.cohort.ledger
+        if ledger is None:
+            return epsilons(self.cohort, state.round_index, adversary)[0]
+        steps = max(ledger.charged, state.round_index * self.cohort.steps_per_round)
+        return float(ledger.spending.epsilons(steps, adversary)[0])
+
+    def finish(self, state: State) -> None:
+        self._hand_in(state, rows_path(self._folder, None))
+
+    def close(self) -> None:
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+        if self.cohort.ledger is not None:
+            self.cohort.ledger.close()
+
+
+def network_mixing(agreement: Agreement) -> Mixing:
+    """Return the mixing of an agreement, for a network of peers.
+
+    Raises:
+        ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have;
+            its shares or its pairs' noise need peers that wait for each other; or peers that are no neighbours would
+            share a secret.
+    """
+    mixing = agreement.mixing
+    check_own_ledgers(agreement)
+    if agreement.algorithm.averaged and agreement.scenario.network.mode == "asynchronous":
+        raise ScenarioError(
+            "algorithm.average with network.mode=asynchronous must be left out: shares arrive between the rounds, and "
+            "late peers take over rows that have no average; use network.mode synchronous",
+            code="algorithm.average",
+        )
+    check_no_training_loss(agreement.scenario)
+    check_one_stage(agreement.scenario, "each peer of a network has planned, and noted, its own noise")
+    if mixing is None:
+        raise ScenarioError(
+            f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`",
+            code="network.no-exchange",
+        )
+    if agreement.scenario.topology.name == "server":
+        raise ScenarioError(
+            "topology.name='server' averages at a server, and a network has only peers: use complete, the graph in "
+            "which all peers are neighbours, or, for scaffold, which has no other graph, run it by `privdec run`",
+            code="network.server",
+        )
+    exchanges = sum(isinstance(item, Exchange) for item in agreement.algorithm.program)
+    if agreement.scenario.network.mode == "asynchronous" and mixing.sends_shares and exchanges > 1:
+        raise ScenarioError(
+            f"algorithm.name={agreement.algorithm.name} sends push-sum shares {exchanges} times a round "
+            f"(topology.mixing_steps={agreement.algorithm.mixing_steps}), and network.mode=asynchronous counts them "
+            "once a round: use network.mode synchronous, or one mixing step",
+            code="network.shares-a-round",
+        )
+    _check_pairs(agreement.scenario, mixing)
+    return mixing
+
+
+def _check_pairs(scenario: Scenario, mixing: Mixing) -> None:
+    """Refuse pairs of peers that cannot agree on a secret, and exchanges in which late noise would never cancel."""
+    pairs = secret_pairs(scenario)
+    name = scenario.topology.name
+    where = "privacy.noise.secrets"
+    edges = set(map(tuple, np.sort(mixing.topology.support(), axis=1).tolist()))
+    for one, other in (pair for pair in pairs.tolist() if tuple(pair) not in edges):
+        raise ScenarioError(
+            f"{where}: peers {one} and {other} would share a secret, and peers of a network agree on secrets with "
+            f"their neighbours alone: set {where}={name}, or topology.name=complete",
+            code="noise.cancelling-neighbours",
+        )
+    if len(pairs) and scenario.network.mode == "asynchronous" and not mixing.sends_shares:
+        raise ScenarioError(
+            "privacy.noise.kind=cancelling with network.mode=asynchronous needs exchanges that conserve the sum when "
+            f"peers are late, and those of algorithm.name={scenario.algorithm.name} do not: use network.mode "
+            "synchronous, or an algorithm of push-sum, such as privsgp",
+            code="noise.cancelling-late",
+        )
+
+
+def _hold(data: Path) -> int:
+    """Lock a peer's own data file against other peers of this machine; return its descriptor, -1 where none can be."""
+    try:
+        file = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # which reading it raises
+        return -1
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise RunError(
+            f"{data} is another peer's, which trains on it now: each ledger would count its examples alone; give each "
+            "peer a file of its own",
+            code="peer.data-in-use",
+        ) from None
+    except OSError:  # a file system without locks
+        os.close(file)
+        return -1
+    return file
+
+
+def _drawn_secret(folder: Path) -> bytes:
+    """Return the peer's secret: the one in its folder, or a new one, which is not written yet."""
+    path = folder / "secret"
+    return path.read_bytes() if path.exists() else secrets.token_bytes(SECRET_BYTES)
+
+
+def _keep_secret(folder: Path, secret: bytes) -> None:
+    """Put a peer's secret on disk, if it is not there yet.
+
+    Raises:
+        RunError: another process of this peer has put another one there since this one began.
+    """
+    path = folder / "secret"
+    if not path.exists():
+        new = folder / f"secret-{secrets.token_hex(8)}"
+        write_atomically(new, secret)
+        with contextlib.suppress(FileExistsError):
+            os.link(new, path)
+        new.unlink()
+    if path.read_bytes() != secret:
+        raise RunError(
+            f"{path} is another process's, which began at the same time: run the same command again", code="peer.secret"
+        )
+
+
+def rows_path(folder: Path, round_index: int | None) -> Path:
+    """Return where a peer leaves the rows that others may see after a round, or with None after final mixing."""
+    return folder / f"rows-{'final' if round_index is None else round_index}.safetensors"
