@@ -380,7 +380,7 @@ class AsynchronousPeer(RunningPeer):
 
     # --- exchanges ---
 
-    def await_some(self, wanted: Collection[int], has_come: Callable[[int], bool], until: float) -> Program[None]:
+    def await_neighbours(self, wanted: Collection[int], has_come: Callable[[int], bool], until: float) -> Program[None]:
         """Wait for those of some neighbours that the straggler policy waits for, up to a moment."""
         began = self.now
         awaited = self.policy.on_time.intersection(wanted)
@@ -399,7 +399,7 @@ class AsynchronousPeer(RunningPeer):
         Nothing comes of one that `is_past` this exchange.
         """
         until = self.now + self.policy.patience
-        yield from self.await_some(
+        yield from self.await_neighbours(
             set(wanted) - self.late, lambda j: has_come(j) or (is_past is not None and is_past(j)), until
         )
         new = self.session.senders(self.state.at)  # of rounds before this, if a neighbour lags behind

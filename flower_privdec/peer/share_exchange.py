@@ -116,7 +116,7 @@ class ShareExchange:
             return protocol.is_ready(j) or bool(protocol.waiting_rounds())
 
         while True:
-            yield from peer.await_some(receivers, may_go_on, until)
+            yield from peer.await_neighbours(receivers, may_go_on, until)
             late = {j for j in receivers if not protocol.is_ready(j)}
             pays = any(map(protocol.is_open, late & peer.policy.on_time))
             if not (pays and peer.now < until and protocol.waiting_rounds()):

@@ -187,7 +187,7 @@ class SynchronousPeer(RunningPeer):
         machine = self.machine
         yield from self._saving(place, self.state)
         self._arrive(self.state, place)
-        yield from self._await(lambda: not machine.missing() and not machine.behind(place - 1))
+        yield from self.await_neighbours(lambda: not machine.missing() and not machine.behind(place - 1))
 
         received = {(j, self.device.peer): self._decoded(rows) for j, rows in machine.received().items()}
         if self.state.round_index >= self.rounds:
@@ -217,7 +217,7 @@ class SynchronousPeer(RunningPeer):
                         self._rounding[name] = self._rounding.get(name, 0) + lost
         self.machine.arrive(place, outgoing, awaited)
 
-    def _await(self, ready: Callable[[], bool]) -> Program[None]:
+    def await_neighbours(self, ready: Callable[[], bool]) -> Program[None]:
         """Wait for the neighbours for network.deadline seconds, the first time for network.give_up."""
         patience = self.network.deadline
         if not self._met:

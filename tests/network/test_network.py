@@ -18,7 +18,7 @@ from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
 
-from networked import LONG, Killed, devices, driver_of, finish, mortal, run_network, trainer_of, wait_until
+from networked import LONG, Killed, devices, driver_of, finish, holding, mortal, run_network, trainer_of, wait_until
 
 from flower_privdec import testing
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError, StoppedError
@@ -77,7 +77,7 @@ POINTS = {  # before and after everything that is saved, sent or used
     "before a commit": ("_save", "before"),
     "after a commit": ("_save", "after"),
     "after it began to send": ("_arrive", "after"),
-    "when all was heard": ("_await", "after"),
+    "when all was heard": ("await_neighbours", "after"),
     "before it hands in": ("trainer.evaluate", "before"),
     "after it handed in": ("trainer.evaluate", "after"),
     "at the end": ("_leave", "before"),
@@ -295,7 +295,8 @@ def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) ->
     assert outcome_code(peer) == "network.no-witness"  # before it takes a step
     peer = running_peer(scenario, devices(scenario, tmp_path / "again")[0])
     peer.witness._boots[1] = 1
-    peer.network = peer.network.model_copy(update={"deadline": 2.0})  # in which the call to it is refused
+    exchange = holding(peer._exchange, lambda: wait_until(lambda: bool(peer.neighbours[3].trouble)))
+    peer._exchange = exchange  # type: ignore[method-assign]
     with raises(RunError, "network.silent", names=r"peers \[3\] for 0\.5 s \(peer-3\.tiny at "):
         finish(peer)
 
@@ -317,7 +318,10 @@ def test_a_running_peer_says_how_it_does(
         assert (said["peer"], said["round"], said["rounds"], said["budget"]) == (2, 0, 3, 3.0)
         assert privdec(*words) == 0
         line = capsys.readouterr().out
-        assert "tiny: peer 2  round 0/3  loss –  ε 0 of 3.00  waits for its neighbours  0/3 neighbours up" in line
+        assert (
+            "tiny: peer 2  round 0/3  loss –  ε 0 of 3.00  waits for its neighbours' reports on its ledger  0/3 neighbours up"
+            in line
+        )
         assert "not yet heard: 0, 1, 3" in line
         assert privdec("status", "127.0.0.1:1", "--certs", str(certs)) == 1
         assert "127.0.0.1:1: " in capsys.readouterr().err

@@ -228,7 +228,8 @@ def has_gone_on(peer: RunningPeer, others: Iterable[RunningPeer]) -> Callable[[]
         before = taken_from(peer)
         return lambda: taken_from(peer) >= before + 3
     number, wanted = peer.device.peer, peer.session.resumed_at + 3  # type: ignore[attr-defined]
-    return lambda: any((other.neighbours[number].place or (-1, 0))[0] >= wanted for other in others)
+    seen = [other.neighbours[number] for other in others if number in other.neighbours]
+    return lambda: any(known.place is not None and known.place[0] >= wanted for known in seen)
 
 
 # --- sent nothing, or not reached for a moment ---

@@ -70,7 +70,9 @@ def test_it_is_gone_from_the_mean_of_a_network(settings, tiny: Tiny, tmp_path: P
     assert set(Counter(key for key, *_ in shared).values()) == {2}  # each draw by its two ends
 
 
-@pytest.mark.parametrize("point", [("_save", "before"), ("_save", "after"), ("_await", "after")], ids=" ".join)
+@pytest.mark.parametrize(
+    "point", [("_save", "before"), ("_save", "after"), ("await_neighbours", "after")], ids=" ".join
+)
 @pytest.mark.parametrize("moment", [1, 2])
 def test_a_peer_that_dies_uses_no_draw_again(point, moment: int, tiny: Tiny, tmp_path: Path, shared) -> None:
     """Whatever it had drawn: its next process has other keys, under which it shares noise with the others again."""

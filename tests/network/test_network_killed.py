@@ -26,15 +26,15 @@ from tools.mass_on_disk import mass_on_disk
 POINTS = {  # around everything that is put on disk, sent or used
     "before a commit": ("_save", "before"),
     "after a commit": ("_save", "after"),
-    "before rows leave": ("_post", "before"),
-    "after rows left": ("_post", "after"),
-    "before it mixes": ("_mix", "before"),
-    "after it mixed": ("_mix", "after"),
-    "after it split": ("_split", "after"),
-    "after it added what came": ("_absorb", "after"),
+    "before rows leave": ("exchanges.post", "before"),
+    "after rows left": ("exchanges.post", "after"),
+    "before it mixes": ("exchanges._mix", "before"),
+    "after it mixed": ("exchanges._mix", "after"),
+    "after it split": ("exchanges.split", "after"),
+    "after it added what came": ("exchanges.absorb", "after"),
     "before it hands in": ("trainer.evaluate", "before"),
     "in the last commit": ("_is_over", "before"),
-    "when a round is settled": ("_settle", "after"),
+    "when a round is settled": ("exchanges._settle", "after"),
 }
 ROWS = [
     "before a commit",

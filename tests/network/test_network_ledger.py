@@ -95,7 +95,7 @@ def observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Observ
     assert not watching.unpaid
 
 
-POINTS = [(name, when) for name in ("_save", "_await", "trainer.evaluate") for when in ("before", "after")]
+POINTS = [(name, when) for name in ("_save", "await_neighbours", "trainer.evaluate") for when in ("before", "after")]
 POINTS.append(("_leave", "before"))
 
 
