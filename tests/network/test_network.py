@@ -318,10 +318,8 @@ def test_a_running_peer_says_how_it_does(
         assert (said["peer"], said["round"], said["rounds"], said["budget"]) == (2, 0, 3, 3.0)
         assert privdec(*words) == 0
         line = capsys.readouterr().out
-        assert (
-            "tiny: peer 2  round 0/3  loss –  ε 0 of 3.00  waits for its neighbours' reports on its ledger  0/3 neighbours up"
-            in line
-        )
+        assert "tiny: peer 2  round 0/3  loss –  ε 0 of 3.00  waits for its neighbours' reports on its ledger" in line
+        assert "0/3 neighbours up" in line
         assert "not yet heard: 0, 1, 3" in line
         assert privdec("status", "127.0.0.1:1", "--certs", str(certs)) == 1
         assert "127.0.0.1:1: " in capsys.readouterr().err

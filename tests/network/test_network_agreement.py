@@ -392,9 +392,7 @@ def test_who_greets_exchanges_nothing_and_a_share_does() -> None:
     assert known.met is None
 
 
-def test_low_weight_takes_no_step_and_lowers_the_floor(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_low_weight_takes_no_step_and_lowers_the_floor(tiny: Tiny, tmp_path: Path) -> None:
     peer = held(tiny, tmp_path)
     for weight, waits in ((1.0, False), (LEAST, False), (0.9 * LEAST, True)):
         peer.state.rows["w"].fill_(weight)
