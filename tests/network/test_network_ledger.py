@@ -236,10 +236,10 @@ def forked(lines: list[bytes], path: Path) -> bytes:
 
 
 DAMAGE: dict[str, tuple[Callable[[list[bytes], Path], bytes | None], str]] = {
-    "truncated": (lambda lines, path: b"".join(lines[:-1]), "has {less} lines where the checkpoint saw {all}"),
-    "cut within a line": (lambda lines, path: b"".join(lines)[:-20], "has {less} lines where the checkpoint saw {all}"),
-    "emptied": (lambda lines, path: b"", "has 0 lines where the checkpoint saw {all}"),
-    "deleted": (lambda lines, path: None, "has 0 lines where the checkpoint saw {all}"),
+    "truncated": (lambda lines, path: b"".join(lines[:-1]), "has {less} lines, and the checkpoint saw {all}"),
+    "cut within a line": (lambda lines, path: b"".join(lines)[:-20], "has {less} lines, and the checkpoint saw {all}"),
+    "emptied": (lambda lines, path: b"", "has 0 lines, and the checkpoint saw {all}"),
+    "deleted": (lambda lines, path: None, "has 0 lines, and the checkpoint saw {all}"),
     "forked": (forked, "line"),
     "edited": (lambda lines, path: b"".join(lines).replace(b'"from_step":1', b'"from_step":2', 1), "edited"),
     "a line taken out": (lambda lines, path: b"".join([*lines[:2], *lines[3:]]), "does not follow the line before"),
