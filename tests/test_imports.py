@@ -21,16 +21,31 @@ HEAVY = {
 COMMAND = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module('flower_privdec', run_name='__main__')"
 NO_TORCH = {*HEAVY, "torch"}
 REPORTING = "flower_privdec.reporting"
-STARTS = {
-    "import flower_privdec": {*NO_TORCH, "numpy", "scipy", "pydantic"},
-    COMMAND.format(["--help"]): {*NO_TORCH, "numpy"},
-    COMMAND.format(["list"]): HEAVY,  # a part describes itself, and an algorithm's file imports torch
-    COMMAND.format(["show", "digits"]): HEAVY,
-    COMMAND.format(["certs", "digits", "--out", "{folder}"]): {*NO_TORCH, "numpy"},
-    "from flower_privdec.network.peer.status import status_of": NO_TORCH - {"grpc"},
-    f"import flower_privdec.engine.run, {REPORTING}.console, {REPORTING}.plots, tools.fuzz": HEAVY,
-    "import flower_privdec.network.peer.foreground, flower_privdec.network.local.up": HEAVY - {"grpc"},
+# Each start with what it must not import. Those of a list follow one another in one process, for importing takes
+# seconds: none may import less than the one before it.
+STARTS: dict[str, list[tuple[str, set[str]]]] = {
+    "commands": [
+        ("import flower_privdec", {*NO_TORCH, "numpy", "scipy", "pydantic"}),
+        (COMMAND.format(["--help"]), {*NO_TORCH, "numpy"}),
+        (COMMAND.format(["certs", "digits", "--out", "{folder}"]), {*NO_TORCH, "numpy"}),
+        (COMMAND.format(["list"]), HEAVY),  # a part describes itself, and an algorithm's file imports torch
+        (COMMAND.format(["show", "digits"]), HEAVY),
+        (f"import flower_privdec.engine.run, {REPORTING}.console, {REPORTING}.plots, tools.fuzz", HEAVY),
+    ],
+    "peers": [
+        ("from flower_privdec.network.peer.status import status_of", NO_TORCH - {"grpc"}),
+        ("import flower_privdec.network.peer.foreground, flower_privdec.network.local.up", HEAVY - {"grpc"}),
+    ],
 }
+IN_TURN = """
+import sys
+for start in {starts}:
+    try:
+        exec(start, {{}})
+    except SystemExit as left:
+        assert not left.code, start
+    print("LOADED", *sys.modules, file=sys.stderr)
+"""
 
 
 def test_a_room_imports_only_from_floors_below() -> None:
@@ -65,14 +80,16 @@ def test_every_room_is_on_a_floor() -> None:
     assert len(FLOORS) == 10
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_a_start_imports_nothing_heavy(start: str, tmp_path: Path) -> None:
-    listing = "import atexit, sys; atexit.register(lambda: print('LOADED', *sys.modules, file=sys.stderr))\n"
-    code = listing + start.replace("{folder}", str(tmp_path))
+@pytest.mark.slow
+@pytest.mark.parametrize("process", STARTS)
+def test_a_start_imports_nothing_heavy(process: str, tmp_path: Path) -> None:
+    starts = STARTS[process]
+    code = IN_TURN.format(starts=[start.replace("{folder}", str(tmp_path)) for start, _ in starts])
     started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(started.stderr.partition("LOADED")[2].split())
-    assert "flower_privdec" in loaded
-    assert STARTS[start] & loaded == set()
+    loaded = [set(line.split()[1:]) for line in started.stderr.splitlines() if line.startswith("LOADED")]
+    for (start, forbidden), modules in zip(starts, loaded, strict=True):
+        assert "flower_privdec" in modules
+        assert forbidden & modules == set(), start
 
 
 def test_no_two_modules_share_a_name() -> None:

@@ -32,6 +32,12 @@ from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.flower.node_settings import HostSettings
 from flower_privdec.scenario import Scenario, to_yaml
 
+# Every algorithm among several nodes, by relay or sharded in turn; every third one on one node, which runs the engine.
+HOSTED = [
+    *((name, ("sharded", "relay")[number % 2]) for number, name in enumerate(ALGORITHMS)),
+    *((name, "cohort") for name in list(ALGORITHMS)[::3]),
+]
+
 
 @pytest.fixture(scope="module")
 def engine_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scenario], Path]:
@@ -48,8 +54,7 @@ def engine_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scenario]
     return engine_run
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("name", "host"), HOSTED)
 def test_engine_and_flower_follow_one_trajectory(
     tiny: Tiny, tmp_path: Path, engine_runs: Callable[[Scenario], Path], name: str, host: str
 ) -> None:

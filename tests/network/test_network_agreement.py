@@ -17,7 +17,7 @@ from raising import raises
 from safetensors.torch import load_file
 from share_machines import commit, greeted_sessions
 from tiny_scenario import Tiny
-from variants import VARIANTS, network_modes, settings_for
+from variants import VARIANTS, modes_in_turn, settings_for
 
 from flower_privdec.cli import main
 from flower_privdec.common.errors import NotAgreedError, ScenarioError
@@ -81,14 +81,9 @@ def farthest(models: torch.Tensor) -> float:
 # --- the end together ---
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "mode"),
-    [
-        pytest.param(variant, mode, id=f"{' '.join(variant)}-{mode}")
-        for variant in EXCHANGING
-        for mode in network_modes(variant)
-    ],
+    [pytest.param(variant, mode, id=f"{' '.join(variant)}-{mode}") for variant, mode in modes_in_turn(EXCHANGING, 0)],
 )
 def test_all_devices_end_with_one_model(variant: list[str], mode: str, tiny: Tiny, tmp_path: Path) -> None:
     network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"

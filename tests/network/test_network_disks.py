@@ -106,14 +106,18 @@ def test_a_full_disk_ends_a_peer_paid_and_resumable(
     assert 60 <= taken.count(1) <= paid(folder) <= 62
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "network", [SYNCHRONOUS, *(ASYNCHRONOUS.replace("}", f", commit_every: {every}}}") for every in (2, 3))]
 )
 @pytest.mark.parametrize(
-    "point", [("_save", "before"), ("_save", "after"), ("trainer.advance", "after"), ("trainer.advance", "before")]
+    ("point", "moment"),
+    [
+        (("_save", "before"), 3),
+        (("_save", "after"), 4),
+        (("trainer.advance", "after"), 3),
+        (("trainer.advance", "before"), 4),
+    ],
 )
-@pytest.mark.parametrize("moment", [3, 4])
 def test_a_peer_dying_between_commits_pays_again(
     network: str, point: tuple[str, str], moment: int, tiny: Tiny, tmp_path: Path, taken: list[int]
 ) -> None:

@@ -38,7 +38,7 @@ from flower_privdec.scenario import Scenario, parse_scenario
 from flower_privdec.testing import BrokenLaw
 
 SHORT = ["rounds=4", "data.samples=48", "n_peers=4", "privacy.clip_norm=0.05", "algorithm.learning_rate=2.0"]
-SAMPLINGS = ["poisson", "uniform", "shuffle", "full"]
+OTHERS = ["uniform", "shuffle", "full"]  # samplings beside Poisson
 MODELS = {
     "mlp": ["model={name: mlp, hidden: [7], activation: tanh}"],
     "cnn": ["model={module: user_models:convolutional}"],
@@ -64,27 +64,24 @@ def batch_of(sampling: str) -> str:
 
 
 def cases() -> list[list[str]]:
-    """Return every variant under every sampling that it can have."""
-    found = []
-    for variant in VARIANTS:
-        for sampling in SAMPLINGS:
-            table = variant[0].endswith("privsgp-vr")
-            if sampling == "shuffle" and table:
-                continue  # no proved bound: refused
-            blocks = "data.batch.sampling=blocks" in variant
-            if any(setting.startswith("data.batch={") for setting in variant):
-                if sampling == "poisson":
-                    found += [variant, [*variant, "data.partition={kind: sizes, sizes: [6, 12, 20, 10]}"]]
-            elif not blocks:
-                found.append([*variant, batch_of(sampling)])
-            elif sampling == "poisson":
-                found.append([*variant, "data.batch.size=4"])
-    return found
+    """Return every variant under Poisson sampling, and under another sampling in turn."""
+    chosen = []
+    for number, variant in enumerate(VARIANTS):
+        if "data.batch.sampling=blocks" in variant:
+            chosen.append([*variant, "data.batch.size=4"])
+        elif any(setting.startswith("data.batch={") for setting in variant):
+            chosen += [variant, [*variant, "data.partition={kind: sizes, sizes: [6, 12, 20, 10]}"]]
+        else:
+            # A table of gradients has no proved bound under shuffling: it is refused.
+            others = [each for each in OTHERS if each != "shuffle" or not variant[0].endswith("privsgp-vr")]
+            chosen.append([*variant, batch_of("poisson")])
+            chosen.append([*variant, batch_of(others[number % len(others)])])
+    return chosen
 
 
 @pytest.fixture(scope="module", params=cases(), ids=" ".join)
 def case(request: pytest.FixtureRequest) -> Experiment:
-    """Return every algorithm under every sampling, built once for all laws."""
+    """Return every algorithm under two samplings, built once for all laws."""
     return Experiment.build(parse_scenario(TINY, overrides=[*SHORT, *settings_for(*request.param)]))
 
 
@@ -107,8 +104,10 @@ def test_nothing_else_leaves(case: Experiment) -> None:
     testing.assert_nothing_else_leaves(case)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", BRIEF)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [(name, model) for i, name in enumerate(BRIEF) for j, model in enumerate(MODELS) if (i + j) % 2 == 0],
+)
 def test_the_laws_hold_for_every_kind_of_model(build: Build, name: str, model: str) -> None:
     experiment = build(
         *SHORT, *settings_for(f"algorithm.name={name}", *BRIEF[name]), batch_of("poisson"), *MODELS[model]
@@ -555,7 +554,7 @@ def test_a_refused_learning_rate_would_leak_signs(build: Build, monkeypatch: pyt
     assert not engine.state.rows["x"].isnan().all()
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
+@pytest.mark.parametrize("variant", VARIANTS[: len(ALGORITHMS)], ids=" ".join)
 def test_a_deployed_peer_noises_sums_before_rounding_models(
     tiny: Callable[..., Scenario], variant: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,3 +43,16 @@ def network_modes(variant: list[str]) -> tuple[str, ...]:
     """Return the modes of a network that a variant can have: asynchronous peers keep no averages."""
     averages = any("average" in setting for setting in variant)
     return ("synchronous",) if averages else ("asynchronous", "synchronous")
+
+
+def modes_in_turn(variants: list[list[str]], first: int) -> list[tuple[list[str], str]]:
+    """Return each variant with one mode of a network, taken in turn.
+
+    Args:
+        first: 0 or 1. A law that takes 0 and another that takes 1 run every variant in both modes together.
+    """
+    chosen = []
+    for number, variant in enumerate(variants):
+        modes = network_modes(variant)
+        chosen.append((variant, modes[(number + first) % len(modes)]))
+    return chosen
