@@ -92,7 +92,7 @@ def test_a_bound_from_guesses_is_a_binomials_without_delta() -> None:
 def test_no_algorithms_epsilon_is_refuted(variant: list[str]) -> None:
     batch = [] if any(setting.startswith("data.batch") for setting in variant) else SHORT[-1:]
     experiment = experiment_of(*SHORT[:-1], *settings_for(*variant), *batch)
-    result = audit(experiment, trials=40, replica=20_000, confidence=1 - 1e-6)
+    result = audit(experiment, trials=30, replica=5_000, confidence=1 - 1e-6)
     assert result.holds, result.verdict
     assert {peer for group in result.groups for peer in group.peers} == set(range(experiment.scenario.n_peers))
     assert all(group.shown <= group.epsilon for group in result.groups)
@@ -168,7 +168,7 @@ def test_colluders_subtract_shared_noise_and_leave_the_planned_rest(colluding: i
     """The mean log ratio of both worlds is a replica's, within five standard errors; all is as planned."""
     noise = f"privacy.noise={{kind: cancelling, colluding: {colluding}, secrets: complete}}"
     experiment = experiment_of(*FULL, noise, f"topology.name={topology}", "privacy.epsilon=6")
-    result = audit(experiment, trials=400, replica=1000)
+    result = audit(experiment, trials=200, replica=1000)
     assert result.defects == {}
     assert result.holds
     check_likelihoods(experiment, 100)

@@ -84,7 +84,7 @@ def test_examples_of_a_class_are_dealt_at_random(kind: str) -> None:
 
 
 @given(total=st.integers(1, 400), n_peers=st.integers(1, 40), seed=st.integers(0, 2**63))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_iid_sizes_differ_by_one_at_most(total: int, n_peers: int, seed: int) -> None:
     if n_peers > total:
         refused(f"n_peers={n_peers}", labels=np.zeros(total, int), n_peers=n_peers, kind="iid")
@@ -101,7 +101,7 @@ def test_iid_of_mnist_size_is_3750_each() -> None:
 
 
 @given(counts=st.lists(st.integers(1, 50), min_size=2, max_size=12), spare=st.integers(0, 30))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_counts_are_exact(counts: list[int], spare: int) -> None:
     labels = np.zeros(sum(counts) + spare, int)
     for sizes in (counts, [float(count) for count in counts]):
@@ -115,7 +115,7 @@ def test_counts_are_exact(counts: list[int], spare: int) -> None:
     used=st.floats(0.5, 1.0),
     total=st.integers(1000, 2000),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_shares_are_exact_to_less_than_one_example(weights: list[float], used: float, total: int) -> None:
     shares = [used * weight / sum(weights) for weight in weights]
     parts = divide(np.zeros(total, int), len(shares), "sizes", 1, sizes=shares)

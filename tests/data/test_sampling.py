@@ -60,7 +60,7 @@ def used(batch: LocalBatch) -> list[list[int]]:
     size=st.integers(1, 7),
     seed=st.integers(0, 2**128),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_rows_do_not_depend_on_the_cohort(kind: str, round_index: int, peers: list[int], size: int, seed: int) -> None:
     everyone = used(seeded(kind, size, SIZES, seed).batch(round_index, np.arange(10)))
     some = seeded(kind, size, SIZES, seed).batch(round_index, peers)
@@ -70,7 +70,7 @@ def test_rows_do_not_depend_on_the_cohort(kind: str, round_index: int, peers: li
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(asked=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 2**10 - 1)), min_size=2, max_size=12))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_rounds_may_be_asked_for_in_any_order(kind: str, asked: list[tuple[int, int]]) -> None:
     sampler = seeded(kind, 5, SIZES, 1)
     for round_index, mask in asked:

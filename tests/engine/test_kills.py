@@ -15,7 +15,7 @@ import pytest
 import torch
 from command_line import forked, privdec, status_of
 from tiny_scenario import TINY
-from variants import VARIANTS, settings_for
+from variants import PLAIN, settings_for
 
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
@@ -105,9 +105,9 @@ def scenario_of(variant: list[str]) -> Any:
     return parse_scenario(TINY, overrides=[*few, *settings])
 
 
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=[" ".join(variant) for variant in VARIANTS])
+@pytest.mark.parametrize("number", range(len(PLAIN)), ids=[" ".join(variant) for variant in PLAIN])
 def test_a_run_killed_three_times_ends_the_same(number: int, tmp_path: Path) -> None:
-    scenario, draw, blade, kills = scenario_of(VARIANTS[number]), random.Random(number), Blade(), 0
+    scenario, draw, blade, kills = scenario_of(PLAIN[number]), random.Random(number), Blade(), 0
     run(Experiment.build(scenario), tmp_path / "whole")
     with places(blade):
         while not (tmp_path / "parted" / "summary.json").exists():
@@ -122,7 +122,7 @@ def test_a_run_killed_three_times_ends_the_same(number: int, tmp_path: Path) -> 
 
 
 def test_so_many_kills_are_sixty_and_more() -> None:
-    assert KILLS * len(VARIANTS) >= 60
+    assert KILLS * len(PLAIN) >= 60
 
 
 def reached(checkpoint: Path) -> int:

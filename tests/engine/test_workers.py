@@ -17,7 +17,7 @@ from command_line import forked, privdec, status_of
 from raising import raises
 from salts import pin_salts
 from tiny_scenario import TINY
-from variants import VARIANTS, settings_for
+from variants import PLAIN, settings_for
 from worker_runs import children, is_alive, smallest_blocks, whole
 
 from flower_privdec.common import machine
@@ -56,9 +56,9 @@ def until(state: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=[" ".join(variant) for variant in VARIANTS])
+@pytest.mark.parametrize("number", range(len(PLAIN)), ids=[" ".join(variant) for variant in PLAIN])
 def test_any_number_of_workers_gives_the_same_bits(number, build, tmp_path):
-    experiment = build(*settings_for(*VARIANTS[number]), "rounds=3")
+    experiment = build(*settings_for(*PLAIN[number]), "rounds=3")
     n_peers = experiment.scenario.n_peers
     rows, figures = whole(experiment, tmp_path / "1", 1)
     more = [2 + number % 2] if n_peers > 1 else []  # blocks of equal and of unequal size in turn

@@ -22,10 +22,9 @@ from private_files import closed_files, umask_of_none
 from raising import raises
 from shards_in_turn import in_turn
 from tiny_scenario import Build, Tiny
-from variants import VARIANTS, settings_for
+from variants import PLAIN, VARIANTS, settings_for
 
 from flower_privdec import testing
-from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.common.errors import RunError, ScenarioError
@@ -111,7 +110,7 @@ PAIRS = ["algorithm.name=privsgp", "privacy.noise={kind: cancelling, colluding: 
 # node says only how the run ended.
 HOSTED = [
     *((variant, ("relay", "sharded")[number % 2]) for number, variant in enumerate([*VARIANTS, PAIRS])),
-    *((variant, "cohort") for variant in VARIANTS[: len(ALGORITHMS) : 3]),
+    *((variant, "cohort") for variant in PLAIN[::3]),
 ]
 
 

@@ -107,7 +107,6 @@ def test_a_killed_shard_is_named_and_the_run_continues(
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "flower" / "summary.json").exists()
     log = (tmp_path / "flower" / "flower.log").read_text()
-    assert "Traceback" not in log
     assert log.rstrip().splitlines()[-1].endswith("with --resume")
     flower_run(tiny(), tmp_path / "flower", mode="sharded", n_supernodes=2, resume=True)
     run(Experiment.build(tiny()), tmp_path / "engine")

@@ -127,7 +127,7 @@ def check_law(name: str, kind: str, loss: str, dtype: torch.dtype, draw: Any) ->
     ("name", "kind", "dtype"),
     [(*kind, torch.float32) for kind in KINDS] + [(*kind, torch.float64) for kind in KINDS if kind[0] in FEW],
 )
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, data: Any) -> None:
     check_law(name, kind, "cross-entropy", dtype, data.draw)
@@ -135,7 +135,7 @@ def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("loss", [*MARGINS, *OTHERS])
 @pytest.mark.parametrize(("name", "kind"), [*(("mlp", kind) for kind in [*ORDER, "loop"]), ("cnn-small", "factored")])
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_no_value_or_target_moves_a_sum_by_more(loss: str, name: str, kind: str, data: Any) -> None:
     check_law(name, kind, loss, torch.float32, data.draw)
@@ -143,7 +143,7 @@ def test_no_value_or_target_moves_a_sum_by_more(loss: str, name: str, kind: str,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("loss", MARGINS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_no_value_moves_a_single_examples_sum_by_more(loss: str, dtype: torch.dtype, data: Any) -> None:
     check_law("linear", "single", loss, dtype, data.draw)
@@ -151,7 +151,7 @@ def test_no_value_moves_a_single_examples_sum_by_more(loss: str, dtype: torch.dt
 
 @pytest.mark.parametrize("name", ["linear", "linear without bias"])
 @pytest.mark.parametrize("loss", MARGINS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(how=st.sampled_from(FILLS), seed=st.integers(0, 2**16), clip=st.sampled_from([None, 0.3]))
 def test_one_example_alone_adds_what_it_does_stacked(
     loss: str, name: str, how: str, seed: int, clip: float | None
@@ -246,7 +246,7 @@ def test_a_divisor_of_zero_moves_nothing(kind: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     n=st.sampled_from([1, 2, 3, 10, 100, BLOCK, LONGEST, LONGEST + 1, 9 * BLOCK, 10 * BLOCK + 7]),
     how=st.sampled_from([*FILLS[:-1], "falling", "tiny"]),
@@ -281,7 +281,7 @@ def test_bounds_are_close() -> None:
     assert length(torch.ones(3, 5 * LONGEST)).tolist() == pytest.approx([math.sqrt(5 * LONGEST)] * 3)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     norm=st.floats(2**-50, LARGEST[torch.float32], width=32),
     clip=st.floats(2**-20, 2**20, width=32),
@@ -355,7 +355,7 @@ class Difference(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["factored", "vmap", "loop"])
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     sizes=st.sampled_from([(2, 36, 4), (16, 300, 64), (16, 100, 100), (32, 36, 4)]),
     halves=st.booleans(),
@@ -401,7 +401,7 @@ def test_clipping_is_hardly_tighter_than_it_must_be(name: str) -> None:
     assert 1e-3 * (1 - 2e-4) <= out.double().norm().item() <= 1e-3
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     shape=st.sampled_from([(1, 2, 4, 4), (3, 5, 40, 9), (7, 16, 100, 60)]),
     apart=st.sampled_from([None, 0.0, 1e-9, 1e-5]),
@@ -433,7 +433,7 @@ def test_the_bound_of_a_product_over_positions(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(params=st.sampled_from(FILLS), example=st.sampled_from(FILLS), seed=st.integers(0, 2**16))
 def test_factors_are_finite(dtype: torch.dtype, params: str, example: str, seed: int) -> None:
     _, kernel = kernel_of("mlp", "stacked")

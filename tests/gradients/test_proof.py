@@ -278,9 +278,8 @@ class Batch:
 
 
 @pytest.mark.parametrize("name", [*PROVED, *UNPROVED])
-@pytest.mark.parametrize("size", [1.0, 10.0, 1e4])
-def test_one_example_of_any_module_respects_the_clip_norm(name: str, size: float) -> None:
-    """Zeroing one example out, whatever the module; twice, for those that remember."""
+def test_one_example_of_any_module_respects_the_clip_norm(name: str) -> None:
+    """Zeroing one example out, whatever the module; several times, for those that remember."""
     module = own(PROVED[name] if name in PROVED else UNPROVED[name][0])
     if name in REFUSED:
         with raises(ScenarioError, "model.per-example"):
@@ -289,9 +288,9 @@ def test_one_example_of_any_module_respects_the_clip_norm(name: str, size: float
     kernel, other = (build_kernel(module, "cross-entropy", SHAPE) for _ in range(2))
     assert type(kernel) is (FactoredKernel if name in PROVED else VmapKernel)
     rows, clip, scale = flatten(module)[None], torch.tensor([0.3]), torch.tensor([1.0])
-    for step in range(2):
+    for size in (1.0, -1.0, 10.0, -10.0, 1e4, -1e4):
         x = examples(5)[None]
-        x[0, 1] *= size * (-1) ** step
+        x[0, 1] *= size
         weight = torch.ones(1, 5)
         weight[0, 1] = 0
         whole, rest = torch.zeros_like(rows), torch.zeros_like(rows)

@@ -104,7 +104,7 @@ def assert_close_above(found: float, exact: float) -> None:
 
 
 @pytest.mark.slow
-@laws
+@settings(max_examples=12)
 @given(mechanisms, st.floats(-9, -3))
 def test_one_mechanism_composed_is_tight_from_above(mechanism, log_delta):
     q, noise, idle, steps = mechanism
@@ -114,7 +114,7 @@ def test_one_mechanism_composed_is_tight_from_above(mechanism, log_delta):
 
 
 @pytest.mark.slow
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.lists(mechanisms, min_size=2, max_size=4), st.floats(-9, -3))
 def test_different_mechanisms_composed_are_tight_from_above(several, log_delta):
     found = epsilon([poisson(q, noise, steps, idle) for q, noise, idle, steps in several], 10.0**log_delta)
@@ -140,9 +140,9 @@ def test_a_schedule_of_distinct_noise_is_tight_from_above(q, noise, ratio, targe
 
 @pytest.mark.slow
 def test_thousands_of_distinct_noises_each_cost_their_own():
-    noises = 4.0 ** (1 - np.arange(3000) / 3000)
+    noises = 4.0 ** (1 - np.arange(1500) / 1500)
     found = epsilon([poisson(0.01, s) for s in noises], 1e-5)
-    by_threes = noises.reshape(1000, 3)
+    by_threes = noises.reshape(500, 3)
     less, more = (epsilon([poisson(0.01, s, 3) for s in row], 1e-5) for row in (by_threes.max(1), by_threes.min(1)))
     assert less < found < more < less * HALF_A_PERCENT
 
@@ -198,7 +198,7 @@ def test_more_steps_than_a_window_get_their_own_bound(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("q", "noise"),
-    [(1e-2, 0.3), (1e-2, 10.0), (1e-4, 0.5), (1e-4, 2.0), (1e-6, 0.3), (1e-6, 2.0), (1e-8, 0.5), (1e-8, 10.0)],
+    [(1e-2, 0.3), (1e-4, 2.0), (1e-6, 0.3), (1e-8, 10.0)],
 )
 def test_rare_sampling_is_between_its_bounds(q, noise):
     one = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
@@ -288,7 +288,7 @@ uniform = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(releases, plain, uniform), min_size=1, max_size=3), st.sampled_from(DELTAS))
 def test_extremes_are_answered_quietly_and_not_below_their_parts(several, target):
     with warnings.catch_warnings():

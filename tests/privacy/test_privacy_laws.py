@@ -18,7 +18,7 @@ from salts import pin_salts
 from tasks import TASKS
 from tiny_scenario import TINY, Build, Tiny
 from torch import Tensor
-from variants import VARIANTS, settings_for
+from variants import PLAIN, VARIANTS, settings_for
 
 from flower_privdec import testing
 from flower_privdec.algorithms import ALGORITHMS
@@ -554,7 +554,7 @@ def test_a_refused_learning_rate_would_leak_signs(build: Build, monkeypatch: pyt
     assert not engine.state.rows["x"].isnan().all()
 
 
-@pytest.mark.parametrize("variant", VARIANTS[: len(ALGORITHMS)], ids=" ".join)
+@pytest.mark.parametrize("variant", PLAIN, ids=" ".join)
 def test_a_deployed_peer_noises_sums_before_rounding_models(
     tiny: Callable[..., Scenario], variant: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

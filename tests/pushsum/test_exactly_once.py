@@ -33,7 +33,7 @@ from flower_privdec.pushsum.exactly_once import FIRST, LAST, PushSumProtocol, Re
 from flower_privdec.pushsum.frames import FrameCodec, RowMass, TensorArithmetic, formats_of, pack, unpack
 from flower_privdec.scenario import Scenario
 
-CHUNK = 500
+CHUNK = 200
 TRIES = 1_000  # schedules that a mutant may survive
 
 

@@ -15,10 +15,9 @@ import pytest
 from raising import raises
 from run_folders import make_run, privacy_row
 from tiny_scenario import Tiny
-from variants import VARIANTS, settings_for
+from variants import PLAIN, settings_for
 
 import flower_privdec as fp
-from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
@@ -379,7 +378,7 @@ def test_a_run_without_exchange_reports_peers_accuracy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS[: len(ALGORITHMS)], ids=" ".join)
+@pytest.mark.parametrize("variant", PLAIN, ids=" ".join)
 def test_a_run_of_every_algorithm_can_be_reported(
     variant: list[str], tiny: Tiny, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -32,6 +32,8 @@ VARIANTS = [
     ),
 ]
 
+PLAIN = VARIANTS[: len(ALGORITHMS)]  # every algorithm as it is by default
+
 
 def settings_for(*settings: str) -> list[str]:
     """Return settings with the graph and the number of peers that their algorithm needs."""
