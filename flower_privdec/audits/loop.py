@@ -21,7 +21,7 @@ from flower_privdec.audits.noise_check import NoiseCheck
 from flower_privdec.audits.one_run import GUESSED, OneRun, coefficients, guessed
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.rows.keys import keyed_generator
-from flower_privdec.training_loop.private_loop import LOOPS, PrivacyBudget
+from flower_privdec.training_loop.loop_budget import LOOPS, PrivacyBudget
 
 
 class WatchedLoop:

@@ -21,7 +21,8 @@ from flower_privdec.gradients.protocol import RowsOfBatch
 from flower_privdec.privacy.accountant.accounting import loose_delta
 from flower_privdec.privacy.noise import build_deployed_noise, build_noise
 from flower_privdec.tasks.losses import LOSSES, Loss
-from flower_privdec.training_loop.private_loop import LINES, PEER, PrivacyBudget, check_options, seed_of
+from flower_privdec.training_loop.loop_budget import LINES, PEER, PrivacyBudget, seed_of
+from flower_privdec.training_loop.loop_checks import check_options
 
 MODEL = "linear.model"  # codes of errors
 DATA = "linear.data"

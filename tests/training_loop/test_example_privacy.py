@@ -691,7 +691,7 @@ def test_a_ledgers_noise_survives_a_lost_solution(tmp_path: Path, monkeypatch: p
     first = setup(tmp_path, **budget)
     loop(first)
     monkeypatch.setattr(
-        "flower_privdec.training_loop.private_loop.noise_multiplier",
+        "flower_privdec.training_loop.loop_budget.noise_multiplier",
         lambda *_, **__: first.noise_multiplier * (1 + 1e-4),
     )
     again = setup(tmp_path, **budget)
@@ -822,7 +822,7 @@ def test_a_step_is_on_disk_before_its_batch(tmp_path: Path, monkeypatch: pytest.
             paid.append(lines())
         return original(count)
 
-    monkeypatch.setattr("flower_privdec.training_loop.private_loop.os.urandom", drawing)
+    monkeypatch.setattr("flower_privdec.training_loop.loop_budget.os.urandom", drawing)
     added: list[int] = []
     monkeypatch.setattr(parts._steps._noise, "add_", lambda *_: added.append(lines()))
     loop(parts)

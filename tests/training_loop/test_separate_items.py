@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.training_loop import private
 from flower_privdec.training_loop.example_checks import LoaderExamples
-from flower_privdec.training_loop.private_loop import PrivacyBudget
+from flower_privdec.training_loop.loop_budget import PrivacyBudget
 from flower_privdec.training_loop.separate_items import ItemPlaces, look
 
 N, WIDTH = 60, 4
