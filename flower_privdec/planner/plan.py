@@ -44,8 +44,9 @@ from flower_privdec.planner.pairwise import least_own_noise
 from flower_privdec.privacy.accountant.accounting import epsilon, loose_delta
 from flower_privdec.privacy.ledger.spending import spending_of
 from flower_privdec.privacy.mechanism.cancelling import best_strength
+from flower_privdec.privacy.mechanism.clip_schedule import build_schedule
 from flower_privdec.privacy.mechanism.paper import optimal_rounds
-from flower_privdec.privacy.mechanism.protection import breaches, build_schedule
+from flower_privdec.privacy.mechanism.protection import breaches
 from flower_privdec.pushsum.lockstep import final_rounds
 from flower_privdec.reporting.plots import connectivity
 from flower_privdec.rows.keys import keyed_generator

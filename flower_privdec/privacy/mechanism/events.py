@@ -1,8 +1,16 @@
-"""Releases as data: what one peer publishes in a step, the steps it pays for, and the event it is.
+"""Releases as data: what one peer publishes in a step, which steps pay for it, and what kind of event it is.
 
-Unit and adjacency everywhere in this package: one example of one peer, *zero-out*. Two data sets are
-neighbours when one example's clipped gradient is replaced by 0; the peer's number of examples is public.
-An adversary who sees every message of the peer sees no more than these releases (and functions of them).
+Unit and adjacency everywhere in this package: one example of one peer, *zero-out*. Two data sets are neighbours if one
+example's clipped gradient is replaced by 0; the peer's number of examples is public. An adversary who sees every
+message of the peer sees no more than these releases, and functions of them.
+
+From an algorithm's declaration to an ε:
+
+    Declaration  --joint_release-->  Release  --plan_spends-->  Spend  --Account, Ledger-->  entries  --epsilon-->  ε
+    (declared)                       one step, any number       in which   (ledger)                  (accountant)
+                                     of times                   steps
+
+A `Release` says what a step is and how often; it says nothing about when. A `Spend` is a release with its steps.
 """
 
 from __future__ import annotations
@@ -22,16 +30,17 @@ from flower_privdec.common.user_code import require
 if TYPE_CHECKING:
     import dp_accounting
 
-ACCOUNTANT = "zero-out PLD 4"
-ACCOUNTING = "an event of dp-accounting", "pip install 'flower-privdec[accounting]'"
+ACCOUNTANT = "zero-out PLD 4"  # in every entry of a ledger: which accountant recorded it
+ACCOUNTING = ("an event of dp-accounting", "pip install 'flower-privdec[accounting]'")
 MOST_STEPS = 10**12
-Against = tuple[tuple[int, float], ...]
-Mechanism = tuple[str, float, int, int, float, Against, float, float]
+
+Against = tuple[tuple[int, float], ...]  # (colluders, noise multiplier)
+Mechanism = tuple[str, float, int, int, float, Against, float, float]  # see `Release.mechanism`
 
 
 @dataclass(frozen=True)
 class Adversary:
-    """Who looks at what a peer publishes, and with whose help.  Every printed ε is against one adversary.
+    """Who looks at what a peer publishes, and with whose help. Every printed ε is against one adversary.
 
     An ε over several releases holds against an adversary only if each of them is counted at the noise that this
     adversary cannot take off. So a release keeps its noise against each, and a composition chooses.
@@ -53,7 +62,8 @@ class Adversary:
             return "all other peers colluding"
         if self.colluding == 0:
             return "no peer colluding (a neighbour is a peer)"
-        return f"up to {self.colluding} peer{'' if self.colluding == 1 else 's'} colluding"
+        peers = "peer" if self.colluding == 1 else "peers"
+        return f"up to {self.colluding} {peers} colluding"
 
 
 EVERYBODY = Adversary()
@@ -62,9 +72,9 @@ ONE_NEIGHBOUR = Adversary(colluding=1, replies=True)
 
 @dataclass(frozen=True, order=True)
 class Release:
-    """One step's mechanism at one peer, a number of times: a Gaussian sum which the examples of a batch enter.
+    """One step's mechanism at one peer, a number of times: a Gaussian sum over the examples of a batch.
 
-    Its noise multiplier is that against the strongest adversary, all other peers together. Code that knows nothing
+    Its noise multiplier is the one against the strongest adversary, all other peers together. Code that knows nothing
     of adversaries therefore counts too much, never too little.
 
     Attributes:
@@ -77,8 +87,8 @@ class Release:
         noise_multiplier: noise std over how far a drawn example can move the sum (of a plain step: the clip norm),
             as all other peers together see it; 0 is no noise and costs ε = ∞.
         steps: how many such steps; of `shuffle`, how many epochs, a started one counting whole.
-        idle: how far an example that is not drawn can move the sum, over how far a drawn one can, in [0, 1]; what
-            it may depend on, and why that is enough, is said in `event`.
+        idle: how far an example that is not drawn can move the sum, over how far a drawn one can, in [0, 1]. `event`
+            says what it may depend on, and why that is enough.
         against: pairs (q, noise multiplier), q ascending: the noise against an adversary and at most q colluding
             peers. Empty if collusion takes no noise off.
         one_neighbour: how many times `noise_multiplier` the noise is against one neighbour, by the replies to it; 1 if
@@ -98,45 +108,59 @@ class Release:
     accountant: str = field(default=ACCOUNTANT, compare=False)
 
     def __post_init__(self) -> None:
+        # NumPy's numbers are not JSON's; the class is frozen, hence object.__setattr__.
         for name, kind in _KINDS.items():
-            object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers are not JSON's
-        object.__setattr__(self, "against", tuple((int(q), float(larger)) for q, larger in self.against))
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        against = tuple((int(colluders), float(noise)) for colluders, noise in self.against)
+        object.__setattr__(self, "against", against)
+
         if self.sampling not in SAMPLINGS.lines:
             SAMPLINGS.check(self.sampling, "sampling")
-        _check("dataset_size", self.dataset_size, self.dataset_size >= 1, ">= 1")
-        _check("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
-        _check("sampling_rate", self.sampling_rate, 0 < self.sampling_rate <= 1, "in (0, 1]")
-        _check("steps", self.steps, 0 <= self.steps <= MOST_STEPS, f">= 0 and at most {MOST_STEPS:g}")
-        noise = self.noise_multiplier
-        _check("noise_multiplier", noise, noise >= 0 and math.isfinite(noise), "finite and >= 0")
-        _check("idle", self.idle, 0 <= self.idle <= 1, "in [0, 1]")
-        ratio = self.one_neighbour
-        _check("one_neighbour", ratio, 1 <= ratio < math.inf, "finite and >= 1")
-        colluders = [q for q, _ in self.against]
-        ascending = colluders == sorted(set(colluders)) and min(colluders, default=0) >= 0
-        enough = all(noise <= larger < math.inf for _, larger in self.against)
-        _check(
-            "against", self.against, ascending and enough, "of ascending colluders, and no less than noise_multiplier"
-        )
+        self._check_ranges()
+        self._check_against_ranges()
+
         if self.idle > 0 and self.sampling in ("full", "shuffle"):
             reason = "draws everybody" if self.sampling == "full" else "has no proved bound for it"
             raise ScenarioError(
                 f"idle={self.idle} must be 0 with sampling={self.sampling}, which {reason}; use poisson",
                 code="release.idle",
             )
-        if self.sampling == "uniform" and not math.isclose(
-            self.sampling_rate, min(1.0, self.batch_size / self.dataset_size), rel_tol=1e-9
-        ):
-            raise ScenarioError(
-                f"sampling_rate={self.sampling_rate} of uniform sampling must be batch_size / dataset_size "
-                f"= {self.batch_size}/{self.dataset_size}; drop one of the three",
-                code="release.rate",
-            )
+        if self.sampling == "uniform":
+            rate = min(1.0, self.batch_size / self.dataset_size)
+            if not math.isclose(self.sampling_rate, rate, rel_tol=1e-9):
+                raise ScenarioError(
+                    f"sampling_rate={self.sampling_rate} of uniform sampling must be batch_size / dataset_size "
+                    f"= {self.batch_size}/{self.dataset_size}; drop one of the three",
+                    code="release.rate",
+                )
+
+    def _check_ranges(self) -> None:
+        noise = self.noise_multiplier
+        ratio = self.one_neighbour
+        _check("dataset_size", self.dataset_size, self.dataset_size >= 1, ">= 1")
+        _check("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
+        _check("sampling_rate", self.sampling_rate, 0 < self.sampling_rate <= 1, "in (0, 1]")
+        _check("steps", self.steps, 0 <= self.steps <= MOST_STEPS, f">= 0 and at most {MOST_STEPS:g}")
+        _check("noise_multiplier", noise, noise >= 0 and math.isfinite(noise), "finite and >= 0")
+        _check("idle", self.idle, 0 <= self.idle <= 1, "in [0, 1]")
+        _check("one_neighbour", ratio, 1 <= ratio < math.inf, "finite and >= 1")
+
+    def _check_against_ranges(self) -> None:
+        colluders = [q for q, _ in self.against]
+        ascending = colluders == sorted(set(colluders)) and min(colluders, default=0) >= 0
+        # Fewer colluders than all other peers never take off more noise than these do.
+        enough = all(self.noise_multiplier <= larger < math.inf for _, larger in self.against)
+        rule = "of ascending colluders, and no less than noise_multiplier"
+        _check("against", self.against, ascending and enough, rule)
 
     def times(self, steps: int) -> Release:
         """Return the same mechanism, `steps` times."""
+        return self._with(steps=int(steps))
+
+    def _with(self, **changed: object) -> Release:
+        """Return a copy with other values, unchecked: a schedule has thousands of releases."""
         other = object.__new__(Release)
-        other.__dict__.update(self.__dict__, steps=int(steps))  # a schedule has thousands: skip the checks
+        other.__dict__.update(self.__dict__, **changed)
         return other
 
     def towards(self, adversary: Adversary) -> Release:
@@ -146,20 +170,21 @@ class Release:
         """
         if not self.against and self.one_neighbour == 1:
             return self
+
         noise = self.noise_multiplier
         if adversary.colluding is not None:
-            # Fewer colluders know less, so the noise against more of them is left against fewer, too.
+            # Fewer colluders know less, so the noise that is left against more of them is left against fewer, too.
             noise = next((larger for q, larger in self.against if q >= adversary.colluding), noise)
         if adversary.replies:
             noise = max(noise, self.noise_multiplier * self.one_neighbour)
-
-        other = object.__new__(Release)
-        other.__dict__.update(self.__dict__, noise_multiplier=noise, against=(), one_neighbour=1.0)
-        return other
+        return self._with(noise_multiplier=noise, against=(), one_neighbour=1.0)
 
     @property
     def mechanism(self) -> Mechanism:
-        """Return what one step is, whatever the number of steps; steps that differ only in noise sort together."""
+        """Return what one step is, whatever the number of steps; steps that differ only in noise sort together.
+
+        Steps of equal mechanisms are counted together, in a ledger and in a composition.
+        """
         drawing = (self.sampling, self.sampling_rate, self.dataset_size, self.batch_size, self.idle)
         return (*drawing, self.against, self.one_neighbour, self.noise_multiplier)
 
@@ -169,10 +194,10 @@ class Release:
 
     @classmethod
     def from_json(cls, data: Any) -> Release:
-        """Return the release a JSON object says; exactly the keys of `to_json`.
+        """Read the release from a JSON object, which must have exactly the keys of `to_json`.
 
         Raises:
-            ScenarioError: when a key is missing or unknown, or a value breaks a rule.
+            ScenarioError: a key is missing or unknown, or a value breaks a rule.
         """
         keys = {*_KINDS, "against"}
         if not isinstance(data, dict) or data.keys() != keys:
@@ -181,11 +206,10 @@ class Release:
             )
         _check_against(data["against"])
         for name, kind in _KINDS.items():
+            value = data[name]
             accepted = (int, float) if kind is float else kind
-            if not isinstance(data[name], accepted) or isinstance(data[name], bool):
-                raise ScenarioError(
-                    f"{name}={data[name]!r} of a release must be a {kind.__name__}", code="release.kind"
-                )
+            if not isinstance(value, accepted) or isinstance(value, bool):  # Python's True is an int
+                raise ScenarioError(f"{name}={value!r} of a release must be a {kind.__name__}", code="release.kind")
         return cls(**data)
 
     def event(self) -> dp_accounting.DpEvent:
@@ -206,24 +230,26 @@ class Release:
         one-dimensional one with both at their bounds (mixture-of-Gaussians mechanisms, Choquette-Choo et al.
         2023, arXiv:2310.15526). That bound is the same whatever was published, so it composes.  ∎
 
-        For `uniform` and `blocks`, where examples are drawn together, it counts as public who is drawn, which is
-        one more thing to condition on; see `loss_distributions.shown_profile`. dp-accounting has no such event under
-        zero-out, nor one that has `idle`: these are given as Gaussians at what a drawn example moves.
+        With `uniform` and `blocks`, examples are drawn together. Who is drawn then counts as public, which is one more
+        thing to condition on; see `loss_distributions.shown_profile`. dp-accounting has no such event under zero-out,
+        nor one that has `idle`: these are given as Gaussians at what a drawn example moves.
         """
         dp_accounting = require("dp_accounting", *ACCOUNTING)
         step = dp_accounting.GaussianDpEvent(self.noise_multiplier)
         if self.sampling == "poisson" and self.sampling_rate < 1:
-            step = dp_accounting.PoissonSampledDpEvent(self.sampling_rate, step)
             if self.idle > 0:
-                chances = [1 - self.sampling_rate, self.sampling_rate]
                 mixture = dp_accounting.dp_event.MixtureOfGaussiansDpEvent
+                chances = [1 - self.sampling_rate, self.sampling_rate]
                 step = mixture(self.noise_multiplier, [self.idle, 1.0], chances)
+            else:
+                step = dp_accounting.PoissonSampledDpEvent(self.sampling_rate, step)
         elif self.sampling == "uniform" and self.batch_size < self.dataset_size and self.idle == 0:
             step = dp_accounting.SampledWithoutReplacementDpEvent(self.dataset_size, self.batch_size, step)
         return dp_accounting.SelfComposedDpEvent(step, self.steps)
 
 
 _NUMBERS = {"str": str, "int": int, "float": float}
+# The type of each field of a release but `against`, by name.
 _KINDS: dict[str, type] = {f.name: _NUMBERS[str(f.type)] for f in fields(Release) if str(f.type) in _NUMBERS}
 
 
@@ -234,14 +260,19 @@ def _check(name: str, value: object, holds: bool, rule: str) -> None:
 
 def _check_against(against: Any) -> None:
     """Refuse what JSON has for `against` if it is not a list of pairs [q, noise multiplier]."""
-    pairs: list[Any] = list(against) if isinstance(against, list | tuple) else [None]
-    for pair in pairs:
-        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
-        if not is_pair or type(pair[0]) is not int or type(pair[1]) not in (int, float):
-            raise ScenarioError(
-                f"against={against!r} of a release must be a list of pairs [colluders, noise multiplier]",
-                code="release.kind",
-            )
+    is_list = isinstance(against, list | tuple)
+    if not is_list or not all(_is_pair(item) for item in against):
+        raise ScenarioError(
+            f"against={against!r} of a release must be a list of pairs [colluders, noise multiplier]",
+            code="release.kind",
+        )
+
+
+def _is_pair(item: Any) -> bool:
+    if not isinstance(item, list | tuple) or len(item) != 2:
+        return False
+    colluders, noise = item
+    return type(colluders) is int and type(noise) in (int, float)  # and not bool
 
 
 def towards(releases: Iterable[Release], adversary: Adversary) -> tuple[Release, ...]:
@@ -259,21 +290,26 @@ def canonical(releases: Iterable[Release]) -> tuple[Release, ...]:
 
     What a composition costs depends on nothing else.
     """
-    totals: dict[Mechanism, int] = {}
-    one: dict[Mechanism, Release] = {}
-    for r in releases:
-        key = r.mechanism
-        totals[key] = totals.get(key, 0) + r.steps
-        one[key] = r
-    return tuple(one[key].times(steps) for key, steps in sorted(totals.items()) if steps)
+    steps_of: dict[Mechanism, int] = {}
+    one_of: dict[Mechanism, Release] = {}
+    for release in releases:
+        mechanism = release.mechanism
+        steps_of[mechanism] = steps_of.get(mechanism, 0) + release.steps
+        one_of[mechanism] = release
+
+    together = []
+    for mechanism, steps in sorted(steps_of.items()):
+        if steps:
+            together.append(one_of[mechanism].times(steps))
+    return tuple(together)
 
 
 @dataclass(frozen=True)
 class Spend:
     """Steps of a run that one peer pays for with one release.
 
-    Either one after the other (`release.steps == to_step - from_step`; a ledger may pay any part of them), or an
-    epoch of `shuffle` (`release.steps == 1`), paid whole before its first step.
+    The steps are either paid one after the other (`release.steps == to_step - from_step`; a ledger may pay any part of
+    them), or they are an epoch of `shuffle` (`release.steps == 1`), which is paid whole before its first step.
 
     Attributes:
         from_step, to_step: the steps [from_step, to_step).
@@ -285,7 +321,8 @@ class Spend:
 
     def __post_init__(self) -> None:
         count = self.to_step - self.from_step
-        if self.from_step < 0 or count < 1 or (self.release.steps != count and not self.whole):
+        is_paid = self.whole or self.release.steps == count
+        if self.from_step < 0 or count < 1 or not is_paid:
             raise ScenarioError(
                 f"steps {self.from_step} to {self.to_step} cannot be paid by a release of {self.release.steps}; "
                 "give it as many, or one epoch of shuffle",
@@ -298,7 +335,10 @@ class Spend:
         return self.release.sampling == "shuffle" and self.release.steps == 1
 
     def between(self, start: int, stop: int) -> Spend | None:
-        """Return the part of this spend that the steps [start, stop) need, or None."""
+        """Return the part of this spend that must be paid for the steps [start, stop); None if nothing.
+
+        Of an epoch that is all of it, in its own steps.
+        """
         start = max(start, self.from_step)
         stop = min(stop, self.to_step)
         if start >= stop:
@@ -313,7 +353,9 @@ class Spend:
         A run that is given more rounds within an epoch goes on in an order of its own, so both parts are paid for.
         """
         part = self.between(start, stop)
-        return part and replace(part, from_step=max(start, part.from_step), to_step=min(stop, part.to_step))
+        if part is None:
+            return None
+        return replace(part, from_step=max(start, part.from_step), to_step=min(stop, part.to_step))
 
 
 def epoch_steps(dataset_size: int, batch_size: int) -> int:
@@ -343,26 +385,34 @@ def plan_spends(
     active = np.asarray(active, dtype=bool)
     if noise_multipliers is None:
         noise_multipliers = np.full(len(active), release.noise_multiplier)
-    colluders = sorted(against or {})
-    # One row for each adversary: all other peers first, then so many colluders.
-    noises = np.stack([np.asarray(noise_multipliers, dtype=np.float64), *((against or {})[q] for q in colluders)])
+    against = against or {}
+    colluders = sorted(against)
+
+    # One row for each adversary, all other peers first: [1 + colluders, steps].
+    noises = np.stack([np.asarray(noise_multipliers, dtype=np.float64), *(against[q] for q in colluders)])
 
     def spend(start: int, stop: int, noise: np.ndarray, steps: int) -> Spend:
+        """Return the spend of [start, stop) at the noise against each adversary, [1 + colluders]."""
         least = float(noise[0])
         # Rounding must not leave less noise against some than against all.
         pairs = tuple((q, max(least, float(larger))) for q, larger in zip(colluders, noise[1:], strict=True))
         return Spend(start, stop, replace(release, noise_multiplier=least, against=pairs, steps=steps))
 
+    spends = []
     if release.sampling == "shuffle":
         length = epoch_steps(release.dataset_size, release.batch_size)
-        spends = []
         for start in range(0, len(active), length):
             stop = min(start + length, len(active))
-            if active[start:stop].any():
-                least = noises[:, start:stop][:, active[start:stop]].min(axis=1)
+            is_active = active[start:stop]
+            if is_active.any():
+                least = noises[:, start:stop][:, is_active].min(axis=1)
                 spends.append(spend(start, stop, least, 1))
         return tuple(spends)
 
+    # A new spend begins wherever the activity or a noise changes.
     changed = (active[1:] != active[:-1]) | (noises[:, 1:] != noises[:, :-1]).any(axis=0)
     edges = [0, *(np.flatnonzero(changed) + 1).tolist(), len(active)]
-    return tuple(spend(a, b, noises[:, a], b - a) for a, b in pairwise(edges) if b > a and active[a])
+    for start, stop in pairwise(edges):
+        if stop > start and active[start]:
+            spends.append(spend(start, stop, noises[:, start], stop - start))
+    return tuple(spends)

@@ -65,7 +65,8 @@ def _crossing(rising: Callable[[float], float]) -> float:
     low = -1.0
     high = 1.0
     while rising(low) > 0:
-        low, high = 2 * low, low
+        high = low
+        low = 2 * low
     while rising(high) < 0:
         low = high
         high = 2 * high
@@ -98,7 +99,7 @@ def proposition_4(mu_total: float, rate: float, noise_shape: np.ndarray) -> floa
         noise_shape: σ̃_k / C_k, [rounds].
 
     Raises:
-        ScenarioError: where some μ_k = C_k / (σ̃ σ̃_k) > 1, for which its proof (e^x - 1 <= 2 x) does not hold.
+        ScenarioError: some μ_k = C_k / (σ̃ σ̃_k) > 1, for which its proof (e^x - 1 <= 2 x) does not hold.
 
     Source: Dyn-D2P (Zhu et al.), Proposition 4, eq. 10.
     """
@@ -123,7 +124,7 @@ def subsampled_sigma(
 
     Args:
         delta: δ0. What the theorem promises at is another δ, see `docs/epsilon.md`.
-        rounds: T, those too in which the peer is not active.
+        rounds: T, including those in which the peer is not active.
         dataset_size: q.
         share: ι.
         clip_norm: L.
@@ -138,10 +139,10 @@ class Breach:
     """A condition of a formula that does not hold.
 
     Attributes:
-        condition: which.
-        given: what there is in place of it.
-        least: what it comes to, where that follows from how many examples a peer has; else empty. A plan shows it to
-            those who have the data, and nothing that leaves a peer does.
+        condition: the condition.
+        given: what there is instead.
+        least: what the condition comes to, if that follows from how many examples a peer has; else empty. A plan shows
+            it to those who have the data, and nothing that leaves a peer does.
     """
 
     condition: str
@@ -155,7 +156,7 @@ class Breach:
 
 
 def subsampling_breach(epsilon: float, *, rounds: int, dataset_size: int, batch: float, share: float) -> Breach | None:
-    """Say which condition of the theorem does not hold: ε <= 1, and T >= 5 q² ε² / (4 ι²); None where both do.
+    """Say which condition of the theorem does not hold: ε <= 1, and T >= 5 q² ε² / (4 ι²); None if both do.
 
     By the second a step's own ε² is at most 0.2. With b examples a step it is that of q / b.
 

@@ -1,0 +1,126 @@
+"""What the steps of one peer cost, with the scale of its noise left open.
+
+An algorithm declares the sums of each of its steps (`declared`). Here the steps of a run are grouped by what they
+declare, and each group is turned into releases for any scale of the noise: the one free number of a peer's plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.privacy.mechanism.clip_schedule import Schedule
+from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing, joint_release
+from flower_privdec.privacy.mechanism.events import Release, Spend, plan_spends
+
+
+@dataclass(frozen=True, eq=False)
+class Mechanism:
+    """The steps of one peer: each publishes the sums of its kind, with noise of scale * shape[k] clip norms.
+
+    Attributes:
+        drawing: how the peer draws examples.
+        kinds: the different declarations of its steps.
+        kind_of: int64 [steps], which of them a step has.
+        shape: float64 [steps].
+    """
+
+    drawing: Drawing
+    kinds: tuple[Declaration, ...]
+    kind_of: np.ndarray
+    shape: np.ndarray
+
+    def receivers(self, name: str) -> np.ndarray:
+        """Return the number of neighbours that each get one sum of this name in each step, int64 [steps]."""
+        counts = [sum(part.receivers for part in kind or () if part.name == name) for kind in self.kinds]
+        of_kinds = np.array(counts, dtype=np.int64)
+        return np.asarray(of_kinds[self.kind_of])
+
+    def spends(
+        self,
+        active: np.ndarray,
+        scale: float,
+        own: np.ndarray | float = 1.0,
+        left: Mapping[int, np.ndarray] | None = None,
+    ) -> tuple[Spend, ...]:
+        """Return the cost to a peer that is active in some steps, bool [steps].
+
+        Args:
+            own: of noise that cancels between peers, what is left of it if all other peers collude, over the noise at
+                this scale, [steps].
+            left: the same if so many collude, by their number.
+        """
+        spends: list[Spend] = []
+        for kind, release in self._released:
+            in_steps = active & (self.kind_of == kind)
+            noise = scale * self.shape * release.noise_multiplier  # [steps]
+            against = {colluders: noise * share for colluders, share in (left or {}).items()}
+            spends += plan_spends(release, in_steps, noise * own, against)
+        return tuple(sorted(spends, key=lambda spend: spend.from_step))
+
+    def releases(self, active: np.ndarray, scale: float) -> list[Release]:
+        """Return the releases of `spends`, equal steps together; solving for the scale calls this many times."""
+        if self.drawing.sampling == "shuffle":
+            return [spend.release for spend in self.spends(active, scale)]
+
+        releases = []
+        for kind, release in self._released:
+            in_steps = active & (self.kind_of == kind)
+            noise = scale * self.shape[in_steps] * release.noise_multiplier
+            for level, count in zip(*np.unique(noise, return_counts=True), strict=True):
+                releases.append(replace(release, noise_multiplier=float(level), steps=int(count)))
+        return releases
+
+    @cached_property
+    def _released(self) -> tuple[tuple[int, Release], ...]:
+        """Each kind with a cost, and the release of one such step at noise multiplier 1."""
+        released = []
+        for kind, sums in enumerate(self.kinds):
+            release = joint_release(sums, self.drawing)
+            if release is not None:
+                released.append((kind, release))
+        return tuple(released)
+
+
+def build_mechanism(
+    algorithm: Declares,
+    drawing: Drawing,
+    schedule: Schedule,
+    noised: Callable[[Declaration], Declaration] = lambda sums: sums,
+) -> Mechanism:
+    """Return the mechanism of a peer, from its algorithm's declarations.
+
+    Args:
+        schedule: of steps.
+        noised: returns a step's cost under its noise; by default independent normals.
+
+    Raises:
+        ScenarioError: no bound is proved for the declared sums under this sampling or schedule.
+    """
+    clip_changes = np.ptp(schedule.clip_factor) > 0
+    if algorithm.remembers_clipped and clip_changes:
+        raise ScenarioError(
+            "privacy.schedule changes the clip norm, and the gradients a table keeps were clipped to that of earlier "
+            "steps; keep the clip norm constant (noise may change), or use algorithm.table=snapshot",
+            code="privacy.schedule",
+        )
+
+    # Number the declarations in the order in which they first occur.
+    n_steps = len(schedule.noise_shape)
+    numbers: dict[Declaration, int] = {}
+    kind_of = np.empty(n_steps, dtype=np.int64)
+    for step in range(n_steps):
+        declaration = noised(algorithm.released(step, drawing))
+        kind_of[step] = numbers.setdefault(declaration, len(numbers))
+
+    if drawing.sampling == "shuffle" and len(numbers) > 1:
+        raise ScenarioError(
+            f"data.batch.sampling='shuffle' has no proved privacy with {algorithm.name}, whose steps are not all "
+            "alike; use poisson (or uniform)",
+            code="privacy.sampling",
+        )
+    return Mechanism(drawing, tuple(numbers), kind_of, schedule.noise_shape)
