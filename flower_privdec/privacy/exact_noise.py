@@ -2,9 +2,13 @@
 
 A normal is Box-Muller's: sqrt(-2 ln U) times the cosine or sine of π V, with U in (0, 1) and V in (-1, 1) uniform
 numbers of infinitely many random bits. The first 63 bits of U and 64 of V are drawn, and nearly always they determine
-to which point of the grid the noised sum is rounded, whatever the remaining bits are. Where they do not (8 in a
-million), more bits are drawn, and the normal is computed in interval arithmetic until they do.
-`privacy.noise.deployed` has the reason to draw noise so.
+to which point of the grid the noised sum is rounded, whatever the remaining bits are. If they do not (8 in a million),
+more bits are drawn, and the normal is computed in interval arithmetic until they do.
+
+    add_exactly     draws normals in float64, rounds the noised sums, and finds those that are too near to a half
+    _decided        rounds these again, with as many more bits as it takes
+
+`privacy.noise.deployed` says why noise is drawn so.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from flower_privdec.common.errors import ArgumentError, ScenarioError
 PIECE = 2**15  # elements drawn at a time (a few hundred kB)
 GRID_BITS = 20  # the grid's step is 2^-20 to 2^-21 of the noise
 MARGIN = 2.0**-18  # of a step: no float64 error of a noised sum is larger (2^21 times 2^-40, and that of the addition)
-LEAST_U, MOST_U = 2**38, 2**63 - 2**42  # in units of 2^-63: beyond, sqrt(-2 ln U) has a larger error in float64
+LEAST_U = 2**38  # in units of 2^-63: below it, and above the next, sqrt(-2 ln U) has a larger error in float64
+MOST_U = 2**63 - 2**42
 LEAST_STD = 2.0**-900  # below, a grid would have no room in float64
 NOT_FINITE = "noise is added to a sum that is not finite: clip what is summed"
 
@@ -30,7 +35,7 @@ def key_stream(key: bytes | None = None) -> Any:
     """Return the key stream of AES-256 in counter mode, as an encryptor of zeros.
 
     Args:
-        key: 32 bytes, for one stream alone; drawn by the operating system when not given.
+        key: 32 bytes, for only one stream; drawn by the operating system if it is not given.
 
     Raises:
         ScenarioError: the package cryptography is not installed.
@@ -42,7 +47,9 @@ def key_stream(key: bytes | None = None) -> Any:
             "noise of the operating system needs cryptography, which is not installed: pip install cryptography",
             code="noise.cryptography",
         ) from error
-    return ciphers.Cipher(ciphers.algorithms.AES(key or os.urandom(32)), ciphers.modes.CTR(bytes(16))).encryptor()
+    cipher = ciphers.algorithms.AES(key or os.urandom(32))
+    counter = ciphers.modes.CTR(bytes(16))
+    return ciphers.Cipher(cipher, counter).encryptor()
 
 
 def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
@@ -58,6 +65,7 @@ def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
     check_std(np.array([std]))
     if not np.isfinite(values).all():
         raise ValueError(NOT_FINITE)
+
     normals = SystemNormals(key_stream(), values.size)
     out = np.empty(values.size)
     for start in range(0, values.size, PIECE):
@@ -68,7 +76,8 @@ def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
 
 def check_std(stds: np.ndarray) -> None:
     """Refuse standard deviations that are not 0, and too small for a grid or not finite; raises ValueError."""
-    wrong = stds[~((stds == 0) | ((stds >= LEAST_STD) & np.isfinite(stds)))]
+    in_range = (stds >= LEAST_STD) & np.isfinite(stds)
+    wrong = stds[~((stds == 0) | in_range)]
     if len(wrong):
         raise ArgumentError(f"std={wrong[0]:g} must be 0, or finite and at least {LEAST_STD:g}", code="noise.std")
 
@@ -89,9 +98,12 @@ class SystemNormals:
 
     def __init__(self, encryptor: Any, most: int) -> None:
         pairs = (min(PIECE, most) + 1) // 2
-        self._encryptor, self._zeros = encryptor, memoryview(bytes(16 * pairs))
+        self._encryptor = encryptor
+        self._zeros = memoryview(bytes(16 * pairs))
         self._stream = bytearray(16 * pairs + 15)  # the cipher needs a block more, less one byte
-        self._radius, self._angle, self._out = np.empty(pairs), np.empty(pairs), np.empty(2 * pairs)
+        self._radius = np.empty(pairs)
+        self._angle = np.empty(pairs)
+        self._out = np.empty(2 * pairs)
 
     def draw(self, count: int) -> np.ndarray:
         """Return the next normals, float64 [count], until the next call."""
@@ -101,10 +113,15 @@ class SystemNormals:
         radius = self._radius[:pairs]
         angle = self._angle[:pairs]
         out = self._out[: 2 * pairs]
+
+        # sqrt(-2 ln U), with U in the middle of the cell that its 63 bits leave. In place, as all that follows.
         np.add(words[:pairs] >> np.uint64(1), 0.5, out=radius, casting="unsafe")
         np.log(np.multiply(radius, 2.0**-63, out=radius), out=radius)
         np.sqrt(np.multiply(radius, -2.0, out=radius), out=radius)
-        cosines, sines = out[:pairs], out[pairs:]  # (1 - t²) / (1 + t²) and 2 t / (1 + t²) of t = tan(angle / 2)
+
+        # The cosine is (1 - t²) / (1 + t²) and the sine 2 t / (1 + t²), of t = tan(angle / 2).
+        cosines = out[:pairs]
+        sines = out[pairs:]
         tangents = np.tan(np.multiply(words[pairs:].view(np.int64), math.pi * 2.0**-64, out=angle), out=angle)
         squares = np.multiply(tangents, tangents, out=cosines)
         np.divide(radius, np.add(squares, 1.0, out=sines), out=radius)
@@ -136,6 +153,8 @@ def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> n
     """
     step = grid_steps(stds)
     noise_steps = stds / step  # the noise's standard deviation in steps
+
+    # How far each sum is off the grid, in steps.
     with np.errstate(over="ignore", invalid="ignore"):
         fractions = sums / step
         whole = np.trunc(fractions)
@@ -143,6 +162,8 @@ def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> n
         is_far = not math.isfinite(float(fractions.sum()))
     if is_far:
         fractions[~np.isfinite(fractions)] = 0.0  # a sum of infinitely many steps, which is on the grid
+
+    # Round its noised fraction; more bits decide where a half is too near.
     noised = normals.draw(sums.size).reshape(sums.shape)
     noised *= noise_steps
     noised += fractions
@@ -153,6 +174,8 @@ def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> n
         scales = np.broadcast_to(noise_steps, sums.shape).reshape(-1)[undecided].tolist()
         offsets = fractions.reshape(-1)[undecided].tolist()
         rounded.reshape(-1)[undecided] = _decided(undecided, offsets, scales, normals)
+
+    # Back to the units of the sum, whose whole steps were left out.
     with np.errstate(over="ignore"):
         if is_far:
             return np.asarray(sums - fractions * step + rounded * step)
@@ -170,6 +193,8 @@ def _undecided(remainders: np.ndarray, words: np.ndarray) -> np.ndarray:
     """
     pairs = len(words) // 2
     unsure = np.abs(remainders) > 0.5 - MARGIN
+
+    # Both normals of a pair whose radius is not exact enough. There is hardly ever one: look only if there is.
     doubled = words[:pairs]  # 2 U, and the bit that is not used
     if doubled.min() < 2 * LEAST_U or doubled.max() > 2 * MOST_U + 1:
         for pair in np.flatnonzero((doubled < 2 * LEAST_U) | (doubled > 2 * MOST_U + 1)):
@@ -180,15 +205,18 @@ def _undecided(remainders: np.ndarray, words: np.ndarray) -> np.ndarray:
 def _decided(undecided: np.ndarray, offsets: list[float], scales: list[float], normals: SystemNormals) -> list[float]:
     """Return the rounded values of some numbers, offset + scale Z; two normals of one pair share their bits."""
     words = normals.words
-    drawn_pairs = dict[int, _NormalPair]()
-    values = []
     pairs = len(words) // 2
+    drawn_pairs: dict[int, _NormalPair] = {}
+    values = []
     for number, offset, scale in zip(undecided.tolist(), offsets, scales, strict=True):
         is_sine, pair = divmod(number, pairs)
         if pair not in drawn_pairs:
+            u = int(words[pair]) >> 1
             v = int(words[pairs + pair])
-            drawn_pairs[pair] = _NormalPair(int(words[pair]) >> 1, v - (v >> 63 << 64), normals)
-        values.append(float(drawn_pairs[pair].rounded(bool(is_sine), offset, scale)))
+            signed_v = v - (v >> 63 << 64)
+            drawn_pairs[pair] = _NormalPair(u, signed_v, normals)
+        rounded = drawn_pairs[pair].rounded(bool(is_sine), offset, scale)
+        values.append(float(rounded))
     return values
 
 
@@ -218,11 +246,13 @@ class _NormalPair:
         from mpmath.libmp import round_floor, to_int
 
         while True:
-            if self._u > 0:  # else U may be 0, so far, and Z infinite
+            # As long as U may be 0, Z may be infinite.
+            if self._u > 0:
                 ends = (self._normal(is_sine) * scale + offset + 0.5)._mpi_
                 low, high = (int(to_int(end, round_floor)) for end in ends)
                 if low == high:
                     return low
+
             self._u = self._u << 64 | self._normals.next_word()
             self._v = self._v << 64 | self._normals.next_word()
             self._bits += 64

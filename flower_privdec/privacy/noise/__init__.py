@@ -35,7 +35,7 @@ def build_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -
     Args:
         keys: a secret key of 16 bytes or more for each peer hosted here, by global id. A run's keys should follow
             from all that decides its numbers, so that no other run shares a draw with it.
-        device: where the rows live. A GPU draws where Triton can compile for it; else the CPU draws for it.
+        device: where the rows live. A GPU draws its own noise if Triton can compile for it; else the CPU draws for it.
 
     Raises:
         ValueError: a key is too short.
@@ -44,6 +44,7 @@ def build_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -
         from flower_privdec.privacy.noise.gpu_philox import GPUNoise
 
         return GPUNoise(keys, device)
+
     from flower_privdec.privacy.noise.philox import PhiloxNoise
 
     return PhiloxNoise(keys)
@@ -66,13 +67,14 @@ def noise_mechanism(section: OwnSection | CancellingSection | None, pairs: PairP
 
     Args:
         section: of the scenario.
-        pairs: the plan of noise that cancels, where it is that.
+        pairs: the plan of noise that cancels, if it does.
 
     Raises:
         ScenarioError: the class cannot be imported, is no `NoiseMechanism`, or could not be built.
     """
     if not isinstance(section, OwnSection):
         return INDEPENDENT if pairs is None else CancellingNoise(pairs)
+
     own = load_own(
         section.module,
         "privacy.noise.module",
@@ -86,7 +88,10 @@ def noise_mechanism(section: OwnSection | CancellingSection | None, pairs: PairP
 
 def has_triton() -> bool:
     """Return whether Triton is installed, and the C compiler that it needs."""
-    return find_spec("triton") is not None and bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang"))))
+    if find_spec("triton") is None:
+        return False
+    compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
+    return any(compilers)
 
 
 __all__ = [

@@ -1,4 +1,8 @@
-"""Secrets of pairs of peers in different processes, by X25519; none outlives the process, or session, of either."""
+"""Secrets of pairs of peers in different processes, by X25519; none outlives the process, or session, of either.
+
+Each process draws a private key, sends its public key to the others (`public`), and learns theirs (`learn`). From then
+on both ends of a pair compute the same secret (`of`), and nobody else can.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,21 @@ KEY = 32  # bytes of a public key, and of a secret
 
 
 class AgreedSecrets(PairSecrets):
-    """The secrets of the peers of one process and others, each known to the processes of the two alone.
+    """The secrets of the peers of one process and others, each known only to the processes of the two.
 
         secret = HKDF(X25519(own key, the other's public key), run, both peers, identities and public keys)
 
     The key is drawn when the process begins, stays in its memory, and ends with it. So what two processes draw from
-    their secret for a step, no other process of either peer draws again, whatever was restored, copied or begun again.
+    their secret for a step, no other process of either peer draws again, whatever was restored, copied or restarted.
 
-    Who calls `learn` knows whose a public key is, so that no third party can put one in between: the transport has
-    verified a neighbour's certificate, or identities vouch for the key.
+    The caller of `learn` must know whose a public key is, so that no third party can put one in between: the transport
+    has verified a neighbour's certificate, or identities vouch for the key.
 
     Args:
         peers: those of this process; what two of them share follows from its private key alone.
         run: what all peers of the run agree on.
         identities: of all peers.
-        private: the private key, 32 bytes, of a session that takes several processes; by default a new one.
+        private: the private key, 32 bytes, of a session that goes on in several processes; by default a new one.
 
     Attributes:
         public: the public key, 32 bytes.
@@ -48,9 +52,13 @@ class AgreedSecrets(PairSecrets):
         self._peers = frozenset(peers)
         self._run = run
         self._identities = identities
-        self._key = X25519PrivateKey.generate() if private is None else X25519PrivateKey.from_private_bytes(private)
+        if private is None:
+            self._key = X25519PrivateKey.generate()
+        else:
+            self._key = X25519PrivateKey.from_private_bytes(private)
         self.public: bytes = self._key.public_key().public_bytes_raw()
-        self._theirs: dict[int, tuple[bytes, bytes]] = {}  # of each peer elsewhere: public key, what only both know
+        self._public_of: dict[int, bytes] = {}  # the public key of each peer elsewhere
+        self._common_with: dict[int, bytes] = {}  # what only it and this process know
 
     def learn(self, other: int, public: bytes, vouched: bytes = b"") -> None:
         """Take the public key of another peer's process, in place of that of the one before.
@@ -58,23 +66,28 @@ class AgreedSecrets(PairSecrets):
         Args:
             other: the peer.
             public: the key.
-            vouched: what the identities of the two processes alone know; without it a secret is not theirs.
+            vouched: what only the identities of the two processes know, so that a secret is theirs.
 
         Raises:
             ValueError: no secret can be made of it, or it is this process's own.
         """
-        if self._theirs.get(other, (b"",))[0] == public:
+        if self._public_of.get(other) == public:
             return
+
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
         if public == self.public:
             raise ArgumentError("it is the key of this process", code="noise.own-key")
-        self._theirs[other] = public, self._key.exchange(X25519PublicKey.from_public_bytes(public)) + vouched
+        common = self._key.exchange(X25519PublicKey.from_public_bytes(public))
+        self._public_of[other] = public
+        self._common_with[other] = common + vouched
 
     def knows(self, peer: int, other: int) -> bool:
         """See PairSecrets."""
         pair = {peer, other}
-        return len(pair) == 2 and bool(pair & self._peers) and pair - self._peers <= self._theirs.keys()
+        here = pair & self._peers
+        elsewhere = pair - self._peers
+        return len(pair) == 2 and bool(here) and elsewhere <= self._public_of.keys()
 
     def of(self, peer: int, other: int) -> bytes:
         """See PairSecrets.
@@ -91,9 +104,17 @@ class AgreedSecrets(PairSecrets):
                 "with each peer that it has heard",
                 code="noise.pair-secret",
             )
+
         elsewhere = {peer, other} - self._peers
-        own = self._key.public_key()
-        common = self._theirs[min(elsewhere)][1] if elsewhere else self._key.exchange(own)
-        publics = {one: self._theirs[one][0] if one in elsewhere else self.public for one in sorted((peer, other))}
-        names = repr([(one, self._identities[one], public) for one, public in publics.items()]).encode()
+        if elsewhere:
+            common = self._common_with[min(elsewhere)]
+        else:
+            # Two peers of this process: a secret that follows from its private key.
+            common = self._key.exchange(self._key.public_key())
+
+        named = []
+        for one in sorted((peer, other)):
+            public = self._public_of[one] if one in elsewhere else self.public
+            named.append((one, self._identities[one], public))
+        names = repr(named).encode()
         return HKDF(SHA256(), KEY, salt=self._run, info=b"flower_privdec pair noise" + names).derive(common)

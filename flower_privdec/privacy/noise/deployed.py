@@ -26,7 +26,7 @@ from flower_privdec.rows.tensors import all_finite
 
 
 class SystemNoise:
-    """AES-256 in counter mode under a new key from the operating system for every call, then Box-Muller.
+    """Normals by AES-256 in counter mode, under a new key from the operating system for every call, and Box-Muller.
 
     A pair of normals takes its radius from 63 bits and its angle from 64, in float64, so that they end at 9.4
     standard deviations. They are added in float64, and the sum is rounded once to the rows' type: normals that were
@@ -40,7 +40,7 @@ class SystemNoise:
         """Check that the cipher is installed.
 
         Args:
-            key: 32 bytes in place of fresh entropy, for one call alone.
+            key: 32 bytes in place of fresh entropy, for only one call.
 
         Raises:
             ScenarioError: the package cryptography is not installed.
@@ -64,8 +64,10 @@ class SystemNoise:
                 self._add_(out, std)
 
     def _add_(self, out: Tensor, std: Tensor) -> None:
-        stds = std.to(out.device, torch.float64)[:, None]
+        stds = std.to(out.device, torch.float64)[:, None]  # [m, 1]
         normals = SystemNormals(key_stream(self._key), out.numel())
+
+        # In pieces, so that the normals of a large model need not all be in memory at once.
         for rows, columns in pieces(out.shape[0], out.shape[1], PIECE):
             part = out[rows, columns]
             drawn = torch.from_numpy(normals.draw(part.numel())).to(out.device).view_as(part)
@@ -73,9 +75,9 @@ class SystemNoise:
 
 
 class SharedNoise(SystemNoise):
-    """SystemNoise under a key that two peers share: both draw the same normals, but for their libraries' rounding.
+    """SystemNoise under a key that two peers share: both draw the same normals, up to their libraries' rounding.
 
-    Privacy: a key is for one call alone; two calls under one key add the same normals.
+    Privacy: a key is for only one call; two calls under one key add the same normals.
 
     Args:
         key: 32 bytes.
@@ -88,11 +90,11 @@ class SharedNoise(SystemNoise):
 class ExactNoise(SystemNoise):
     """Real normals of the operating system's entropy, added and rounded to a grid exactly.
 
-    `add_` raises ValueError also where a sum or its noise is not a finite number, or the noise is too small for a grid.
+    `add_` also raises ValueError if a sum or its noise is not a finite number, or if the noise is too small for a grid.
 
-    Privacy: exact for the sum as it was computed, whose own rounding `noise_inflation` pays for, as long
-    as this machine's log, sqrt and tan in float64 are right to 2^-45, where its libraries document 2^-50. How
-    long a draw takes, and what is left of it in memory, is not protected.
+    Privacy: exact for the sum as it was computed, whose own rounding `noise_inflation` pays for, as long as this
+    machine's log, sqrt and tan in float64 are right to 2^-45 (its libraries document 2^-50). How long a draw takes, and
+    what is left of it in memory, is not protected.
     """
 
     def _add_(self, out: Tensor, std: Tensor) -> None:
@@ -101,15 +103,19 @@ class ExactNoise(SystemNoise):
         noised = stds > 0
         if not bool(noised.any()):
             return
-        if not bool(noised.all()):  # rows with a standard deviation of 0 stay as they are
-            rows = out[noised.to(out.device)]
+        if not bool(noised.all()):
+            # Rows with a standard deviation of 0 stay as they are: not even rounded to a grid.
+            chosen = noised.to(out.device)
+            rows = out[chosen]
             self._add_(rows, stds[noised])
-            out[noised.to(out.device)] = rows
+            out[chosen] = rows
             return
+
         if not all_finite(out):
             raise ArgumentError(NOT_FINITE, code="noise.not-finite")
         normals = SystemNormals(key_stream(), out.numel())
-        for some_rows, columns in pieces(out.shape[0], out.shape[1], PIECE):
-            part = out[some_rows, columns]
-            exact = add_exactly(part.detach().double().cpu().numpy(), stds[some_rows, None].numpy(), normals)
+        for rows_of_piece, columns in pieces(out.shape[0], out.shape[1], PIECE):
+            part = out[rows_of_piece, columns]
+            sums = part.detach().double().cpu().numpy()
+            exact = add_exactly(sums, stds[rows_of_piece, None].numpy(), normals)
             part.copy_(torch.from_numpy(exact))

@@ -1,7 +1,8 @@
 """The noise of a simulation on a GPU: the numbers of `philox`, compiled by Triton, added to all rows in one launch.
 
-Import this module only where there is a GPU: it needs Triton. Words, layout and polynomials are those of `philox`,
-so that a GPU draws what a CPU draws, but for roundings (some 1e-7 of a float32 normal, 1e-14 of a float64 one).
+Import this module only if there is a GPU: it needs Triton. Words, layout and polynomials are those of `philox`, so that
+a GPU draws what a CPU draws, up to roundings (some 1e-7 of a float32 normal, 1e-14 of a float64 one). A GPU is asked
+first whether it does (`GPUNoise._try`), for a compiler may round in other ways than expected.
 
 Source: as `philox`.
 """
@@ -45,7 +46,7 @@ _TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 class GPUNoise(PhiloxNoise):
-    """The numbers of PhiloxNoise on a GPU, but for roundings: all rows in one launch, and nothing read back.
+    """The numbers of PhiloxNoise on a GPU, up to roundings: all rows in one launch, and nothing read back.
 
     Keys and receivers stay on the device, so that a step like the one before copies nothing to it.
     """
@@ -71,7 +72,7 @@ class GPUNoise(PhiloxNoise):
         return rows
 
     def _words(self, purpose: str, peers: np.ndarray, receivers: np.ndarray | None) -> tuple[Tensor, Tensor]:
-        """Return the rows' keys and receivers, int64 [m] each, from the device where they are there."""
+        """Return the rows' keys and receivers, int64 [m] each, which stay on the device for the next steps."""
         key = (purpose, peers.tobytes(), b"" if receivers is None else receivers.tobytes())
         if key not in self._device_keys:
             words = np.stack(super()._words(purpose, peers, receivers)).view(np.int64)
@@ -93,12 +94,14 @@ class GPUNoise(PhiloxNoise):
     ) -> None:
         """Add what each pair draws to the rows of its two ends; see PhiloxNoise.add_shared_."""
         size = max(1, _AT_ONCE // max(1, out.shape[1]))
-        for some in (slice(start, start + size) for start in range(0, len(pairs), size)):
+        for start in range(0, len(pairs), size):
+            some = slice(start, start + size)
             drawn = torch.zeros(len(pairs[some]), out.shape[1], dtype=out.dtype, device=out.device)
             self.add_(drawn, drawn.new_ones(len(drawn)), step, pairs[some], purpose)
+
             for end in (0, 1):
                 rows = ends[some, end]
-                hosted = ends[some, end] >= 0
+                hosted = rows >= 0
                 factors = torch.from_numpy(scales[some, end][hosted]).to(out)
                 parts = drawn[torch.from_numpy(hosted).to(out.device)] * factors[:, None]
                 out.index_add_(0, torch.from_numpy(rows[hosted]).to(out.device), parts)
@@ -107,6 +110,7 @@ class GPUNoise(PhiloxNoise):
         rows = torch.zeros(1, max(_EXPECTED) + 1, dtype=dtype, device=self._device)
         keys, receivers = torch.tensor([[_EXPECTED_KEY], [NO_RECEIVER]], device=self._device).unbind(0)
         self._draw_(rows, rows.new_ones(1), keys, receivers, _EXPECTED_STEP)
+
         drawn = rows.cpu().double().numpy()[0, list(_EXPECTED)]
         expected = np.array(list(_EXPECTED.values()))
         if not (np.abs(drawn - expected) <= _TOLERANCES[dtype]).all():

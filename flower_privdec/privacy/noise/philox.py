@@ -1,14 +1,19 @@
 """The noise of a simulation: counter-based normal numbers, Philox4x32-7 and Box-Muller, compiled by numba.
 
-Import this module only where noise is drawn: numba takes long to import. A row is cut into tiles of
-4 * LANES elements; element 4*LANES*j + LANES*w + t is made from word w of the Philox block with counter
-(LANES*j + t, step, receiver, 0) under the row's key, so a value depends on nothing but these and its column. Both
-precisions draw the same uniforms. Seven rounds are the fewest that pass BigCrush (section 4.3 of the source);
-ten, the usual margin on top, take a sixth longer.
+Import this module only where noise is drawn: numba takes long to import.
 
-A radius has 32 bits, which would end the normals at 6.8. Words below REFINED, one in 2**16, get 64 bits more from
-the block with counter (LANES*j + t, step, receiver, 1): they end at 11.6, and no cell of the 32-bit grid that is left
-holds more than 2**-16 of the tail beyond it.
+A row is cut into tiles of 4 * LANES elements; element 4*LANES*j + LANES*w + t is made from word w of the Philox block
+with counter (LANES*j + t, step, receiver, 0) under the row's key, so a value depends on nothing but these and its
+column. Both precisions draw the same uniforms. Seven rounds are the fewest that pass BigCrush (section 4.3 of the
+source); ten, the usual margin on top, take a sixth longer.
+
+A radius has 32 bits, which would end the normals at 6.8. Words below REFINED, one in 2**16, get 64 bits more from the
+block with counter (LANES*j + t, step, receiver, 1): they end at 11.6, and no cell of the 32-bit grid that is left holds
+more than 2**-16 of the tail beyond it.
+
+From the inside out: `philox` encrypts a counter, `normals32` and `normals64` make two normals of two words,
+`_fill_tile` fills a tile, `_add_tiles` adds tiles to rows, and `PhiloxNoise` shares the tiles out to threads.
+`gpu_philox` draws the same numbers on a GPU.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -33,11 +38,13 @@ from flower_privdec.privacy.noise.source import NO_RECEIVER, check_call
 from flower_privdec.rows.keys import checked_key, digest
 from flower_privdec.rows.tensors import compiled, inlined
 
-LANES = 32
+LANES = 32  # elements that are computed side by side
 ROUNDS = 7
 TILE = 4 * LANES
 BLOCK = 8  # tiles of a row that stay in the cache while all pairs are added to them
 REFINED = np.uint32(2**16)
+
+# The constants of Philox4x32: its multipliers, and by how much a key grows in each round.
 _M0 = np.uint64(0xD2511F53)
 _M1 = np.uint64(0xCD9E8D57)
 _W0 = np.uint64(0x9E3779B9)
@@ -75,6 +82,7 @@ def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 @_inline
 def normals32(x, y):  # type: ignore[no-untyped-def]
     """Two float32 normals of two words: radius sqrt(-2 ln((x + 1/2) / 2^32)), quadrant and angle from y."""
+    # ln by a polynomial of the mantissa, which is brought to [sqrt(1/2), sqrt(2)) first.
     bits = _f4(_f4(x) + _f4(0.5)).view(_i4)
     exponent = (bits - _i4(0x3F3504F3)) >> _i4(23)
     m = _i4(bits - (exponent << _i4(23))).view(_f4) - _f4(1)
@@ -84,14 +92,20 @@ def normals32(x, y):  # type: ignore[no-untyped-def]
     p = (p * m + _f4(0.3333418562664761)) * m + _f4(-0.499999879644504)
     p = p * m + _f4(0.9999999741895687)
     log = p * m + _f4(_i4(exponent - _i4(32))) * _f4(0.6931471805599453)
+
+    # The second bit of y is the sign.
     sign = _u4(_u4(y) << _u4(1)) & _u4(0x80000000)
     radius = _u4(_f4(math.sqrt(_f4(-2) * log)).view(_u4) ^ sign).view(_f4)
+
+    # Sine and cosine of an angle in [-π/4, π/4), by polynomials; its 30 bits are the last ones of y.
     t = _f4(_i4(_u4(y) << _u4(2))) * _f4(2.0**-31)
     z = t * t
     s = (_f4(-3.5954507782564404e-05) * z + _f4(0.0024900071270947304)) * z + _f4(-0.08074543483021228)
     s = t * (s * z + _f4(0.7853981609834044))
     c = (_f4(-0.0003188805083843841) * z + _f4(0.015849915256886133)) * z + _f4(-0.30842425356194936)
     c = c * z + _f4(0.9999999724233212)
+
+    # The first bit of y says which normal gets the sine.
     swap = (_u4(y) & _u4(0x80000000)) != _u4(0)
     return radius * (s if swap else c), radius * (c if swap else s)
 
@@ -111,6 +125,7 @@ def refined(x, x1, x2):  # type: ignore[no-untyped-def]
 @_inline
 def polar64(v, y):  # type: ignore[no-untyped-def]
     """Two normals of radius sqrt(-2 ln(v / 2^32)), to about 1e-15: ln by the atanh series, the rest by Taylor."""
+    # As in `normals32`, but for the series.
     bits = _f8(v).view(_i8)
     exponent = (bits - _i8(0x3FE6A09E667F3BCD)) >> _i8(52)
     m = _i8(bits - (exponent << _i8(52))).view(_f8) - 1.0
@@ -120,8 +135,10 @@ def polar64(v, y):  # type: ignore[no-untyped-def]
     for k in (19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0):
         p = p * w + 1.0 / k
     log = 2.0 * q * p + _f8(exponent - _i8(32)) * 0.6931471805599453
+
     radius = math.sqrt(-2.0 * log)
     radius = -radius if (_u4(y) & _u4(0x40000000)) != _u4(0) else radius
+
     t = _f8(_i4(_u4(y) << _u4(2))) * (2.0**-31 * 0.7853981633974483)
     z = t * t
     s = 1.0
@@ -130,6 +147,7 @@ def polar64(v, y):  # type: ignore[no-untyped-def]
         s = 1.0 - s * z / (k * (k + 1.0))
         c = 1.0 - c * z / (k * (k - 1.0))
     s = s * t
+
     swap = (_u4(y) & _u4(0x80000000)) != _u4(0)
     return radius * (s if swap else c), radius * (c if swap else s)
 
@@ -176,8 +194,9 @@ def _add_tiles(normals, out, shape, std, keys, receivers, step, start, stop):  #
     out is flat, shape = (columns, elements from row to row); std, keys and receivers have a number for each row.
     """
     d, stride = shape
-    tiles = (d + TILE - 1) // TILE
+    tiles = (d + TILE - 1) // TILE  # of a row
     tile = np.empty(TILE, out.dtype)
+
     for i in range(start // tiles, (stop + tiles - 1) // tiles):
         scale = std[i]
         receiver = receivers[i]
@@ -185,6 +204,8 @@ def _add_tiles(normals, out, shape, std, keys, receivers, step, start, stop):  #
         k1 = keys[i] >> _32
         if scale == 0:
             continue
+
+        # The tiles of row i that are among start..stop.
         for j in range(max(0, start - i * tiles), min(tiles, stop - i * tiles)):
             if _fill_tile(normals, tile, _u8(j * LANES), step, receiver, k0, k1) < REFINED:
                 _refine_tile(tile, _u8(j * LANES), step, receiver, k0, k1)
@@ -216,6 +237,8 @@ def _add_shared_tiles(normals, out, shape, ends, scales, keys, step, start, stop
     d, stride = shape
     tile = np.empty(TILE, out.dtype)
     receiver = _u8(NO_RECEIVER)
+
+    # Block by block, so that the rows' parts stay in the cache while every pair adds to them.
     for block in range(start, stop, BLOCK):
         for e in range(len(keys)):
             k0 = keys[e] & _LOW
@@ -252,7 +275,7 @@ _SHARED: dict[torch.dtype, Any] = {torch.float32: add_shared32, torch.float64: a
 class PhiloxNoise:
     """Simulated Gaussian noise: Philox4x32-7 keyed by 64 bits of (peer's key, purpose), for rows on any device.
 
-    The counter is (block, step, receiver, 0). A value depends on its key and its column alone, not on the cohort, a
+    The counter is (block, step, receiver, 0). A value depends only on its key, counter and column, not on the cohort, a
     slice of it or the number of threads (torch.get_num_threads()). float64 rows get the numbers of float32 rows,
     computed more precisely. Rows on another device are copied to the CPU and back.
     """
@@ -303,7 +326,7 @@ class PhiloxNoise:
 
         Args:
             out: rows [m, d], float32 or float64.
-            ends: the rows of both ends, int64 [P, 2]; below 0 where an end is not hosted here.
+            ends: the rows of both ends, int64 [P, 2]; below 0 if an end is not hosted here.
             scales: what each end multiplies the normals by, float64 [P, 2].
             step, purpose: see NoiseSource.add_.
             pairs: numbers of the pairs, whose keys these normals have, int64 [P].
@@ -318,7 +341,7 @@ class PhiloxNoise:
 
     @contextmanager
     def _reachable(self, out: Tensor) -> Iterator[Tensor]:
-        """Give rows where the noise is computed, with adjacent columns, and copy them back."""
+        """Give rows on the device that computes the noise, with adjacent columns, and copy them back."""
         rows = self._on_device(out.detach())
         if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
             rows = rows.contiguous()
@@ -327,19 +350,24 @@ class PhiloxNoise:
             out.detach().copy_(rows)
 
     def _on_device(self, rows: Tensor) -> Tensor:
-        """Return rows where the noise is computed."""
+        """Return rows on the device that computes the noise."""
         return rows.cpu()
 
     def _words(self, purpose: str, peers: np.ndarray, receivers: np.ndarray | None) -> tuple[Any, Any]:
         """Return the words of rows' keys and receivers, uint64 [m] each; raise ValueError for a peer without a key."""
         slots = self._peers.searchsorted(peers)
-        held = self._peers.take(slots, mode="clip") if len(self._peers) else np.full(len(slots), -1)
+        held = np.full(len(slots), -1)
+        if len(self._peers):
+            held = self._peers.take(slots, mode="clip")
         if (held != peers).any():
             raise ArgumentError(
                 f"peers {peers[held != peers].tolist()} have no key here: draw only for peers hosted here",
                 code="keys.missing",
             )
-        words = np.full(len(peers), NO_RECEIVER, np.uint64) if receivers is None else receivers.astype(np.uint64)
+        if receivers is None:
+            words = np.full(len(peers), NO_RECEIVER, np.uint64)
+        else:
+            words = receivers.astype(np.uint64)
         return self.table(purpose)[slots], words
 
     def _draw_(self, rows: Tensor, std: Tensor, keys: Any, words: Any, step: int) -> None:
@@ -350,20 +378,26 @@ class PhiloxNoise:
 
     def _share_out(self, fill: Callable[[int, int], None], rows: Tensor, repeats: int) -> None:
         """Call a kernel on all tiles of a row, `repeats` times as many, by as many threads as torch has."""
-        tiles = repeats * -(-rows.shape[1] // TILE)
+        tiles_of_row = -(-rows.shape[1] // TILE)  # rounded up
+        tiles = repeats * tiles_of_row
+        # A thread is worth its start from 2^16 elements on.
         threads = min(torch.get_num_threads(), max(1, tiles * TILE // 2**16))
         if threads == 1:
             fill(0, tiles)
             return
+
         if self._pool is None or self._pool_size < threads:
             self._pool = ThreadPoolExecutor(threads, "noise")
             self._pool_size = threads
         bounds = [tiles * part // threads for part in range(threads + 1)]
-        for part in [self._pool.submit(fill, start, stop) for start, stop in pairwise(bounds)]:
+        parts = [self._pool.submit(fill, start, stop) for start, stop in pairwise(bounds)]
+        for part in parts:
             part.result()
 
 
 def _flat(rows: Tensor) -> tuple[np.ndarray, tuple[int, int]]:
     """Return rows as one array, with their columns and the elements from row to row."""
-    (m, d), stride = rows.shape, rows.stride(0)
-    return rows.as_strided(((m - 1) * stride + d,), (1,)).numpy(), (d, stride)
+    m, d = rows.shape
+    stride = rows.stride(0)
+    flat = rows.as_strided(((m - 1) * stride + d,), (1,))
+    return flat.numpy(), (d, stride)

@@ -1,4 +1,14 @@
-"""Noise in two parts: sources of independent normals, and mechanisms that make a step's noise from them."""
+"""Noise in two parts: sources of independent normals, and mechanisms that make a step's noise from them.
+
+| part | decides | kinds |
+|---|---|---|
+| `NoiseSource` | where random numbers come from | keyed (`philox`, `gpu_philox`), the operating system's (`deployed`) |
+| `PairSecrets` | what two peers know that no other does | from keys (here), agreed between processes (`agreed`) |
+| `NoiseMechanism` | what is added to a sum | independent normals (here), noise that cancels (`pair_noise`), a user's |
+
+`Cohort.release_` calls the mechanism with a `NoisedSum`, which has everything that the noise may depend on. Private
+data is not in it: noise that followed the data would be no noise.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +44,16 @@ class NoiseSource(Protocol):
     ) -> None:
         """Add noise in place: out[i] += std[i] * N(0, I), keyed by (key of peers[i], purpose, step, receivers[i]).
 
+        In a simulation, equal keys give equal numbers. So no key may occur twice in a run.
+
         Args:
             out: rows [m, d], float32 or float64.
             std: standard deviations [m]; a row with 0 is left as it is.
             step: the number of the private step in the run, 0 <= step < 2**32.
             peers: global ids of the peers whose noise it is, int64 [m].
             purpose: any text; two purposes never share numbers.
-            receivers: global ids int64 [m], 0 <= id < 2**32 - 1, where a peer draws other numbers for each receiver;
-                None is a stream of its own.
+            receivers: global ids int64 [m], 0 <= id < 2**32 - 1, if a peer draws other numbers for each receiver; None
+                is a stream of its own.
 
         Raises:
             ValueError: rows, step, peers or receivers break these rules, or a peer has no key here.
@@ -54,7 +66,7 @@ class PairSecrets:
 
     Args:
         keys: of the peers hosted here.
-        simulated: whether the keys can be had again, so that noise has to be the same each time.
+        simulated: whether the keys are those of a simulation, in which noise has to be the same each time.
 
     Attributes:
         simulated: see above.
@@ -65,7 +77,7 @@ class PairSecrets:
         self.simulated = simulated
 
     def knows(self, peer: int, other: int) -> bool:
-        """Return whether two peers share a draw now, as here always; else each adds as much noise of its own."""
+        """Return whether two peers share a draw now, as here always; if not, each adds as much noise of its own."""
         return True
 
     def of(self, peer: int, other: int) -> bytes:
@@ -74,14 +86,14 @@ class PairSecrets:
         Raises:
             ScenarioError: one of the two is not hosted by this process.
         """
-        pair = sorted((int(peer), int(other)))
-        if any(one not in self._keys for one in pair):
+        first, second = sorted((int(peer), int(other)))
+        if first not in self._keys or second not in self._keys:
             raise ScenarioError(
-                f"the secret of peers {pair[0]} and {pair[1]} needs the keys of both, and this process has those of "
+                f"the secret of peers {first} and {second} needs the keys of both, and this process has those of "
                 f"{sorted(self._keys)}: run the scenario by the engine, by Flower, or on a network",
                 code="noise.pair-secret",
             )
-        return digest(32, "pair", *(part for one in pair for part in (one, self._keys[one])))
+        return digest(32, "pair", first, self._keys[first], second, self._keys[second])
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,9 @@ class NoisedSum:
     def sensitivity(self) -> Tensor:
         """Return by how much one example of the batch moves each row at most, in units of the rows, [r]: |scale| C."""
         scale = self.scale.abs()
-        return scale * torch.inf if self.clip_norm is None else scale * self.clip_norm
+        if self.clip_norm is None:
+            return scale * torch.inf
+        return scale * self.clip_norm
 
 
 class NoiseMechanism:
@@ -142,7 +156,7 @@ class NoiseMechanism:
     state: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Drop an inherited declaration where a subclass, or a class mixed in, changes the noise that it was about."""
+        """Drop an inherited declaration if a subclass, or a class mixed in, changes the noise that it was about."""
         super().__init_subclass__()
         if changed_since_declared(cls):
             cls.released = lambda self, sums: None  # type: ignore[method-assign]
@@ -208,7 +222,8 @@ def pieces(count: int, d: int, size: int) -> Iterator[tuple[slice, slice]]:
         The rows and the columns of each piece; a long row's parts, of nearly the same length, one after the other.
     """
     rows = max(1, size // d)
-    width = -(-d // -(-d // size))
+    parts_of_row = -(-d // size)  # rounded up
+    width = -(-d // parts_of_row)
     for first in range(0, count, rows):
         for column in range(0, d, width):
             yield slice(first, min(first + rows, count)), slice(column, min(column + width, d))
