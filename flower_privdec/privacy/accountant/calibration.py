@@ -1,4 +1,8 @@
-"""Calibration: the least noise that keeps a budget, solved and checked with the accountant that reports the ε."""
+"""Calibration: the least noise that keeps a budget, solved and checked with the accountant that reports the ε.
+
+Whatever the search does, its result is accepted only if `accounting.epsilon` of the releases is within the budget and
+at least ACCEPTED of it. So neither the search nor its cache has to be trusted.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,16 @@ from flower_privdec.privacy.accountant.accounting import last_that_fits
 from flower_privdec.privacy.mechanism.events import ACCOUNTANT, Release, canonical, epoch_steps
 
 ACCEPTED = 0.995  # a solution spends at least so much of the budget, and at most all of it
-AIM, NEAR = 0.999, 0.998  # where the search aims, and from where on it stops
-FEW, NEARBY = 32, 0.01  # mechanisms that stand for thousands at first; how far off their scale the search then steps
+AIM = 0.999  # of the budget, where the search aims
+NEAR = 0.998  # of the budget, from which on it stops
+FEW = 32  # mechanisms that stand for thousands at first
+NEARBY = 0.01  # how far off their scale the search then steps, in log scale
 SCALE_LIMIT = 1e9  # no search leaves [1 / limit, limit]
 
-_solved: dict[str, float] = {}
+_solved: dict[str, float] = {}  # scales by question, in this process
 
 MakeReleases = Callable[[float], Sequence[Release]]
-Point = tuple[float, float]
+Point = tuple[float, float]  # (x, f(x))
 
 
 def scale_for_budget(
@@ -45,18 +51,22 @@ def scale_for_budget(
         A scale with ACCEPTED * epsilon <= accounting.epsilon(make_releases(scale), delta) <= epsilon.
 
     Raises:
-        ScenarioError: when ε <= 0 or not finite, δ is not in (0, 1), or no scale spends such a budget.
+        ScenarioError: ε <= 0 or is not finite, δ is not in (0, 1), or no scale spends such a budget.
     """
     accounting.check_delta(delta)
     if not (epsilon > 0 and math.isfinite(epsilon)):
         message = f"privacy.epsilon={epsilon} must be finite and > 0; for no privacy set privacy: none"
         raise ScenarioError(message, code="privacy.epsilon")
+
+    # Two scales tell apart all functions of the scale that are used; a cached solution is checked anyhow.
     shapes = [[r.to_json() for r in canonical(make_releases(scale))] for scale in (1.0, 2.0)]
     question = {"accountant": ACCOUNTANT, "epsilon": float(epsilon), "delta": float(delta), "releases": shapes}
     key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
     if key in _solved:
         return _solved[key]
-    path = (Path(cache_dir) if cache_dir is not None else cache_folder()) / f"noise-{key}.json"
+
+    folder = cache_folder() if cache_dir is None else Path(cache_dir)
+    path = folder / f"noise-{key}.json"
 
     def accepted(entry: Any) -> float:
         scale = float(entry["scale"])
@@ -69,7 +79,8 @@ def scale_for_budget(
     scale = read_cached(path, accepted)
     if scale is None:
         scale = _solve(make_releases, epsilon, delta)
-        write_cached(path, {"accountant": ACCOUNTANT, "epsilon": float(epsilon), "delta": float(delta), "scale": scale})
+        solution = {"accountant": ACCOUNTANT, "epsilon": float(epsilon), "delta": float(delta), "scale": scale}
+        write_cached(path, solution)
     _solved[key] = scale
     return scale
 
@@ -97,7 +108,7 @@ def noise_multiplier(
         Noise std over clip norm; its accountant's ε is at most the budget and at least 99.5 % of it.
 
     Raises:
-        ScenarioError: when the budget is impossible or the mechanism malformed.
+        ScenarioError: the budget is impossible, or the mechanism malformed.
 
     Privacy: unit one example, adjacency zero-out, one `Release` a step.
     """
@@ -113,7 +124,9 @@ def noise_multiplier(
 
 def charged_steps(sampling: str, dataset_size: int, batch_size: int, steps: int) -> int:
     """Return the `Release.steps` that consecutive steps cost: of `shuffle`, the number of started epochs."""
-    return -(-steps // epoch_steps(dataset_size, batch_size)) if sampling == "shuffle" else steps
+    if sampling != "shuffle":
+        return steps
+    return -(-steps // epoch_steps(dataset_size, batch_size))  # rounded up
 
 
 def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10**7) -> int:
@@ -123,10 +136,10 @@ def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10
         limit: the largest number of interest.
 
     Returns:
-        The largest number of steps, up to `limit`, whose ε is within the budget; 0 when one is too many.
+        The largest number of steps, up to `limit`, whose ε is within the budget; 0 if one is too many.
 
     Raises:
-        ScenarioError: when ε <= 0 or δ is not in (0, 1).
+        ScenarioError: ε <= 0, or δ is not in (0, 1).
 
     Examples:
         >>> max_steps(Release("poisson", 0.1, 600, 60, noise_multiplier=2.0), epsilon=1.0, delta=1e-5)
@@ -155,24 +168,30 @@ def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
     """
 
     def excess(log_scale: float, some: Callable[[Sequence[Release]], Sequence[Release]] = tuple) -> float:
+        """Return log ε at a scale, less the aim's; it falls as the scale grows."""
         spent = accounting.epsilon(some(make_releases(math.exp(log_scale))), delta)
-        return math.log(max(spent, 1e-300) / (AIM * budget)) if math.isfinite(spent) else 700.0
+        if not math.isfinite(spent):
+            return 700.0
+        return math.log(max(spent, 1e-300) / (AIM * budget))
 
     start = 0.0
     step = math.log(2)
+    limit = math.log(SCALE_LIMIT)
     if len(canonical(make_releases(1.0))) > 2 * FEW:
-        near = bracket(lambda x: excess(x, fewer), start, step, math.log(SCALE_LIMIT))
+        near = bracket(lambda x: excess(x, fewer), start, step, limit)
         if near is not None:
             low, high = narrow(lambda x: excess(x, fewer), *near, _near_the_aim, 1e-7)
-            start = (low if _near_the_aim(low[1]) else high)[0]
+            start, _ = low if _near_the_aim(low[1]) else high
             step = NEARBY
             if _near_the_aim(excess(start)):
                 return math.exp(start)
-    ends = bracket(excess, start, step, math.log(SCALE_LIMIT))
+
+    ends = bracket(excess, start, step, limit)
     if ends is None:
         rule = "needs more noise than any" if excess(0.0) > 0 else "is more than these releases can spend at any noise"
         message = f"privacy.epsilon={budget} {rule}; change the budget, the rounds or the sampling"
         raise ScenarioError(message, code="privacy.calibration")
+
     for log_scale, value in reversed(narrow(excess, *ends, _near_the_aim, 1e-7)):
         if _near_the_aim(value):
             return math.exp(log_scale)
@@ -185,12 +204,14 @@ def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
 
 def fewer(releases: Sequence[Release]) -> list[Release]:
     """Return about FEW mechanisms that cost nearly what releases do: neighbours in noise, of the mean of 1/σ²."""
+    # Those that differ only in noise, in order of noise.
     kinds: dict[tuple[Any, ...], list[Release]] = {}
     for release in canonical(releases):
         kinds.setdefault(release.mechanism[:-1], []).append(release)
+
     few = []
     for group in kinds.values():
-        size = -(-len(group) * len(kinds) // FEW)
+        size = -(-len(group) * len(kinds) // FEW)  # rounded up
         for start in range(0, len(group), size):
             part = group[start : start + size]
             steps = sum(release.steps for release in part)
@@ -202,7 +223,7 @@ def fewer(releases: Sequence[Release]) -> list[Release]:
 
 
 def bracket(function: Callable[[float], float], start: float, step: float, limit: float) -> tuple[Point, Point] | None:
-    """Return (x, f(x)) of a falling function where f > 0 and, further up, where f <= 0.
+    """Return two points of a falling function: one with f > 0 and, further up, one with f <= 0.
 
     Args:
         step: the first one from `start`, up or down; each next is half as long again.
@@ -215,8 +236,11 @@ def bracket(function: Callable[[float], float], start: float, step: float, limit
         before = (x, value)
         x += step
         value = function(x)
-        if (value > 0) != (before[1] > 0):
-            return (before, (x, value)) if before[1] > 0 else ((x, value), before)
+        point = (x, value)
+        if before[1] > 0 >= value:
+            return before, point
+        if value > 0 >= before[1]:
+            return point, before
         step *= 1.5
     return None
 
@@ -224,15 +248,20 @@ def bracket(function: Callable[[float], float], start: float, step: float, limit
 def narrow(
     function: Callable[[float], float], low: Point, high: Point, accept: Callable[[float], bool], width: float
 ) -> tuple[Point, Point]:
-    """Return a bracket that is narrower than a width, or one of whose ends has an accepted value.
+    """Narrow a bracket until it is narrower than a width, or one of its ends has an accepted value.
 
-    By regula falsi, at least a tenth of the way off both ends, or halves where values are far from 0.
+    By regula falsi, at least a tenth of the way off both ends; by halves while values are far from 0.
     """
     while high[0] - low[0] > width and not (accept(low[1]) or accept(high[1])):
-        share = low[1] / (low[1] - high[1]) if max(low[1], -high[1]) < 3 else 0.5
+        share = 0.5
+        if max(low[1], -high[1]) < 3:
+            share = low[1] / (low[1] - high[1])
         x = low[0] + min(max(share, 0.1), 0.9) * (high[0] - low[0])
-        point = (x, function(x))
-        low, high = (point, high) if point[1] > 0 else (low, point)
+        value = function(x)
+        if value > 0:
+            low = (x, value)
+        else:
+            high = (x, value)
     return low, high
 
 

@@ -68,11 +68,14 @@ def compose(losses: Losses, interval: float, order: float) -> Tilted:
     """Return the sum of independent losses, `counts` draws from each row, tilted."""
     counts = losses.counts
     weights, log_masses = tilt(losses, interval, order)
-    expected = counts @ weights  # of all draws together; all but CUT of it is kept
+
+    # Leave out columns that all draws together hardly reach: CUT of their mass at most, half on each side.
+    expected = counts @ weights
     below = np.cumsum(expected)
     above = np.cumsum(expected[::-1])
     first = int(np.searchsorted(below, CUT / 2, side="right"))
     last = len(expected) - int(np.searchsorted(above, CUT / 2, side="right"))
+
     start, total, slack = convolve(weights[:, first:last], counts)
     lowest = (losses.lowest + first) * int(counts.sum()) + start
     infinite = together(losses.infinite, counts)
@@ -97,56 +100,74 @@ def together(chances: np.ndarray | Sequence[float], counts: np.ndarray | float =
 
 
 def combine(parts: Sequence[Tilted]) -> Tilted:
-    """Return the sum of one loss of each part, some at a time."""
+    """Return the sum of one loss of each part, some at a time; all have one grid and one order."""
     while len(parts) > 1:
         width = max(2, CHUNK // max(len(part.weights) for part in parts))
-        sums = []
-        for start in range(0, len(parts), width):
-            some = parts[start : start + width]
-            rows = np.zeros((len(some), max(len(part.weights) for part in some)))
-            for row, part in zip(rows, some, strict=True):
-                row[: len(part.weights)] = part.weights
-            low, weights, slack = convolve(rows, np.ones(len(some)))
-            slack = math.expm1(math.fsum(math.log1p(s) for s in (slack, *(part.slack for part in some))))
-            lowest = sum(part.lowest for part in some) + low
-            log_mass = math.fsum(part.log_mass for part in some)
-            infinite, (h, t) = together([part.infinite for part in some]), (some[0].interval, some[0].order)
-            sums.append(Tilted(h, t, lowest, weights, log_mass, slack, infinite))
-        parts = sums
+        parts = [_combined(parts[start : start + width]) for start in range(0, len(parts), width)]
     return parts[0]
+
+
+def _combined(parts: Sequence[Tilted]) -> Tilted:
+    """Return the sum of one loss of each part."""
+    rows = np.zeros((len(parts), max(len(part.weights) for part in parts)))
+    for row, part in zip(rows, parts, strict=True):
+        row[: len(part.weights)] = part.weights
+    low, weights, slack = convolve(rows, np.ones(len(parts)))
+
+    # The parts' misplaced masses compound: Π (1 + s) - 1.
+    slacks = (slack, *(part.slack for part in parts))
+    return Tilted(
+        interval=parts[0].interval,
+        order=parts[0].order,
+        lowest=sum(part.lowest for part in parts) + low,
+        weights=weights,
+        log_mass=math.fsum(part.log_mass for part in parts),
+        slack=math.expm1(math.fsum(math.log1p(s) for s in slacks)),
+        infinite=together([part.infinite for part in parts]),
+    )
 
 
 @quietly
 def convolve(rows: np.ndarray, counts: np.ndarray) -> tuple[int, np.ndarray, float]:
     """Return the distribution of a sum, `counts` draws from each row: (its lowest index, weights, slack).
 
-    All is looked at from the rows' common peak. A row is 1 - s there and s in all elsewhere: of a step that mostly
-    has no loss the transform then errs by a share of s, not of 1.
+    Every row is written as 1 - s at the rows' common peak and s in all elsewhere, and only what is elsewhere is
+    transformed: if a step mostly has no loss, the transform then errs by a share of s, not of 1.
     """
     draws = int(counts.sum())
     if len(rows) == 1 and draws == 1:
         return 0, rows[0], 0.0
+
     low, high = _window(rows, counts)
     size = scipy.fft.next_fast_len(high - low + 1, real=True)
     peak = int(np.argmax(counts @ rows))
+    n_columns = rows.shape[1]
     spectrum = np.ones(size // 2 + 1, dtype=np.complex128)
-    moves = 0.0
+    moves = 0.0  # how many draws are elsewhere, on average
     width = max(1, CHUNK // size)
-    for some in (slice(start, start + width) for start in range(0, len(rows), width)):
-        padded = np.zeros((len(rows[some]), -(-rows.shape[1] // size) * size))
-        padded[:, : rows.shape[1]] = rows[some]
-        elsewhere = padded.reshape(len(padded), -1, size).sum(axis=1)  # indices modulo the size
+    for start in range(0, len(rows), width):
+        some = slice(start, start + width)
+
+        # Indices modulo the size: the transform's sum is circular, and the window has all of it.
+        padded = np.zeros((len(rows[some]), -(-n_columns // size) * size))
+        padded[:, :n_columns] = rows[some]
+        elsewhere = padded.reshape(len(padded), -1, size).sum(axis=1)  # [rows, size]
         elsewhere[:, peak % size] -= rows[some, peak]
-        sums = elsewhere.sum(axis=1)
+        sums = elsewhere.sum(axis=1)  # s of each row
+
+        # A row's transform, seen from the peak, is 1 + z.
         parts = scipy.fft.rfft(np.roll(elsewhere, -peak % size, axis=1)) - sums[:, None]
         once = counts[some] == 1
         spectrum *= np.prod(parts[once] + 1, axis=0)
-        for z, count in zip(parts[~once], counts[some][~once], strict=True):  # (1 + z)^count, precise for small z
+        for z, count in zip(parts[~once], counts[some][~once], strict=True):
+            # (1 + z)^count by its logarithm, which is precise for small z.
             log = 0.5 * np.log1p(np.maximum(z.real * (2 + z.real) + z.imag * z.imag, -1.0))
             angle = count * np.arctan2(z.imag, 1 + z.real)
             spectrum *= np.exp(count * log) * (np.cos(angle) + 1j * np.sin(angle))
         moves += float(counts[some] @ sums)
-    weights = np.maximum(np.roll(scipy.fft.irfft(spectrum, size), (draws * peak - low) % size), 0.0)
+
+    turned = np.roll(scipy.fft.irfft(spectrum, size), (draws * peak - low) % size)
+    weights = np.maximum(turned, 0.0)
     return low, weights, CUT + ROUNDING * (moves + 64)
 
 
@@ -159,6 +180,7 @@ def _window(rows: np.ndarray, counts: np.ndarray) -> tuple[int, int]:
     first = min(16 / math.sqrt(max(float(counts @ variances), 0.05)), 600 / length)
 
     def reach(positions: np.ndarray) -> float:
+        """Return the sum that is exceeded with a chance of CUT at most: the best bound of orders that halve."""
         best = math.inf
         order = float(first)
         while True:
@@ -213,23 +235,37 @@ def epsilon_at(tilted: Tilted, delta: float) -> tuple[float, float]:
     rest = delta - tilted.infinite
     if rest <= 0:
         return math.inf, 0.0
-    log_rest, first = math.log(rest), max(0, -tilted.lowest)  # ε < 0 need not be looked at
+    log_rest = math.log(rest)
+
+    # log δ(ε) at each ε >= 0 of the grid.
+    first = max(0, -tilted.lowest)
     epsilons = tilted.interval * np.arange(tilted.lowest + first, tilted.lowest + len(tilted.weights))
     slack = tilted.slack * math.exp(log_harm(tilted.order))
-    scale = 0.0
     sums = exceedance(tilted)[first:] + slack
     logs = np.log(sums) + tilted.log_mass - tilted.order * epsilons
+
+    scale = 0.0
     enough = np.flatnonzero(logs <= log_rest)
-    if not len(enough):  # only the slack is above the window
-        value = (tilted.log_mass + math.log(slack) - log_rest) / tilted.order if tilted.order > 0 else math.inf
-    elif (j := int(enough[0])) == 0:
+    if not len(enough):
+        # Above the window there is only the slack.
+        value = math.inf
+        if tilted.order > 0:
+            value = (tilted.log_mass + math.log(slack) - log_rest) / tilted.order
+    elif enough[0] == 0:
         value = float(epsilons[0])
-    else:  # straight lines in e^ε between the grid's points
+    else:
+        # Between two points of the grid the profile lies below a straight line in e^ε.
+        j = int(enough[0])
         high = math.exp(min(logs[j - 1], 0.0))
         low = math.exp(logs[j])
-        share = min(max((high - rest) / (high - low), 0.0), 1.0) if high > low else 1.0
+        share = 1.0
+        if high > low:
+            share = min(max((high - rest) / (high - low), 0.0), 1.0)
         h = tilted.interval
-        beyond = math.log1p(share * math.expm1(h)) if h < 700 else h + math.log(max(share, 1e-300))
+        if h < 700:
+            beyond = math.log1p(share * math.expm1(h))
+        else:
+            beyond = h + math.log(max(share, 1e-300))  # e^h would overflow
         value = float(epsilons[j - 1]) + beyond
         scale = h / (logs[j - 1] - logs[j])
     return max(0.0, min(value, renyi_epsilon(tilted.log_mass, tilted.order, log_rest))), float(scale)
@@ -237,16 +273,21 @@ def epsilon_at(tilted: Tilted, delta: float) -> tuple[float, float]:
 
 def log_harm(order: float) -> float:
     """Return log max_x e^{-tx} (1 - e^{-x}) = -log(t + 1) - t log(1 + 1/t)."""
-    return -math.log1p(order) - (order * math.log1p(1 / order) if order > 0 else 0.0)
+    if order == 0:
+        return 0.0
+    return -math.log1p(order) - order * math.log1p(1 / order)
 
 
 def renyi_epsilon(log_mass: float, order: float, log_delta: float) -> float:
     """Return an ε from K alone, as if all mass lay where it does most harm (Canonne et al. 2020, arXiv:2004.00010)."""
-    return (log_mass + log_harm(order) - log_delta) / order if order > 0 else math.inf
+    if order <= 0:
+        return math.inf
+    return (log_mass + log_harm(order) - log_delta) / order
 
 
 TOLERANCE = 3e-4  # of ε, that a finer grid may still change
-ENORMOUS, ROUGH = 1e6, 0.05  # the ε from which on this tolerance is enough
+ENORMOUS = 1e6  # the ε from which on the next tolerance is enough
+ROUGH = 0.05
 NEARLY_NONE = 0.05  # of the scale of ε's fall, below which ε counts as this for the tolerance
 POWERS = (1.0, 1.25, 1.5, 1.75, 2.0)
 TAIL = 1e-5  # share of δ for losses beyond a step's range, which count as ∞
@@ -255,8 +296,8 @@ SLACK = 1e-4  # share of δ that slack may take without a tilt
 FIRST_POINTS = 64  # intervals of the coarsest grid in the longest range of a step
 FADED = 45.0  # t |L| from which a negative loss counts for nothing
 MOST_ELEMENTS = 2**23  # numbers in the distributions of single steps
-RENYI_ELEMENTS = 2**20  # likewise, where a Rényi bound is all there is
-FEW_ELEMENTS = 2**14  # likewise, where there are many of them
+RENYI_ELEMENTS = 2**20  # the same, if a Rényi bound is all there is
+FEW_ELEMENTS = 2**14  # the same, if there are many of them
 STEEPEST = 32.0  # t h
 MOST_ORDERS = 100  # looked at in one search
 TRIES = 8  # of an order on one grid
@@ -322,14 +363,19 @@ class _Direction:
         self._parts = [(s, s.reach(tail)[add], s.spread(chance)[not add]) for s in groups]
 
     def epsilon(self, enough: float = 0.0) -> float:
-        """Return ε; or, where it is at most `enough`, any number up to that."""
+        """Return ε; or, if it is at most `enough`, any number up to that.
+
+        The grid is made finer, `ratio` times at once, until a still finer one would not change ε by its tolerance.
+        """
         coarsest = self.coarsest()
         try:
             level = self._level(coarsest, None)
-            ratio = 4.0
         except WindowError:
             return self._renyi(coarsest)
-        gain, finer_by = math.inf, 4.0  # what the last refinement lowered ε by, and how many times finer it was
+
+        ratio = 4.0
+        gain = math.inf  # what the last refinement lowered ε by
+        finer_by = 4.0  # how many times finer it was
         while enough < level.epsilon < math.inf and 2 * level.elements <= MOST_ELEMENTS:
             ratio = min(ratio, 2.0 ** math.floor(math.log2(MOST_ELEMENTS / level.elements)))
             try:
@@ -339,18 +385,25 @@ class _Direction:
                     return min(level.epsilon, self._renyi(coarsest))
                 ratio = 2.0
                 continue
+
+            # An error in proportion to h^p, with the largest p in [1, 2] that explains both gains.
             before = gain
             gain = abs(level.epsilon - finer.epsilon)
-            # An error in proportion to h^p, with the largest p in [1, 2] that explains both gains.
-            fits = [p for p in POWERS if gain * ratio**p * (finer_by**p - 1) <= before * (ratio**p - 1)]
-            power = max(fits, default=1.0) if math.isfinite(before) else 1.0
+            power = 1.0
+            if math.isfinite(before):
+                fits = [p for p in POWERS if gain * ratio**p * (finer_by**p - 1) <= before * (ratio**p - 1)]
+                power = max(fits, default=1.0)
             level = finer
             finer_by = ratio
+
+            # What all finer grids together would still gain.
             left = gain / (ratio**power - 1)
             if left <= level.tolerance:
                 break
-            steps = min(math.ceil(math.log2(left / level.tolerance) / power), 3) if level.tolerance > 0 else 3
-            ratio = 2.0**steps
+            halvings = 3
+            if level.tolerance > 0:
+                halvings = min(math.ceil(math.log2(left / level.tolerance) / power), 3)
+            ratio = 2.0**halvings
         return level.epsilon
 
     def _renyi(self, coarsest: float) -> float:
@@ -367,46 +420,64 @@ class _Direction:
         return max(0.0, bound(_least(bound, 1 / coarsest, STEEPEST / interval)))
 
     def coarsest(self) -> float:
-        """Return the interval of the coarsest grid."""
-        return 2.0 ** math.ceil(math.log2(max(max(up, down) for _, up, down in self._parts) / FIRST_POINTS))
+        """Return the interval of the coarsest grid, a power of two."""
+        longest = max(max(up, down) for _, up, down in self._parts)
+        return 2.0 ** math.ceil(math.log2(longest / FIRST_POINTS))
 
     def interval_of(self, coarsest: float, elements: int) -> float:
         """Return the interval of a grid on which all steps together take about `elements` numbers."""
         rows = sum(len(steps.counts) for steps, *_ in self._parts)
-        return coarsest / 2.0 ** max(0, math.floor(math.log2(elements / (2 * FIRST_POINTS * rows))))
+        halvings = math.floor(math.log2(elements / (2 * FIRST_POINTS * rows)))
+        return coarsest / 2.0 ** max(0, halvings)
 
     def _level(self, interval: float, coarser: _Level | None) -> _Level:
-        """Return the result on a grid, tilted where slack requires it."""
-        losses = self.losses(interval, coarser.order if coarser else 0.0)
-        order = self._order(losses, interval, coarser.slack if coarser else ROUNDING * (self._draws + 64), coarser)
+        """Return the result on a grid, tilted if slack requires it."""
+        if coarser is None:
+            losses = self.losses(interval, 0.0)
+            order = self._order(losses, interval, ROUNDING * (self._draws + 64), None)
+        else:
+            losses = self.losses(interval, coarser.order)
+            order = self._order(losses, interval, coarser.slack, coarser)
+
+        elements = sum(part.mass.size for part in losses)
         for _ in range(TRIES):
             total = combine([compose(part, interval, order) for part in losses])
             value, scale = epsilon_at(total, self._delta)
+            level = _Level(interval, order, value, scale, total.slack, elements)
+
+            # Try another order if slack takes much of δ at this one.
             harm = total.log_mass - order * value + log_harm(order)
             share = total.slack / self._delta * math.exp(min(harm, 700.0))
-            level = _Level(interval, order, value, scale, total.slack, sum(part.mass.size for part in losses))
-            order = self._order(losses, interval, total.slack, level) if share > 10 * SLACK else level.order
+            if share > 10 * SLACK:
+                order = self._order(losses, interval, total.slack, level)
             if abs(order - level.order) <= 0.05 * level.order:
                 break
         return level
 
     def losses(self, interval: float, order: float) -> list[Losses]:
-        """Return every step's losses on a grid; of the negative ones those that matter at a tilt of this order."""
+        """Return every step's losses on a grid; only those negative ones that matter at a tilt of this order."""
         faded = FADED / order if order > 0 else math.inf
         return [step_losses(steps, interval, up, min(down, faded), add=self._add) for steps, up, down in self._parts]
 
     def _order(self, losses: Sequence[Losses], interval: float, slack: float, near: _Level | None) -> float:
-        """Return the order of tilt: 0 where slack is below SLACK of δ without one, else the least harmful."""
+        """Return the order of tilt: 0 if slack is below SLACK of δ without one, else the least harmful."""
         log_delta = math.log(self._delta)
         steepest = STEEPEST / interval
         if math.log(slack) <= math.log(SLACK) + log_delta:
             return 0.0
+
         if near is None:
-            return _least(
-                lambda t: renyi_epsilon(_cumulant(losses, interval, t), t, log_delta), steepest / 512, steepest
-            )
-        start = min(near.order or 1 / max(near.epsilon, interval), steepest)
-        return _least(lambda t: _cumulant(losses, interval, t) - t * near.epsilon + log_harm(t), start, steepest)
+            # ε is not known yet: take the order whose Rényi bound is least.
+            def bound(order: float) -> float:
+                return renyi_epsilon(_cumulant(losses, interval, order), order, log_delta)
+
+            return _least(bound, steepest / 512, steepest)
+
+        def harm(order: float) -> float:
+            return _cumulant(losses, interval, order) - order * near.epsilon + log_harm(order)
+
+        start = near.order or 1 / max(near.epsilon, interval)
+        return _least(harm, min(start, steepest), steepest)
 
 
 def _infinite(losses: Sequence[Losses]) -> float:
@@ -424,12 +495,16 @@ def _least(function: Callable[[float], float], start: float, most: float) -> flo
 
     def at(log_order: float) -> float:
         if log_order not in values:
-            values[log_order] = function(math.exp(log_order)) if log_order <= math.log(most) else math.inf
+            values[log_order] = math.inf
+            if log_order <= math.log(most):
+                values[log_order] = function(math.exp(log_order))
         return values[log_order]
 
     x = math.log(start)
     step = 2.0
     while step > 0.05 and len(values) < MOST_ORDERS:
-        better = min((x - step, x, x + step), key=at)
-        x, step = better, step if better != x else step / 2
+        best = min((x - step, x, x + step), key=at)
+        if best == x:
+            step = step / 2
+        x = best
     return math.exp(x)

@@ -52,6 +52,7 @@ def gaussian_profile(epsilon: np.ndarray, mu: Numbers) -> np.ndarray:
 
     With a = ε/μ - μ/2 and the Mills ratio m(x) = Φ(-x) / φ(x), Φ(-a) - e^ε Φ(-a - μ) = φ(a) [m(a) - m(a + μ)].
     """
+    # At |ε| first; the last lines bring it to ε < 0.
     size = np.abs(epsilon)
     mu = np.asarray(mu, dtype=np.float64)
     middle = size / mu
@@ -59,12 +60,16 @@ def gaussian_profile(epsilon: np.ndarray, mu: Numbers) -> np.ndarray:
     density = np.exp(-low * low / 2) / np.sqrt(2 * np.pi)
     above = np.zeros(np.broadcast_shapes(size.shape, mu.shape))
     narrow = mu < NARROW
+
     if not narrow.all():
-        far = low < -5  # the Mills ratio overflows there, and Φ is 1 but for 1e-6
+        far = low < -5  # the Mills ratio overflows there, and Φ is 1 up to 1e-6
         upper = np.where(far, scipy.special.ndtr(-low), density * _mills(np.maximum(low, -5.0)))
         above = upper - density * _mills(low + mu)
+
+    # The difference of two nearly equal Mills ratios would lose its digits.
     if narrow.any():
         above = np.where(narrow, density * _narrow(np.minimum(middle, FAR), np.minimum(mu, NARROW)), above)
+
     above = np.maximum(above, 0.0)
     if np.all(epsilon >= 0):
         return np.asarray(above)
@@ -146,17 +151,20 @@ def mixture_remove(epsilon: np.ndarray, q: Numbers, low: Numbers, high: Numbers)
         ∫ [N - e^ε P]_+ = Σ p_j e^{ε + ε_j} δ_j(-ε_j)    where log(P / N) is -ε.
     """
     x = mixture_end(epsilon, q, low, high)
-    parts = [(1 - q, low), (q, high)]
-    return np.asarray(sum(p * gaussian_profile(s * x - s * s / 2, s) for p, s in parts))
+    by_low = (1 - q) * gaussian_profile(low * x - low * low / 2, low)
+    by_high = q * gaussian_profile(high * x - high * high / 2, high)
+    return np.asarray(by_low + by_high)
 
 
 def mixture_add(epsilon: np.ndarray, q: Numbers, low: Numbers, high: Numbers) -> np.ndarray:
     """Return ∫ [N - e^ε P]_+: see `mixture_remove`."""
     x = mixture_end(-epsilon, q, low, high)
-    parts = [(log_p, s, s * x - s * s / 2) for log_p, s in ((np.log1p(-q), low), (np.log(q), high))]
-    return np.asarray(
-        sum(np.exp(np.minimum(log_p + epsilon + e, 0.0)) * gaussian_profile(-e, s) for log_p, s, e in parts)
-    )
+
+    def part(log_p: np.ndarray, s: Numbers) -> np.ndarray:
+        loss = s * x - s * s / 2
+        return np.asarray(np.exp(np.minimum(log_p + epsilon + loss, 0.0)) * gaussian_profile(-loss, s))
+
+    return np.asarray(part(np.log1p(-q), low) + part(np.log(q), high))
 
 
 def mixture_end(loss: np.ndarray, q: Numbers, low: Numbers, high: Numbers) -> np.ndarray:
@@ -169,16 +177,21 @@ def mixture_end(loss: np.ndarray, q: Numbers, low: Numbers, high: Numbers) -> np
     low = np.asarray(low)
     high = np.asarray(high)
     x = _mixture_start(loss, q, low, high)
+    small = np.minimum(loss, 1.0)
     for _ in range(NEWTON_STEPS):
-        a = low * x - low * low / 2
+        a = low * x - low * low / 2  # the losses of the two components
         b = high * x - high * high / 2
-        small = np.minimum(loss, 1.0)
+
+        # Newton's step for P / N - 1, ...
         u = np.minimum(a, 1.0)
         v = np.minimum(b, 1.0)
         excess = (1 - q) * np.expm1(u) + q * np.expm1(v) - np.expm1(small)
         slope = (1 - q) * low * np.exp(u) + q * high * np.exp(v)
+
+        # ... and for log(P / N).
         whole = np.logaddexp(np.log1p(-q) + a, np.log(q) + b)
         share = np.exp(np.log(q) + b - whole)
+
         near = (np.maximum(a, b) < 1) & (np.abs(loss) < 1)
         step = np.where(near, excess / np.where(near, slope, 1.0), (whole - loss) / (low + (high - low) * share))
         x = x - step
@@ -190,8 +203,8 @@ def mixture_end(loss: np.ndarray, q: Numbers, low: Numbers, high: Numbers) -> np
 def _mixture_start(loss: np.ndarray, q: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Return an x, not far off, at which log(P / N) of a mixture is at least `loss`.
 
-    It is at least each component's part of it, and where the other component adds something (s x > s² / 2) it is
-    at least what it would be if that one added nothing.
+    It is at least each component's part of it; and if the other component adds something (s x > s² / 2), it is at least
+    what it would be if that one added nothing.
     """
     bounds = []
     for p, s, other in ((1 - q, low, high), (q, high, low)):
@@ -205,8 +218,8 @@ def shown_profile(epsilon: np.ndarray, q: Numbers, low: Numbers, high: Numbers) 
     """Return the profile of a step whose choice of examples is public: (1 - q) δ_low + q δ_high.
 
     It bounds every way of drawing examples that does not look at them, since keeping the choice secret only
-    helps. `blocks` uses it, `uniform` with idle examples, where all examples of a batch are drawn together, and
-    `uniform` with so little noise that its own bound is no better.
+    helps. `blocks` uses it, `uniform` with idle examples (all examples of a batch are drawn together), and `uniform`
+    with so little noise that its own bound is no better.
     """
     low = np.asarray(low)
     not_drawn = np.where(low > 0, gaussian_profile(epsilon, np.maximum(low, 1e-300)), 0.0)
@@ -262,17 +275,20 @@ class Steps:
         if self.kind == "mixture":
             return lambda e: mixture_remove(e, q, low, high), lambda e: mixture_add(e, q, low, high)
         if self.kind == "uniform":
-            return lambda e: uniform_remove(e, q, high), lambda e: poisson_remove(e, q, high)  # the same bound
+            return lambda e: uniform_remove(e, q, high), lambda e: poisson_remove(e, q, high)  # add: the same bound
 
+        # Symmetric.
         if self.kind == "gaussian":
             return (lambda e: gaussian_profile(e, high),) * 2
         return (lambda e: shown_profile(e, q, low, high),) * 2
 
     def reach(self, log_tail: float) -> tuple[float, float]:
         """Return ε, (remove, add), from which on no profile exceeds e^log_tail."""
-        ends = [(profile(grid) <= math.exp(log_tail), grid) for profile, grid in self._falling(log_tail)]
-        remove, add = (float(grid[_last_of_first(np.all(small, axis=0))]) for small, grid in ends)
-        return remove, add
+        ends = []
+        for profile, grid in self._falling(log_tail):
+            is_small = np.all(profile(grid) <= math.exp(log_tail), axis=0)
+            ends.append(float(grid[_last_of_first(is_small)]))
+        return ends[0], ends[1]
 
     def spread(self, log_chance: float) -> tuple[float, float]:
         """Return ε, (remove, add), such that the loss *the other way* is below -ε with no more than a small chance.
@@ -283,7 +299,8 @@ class Steps:
         for profile, grid in self._falling(log_chance + math.log(float(self.q.min()))):
             falls = np.diff(profile(grid), axis=1)
             widths = np.exp(np.minimum(grid[:-1], 700.0)) * -np.expm1(np.diff(grid))
-            ends.append(float(grid[_last_of_first(np.all(falls <= math.exp(log_chance) * widths, axis=0))]))
+            is_rare = np.all(falls <= math.exp(log_chance) * widths, axis=0)
+            ends.append(float(grid[_last_of_first(is_rare)]))
         return ends[0], ends[1]
 
     def _falling(self, log_tail: float) -> list[tuple[Profile, np.ndarray]]:
@@ -304,18 +321,24 @@ class Steps:
             up = sampled(2 * high * high + 2 * high * rare, q)
             return np.minimum(up, high * high / 2 + high * rare), sampled(high * high / 2 + high * rare, q)
         if self.kind == "mixture":
+
+            def loss(x: np.ndarray) -> np.ndarray:
+                """Return log(P / N) at a point."""
+                by_low = np.log1p(-q) + low * x - low * low / 2
+                by_high = np.log(q) + high * x - high * high / 2
+                return np.asarray(np.logaddexp(by_low, by_high))
+
             above = np.maximum(high + _deviation(log_tail - np.log(2 * q)), low + z)
-            ends = [  # log(P / N) of a mixture
-                np.logaddexp(np.log1p(-q) + low * x - low * low / 2, np.log(q) + high * x - high * high / 2)
-                for x in (above, -z)
-            ]
-            return np.maximum(ends[0], 0.0), np.maximum(-ends[1], 0.0)
+            return np.maximum(loss(above), 0.0), np.maximum(-loss(-z), 0.0)
         return high * high / 2 + high * z, high * high / 2 + high * z
 
 
 def _last_of_first(holds: np.ndarray) -> int:
-    """Return the index of the last of the first that hold in a row, or 0."""
-    return max((len(holds) if holds.all() else int(np.argmin(holds))) - 1, 0)
+    """Return the index of the last one of those at the beginning that all hold, or 0."""
+    count = len(holds)
+    if not holds.all():
+        count = int(np.argmin(holds))
+    return max(count - 1, 0)
 
 
 def _deviation(log_tail: np.ndarray) -> np.ndarray:
@@ -327,19 +350,26 @@ def _deviation(log_tail: np.ndarray) -> np.ndarray:
 def group_steps(releases: Iterable[Release]) -> list[Steps]:
     """Return releases as groups of a kind, of at most TOGETHER, all Gaussians of full sums as one.
 
-    None may be without noise.
+    Each must have noise.
     """
-    kinds: dict[str, list[tuple[float, float, float, float]]] = {}
+    kinds: dict[str, list[tuple[float, float, float, float]]] = {}  # q, idle, drawn, count
     plain = []
-    for r in releases:
-        if (kind := kind_of(r)) == "gaussian":
-            plain.append(r)
-        else:
-            drawn = max(1 / r.noise_multiplier, LEAST)
-            idle = min(max(r.idle * drawn, LEAST), drawn) if r.idle > 0 else 0.0
-            kinds.setdefault(kind, []).append((max(r.sampling_rate, LEAST), idle, drawn, float(r.steps)))
-    if len({row[0] for row in kinds.get("uniform", [])}) > MOST_DISTINCT:
+    for release in releases:
+        kind = kind_of(release)
+        if kind == "gaussian":
+            plain.append(release)
+            continue
+        rate = max(release.sampling_rate, LEAST)
+        drawn = max(1 / release.noise_multiplier, LEAST)
+        idle = 0.0
+        if release.idle > 0:
+            idle = min(max(release.idle * drawn, LEAST), drawn)
+        kinds.setdefault(kind, []).append((rate, idle, drawn, float(release.steps)))
+
+    # Rates of `uniform` cannot be binned (`_binned`): too many of them count as shown, which is an upper bound.
+    if len({rate for rate, *_ in kinds.get("uniform", [])}) > MOST_DISTINCT:
         kinds["shown"] = kinds.get("shown", []) + kinds.pop("uniform")
+
     groups = []
     for kind, rows in sorted(kinds.items()):
         binned = _binned(np.array(rows), any_rate=kind != "uniform")
@@ -356,14 +386,16 @@ def _binned(rows: np.ndarray, *, any_rate: bool) -> np.ndarray:
     """Return at most MOST_DISTINCT mechanisms (q, idle, drawn, count), each in place of some that cost no more.
 
     Each of the first three, raised, only adds loss: a Gaussian of more noise is one of less, noised again, and
-    δ(ε) of a mixture grows with its rate and sensitivities. The bound for `uniform` need not grow with the rate,
-    so that only equal ones go together there (not `any_rate`).
+    δ(ε) of a mixture grows with its rate and sensitivities. The bound for `uniform` need not grow with the rate, so
+    only equal rates go together there (not `any_rate`).
     """
     rows = _merged(rows, rows[:, :3])
     width = FINEST_BIN
     while len(rows) > MOST_DISTINCT:
         keys = np.floor(np.log(rows[:, :3]) / width)
-        rows = _merged(rows, keys if any_rate else np.column_stack([rows[:, 0], keys[:, 1:]]))
+        if not any_rate:
+            keys = np.column_stack([rows[:, 0], keys[:, 1:]])
+        rows = _merged(rows, keys)
         width *= 2
     return rows
 
@@ -410,21 +442,35 @@ def step_losses(steps: Steps, interval: float, up: float, down: float, *, add: b
         add: whether the losses are those without an example against with it.
     """
     remove, reverse = steps.profiles()
-    above, below = (reverse, remove) if add else (remove, reverse)
-    n, m = (max(1, math.ceil(width / interval)) for width in (up, down))
+    above = remove
+    below = reverse
+    if add:
+        above = reverse
+        below = remove
+
+    # δ(ε) - [1 - e^ε]_+ from -m h to n h. Below 0 it is e^ε times the other direction's profile at -ε.
+    n = max(1, math.ceil(up / interval))
+    m = max(1, math.ceil(down / interval))
+    uneven = steps.kind == "uniform"
     values = np.empty((len(steps.counts), m + 1 + n))
-    values[:, m:] = _on_grid(above, n, interval, steps.kind == "uniform")
-    values[:, m::-1] = _on_grid(below, m, interval, steps.kind == "uniform") * np.exp(-interval * np.arange(m + 1))
+    values[:, m:] = _on_grid(above, n, interval, uneven)
+    values[:, m::-1] = _on_grid(below, m, interval, uneven) * np.exp(-interval * np.arange(m + 1))
     return connect_the_dots(values, -m, interval, steps.counts)
 
 
 def _on_grid(profile: Profile, n: int, interval: float, uneven: bool) -> np.ndarray:
-    """Return a profile at 0, h, ..., n h, falling, [b, n + 1]; convex in e^ε."""
+    """Return a profile at 0, h, ..., n h, falling, [b, n + 1]; convex in e^ε.
+
+    Args:
+        uneven: whether it is a bound that need not be convex.
+    """
     rows = profile(np.zeros(1)).shape[0]
     width = max(1, CHUNK // rows)
-    values = np.concatenate(
-        [profile(interval * np.arange(start, min(start + width, n + 1))) for start in range(0, n + 1, width)], axis=1
-    )
+    parts = []
+    for start in range(0, n + 1, width):
+        parts.append(profile(interval * np.arange(start, min(start + width, n + 1))))
+    values = np.concatenate(parts, axis=1)
+
     if uneven:
         values = np.stack([convex_minorant(row, interval) for row in values])
     return np.asarray(np.minimum.accumulate(values, axis=1))
