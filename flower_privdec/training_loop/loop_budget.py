@@ -355,7 +355,7 @@ class LoopPayments:
             return
         if self._ledger is None:
             self._ledger = self._opened()
-            # Nobody held the lock when `blocks` asked.
+            # The ledger was not locked when `blocks` asked.
             if self._budget.remaining_steps(self._ledger.entries) < self._due:
                 raise self._spent()
 

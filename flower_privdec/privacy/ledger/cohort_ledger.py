@@ -242,7 +242,7 @@ class CohortLedger(Ledger):
 
 
 def _missing_charge(account: Account, missing: int, plan_steps: int) -> Charge:
-    """Return the charge to a peer for so many lost lines, of which nobody knows the steps.
+    """Return the charge to a peer for so many lost lines, whose steps are not known.
 
     Args:
         plan_steps: how many steps the plan has.

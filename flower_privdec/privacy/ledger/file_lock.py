@@ -8,9 +8,10 @@ The lock is one `flock` on the descriptor that the lines are written through, so
   lock of its own; that it was continued beside the original is found by other means (see `ledger`).
 - A forked child shares the lock of its parent, and may close its descriptor without releasing it.
 
-`filelock` was considered. Its `FileLock` opens a file of its own, where a lock beside the ledger could be deleted while
-it is held, or reached by two paths. On a file system without `flock` it falls back to a marker file, which a killed
-process leaves behind. It does not say who holds a lock either. What remains of it is this one call of `flock`.
+Why not the package filelock: its FileLock opens a descriptor of its own. A lock file beside the ledger could be deleted
+while it is held, and two paths to one ledger would have two of them. On a file system without `flock` it falls back to
+a marker file, which a killed process leaves behind. It does not say who holds a native lock either. What it has for a
+descriptor that is open already is the one call of `flock` below.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _lock(fd: int, path: Path) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
         # Between open and flock, the last holder may have sealed its segment and put a new file under this path. The
-        # lock would then be on a file that nobody appends to.
+        # lock would then be on a file that no process appends to.
         return os.path.samestat(path.stat(), os.fstat(fd))
     except OSError:
         return False

@@ -45,9 +45,9 @@ What a ledger does that was ...
 | deprived of a sealed segment | refused, with the segment's name |
 | deleted, with a checkpoint that saw it | refused (`segments.check_ledger_there`) |
 | put back from an old copy | refused if a checkpoint, a neighbour or a sealed segment has newer lines |
-| copied, and both continued | refused likewise: each lacks lines that somebody saw of the other |
+| copied, and both continued | refused likewise: each lacks lines of the other that a checkpoint or a neighbour saw |
 
-Nobody can detect an old copy that no one else saw a newer state of. That is why checkpoints name the head that they saw
+An old copy of which no one saw a newer state cannot be detected. That is why checkpoints name the head that they saw
 (`check_head`), and networked peers tell each other how many lines they wrote (`check_witnessed`).
 """
 
@@ -84,7 +84,7 @@ from flower_privdec.privacy.ledger.segments import (
 from flower_privdec.privacy.ledger.spending import releases_in
 
 SEGMENT = 1 << 19  # bytes after which a segment is sealed; more if its header is long
-UNCHANGED = ("st_dev", "st_ino", "st_size", "st_mtime_ns")  # of a file that nobody wrote to meanwhile
+UNCHANGED = ("st_dev", "st_ino", "st_size", "st_mtime_ns")  # of a file that was not written to meanwhile
 
 _log = logging.getLogger(__name__)
 
@@ -343,7 +343,7 @@ class Ledger(Totals):
             with replacing(sealed_path(self.path, segment.number)) as part:
                 part.write_bytes(os.pread(self._descriptor, segment.size, 0))
 
-            # The next file is locked before it gets its name, so that nobody can come between.
+            # The next file is locked before it gets its name, so that no other process can come between.
             with replacing(self.path) as part:
                 fd = open_locked(part)
                 _write(fd, content)

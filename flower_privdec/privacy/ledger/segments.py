@@ -23,8 +23,8 @@ An entry that differs from the last such line of the segment only in its steps i
     {"index", "from_step", "hash"}
 
 What the chain detects: a line that was edited, removed or inserted, lines written by two processes at once, and a
-missing segment. What it cannot detect: whole lines cut from the end, or an old copy put back. For these, somebody else
-must have seen the newer lines: a checkpoint, or a neighbour (see `ledger`).
+missing segment. What it cannot detect: whole lines cut from the end, or an old copy put back. For these, the newer
+lines must have been seen elsewhere: by a checkpoint, or a neighbour (see `ledger`).
 
 Nothing here writes to a ledger, or locks it.
 """

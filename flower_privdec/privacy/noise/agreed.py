@@ -1,7 +1,7 @@
 """Secrets of pairs of peers in different processes, by X25519; none outlives the process, or session, of either.
 
 Each process draws a private key, sends its public key to the others (`public`), and learns theirs (`learn`). From then
-on both ends of a pair compute the same secret (`of`), and nobody else can.
+on both ends of a pair compute the same secret (`of`), and no one else can.
 """
 
 from __future__ import annotations

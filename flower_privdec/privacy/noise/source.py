@@ -6,7 +6,7 @@
 | `PairSecrets` | what two peers know that no other does | from keys (here), agreed between processes (`agreed`) |
 | `NoiseMechanism` | what is added to a sum | independent normals (here), noise that cancels (`pair_noise`), a user's |
 
-`Cohort.release_` calls the mechanism with a `NoisedSum`, which has everything that the noise may depend on. Private
+A cohort calls the mechanism with a `NoisedSum`, which has everything that the noise may depend on. Private
 data is not in it: noise that followed the data would be no noise.
 """
 
