@@ -3,10 +3,10 @@
     image → zero mean, unit variance → scattering → group normalisation → average pooling → unit norm
           → whitening by the features of drawings → unit norm times `norm`
 
-Each example goes through by itself, so the features of one never depend on another, and a peer computes them
-for its own data exactly as a simulation does for all peers. Whitening takes mean and covariance from
-`strokes`, synthetic drawings: it removes what every image of pen strokes has in common, which
-otherwise fills most of the clip norm, and evens out what is left.
+Each example goes through by itself, so the features of one never depend on another: a peer computes for its own data
+what a simulation does for all peers. Only the last digit may differ, which libraries round by machine and batch.
+Whitening takes mean and covariance from `strokes`, synthetic drawings: it removes what every image of pen strokes has
+in common, which otherwise fills most of the clip norm, and evens out what is left.
 
 Features are cached on disk, checked, and never unpickled. They are as private as the examples they were made from, and
 the name of a file is a hash that confirms a guess of all of them: the folder is for its owner alone, and must stay on
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch.nn.functional import adaptive_avg_pool2d, group_norm, pad
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import cache_folder, make_owners_folder, owners_file, replacing
-from flower_privdec.common.machine import available_cores
+from flower_privdec.common.machine import available_cores, cpu_model
 from flower_privdec.common.user_code import require
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows
@@ -209,7 +210,14 @@ def apply_features(x: Features, section: FeaturesSection) -> Tensor:
         )
     if section.whitening == "strokes" and channels != 1:
         raise ScenarioError(f"features.whitening=strokes is for images of one channel, not {channels}: set it to none")
-    return cached({"version": VERSION, **section.model_dump()}, x, partial(_compute, section, x))
+    # Keys of noise name the machine and these versions, so a feature must not be one that other ones have rounded.
+    made_by = [cpu_model(), torch.__version__, features_version()]
+    return cached({"version": VERSION, "by": made_by, **section.model_dump()}, x, partial(_compute, section, x))
+
+
+def features_version() -> str:
+    """Return the version of the library whose filters features are made with."""
+    return f"kymatio {version('kymatio')}"
 
 
 class Extractor:

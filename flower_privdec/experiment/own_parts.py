@@ -98,7 +98,7 @@ class OwnParts:
         _check_least_size(scenario, peers, examples.sizes)
 
         from_system = secret is not None or scenario.compute.generator == SYSTEM
-        named = name_run(agreement, as_read, examples, peers, secret, from_system, runtime, root=root, whole=whole)
+        named = name_run(agreement, as_read, peers, secret, from_system, runtime, root=root, whole=whole)
         own = OwnParts(
             peers=peers,
             examples=examples,

@@ -202,14 +202,18 @@ def partition_name(prints: Mapping[int, bytes], secret: bytes | None) -> str:
     return _hash(b"partition", secret or b"", *parts).hex()[:32]
 
 
-def data_id(public: PublicSet, initial: Tensor, examples: Examples) -> str:
+def data_id(tested: bytes, initial: Tensor, examples: Examples) -> str:
     """Return the name of a run without privacy: a hash of its data and of the model before round 0.
+
+    Args:
+        tested: the fingerprint of the test set, see `fingerprint_of`.
+        examples: the training examples, before features are extracted.
 
     It confirms a guess of all examples at once, and stays with the checkpoints of those who have them.
     """
     model = bytes(numbers_of(initial))
     parts = [fingerprint(*examples_of(examples, rows)) for rows in examples.parts]
-    return _hash(b"data", model, fingerprint_of(public), *parts).hex()[:32]
+    return _hash(b"data", model, tested, *parts).hex()[:32]
 
 
 def _hash(*parts: bytes) -> bytes:

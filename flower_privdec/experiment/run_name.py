@@ -13,7 +13,7 @@ from flower_privdec.common.fields import own_modules
 from flower_privdec.common.machine import cpu_model
 from flower_privdec.common.user_code import without_tokens
 from flower_privdec.data import Examples, read_examples
-from flower_privdec.data.features import apply_features
+from flower_privdec.data.features import apply_features, features_version
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.fingerprints import fingerprints
 from flower_privdec.experiment.noise_statement import noise_source
@@ -25,7 +25,6 @@ from flower_privdec.experiment.run_key import (
     data_id,
     edges_of,
     environment,
-    fingerprint_of,
     is_known_by_its_edges,
     own_keys,
     partition_name,
@@ -108,16 +107,19 @@ def rounding(scenario: Scenario, runtime: str) -> str:
     """Return what decides how a simulation rounds its sums, beside scenario, device and versions.
 
     Privacy: two runs that round differently under one noise show their data in the last digits of the difference. How
-    many blocks an engine's peers fall into follows from the scenario, and the number of workers rounds nothing.
+    many blocks an engine's peers fall into follows from the scenario, and the number of workers rounds nothing. Which
+    images a process extracts features of together follows from the runtime.
     """
     compute = scenario.compute
-    return f"{cpu_model()}, {runtime}, threads {compute.threads}, memory {compute.memory_mib} MiB"
+    parts = [cpu_model(), runtime, f"threads {compute.threads}", f"memory {compute.memory_mib} MiB"]
+    if scenario.features is not None:
+        parts.append(features_version())
+    return ", ".join(parts)
 
 
 def name_run(
     agreement: Agreement,
     as_read: Examples,
-    examples: Examples,
     peers: np.ndarray,
     secret: bytes | None,
     from_system: bool,
@@ -129,8 +131,8 @@ def name_run(
     """Name a run and make the keys of its peers.
 
     Args:
-        as_read: of the peers hosted here, before features are extracted.
-        examples: the same, as the model takes them.
+        as_read: examples of the peers hosted here, before features are extracted. Keys are made of these: in how many
+            batches a process extracts features decides how they are rounded, and all processes need the same keys.
         from_system: whether noise and batches come from the operating system; the keys then only name the run.
         secret, runtime, root, whole: see `OwnParts.of`.
     """
@@ -141,7 +143,7 @@ def name_run(
 
     if private is None:
         # Nothing is drawn from the name. It keeps a run from going on with other data than it began with.
-        return NamedRun({}, {}, replace(name, id=data_id(agreement.public, agreement.initial, examples)))
+        return NamedRun({}, {}, replace(name, id=data_id(agreement.tested, agreement.initial, as_read)))
 
     portable = not from_system and scenario.compute.generator == PORTABLE
     if not (from_system or portable):
@@ -149,24 +151,17 @@ def name_run(
 
     pairs = secret_pairs(scenario)
     topology = None if agreement.mixing is None else agreement.mixing.topology
-    # How the last digit of a feature is rounded depends on the machine and on how many images are transformed together.
-    # Portable keys are the same everywhere, so they are made of what was read. Other keys must tell two roundings
-    # apart: their difference under one noise would show data.
-    tested = agreement.tested if portable else fingerprint_of(agreement.public)
     shared = shared_secret(
         name.scenario,
         PORTABLE_ENVIRONMENT if portable else name.environment,
-        tested,
+        agreement.tested,
         agreement.initial,
         agreement.module,
         [edges_of(topology), np.ascontiguousarray(pairs).tobytes()],
         own_parts(scenario),
     )
 
-    prints_as_read = fingerprints(as_read, peers)
-    prints = prints_as_read
-    if examples is not as_read and not portable:
-        prints = fingerprints(examples, peers)
+    prints = fingerprints(as_read, peers)
     prints_elsewhere = dict[int, bytes]()
 
     # The keys of a simulation follow from all peers' data. A deployed peer knows its own data only, and its keys are
@@ -175,10 +170,7 @@ def name_run(
     if not (from_system or whole):
         elsewhere = np.setdiff1d(np.arange(scenario.n_peers), peers)
         if len(elsewhere):
-            examples_elsewhere = read_own(agreement, elsewhere, root)
-            if not portable:
-                examples_elsewhere = with_features(agreement, examples_elsewhere)
-            prints_elsewhere = fingerprints(examples_elsewhere, elsewhere)
+            prints_elsewhere = fingerprints(read_own(agreement, elsewhere, root), elsewhere)
         shared += all_data(prints | prints_elsewhere)
 
     keys = own_keys(shared + (secret or b""), prints)
@@ -187,4 +179,4 @@ def name_run(
     # Portable keys are the same in every environment, but a run repeated in another one is charged again.
     here = name.environment.encode()
     id_here = run_id({peer: key + here for peer, key in keys.items()})
-    return NamedRun(keys, keys_elsewhere, replace(name, id=id_here, partition=partition_name(prints_as_read, secret)))
+    return NamedRun(keys, keys_elsewhere, replace(name, id=id_here, partition=partition_name(prints, secret)))

@@ -241,6 +241,18 @@ def kept_files() -> list[Path]:
     return sorted(path for path in (cache_folder() / "features").iterdir() if path.suffix != ".lock")
 
 
+@pytest.mark.parametrize("what", ["cpu_model", "features_version"])
+def test_another_machine_or_version_computes_features_anew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = FeaturesSection(kind="scattering", scales=1, pool=2, groups=0)
+    apply_features(images(6), section)
+    before = len(kept_files())
+    apply_features(images(6), section)
+    assert len(kept_files()) == before
+    monkeypatch.setattr(f"flower_privdec.data.features.{what}", lambda: "another")
+    apply_features(images(6), section)
+    assert len(kept_files()) == before + 1
+
+
 def test_features_are_computed_once() -> None:
     x, result = images(6), torch.randn(6, 3)
     assert torch.equal(keep(x, result, norm=1.0), result)
