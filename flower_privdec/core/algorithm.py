@@ -1,4 +1,13 @@
-"""What an algorithm is: a program of steps over rows, with an exchange between two of them."""
+"""What an algorithm is: a program of steps over rows, with exchanges between them.
+
+A row holds a tensor of one peer, so a step that works on rows [m, d] computes m peers at once. An algorithm's `program`
+is one round: a tuple of steps, which are functions of a cohort and a state, and exchanges, which are descriptions.
+`advance` runs the steps up to the next exchange and returns it. Its caller performs the exchange: the engine on rows in
+one process, Flower's relay or a network by messages. So an algorithm never knows what carries its messages.
+
+Steps never cross rows; only exchanges do (the row law). Therefore any split of the peers over processes gives the same
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -31,42 +40,42 @@ if TYPE_CHECKING:
     from flower_privdec.tasks.losses import Loss
 
 
-AVERAGE = "average."  # before the names of averaged rows
-HARMLESS = ("name", "line", "needs", "variants", "paper_noise", "steadied_by")  # attributes on which no release depends
+AVERAGE = "average."  # begins the names of averaged rows
+HARMLESS = ("name", "line", "needs", "variants", "paper_noise", "steadied_by")  # no release depends on these
 Step = Callable[["Cohort", State], None]
 
 
 class Algorithm:
     """A decentralized algorithm, written once over rows.
 
-    Only an exchange crosses rows. The row law holds for every step: step(state)[i] == step(state[i:i+1]).
+    The row law holds for every step: step(state)[i] == step(state[i:i+1]).
 
-    What private steps publish is declared by `released`, beside the steps. A subclass that defines or overrides a
-    method or an attribute, itself or by a class mixed in, has to declare again: it inherits no declaration of steps
-    that it may have changed.
+    `released` declares what private steps publish, beside the steps. A subclass that defines or overrides a method or
+    an attribute, itself or by a class mixed in, has to declare again: it inherits no declaration of steps that it may
+    have changed.
 
     Attributes:
-        name: what a scenario calls it, for one of the package.
-        line: what `privdec list` says of it.
-        needs: settings, `key.path=value`, that a scenario must have for it to run, as the graph that it needs.
+        name: its name in a scenario, for one of the package.
+        line: its line in `privdec list`.
+        needs: settings, `key.path=value`, that a scenario must have for it to run, such as its graph.
         variants: settings worth testing beside its defaults; the laws hold for each.
-        Section: declares the keys that belong to it, beside those of all that descend along gradients.
-        weights: the mixing weights its theory needs, or None when it exchanges nothing.
-        program: steps and exchanges of one round, in order.
-        slots: how many [m, d] buffers its state holds (for memory estimates).
-        edge_slots: how many vectors [d] it holds at the peak for each pair of a peer and an in-neighbour, itself
-            among them.
+        Section: declares the keys that belong to it, beside those of all algorithms that descend along gradients.
+        weights: the mixing weights that its theory needs; None if it exchanges nothing.
+        program: the steps and exchanges of one round, in order.
+        slots: the number of [m, d] buffers in its state, for memory estimates.
+        edge_slots: the number of vectors [d] that it holds at the peak for each pair of a peer and an in-neighbour,
+            the peer itself included.
         open_rows: the rows of the state that other peers may see: functions of what was released, here and elsewhere.
             Every other row stays with its peer.
-        steps_per_round: private steps of an active peer in a round.
+        steps_per_round: the private steps of an active peer in a round.
         remembers_clipped: whether a step publishes gradients that were clipped to the norms of earlier steps.
-        table: the kind of memory of past gradients that it keeps, a key of `table_sizes`; None where it keeps none.
-        tried_on_own_labels: whether its models are tried on each peer's own labels too, where that costs no privacy.
-        steadied_by: the keys of its section that steady a run that diverged, when they are lowered.
+        table: the kind of memory of past gradients that it keeps, a key of `table_sizes`; None if it keeps none.
+        tried_on_own_labels: whether its models are also tried on each peer's own labels, if that costs no privacy.
+        steadied_by: the keys of its section to lower if a run diverges.
         mixing_steps: how often the peers exchange in a round.
-        decay: of the averages of iterates that are its models; None where the last iterates are.
+        decay: the decay of the averages of iterates that are its models; None if its models are the last iterates.
         averaged: the rows of which it keeps averages, under their names after AVERAGE.
-        paper_noise: whose formula `calibration: paper` computes the noise by; None where no paper claims an ε.
+        paper_noise: the paper whose formula `calibration: paper` uses; None if no paper claims an ε.
     """
 
     Section: ClassVar[type[AlgorithmSection]] = DescentSection
@@ -92,17 +101,28 @@ class Algorithm:
         self.section = section
         self.name = section.name
         self.steps_per_round = section.steps_per_round
+
         average: AverageSection | None = getattr(section, "average", None)
-        self.decay = None if average is None else average.decay
-        self.averaged = () if average is None else tuple(name for name in ("x", "w") if name in self.open_rows)
-        self.open_rows = (*self.open_rows, *(AVERAGE + name for name in self.averaged))
+        if average is not None:
+            self.decay = average.decay
+            self.averaged = tuple(name for name in ("x", "w") if name in self.open_rows)
+            self.open_rows = (*self.open_rows, *(AVERAGE + name for name in self.averaged))
 
     @property
     def final_exchange(self) -> Mix:
-        """Return the exchange that makes the peers' models agree: the last mixing of the program, or one of x."""
+        """The exchange that makes the peers' models agree after the last round.
+
+        It is the last mixing of the program, or one of x, and mixes averages if these are the models.
+        """
         mixes = [item for item in self.program if isinstance(item, Mix)]
-        last = replace(mixes[-1], mixing_step=0) if mixes else Mix(("x",))
-        return replace(last, names=tuple(AVERAGE + name for name in self.averaged)) if self.averaged else last
+        last = Mix(("x",))
+        if mixes:
+            last = replace(mixes[-1], mixing_step=0)
+
+        if not self.averaged:
+            return last
+        names = tuple(AVERAGE + name for name in self.averaged)
+        return replace(last, names=names)
 
     def repeat_mixing(self, steps: int, topology: str) -> None:
         """Exchange several times in a round, each time by the next matrix of the sequence.
@@ -118,6 +138,7 @@ class Algorithm:
         """
         if steps == 1:
             return
+
         exchanges = [item for item in self.program if isinstance(item, Exchange)]
         where = f"topology.mixing_steps={steps} with algorithm.name={self.name}"
         if len(exchanges) != 1 or not isinstance(exchanges[0], Mix):
@@ -128,105 +149,110 @@ class Algorithm:
             raise ScenarioError(
                 f"{where} on topology server must be 1: one step averages", code="topology.mixing-steps"
             )
+
         at = self.program.index(exchanges[0])
         mixes = tuple(replace(exchanges[0], mixing_step=step) for step in range(steps))
         self.program = (*self.program[:at], *mixes, *self.program[at + 1 :])
         self.mixing_steps = steps
 
     def __init_subclass__(cls) -> None:
-        """Drop an inherited declaration where a subclass, or a class mixed in, changes what it may be about."""
+        """Drop an inherited declaration if a subclass, or a class mixed in, changes what it may be about."""
         super().__init_subclass__()
         if changed_since_declared(cls, harmless=HARMLESS):
             cls.released = Algorithm.released  # type: ignore[method-assign]
 
     def released(self, step: int, drawing: Drawing) -> Declaration:
-        """Return what a private step publishes; None, which costs ε = ∞, unless an algorithm declares it.
+        """Declare what a private step publishes; None, the default, declares nothing and costs ε = ∞.
 
         Args:
-            step: its number in the run, from 0: `steps_per_round` of them a round.
+            step: its number in the run, from 0, with `steps_per_round` steps a round.
             drawing: how the peer draws its examples.
         """
         return None
 
     def buffers(self, participation: Participation) -> int:
-        """Return how many [m, d] buffers a run takes at once: the state's, one to mix into, one to work in."""
+        """Return the number of [m, d] buffers that a run takes at once: the state's, and one to mix or work in."""
         return max(3, self.slots + 1)
 
     def step_sizes(self, n_peers: int, rounds: int) -> LearningRate:
         """Return what each peer's steps are multiplied by: the learning rate, unless an algorithm has none."""
         section: Any = self.section
-        rate = np.broadcast_to(np.asarray(section.learning_rate, dtype=np.float64), (n_peers,))
-        cosine = section.learning_rate_schedule == "cosine"
-        warmup = section.learning_rate_warmup or 0.0
-        return LearningRate(rate, section.learning_rate_decay, rounds, cosine=cosine, warmup=warmup)
+        rate = np.asarray(section.learning_rate, dtype=np.float64)
+        return LearningRate(
+            base=np.broadcast_to(rate, (n_peers,)),
+            decay=section.learning_rate_decay,
+            rounds=rounds,
+            cosine=section.learning_rate_schedule == "cosine",
+            warmup=section.learning_rate_warmup or 0.0,
+        )
 
     @property
     def optimizer(self) -> LocalOptimizer | None:
-        """Return what each peer makes of its noised gradients; None where its steps are plain."""
+        """The optimizer that turns each peer's noised gradients into steps; None if its steps are plain."""
         section: OptimizerSection | None = getattr(self.section, "optimizer", None)
         return None if section is None else LocalOptimizer(section)
 
     def exchange(
         self, topology: Topology, weights: str, participation: Participation, seed: int
     ) -> tuple[Mixing, Participation]:
-        """Return the mixing over a graph and who is active, as the scenario sets them unless an algorithm differs."""
+        """Return the mixing over a graph, and who is active: as the scenario sets them unless an algorithm differs."""
         return Mixing(topology, weights, participation, self.mixing_steps), participation
 
     def conserved_weights(self, sizes: np.ndarray) -> np.ndarray:
-        """Return how often a row of each peer counts in the sum that mixing conserves: once, by default, [n_peers].
+        """Return the weight of each peer's row in the sum that mixing conserves, [n_peers]; 1 by default.
 
         Args:
-            sizes: how many examples each peer has, int64 [n_peers].
+            sizes: the number of examples of each peer, int64 [n_peers].
         """
         return np.ones(len(sizes))
 
     def weight_factor(self, mixing: Mixing, rounds: int) -> float:
-        """Return what the mixing weights of a run add to its paper's formula for the noise: nothing, by default."""
+        """Return the factor of the mixing weights of a run in its paper's formula for the noise; 1 by default."""
         return 1.0
 
     def check_public(self, public: PublicSet, loss: Loss) -> None:
-        """Refuse a public set that lacks what the algorithm needs (nothing by default).
+        """Refuse a public set that lacks what the algorithm needs; by default it needs nothing.
 
         Raises:
             ScenarioError: naming what is needed.
         """
 
     def check_model(self, kernel: GradientKernel) -> None:
-        """Refuse a model that the algorithm cannot train (none by default).
+        """Refuse a model that the algorithm cannot train; by default it can train any.
 
         Raises:
             ScenarioError: naming what can.
         """
 
     def cautions(self, active: int, n_peers: int, rounds: int, *, server: bool) -> list[str]:
-        """Return what to know about its settings before a run: sentences with their remedy.
+        """Return warnings about its settings before a run: sentences with a remedy.
 
         Args:
             active: how many of n_peers are active in a round.
-            rounds: of the run.
-            server: whether the active peers alone are averaged.
+            rounds: the rounds of the run.
+            server: whether only the active peers are averaged.
         """
         return []
 
     def table_sizes(self, kernel: GradientKernel, sizes: np.ndarray, d: int, batch: int) -> dict[str, int | None]:
-        """Return how many numbers each kind of table takes that it can keep; None for one that the model cannot have.
+        """Return the size of each kind of table that it can keep, in numbers; None if the model cannot have that kind.
 
         Args:
-            sizes: examples of each peer hosted here.
-            d: parameters.
-            batch: examples of a step.
+            sizes: the number of examples of each peer hosted here.
+            d: the number of parameters.
+            batch: the number of examples in a step.
         """
         return {}
 
     def full_passes(self, rounds: int) -> int:
-        """Return in how many of the first rounds it takes all local examples, whatever the batch."""
+        """Return how many of the first rounds use all local examples, whatever the batch."""
         return 0
 
     def trials(self, members: float) -> float:
-        """Return how many models a peer tries on the validation set in a round: none, unless an algorithm does.
+        """Return how many models a peer tries on the validation set in a round; 0 by default.
 
         Args:
-            members: of its neighbourhood, itself among them.
+            members: the size of its neighbourhood, itself included.
         """
         return 0.0
 
@@ -239,7 +265,7 @@ class Algorithm:
         return rows["x"]
 
     def models(self, rows: dict[str, Tensor]) -> Tensor:
-        """Return what each peer hands out, [m, d]: its model, or that of its averaged rows."""
+        """Return the models that the peers hand out, [m, d]: of their last rows, or of their averaged rows."""
         return self.debiased(self._averages(rows))
 
     def mean_model(self, rows: dict[str, Tensor]) -> Tensor:
@@ -253,10 +279,11 @@ class Algorithm:
         """Return the rows of averages before round 0.
 
         Raises:
-            ScenarioError: the algorithm's models are of other rows than those that are averaged.
+            ScenarioError: the algorithm's models do not come from the rows that are averaged.
         """
         if self.averaged:
-            with suppress(KeyError):  # models that follow from x cannot be had without it
+            # Models that come from x cannot be computed without it, so this raises KeyError for all sound algorithms.
+            with suppress(KeyError):
                 self.debiased({name: row for name, row in rows.items() if name != "x"})
                 raise ScenarioError(
                     f"algorithm.average must be left out: the models of {self.name} do not follow from its rows x, of "
@@ -277,33 +304,36 @@ class Algorithm:
         """
         k = state.round_index
         for name in self.averaged:
-            state.rows[AVERAGE + name].lerp_(state.rows[name], 1 - min(self.decay or 0.0, k / (k + 1)))
+            beta = min(self.decay or 0.0, k / (k + 1))
+            state.rows[AVERAGE + name].lerp_(state.rows[name], 1 - beta)
 
     def extra_metrics(self, rows: dict[str, Tensor], rounds: range, mixing: Mixing | None) -> dict[str, Any]:
-        """Return what a line of the metrics has beside the models' quality: nothing by default.
+        """Return further entries for a line of metrics, by name; none by default.
 
         Args:
-            rows: the state's, at least those that others may see.
-            rounds: those since the line before.
+            rows: rows of the state, at least those that others may see.
+            rounds: the rounds since the previous line.
         """
         return {}
 
     def personal(self, rows: dict[str, Tensor]) -> Tensor | None:
-        """Return each peer's personalized model, [m, d], or None where there is none at hand."""
+        """Return each peer's personalized model, [m, d]; None if there are none, or their rows are not given."""
         return None
 
     def network_mean(self, rows: dict[str, Tensor]) -> Tensor:
         """Return the mean of the network's models, [d]: Σ_i x_i / Σ_i w_i, which mixing conserves."""
         total = rows["x"].sum(0)
-        return total / (rows["w"].sum() if "w" in rows else len(rows["x"]))
+        if "w" in rows:
+            return total / rows["w"].sum()
+        return total / len(rows["x"])
 
 
 def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
     """Run steps up to the next exchange, or to the end of the round.
 
     Returns:
-        The exchange the caller has to perform, or None when the round ended; `state.round_index` then names the
-        next round.
+        The exchange that the caller has to perform. None if the round is over; `state.round_index` is then the next
+        round.
     """
     program = algorithm.program
     while state.at < len(program):
@@ -311,9 +341,11 @@ def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | No
         if isinstance(item, Exchange):
             state.waiting = True
             return item
+
         cohort.state = state
         item(cohort, state)
         state.at += 1
+
     algorithm.average_(state)
     state.at = 0
     state.round_index += 1
@@ -321,22 +353,26 @@ def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | No
 
 
 def check_algorithm(algorithm: Algorithm, where: str) -> None:
-    """Refuse an algorithm that is not whole.
+    """Refuse an algorithm that lacks a part.
 
     Args:
-        where: what to call it in an error.
+        where: its name in errors.
 
     Raises:
         ScenarioError: it has no program, or no weights, or weights that do not fit the program.
     """
     program = getattr(algorithm, "program", None)
-    none = object()
-    if not isinstance(program, tuple) or not program or not all(map(callable, _steps(program))):
+    is_program = isinstance(program, tuple) and len(program) > 0 and all(map(callable, _steps(program)))
+    if not is_program:
         raise ScenarioError(f"{where}: program must be a tuple of steps and exchanges", code="algorithm.program")
-    weights = getattr(algorithm, "weights", none)
+
+    # None is a value of its own here: an algorithm that exchanges nothing.
+    weights = getattr(algorithm, "weights", "missing")
     if weights not in ("column-stochastic", "doubly-stochastic", None):
         raise ScenarioError(f"{where}: weights must be 'column-stochastic', 'doubly-stochastic' or None")
-    if weights is None and len(_steps(program)) < len(program):
+
+    has_exchanges = any(isinstance(item, Exchange) for item in program)
+    if weights is None and has_exchanges:
         raise ScenarioError(
             f"{where}: weights must not be None, for the program has exchanges", code="algorithm.weights"
         )

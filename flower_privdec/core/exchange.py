@@ -1,8 +1,14 @@
 """The state of a cohort, and the three ways in which peers exchange it, without I/O.
 
-An exchange is two pure functions: `outgoing`, what the peers hosted here send, by (sender, receiver), and `incoming`,
-what their rows and edges become once they have what was sent to them. A transport (Flower's relay,
-processes, a network) calls the two; the engine, which hosts all peers, takes the short cut `together`.
+`Mix` averages rows over neighbours, `Gather` hands them over unmixed, and `Reply` answers what was gathered.
+
+An exchange is two pure functions. `outgoing` returns the messages of the peers hosted here, by (sender, receiver).
+`incoming` returns what their rows and edges become once the messages to them are there. A carrier of messages
+(Flower's relay, worker processes, a network) calls both. The engine hosts all peers, so it calls `together`, which
+computes the same without messages; sharded engines, which can read everybody's rows but change some only, call `among`.
+
+No exchange changes a state. Each returns a `Changed`, and its caller decides when to apply it: a network peer does so
+after the messages are on its disk.
 """
 
 from __future__ import annotations
@@ -23,11 +29,11 @@ from flower_privdec.rows.tensors import aligned, all_finite, is_aligned
 
 @dataclass(frozen=True)
 class Edges:
-    """A tensor with a row for each of some pairs of peers.
+    """A tensor with a row for each of E pairs of peers.
 
     Attributes:
-        own: int64 [E], the peer of each pair that is hosted here, ascending.
-        other: int64 [E], the neighbour it heard from or answers, ascending for each own.
+        own: the peer of each pair that is hosted here, int64 [E], ascending.
+        other: the neighbour that it heard from or answers, int64 [E], ascending for each own.
         values: [E, ...].
     """
 
@@ -46,14 +52,13 @@ class State:
     """Everything a cohort remembers between two steps; complete at every exchange.
 
     Attributes:
-        peers: int64 [m], the global id of each row.
+        peers: the global id of each row, int64 [m].
         round_index: the round under way, from 0.
         at: the place in the algorithm's program that comes next.
-        rows: named tensors whose first axis is the peer, each [m, ...]; they are aligned, long rows [m, d] for speed,
-            and all because the bits of a product depend on how its operands lie: a state read back has to lie as the
-            first did.
+        rows: named tensors [m, ...], one row a peer. They are aligned in memory: long rows for speed, and all because
+            the bits of a product depend on the alignment of its operands, which a state read back must reproduce.
         edges: named tensors with a row for each of some pairs of peers, one of them hosted here.
-        waiting: whether what comes next is an exchange whose messages are on their way.
+        waiting: whether the next item is an exchange whose messages are on their way.
     """
 
     peers: np.ndarray
@@ -65,23 +70,23 @@ class State:
 
     def __post_init__(self) -> None:
         """Align the rows."""
-        self.rows = {name: part if is_aligned(part) else aligned(part) for name, part in self.rows.items()}
+        self.rows = {name: row if is_aligned(row) else aligned(row) for name, row in self.rows.items()}
 
 
 Payload = Mapping[str, Tensor]  # one row of each name
-Messages = Mapping[Link, Payload]
-Spares = dict[str, Tensor | None]
+Messages = Mapping[Link, Payload]  # by (sender, receiver)
+Spares = dict[str, Tensor | None]  # buffers to mix into, by the name of the row
 
 
 @dataclass(frozen=True)
 class Changed:
-    """What an exchange makes of a state: its new rows and edges, by name."""
+    """The rows and edges of a state after an exchange, by name."""
 
     rows: Mapping[str, Tensor]
     edges: Mapping[str, Edges]
 
     def apply_(self, state: State) -> None:
-        """Put them into the state, which then goes on."""
+        """Put them into the state, whose program then continues after the exchange."""
         state.rows.update(self.rows)
         state.edges.update(self.edges)
         state.at = state.at + 1
@@ -93,8 +98,8 @@ class InReach:
     """Rows and edges of all peers in one address space.
 
     Attributes:
-        rows: of all peers, in their order.
-        edges: by name, in parts whose own peers follow one another.
+        rows: the rows of all peers, in their order, by name.
+        edges: the edges of all peers by name, in parts whose own peers follow one another.
     """
 
     rows: Mapping[str, Tensor]
@@ -106,9 +111,9 @@ class Exchange(ABC):
     """An exchange of some named rows or edges of the state.
 
     Attributes:
-        names: which.
-        mixing_step: the number of the mixing step in its round, where a round has several.
-        differs: whether a peer sends each receiver something of its own.
+        names: the names of the rows or edges.
+        mixing_step: the number of the mixing step in its round, if a round has several.
+        differs: whether a peer sends something different to each receiver.
     """
 
     names: tuple[str, ...]
@@ -120,90 +125,105 @@ class Exchange(ABC):
         return round_index * mixing.steps + self.mixing_step
 
     def shaped(self, name: str) -> str:
-        """Return the row that what is sent under a name has the shape of."""
+        """Return the name of the row whose shape a message has under a name."""
         return name
 
     @abstractmethod
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
-        """Return what the peers hosted here send to others; the same object where receivers get the same."""
+        """Return the messages of the peers hosted here; receivers of equal messages get the same object."""
 
     @abstractmethod
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
-        """Return what the state of the peers hosted here becomes.
+        """Return the new state of the peers hosted here.
 
         Args:
-            messages: all that were sent to them, also by each other.
+            messages: all messages to them, also those of each other.
 
         Raises:
             RunError: a message is missing, or does not fit.
         """
 
     def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:
-        """Return what the state of some of the peers becomes where everybody's rows and edges can be read.
+        """Return the new state of some peers, given everybody's rows and edges.
 
         Raises:
-            TypeError: an exchange that writes into everybody's rows itself, as `Mix` does.
+            TypeError: the exchange writes into everybody's rows itself, as `Mix` does.
         """
-        raise TypeError(f"{type(self).__name__} has no edges that could be made for some peers alone")
+        raise TypeError(f"{type(self).__name__} makes no edges, so it cannot be performed for some peers only")
 
     @abstractmethod
     def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
-        """Return the same where everybody is hosted here.
+        """Return the new state if all peers are hosted here.
 
         Args:
             spares: buffers to write into, by name; kept between calls.
         """
 
     def awaited(self, state: State, mixing: Mixing) -> list[Link]:
-        """Return which messages the peers hosted here wait for, in the order of receiver and sender."""
-        return list(mixing.hosted(self.place(state.round_index, mixing), state.peers).heard)
+        """Return the links whose messages the peers hosted here wait for, by receiver and then by sender."""
+        place = self.place(state.round_index, mixing)
+        return list(mixing.hosted(place, state.peers).heard)
 
 
 @dataclass(frozen=True)
 class Mix(Exchange):
-    """Each named row i becomes Σ_j W[i, j] row_j, with the mixing matrix W of its place.
+    """Each named row i becomes Σ_j W[i, j] row_j, with the mixing matrix W of its place in the sequence.
 
-    For column-stochastic weights a message is the sender's weighted share, W[i, j] row_j, so that a sender alone
-    decides its split; for others it is the row, which the receiver weighs.
+    With column-stochastic weights a message is the sender's weighted share W[i, j] row_j, so the sender decides how it
+    splits its mass. With other weights a message is the row, and the receiver weighs it.
     """
 
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
+        place = self.place(state.round_index, mixing)
+        row_of = {peer: row for row, peer in enumerate(state.peers.tolist())}
+
         outgoing: dict[Link, Payload] = {}
-        scaled: dict[tuple[int, float], Payload] = {}
-        at = {peer: row for row, peer in enumerate(state.peers.tolist())}
-        for sender, receiver, weight in mixing.hosted(self.place(state.round_index, mixing), state.peers).sent:
+        scaled: dict[tuple[int, float], Payload] = {}  # by sender and factor: receivers with equal weights share one
+        for sender, receiver, weight in mixing.hosted(place, state.peers).sent:
             factor = weight if mixing.sends_shares else 1.0
             if (sender, factor) not in scaled:
-                scaled[sender, factor] = {name: state.rows[name][at[sender]] * factor for name in self.names}
+                scaled[sender, factor] = {name: state.rows[name][row_of[sender]] * factor for name in self.names}
             outgoing[sender, receiver] = scaled[sender, factor]
         return outgoing
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
-        like = {name: state.rows[name][0] for name in self.names}
         hosted = mixing.hosted(self.place(state.round_index, mixing), state.peers)
+        like = {name: state.rows[name][0] for name in self.names}
         received = checked(messages, list(hosted.heard), like, state.round_index)
         rows = {name: torch.empty_like(state.rows[name]) for name in self.names}
-        if mixing.sends_shares:  # a receiver's own share first, then the others' by distance
+
+        if mixing.sends_shares:
+            # A receiver's own share comes first in its terms, then the others' by distance. Sums of floats depend on
+            # their order, so this order makes a network's numbers those of the engine.
             for row, terms in enumerate(hosted.terms):
                 for name in self.names:
                     out = rows[name][row]
-                    own_row = state.rows[name][row]
                     for number, (sender, receiver, weight) in enumerate(terms):
-                        share = own_row * weight if sender == receiver else received[sender, receiver][name]
-                        if number:
-                            out.add_(share)
+                        if sender == receiver:
+                            share = state.rows[name][row] * weight
                         else:
+                            share = received[sender, receiver][name]
+                        if number == 0:
                             out.copy_(share)
+                        else:
+                            out.add_(share)
             return Changed(rows, {})
-        own = {peer: row for row, peer in enumerate(state.peers.tolist())}
+
+        # Without shares each sender sends the same row to all, so the rows of all senders are stacked and multiplied.
+        row_of = {peer: row for row, peer in enumerate(state.peers.tolist())}
         heard = {sender: payload for (sender, _), payload in received.items()}
         for name in self.names:
-            parts = [state.rows[name][own[s]] if s in own else heard[s][name] for s in hosted.rows.sources.tolist()]
+            parts = []
+            for sender in hosted.rows.sources.tolist():
+                if sender in row_of:
+                    parts.append(state.rows[name][row_of[sender]])
+                else:
+                    parts.append(heard[sender][name])
             hosted.rows.apply_sources(torch.stack(parts), out=rows[name])
         return Changed(rows, {})
 
     def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
-        """See Exchange; writes into one spare buffer a name, which then changes places with the row, or in place."""
+        """See Exchange. Each row is mixed into a spare buffer, with which it then swaps places, or in place."""
         matrix = mixing.matrix(self.place(state.round_index, mixing))
         rows = {}
         for name in self.names:
@@ -213,15 +233,15 @@ class Mix(Exchange):
 
 @dataclass(frozen=True)
 class Gather(Exchange):
-    """Each peer gets its in-neighbours' named rows unmixed: edges of the same names, own the one that heard."""
+    """Each peer gets its in-neighbours' named rows unmixed, as edges of the same names; `own` is who heard."""
 
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
-        rows = {
-            peer: {name: state.rows[name][row].clone() for name in self.names}
-            for row, peer in enumerate(state.peers.tolist())
-        }
+        payloads = dict[int, Payload]()
+        for row, peer in enumerate(state.peers.tolist()):
+            payloads[peer] = {name: state.rows[name][row].clone() for name in self.names}
+
         sent = mixing.hosted(self.place(state.round_index, mixing), state.peers).sent
-        return {(sender, receiver): rows[sender] for sender, receiver, _ in sent}
+        return {(sender, receiver): payloads[sender] for sender, receiver, _ in sent}
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
         links = self.awaited(state, mixing)
@@ -238,10 +258,10 @@ class Gather(Exchange):
 
 @dataclass(frozen=True)
 class Reply(Exchange):
-    """Each named edge goes back to the peer it was heard from: afterwards own asked and other answered.
+    """Each named edge goes back to the peer that it was heard from: afterwards `own` asked and `other` answered.
 
     Attributes:
-        like: the row that each of them has the shape of.
+        like: the name of the row whose shape they have.
     """
 
     like: str = "x"
@@ -251,13 +271,16 @@ class Reply(Exchange):
         return self.like
 
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
-        first = state.edges[self.names[0]]
-        pairs = enumerate(zip(first.own.tolist(), first.other.tolist(), strict=True))
-        return {pair: {name: state.edges[name].values[e].clone() for name in self.names} for e, pair in pairs}
+        outgoing: dict[Link, Payload] = {}
+        edges = state.edges[self.names[0]]  # those of the other names are between the same pairs
+        for number, pair in enumerate(zip(edges.own.tolist(), edges.other.tolist(), strict=True)):
+            outgoing[pair] = {name: state.edges[name].values[number].clone() for name in self.names}
+        return outgoing
 
     def awaited(self, state: State, mixing: Mixing) -> list[Link]:
-        """Return which answers the peers hosted here wait for: one from each peer that they sent to."""
-        return list(mixing.hosted(self.place(state.round_index, mixing), state.peers).answered)
+        """Return the links of the answers that the peers hosted here wait for: one from each peer that they asked."""
+        place = self.place(state.round_index, mixing)
+        return list(mixing.hosted(place, state.peers).answered)
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
         links = self.awaited(state, mixing)
@@ -272,46 +295,53 @@ class Reply(Exchange):
 
 
 def _turned(parts: Sequence[Edges], peers: np.ndarray) -> Edges:
-    """Return the edges whose other is one of some peers, as that peer's own."""
-    own, other = (np.concatenate(ends) for ends in zip(*((part.own, part.other) for part in parts), strict=True))
+    """Return the edges whose other end is among some peers, turned round: that end is then their own."""
+    own = np.concatenate([part.own for part in parts])
+    other = np.concatenate([part.other for part in parts])
+
+    # The edges to keep, as places in the parts one after the other, in the order of their new ends.
     chosen = np.flatnonzero(np.isin(other, peers))
     order = chosen[np.lexsort((own[chosen], other[chosen]))]
+
+    # Values are long, so they are copied once, from each part to where they belong, and never concatenated.
     values = parts[0].values.new_empty((len(order), *parts[0].values.shape[1:]))
     first = 0
     for part in parts:
-        here = np.flatnonzero((order >= first) & (order < first + len(part.own)))
+        is_here = (order >= first) & (order < first + len(part.own))
+        here = np.flatnonzero(is_here)
         values[torch.from_numpy(here)] = part.values[torch.from_numpy(order[here] - first)]
         first += len(part.own)
     return Edges(other[order], own[order], values)
 
 
 def _columns(links: list[Link]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the senders and the receivers of some links, int64 [E] each."""
     array = np.array(links, dtype=np.int64).reshape(-1, 2)
     return array[:, 0], array[:, 1]
 
 
 def _edges(links: list[Link], messages: Messages, like: Payload) -> dict[str, Edges]:
-    """Return edges of some links, in their order, from what came over each."""
+    """Return the edges of some links, in their order, from the messages over them."""
     senders, receivers = _columns(links)
-    replies = {}
-    for name, part in like.items():
-        values = part.new_empty((len(links), *part.shape))
+    edges = {}
+    for name, row in like.items():
+        values = row.new_empty((len(links), *row.shape))
         for value, link in zip(values, links, strict=True):
             value.copy_(messages[link][name])
-        replies[name] = Edges(receivers, senders, values)
-    return replies
+        edges[name] = Edges(receivers, senders, values)
+    return edges
 
 
 def checked(messages: Messages, links: list[Link], like: Payload, round_index: int) -> Messages:
-    """Return messages that are there and fit; nothing else is looked at.
+    """Return messages after a check that those of some links are there, fit and are finite.
 
     Args:
-        links: which have to be there.
-        like: a row of each name, as it should be.
-        round_index: for errors.
+        links: the links to check; others are ignored.
+        like: a row of each name with the right shape and type.
+        round_index: the round, for errors.
 
     Raises:
-        RunError: naming the sender, what is wrong, and where the run is.
+        RunError: names the sender, the fault and the round.
     """
     for sender, receiver in links:
         here = f"peer {receiver}, round {round_index}"
@@ -320,11 +350,13 @@ def checked(messages: Messages, links: list[Link], like: Payload, round_index: i
                 f"{here}: the message of peer {sender} is missing: the transport has to deliver it",
                 code="exchange.missing",
             )
+
         payload = messages[sender, receiver]
         for name, ours in like.items():
             what = f"{here}: {name!r} of peer {sender}"
             if name not in payload:
                 raise RunError(f"{what} is missing; all peers must run one scenario", code="exchange.row-missing")
+
             theirs = payload[name]
             if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
                 raise RunError(

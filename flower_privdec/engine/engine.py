@@ -1,4 +1,8 @@
-"""The engine: all peers of a scenario as rows of one computation in one process."""
+"""The engine: all peers of a scenario as rows of one computation in one process.
+
+No message is ever made: an exchange among all rows is a product with the mixing matrix. `engine/workers` computes the
+same numbers in several processes, and `engine/shards` in several Flower nodes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,14 @@ from flower_privdec.core.exchange import Spares
 
 
 class Engine:
-    """Runs rounds of an algorithm on a cohort that hosts the whole network."""
+    """Runs rounds of an algorithm on a cohort that hosts the whole network.
+
+    Attributes:
+        state: the state of all peers; between two calls of `rounds` it is at the end of a round.
+        trial: a function that tries the models on the test set in parallel; None if the caller has to do it.
+    """
+
+    trial = None
 
     def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State) -> None:
         self.algorithm = algorithm
@@ -16,14 +27,12 @@ class Engine:
         self.state = state
         self._spares: Spares = {}
 
-    trial = None  # the caller evaluates the models
-
     def collected(self) -> State:
         """Return the state between two rounds."""
         return self.state
 
     def close(self) -> None:
-        """Do nothing: an engine in one process holds no resources."""
+        """Do nothing, since an engine in one process holds no resources."""
 
     def rounds(self, count: int) -> None:
         """Run some whole rounds."""

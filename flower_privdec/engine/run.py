@@ -1,8 +1,20 @@
-"""Run a scenario in process, from its beginning or from a checkpoint, to its summary."""
+"""Run a scenario in process, from its beginning or from a checkpoint, to its summary.
+
+A `Run` alternates rounds of an engine with evaluations:
+
+    open      The recorder takes the run's folder, and the cohort its ledger. A checkpoint must fit the ledger: its
+              head is a record of the ledger that was there when the checkpoint was written.
+    advance   Rounds up to the next evaluation, then a line of metrics and a checkpoint.
+    finish    Models and summary, after the last round. `stop` writes them as of the last checkpoint instead.
+    close     Workers end; folder and ledger are free again.
+
+The ledger is always ahead of the checkpoint: steps are paid before they are taken, and only taken steps are saved.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,14 +50,14 @@ class Run:
     Args:
         experiment: the scenario, built.
         out: the run's folder.
-        runtime: what the summary calls it.
+        runtime: its name in the summary.
         resume: continue from the folder's checkpoint.
         lean: save no models, and few checkpoints.
-        workers: how many processes, in place of the scenario's.
+        workers: the number of processes, in place of the scenario's.
 
     Raises:
-        ScenarioError: when the folder holds another run, or nothing to resume.
-        BudgetError: when a ledger cannot be trusted or is in use.
+        ScenarioError: the folder holds another run, or nothing to resume.
+        BudgetError: a ledger cannot be trusted, or is in use.
     """
 
     def __init__(
@@ -59,7 +71,9 @@ class Run:
         workers: int | None = None,
     ) -> None:
         torch.set_num_threads(experiment.scenario.compute.threads)
-        # Code of a user's own may compute something else than when this folder, or a copy of it, was begun.
+
+        # A user's own code may compute something else than when this folder, or a copy of it, was begun. With a new
+        # salt the noise differs too, so that no difference of two models shows an example.
         experiment = replace(experiment, own=experiment.own.with_new_salt())
         self.experiment = experiment
         self.recorder = Recorder(experiment, experiment.own, out, runtime, resume, lean)
@@ -67,22 +81,29 @@ class Run:
             _log.warning(SYSTEM)
         elif self.recorder.salted_for:
             _log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
-        ledger = ledger_folder(experiment.scenario, out, experiment.inherited)
+
         checkpoint = self.recorder.checkpoint
+        ledger = ledger_folder(experiment.scenario, out, experiment.inherited)
         steps = experiment.algorithm.steps_per_round
-        every = experiment.scenario.evaluation.every
+        first_step = 0
         if checkpoint is not None:
             check_ledger_there(ledger, experiment.public.name, checkpoint.head)
-        first = 0 if checkpoint is None else checkpoint.state.round_index * steps
-        self.cohort = experiment.cohort(ledger, start=first, block=min(every, experiment.scenario.rounds) * steps)
+            first_step = checkpoint.state.round_index * steps
+
+        # One entry of the ledger pays for the steps between two checkpoints.
+        block = min(experiment.scenario.evaluation.every, experiment.scenario.rounds) * steps
+        self.cohort = experiment.cohort(ledger, start=first_step, block=block)
         try:
-            leave = [self.recorder.close]  # closes, in a forked worker, its copies of the locks that this process holds
+            # A forked worker has copies of the descriptors whose locks this process holds; it calls these to close
+            # them.
+            leave = [self.recorder.close]
             if self.cohort.ledger is not None:
                 leave.append(partial(self.cohort.ledger.close, unlock=False))
                 if checkpoint is not None:
                     self.cohort.ledger.check_head(checkpoint.head)
                 if checkpoint is None or self.recorder.begins_stage:
                     check_budget(self.cohort, ledger)
+
             with self._formatting_errors():
                 state = self.recorder.start(lambda: experiment.initial_state(self.cohort), self._head)
             self.engine = start_engine(experiment, self.cohort, state, leave, workers)
@@ -92,17 +113,18 @@ class Run:
 
     @property
     def _head(self) -> Head | None:
+        """The last record of the ledger; None without privacy."""
         return None if self.cohort.ledger is None else self.cohort.ledger.head
 
     @property
     def _charged(self) -> tuple[Path, Head] | None:
-        """The folder of the ledger, and its head."""
+        """The folder of the ledger, and its last record."""
         ledger = self.cohort.ledger
         return None if ledger is None else (ledger.path.parent, ledger.head)
 
     @property
     def round_index(self) -> int:
-        """Return how many rounds are done."""
+        """The number of rounds that are done."""
         return self.engine.state.round_index
 
     def advance(self, on_round: Callable[[int], None] | None = None) -> dict[str, Any]:
@@ -112,15 +134,25 @@ class Run:
             on_round: called after each round, with the number of rounds that are done.
         """
         scenario = self.experiment.scenario
-        every = self.experiment.scenario.evaluation.every
-        until = min(scenario.rounds, (self.round_index // every + 1) * every)
+        every = scenario.evaluation.every
+        next_evaluation = (self.round_index // every + 1) * every
+        until = min(scenario.rounds, next_evaluation)
+
         while self.round_index < until:
+            # All rounds at once, unless the caller wants to see each: workers then synchronize less often.
+            count = until - self.round_index
+            if on_round is not None:
+                count = 1
+
             started = time.perf_counter()
             with self._formatting_errors():
-                self.engine.rounds(until - self.round_index if on_round is None else 1)
+                self.engine.rounds(count)
             self.recorder.seconds += time.perf_counter() - started
+
             if on_round is not None:
                 on_round(self.round_index)
+
+        # Collecting the rows of workers is part of training, evaluating them is not.
         started = time.perf_counter()
         with self._formatting_errors():
             state = self.engine.collected()
@@ -141,10 +173,14 @@ class Run:
         except PrivdecError:
             raise
         except RAISED_BY_USERS as error:
+            # What fails is the user's own module if there is one. A full disk is not its fault.
             own = [f"{key}={module!r}" for key, module in own_modules(self.experiment.scenario)]
             if not own or isinstance(error, OSError):
                 raise
-            when = f"round {self.round_index}" if hasattr(self, "engine") else "before round 0"
+
+            when = "before round 0"
+            if hasattr(self, "engine"):
+                when = f"round {self.round_index}"
             raise RunError(
                 f"{when}: {' or '.join(own)} raised {raised_at(error)}; its message is withheld, for it may tell of "
                 f"data: mend the code, then run the same command {again(self.recorder.out)}",
@@ -152,33 +188,37 @@ class Run:
             ) from error
 
     def finish(self) -> dict[str, Any]:
-        """Write models and summary of a run whose rounds are done; return the summary."""
+        """Write models and summary after the last round; return the summary."""
         spent = Spent.of(self.cohort, self.experiment.scenario.rounds)
         self.recorder.ledger = self._charged
         self.recorder.coalition_seconds = self.cohort.game_seconds
         return self.recorder.finish(self.engine.state.rows, spent)
 
     def stop(self, why: str) -> dict[str, Any] | None:
-        """Write models and summary of a run that ends here, as of its last checkpoint, from which it can go on.
+        """Write models and summary as of the last checkpoint, from which the run can be resumed.
 
         Args:
-            why: what stopped it, `callback` or `interrupt`.
+            why: what stopped the run, `callback` or `interrupt`.
 
         Returns:
-            The summary; None where no round was recorded yet, or the run is lean.
+            The summary; None if no round is recorded yet, or the run is lean.
         """
         path = self.recorder.out / CHECKPOINT
         if self.recorder.lean or not path.is_file():
             return None
+
         state = read_checkpoint(path, self.experiment.device).state
-        cohort = self.cohort
         done = state.round_index
         if not 0 < done < self.experiment.scenario.rounds:
             return None
+
+        cohort = self.cohort
         spent = Spent.of(cohort, done)
-        if self.experiment.own.draws_anew and cohort.ledger is not None:  # steps after it are charged for good
-            charged = Spent.of(cohort, -(-cohort.ledger.charged // cohort.steps_per_round))
-            spent = replace(charged, rounds_run=spent.rounds_run)
+        if self.experiment.own.draws_anew and cohort.ledger is not None:
+            # No later run repeats these draws, so the steps after the checkpoint stay charged.
+            charged_rounds = math.ceil(cohort.ledger.charged / cohort.steps_per_round)
+            spent = replace(Spent.of(cohort, charged_rounds), rounds_run=spent.rounds_run)
+
         self.recorder.ledger = self._charged
         return self.recorder.finish(state.rows, spent, stopped=(done, why))
 
@@ -206,8 +246,9 @@ def run(
 
     Args:
         lean: save no models, and few checkpoints.
-        on_metrics: called with each evaluation's metrics; the run stops where it returns True.
-        workers: how many processes, in place of the scenario's.
+        on_metrics: called with the metrics of each evaluation; the run stops if it returns True.
+        on_round: called after each round, with the number of rounds that are done.
+        workers: the number of processes, in place of the scenario's.
 
     Returns:
         The summary, as written to summary.json.
@@ -219,8 +260,12 @@ def run(
     try:
         while under_way.round_index < experiment.scenario.rounds:
             metrics = under_way.advance(on_round)
-            if on_metrics is not None and on_metrics(metrics) is True and (summary := under_way.stop("callback")):
-                return summary
+            is_to_stop = on_metrics is not None and on_metrics(metrics) is True
+            if is_to_stop:
+                # There is nothing to stop after the last round, or if no checkpoint was written.
+                summary = under_way.stop("callback")
+                if summary:
+                    return summary
         return under_way.finish()
     except KeyboardInterrupt:
         under_way.stop("interrupt")
