@@ -361,7 +361,7 @@ def check_algorithm(algorithm: Algorithm, where: str) -> None:
     Raises:
         ScenarioError: it has no program, or no weights, or weights that do not fit the program.
     """
-    program = getattr(algorithm, "program", None)
+    program: Any = getattr(algorithm, "program", None)
     is_program = isinstance(program, tuple) and len(program) > 0 and all(map(callable, _steps(program)))
     if not is_program:
         raise ScenarioError(f"{where}: program must be a tuple of steps and exchanges", code="algorithm.program")
