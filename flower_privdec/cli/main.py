@@ -6,7 +6,6 @@ import atexit
 import errno
 import gc
 import io
-import math
 import os
 import sys
 from functools import partial
@@ -16,7 +15,9 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from flower_privdec import __version__
-from flower_privdec.cli.network_commands import NETWORK_COMMANDS, ON_PROCESSES, run_soak
+from flower_privdec.cli.audit_command import audit
+from flower_privdec.cli.flower_commands import flower_run, guard
+from flower_privdec.cli.network_commands import NETWORK_COMMANDS
 from flower_privdec.cli.typer_parts import (
     Command,
     CommandGroup,
@@ -32,63 +33,6 @@ from flower_privdec.common.errors import PrivdecError, ScenarioError, StoppedErr
 from flower_privdec.common.files import disk_error
 from flower_privdec.common.formatting import printable
 from flower_privdec.common.user_code import require
-
-APP_OPTIONS = ("--supernodes", "--run-config", "--json")  # of an audit of a Flower app, beside those of its kind
-
-
-def flower_run(
-    app: Annotated[Path, typer.Argument(metavar="APP", help="The folder of a Flower app, with its pyproject.toml.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder in which the app runs and saves.", show_default="runs/APP")
-    ] = None,
-    supernodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes to simulate.")] = 8,
-    cpus: Annotated[int, typer.Option(min=1, help="CPUs for each ClientApp.")] = 1,
-    gpus: Annotated[float, typer.Option(min=0, help="GPUs for each ClientApp.", callback=finite)] = 0.0,
-    run_config: Annotated[
-        list[str] | None, typer.Option("--run-config", "-c", metavar="KEY=VALUE", help="Lay over the app's run-config.")
-    ] = None,
-) -> None:
-    """Run any Flower app in Flower's simulation, with nothing left running; exit with 1 when it failed."""
-    from flower_privdec.reporting import progress
-
-    install = "pip install 'flower-privdec[simulation]'"
-    launcher = require("flower_privdec.flower.launch.launcher", "privdec flower-run", install)
-    folder = out or Path("runs") / app.absolute().name
-    again = saying_when_interrupted(f"the run was stopped; what it has saved is in {folder}")
-    with again, progress.rounds(app.absolute().name) as on_round:
-        last = launcher.run_flower_app(
-            app,
-            folder,
-            n_supernodes=supernodes,
-            cpus=cpus,
-            gpus=gpus,
-            run_config=run_config or (),
-            on_round=on_round,
-        )
-    typer.echo(f"{last}\n{folder}: what the app has saved, and its log")
-
-
-def guard(
-    policy: Annotated[Path, typer.Argument(metavar="POLICY", help="The owner's policy, a YAML file.")],
-    supernode: Annotated[
-        list[str], typer.Argument(metavar="flower-supernode ARGS...", help="The command to run under it.")
-    ],
-) -> None:
-    """Run a Flower SuperNode under its owner's privacy policy, whatever app a server sends.
-
-    Each update is clipped, noised and charged to a ledger in the policy's folder before it leaves; metrics stay. Apps
-    that are not listed, messages other than training, and updates beyond the budget are refused. A policy has
-
-    folder (of the ledger), epsilon, delta, clip_norm, rounds (how many updates) or noise_multiplier, apps (any, or a
-    list of the SHA-256 of FABs), and examples (what replies state; 1).
-    """
-    module = require("flower_privdec.flower.launch.guard", "privdec guard", "pip install 'flower-privdec[flower]'")
-    loaded = module.load_policy(policy)
-    words, variables = module.guarded_command(loaded, supernode)
-    typer.echo(module.policy_line(loaded))
-    sys.stdout.flush()
-    os.execve(words[0], words, os.environ | variables)
-
 
 HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch then takes large tensors in pages of 2 MiB: a third of the time
 
@@ -123,12 +67,14 @@ def run(
     scenario: ScenarioFile,
     out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME")] = None,
     settings: Settings = None,
-    runtime: Annotated[Literal["engine", "flower"], typer.Option(help="In this process, or by `flwr run`.")] = "engine",
+    runtime: Annotated[
+        Literal["engine", "flower"], typer.Option(help="Run in this process, or by `flwr run`.")
+    ] = "engine",
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the folder's checkpoint.")] = False,
     rounds: Annotated[
         int | None,
         typer.Option(
-            help="How many rounds in all. With --resume a finished run goes on, planned by what is left of its budget.",
+            help="Number of rounds in all. With --resume a finished run continues, within what is left of its budget.",
             show_default="the scenario's",
         ),
     ] = None,
@@ -142,15 +88,20 @@ def run(
     ] = None,
     supernodes: Annotated[
         int | None,
-        typer.Option(min=1, help="flower: how many.", show_default="relay: n_peers; sharded: one for --cpus of them"),
+        typer.Option(
+            min=1, help="flower: number of SuperNodes.", show_default="relay: n_peers; sharded: one for --cpus of them"
+        ),
     ] = None,
     cpus: Annotated[int | None, typer.Option(min=1, help="flower: CPUs for each ClientApp.", show_default="1")] = None,
     gpus: Annotated[
         float | None, typer.Option(min=0, help="flower: GPUs for each ClientApp.", show_default="0", callback=finite)
     ] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write OUT/tensorboard.")] = False,
 ) -> None:
-    """Train: run a scenario to its end and write metrics, models, ledgers and a summary."""
+    """Run a scenario to its end.
+
+    Writes metrics, models, ledgers and a summary.
+    """
     with starting():
         from flower_privdec.experiment import Experiment
         from flower_privdec.experiment.recorder import with_more_rounds
@@ -165,10 +116,16 @@ def run(
             flag = f"--{name.removeprefix('n_')}"
             message = f"{flag} {value} is for --runtime flower: add that, or leave {flag} out"
             raise ScenarioError(message, code="cli.flower-option")
-        loaded = load_scenario(scenario, [*(settings or ()), *([] if rounds is None else [f"rounds={rounds}"])])
+
+        laid_over = list(settings or ())
+        if rounds is not None:
+            laid_over.append(f"rounds={rounds}")
+        loaded = load_scenario(scenario, laid_over)
         folder = out or Path("runs") / loaded.name
-        loaded = with_more_rounds(loaded, folder) if resume else loaded
+        if resume:
+            loaded = with_more_rounds(loaded, folder)
         experiment = Experiment.build(loaded)
+
     interruptible = saying_when_interrupted(
         "nothing was kept yet; run the same command again",
         f"the same command with --resume goes on from {folder}",
@@ -185,16 +142,20 @@ def run(
                 launcher = require("flower_privdec.flower.launch.launcher", "--runtime flower", install)
                 summary = launcher.flower_run(experiment, folder, **for_flower, resume=resume, on_metrics=on_metrics)
     except StoppedError:
-        if (folder / "summary.json").is_file():
+        if (folder / "summary.json").is_file():  # a run that was stopped between two rounds has a summary
             save_run_plots(folder)
         raise
+
     save_run_plots(folder)
     console.print_summary(summary, folder)
 
 
 @command()
 def show(scenario: ScenarioFile, settings: Settings = None) -> None:
-    """Print a scenario with every default: as a value, or as a comment where it follows from something else."""
+    """Print a scenario with all its defaults.
+
+    A default is a value, or a comment if it follows from something else.
+    """
     with starting():
         from flower_privdec.reporting.console import complete_yaml
         from flower_privdec.scenario import load_scenario
@@ -204,10 +165,13 @@ def show(scenario: ScenarioFile, settings: Settings = None) -> None:
 
 @command("list")
 def list_parts(
-    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="Of these alone, such as models.")] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="Only one kind, such as models.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List everything a scenario can name: algorithms, topologies, models, datasets and more."""
+    """List what a scenario can name.
+
+    Algorithms, topologies, models, datasets and more.
+    """
     with starting():
         from flower_privdec.reporting import console
 
@@ -220,13 +184,16 @@ def plan(
     settings: Settings = None,
     as_json: Json = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also each peer's noise and ε, graph, best rounds and gradients.")
+        bool, typer.Option("--verbose", help="Also print each peer's noise and ε, graph, best rounds and gradients.")
     ] = False,
     privacy: Annotated[
-        bool, typer.Option("--privacy", help="Print what is released instead, and the ε towards each observer.")
+        bool, typer.Option("--privacy", help="Print instead what is released, and the ε towards each observer.")
     ] = False,
 ) -> None:
-    """Plan a run: its rounds, ε, noise, memory and time; run nothing."""
+    """Estimate ε, noise, memory and time of a run.
+
+    Trains nothing, but times a few rounds.
+    """
     with starting():
         from flower_privdec.experiment import Experiment
         from flower_privdec.planner.observers import print_statement
@@ -245,10 +212,13 @@ def plan(
 def topology(
     scenario: ScenarioFile,
     settings: Settings = None,
-    out: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg or .pdf) of the graph.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a picture of the graph (.png, .svg or .pdf).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Describe the graph: edges, spectral gap, rounds until jointly connected; draw it."""
+    """Describe and draw the graph of the peers.
+
+    Prints its edges, its spectral gap, and how many rounds it takes until all peers are connected.
+    """
     with starting():
         from flower_privdec.reporting import console, plots
         from flower_privdec.scenario import load_scenario
@@ -258,21 +228,22 @@ def topology(
 
 @command()
 def ledger(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A ledger, SOURCE.jsonl, or a folder with some.")],
-    delta: Annotated[float, typer.Option(help="δ at which to compute ε: a ledger holds releases, and no δ.")],
-    epsilon: Annotated[float | None, typer.Option(help="A budget of which to print what is left.")] = None,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A ledger, SOURCE.jsonl, or a folder with ledgers.")],
+    delta: Annotated[float, typer.Option(help="δ at which to compute ε. A ledger holds releases and no δ.")],
+    epsilon: Annotated[float | None, typer.Option(help="Budget; prints what is left of it.")] = None,
     colluding: Annotated[
         int | None,
-        typer.Option(min=0, help="Against how many colluding peers ε holds.", show_default="all other peers"),
+        typer.Option(min=0, help="Number of colluding peers that ε holds against.", show_default="all other peers"),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Compose the same events with dp-accounting too (extra accounting).")
+        bool, typer.Option("--check", help="Also compose the same events with dp-accounting (extra accounting).")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Verify a ledger, and print what each run spent, the ε of all together, and what is left.
+    """Verify a ledger and print what is spent.
 
-    If noise cancelled between peers in some run, ε depends on how many of them collude, and each number's is printed.
+    Prints what each run spent, the ε of all together, and what is left. If noise cancelled between peers in some run,
+    ε depends on how many of them collude, and is printed for each number.
     """
     with starting():
         from flower_privdec.reporting import ledgers
@@ -280,118 +251,7 @@ def ledger(
     ledgers.print_ledgers(path, delta, epsilon, as_json, colluding, check=check)
 
 
-@command()
-def audit(
-    scenario: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SCENARIO", help="A scenario file (YAML), the name of a bundled one, or a Flower app's folder."
-        ),
-    ],
-    settings: Settings = None,
-    trials: Annotated[
-        int | None,
-        typer.Option(
-            min=8,
-            help="Canaries to look for in the scenario's own steps; of an app, peers to train.",
-            show_default="2000, an app: 64",
-        ),
-    ] = None,
-    replica: Annotated[
-        int | None,
-        typer.Option(min=8, help="Trials of the declared releases without a model.", show_default="100,000"),
-    ] = None,
-    one_run: Annotated[
-        int | None,
-        typer.Option("--one-run", metavar="N", help="Guess N examples of each peer in one run of real training."),
-    ] = None,
-    process: Annotated[
-        float | None,
-        typer.Option(
-            "--process",
-            metavar="MINUTES",
-            help="Kill, restore, copy and lose the folders of real peers instead, and count releases from outside "
-            "(source checkout).",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="A new folder for --process.", show_default="runs/NAME-audit")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="A picture to write: .svg, which follows the reader's theme, .png or .pdf.")
-    ] = None,
-    supernodes: Annotated[
-        int | None, typer.Option(min=1, help="How many peers a run of an app has.", show_default="8")
-    ] = None,
-    run_config: Annotated[
-        list[str] | None, typer.Option("--run-config", "-c", metavar="KEY=VALUE", help="Lay over an app's run-config.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Keys coins, batches and noise.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Attack the ε of a scenario, or of a Flower app with PeerMod: what canaries show, beside what is printed.
-
-    Exits with 1 where the printed ε is refuted, or where noise, clipping or ledger are not as planned.
-    """
-    with starting():
-        from flower_privdec.audits import report as audits
-        from flower_privdec.experiment import Experiment
-        from flower_privdec.scenario import load_scenario
-
-    given = {
-        "--set": settings,
-        "--trials": trials,
-        "--replica": replica,
-        "--one-run": one_run,
-        "--process": process,
-        "--out": out,
-        "--plot": plot,
-        "--supernodes": supernodes,
-        "--run-config": run_config,
-        "--json": as_json,
-    }
-    takes: tuple[str, ...]
-    if is_app := (scenario / "pyproject.toml").is_file():
-        what = "a Flower app"
-        takes = ("--one-run" if one_run is not None else "--trials", *APP_OPTIONS)
-    elif process is not None:
-        what = "an audit of processes"
-        takes = ("--set", "--process", "--out")
-    elif one_run is not None:
-        what = "an audit in one run"
-        takes = ("--set", "--one-run", "--json")
-    else:
-        what = "an audit of a scenario"
-        takes = ("--set", "--trials", "--replica", "--plot", "--json")
-    if unused := [
-        option for option, value in given.items() if value is not None and value is not False and option not in takes
-    ]:
-        raise ScenarioError(
-            f"{scenario}: {', '.join(unused)} must be left out of {what}, which takes {', '.join((*takes, '--seed'))}",
-            code="audit.unused-option",
-        )
-    if is_app:
-        install = "pip install flower-privdec"
-        flower = require("flower_privdec.flower.launch.local_grid", "privdec audit APP", install)
-        config = flower.read_config(scenario, run_config or ())
-        n_nodes = supernodes or 8
-        app = partial(flower.run_in_process, scenario.absolute(), n_nodes, config=config)
-        audits.print_app_audit(
-            scenario.absolute().name, app, n_nodes, as_json, trials=trials or 64, one_run=one_run, seed=seed
-        )
-        return
-    with starting():
-        loaded = load_scenario(scenario, settings or ())
-    if process is not None:
-        if not 0 < process < math.inf:
-            raise ScenarioError(f"--process {process:g} must be > 0 and finite minutes", code="audit.minutes")
-        folder = out or Path("runs") / f"{loaded.name}-audit"
-        run_soak("audit --process", loaded, folder, minutes=process, seed=seed, kinds=ON_PROCESSES)
-        return
-    experiment = Experiment.build(loaded)
-    audits.print_audit(
-        experiment, as_json, trials=trials or 2000, replica=replica or 100_000, seed=seed, one_run=one_run, plot=plot
-    )
+command()(audit)
 
 
 @command()
@@ -405,7 +265,10 @@ def report(
         ),
     ] = Path("report.html"),
 ) -> None:
-    """Write a self-contained HTML page about one run, or comparing several."""
+    """Write a page about one run or several.
+
+    It is self-contained HTML, or another format by the ending of --out.
+    """
     with starting():
         from flower_privdec.reporting import console, page
 
@@ -416,16 +279,23 @@ def report(
 
 @command()
 def study(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A study, or the path of its file.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A bundled study, or the path of a study's file.")
+    ] = None,
     size: Annotated[str | None, typer.Option(help="One of the study's sizes.", show_default="its first")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to publish to.", show_default="results/NAME[-SIZE]")] = None,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes, one thread each; 0 publishes what is finished.")] = 2,
-    only: Annotated[list[str] | None, typer.Option(metavar="PART", help="Run this part alone (repeatable).")] = None,
+    jobs: Annotated[
+        int, typer.Option(min=0, help="Number of processes, one thread each. 0 publishes what is finished.")
+    ] = 2,
+    only: Annotated[list[str] | None, typer.Option(metavar="PART", help="Run only this part. Repeatable.")] = None,
     settings: Settings = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the cells still to run; run none.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the cells still to run, and run none.")] = False,
     list_studies: Annotated[bool, typer.Option("--list", help="List the studies and their parts.")] = False,
 ) -> None:
-    """Run a grid of scenarios, a paper's or your own, and write tables, plots and whether its claims are reproduced."""
+    """Run a grid of scenarios and publish it.
+
+    The grid is a paper's or your own. Writes tables, plots and whether its claims are reproduced.
+    """
     with starting():
         from flower_privdec.cli import study_command as studies
 
@@ -442,23 +312,27 @@ def study(
 @command()
 def bench(
     workloads: Annotated[
-        list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise sharded]", help="Which.")
+        list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise sharded]", help="Only these workloads.")
     ] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to time it.")] = "cpu",
-    rounds: Annotated[int, typer.Option(min=3, max=10_000, help="Timed rounds of each variant.")] = 15,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to time on.")] = "cpu",
+    rounds: Annotated[int, typer.Option(min=3, max=10_000, help="Number of timed rounds of each variant.")] = 15,
     peers: Annotated[
-        int | None, typer.Option(min=2, max=100_000, help="How many, in W1 to W4.", show_default="each its own")
+        int | None, typer.Option(min=2, max=100_000, help="Number of peers in W1 to W4.", show_default="each its own")
     ] = None,
-    extras: Annotated[bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")] = False,
+    extras: Annotated[bool, typer.Option("--all", help="Also time Opacus, vmap, gloo, relay and scaling.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure the engine against a plain loop over peers, side by side in one process."""
+    """Measure the engine against a plain loop.
+
+    Both train the same peers, side by side in one process (source checkout).
+    """
     checkout_tool("tools.bench", "bench").main(
         workloads or [], device=device, rounds=rounds, peers=peers, extras=extras, as_json=as_json
     )
 
 
 command()(flower_run)
+# What follows the policy is another command, with options of its own.
 command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(guard)
 for network_command in NETWORK_COMMANDS:
     command()(network_command)
@@ -470,12 +344,13 @@ def main(arguments: list[str] | None = None) -> None:
     Its exit status: 0 done, 1 the run failed, 2 the input is wrong (nothing was written), 3 a peer's model is not the
     one that its neighbours agreed on, 130 Ctrl-C.
     """
+    os.environ.setdefault(*HUGE_PAGES)
     if sys.stdout is None:  # closed by the reader of a pipe
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
-    os.environ.setdefault(*HUGE_PAGES)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that has no ε
+
     if arguments is None:
         arguments = sys.argv[1:]
         atexit.register(_skip_last_collection)
@@ -485,6 +360,7 @@ def main(arguments: list[str] | None = None) -> None:
         _exit("error", "the folder this was started in is gone; cd to one that is there", 2)
     if "" in arguments:
         _exit("error", "an argument is empty: give it a value, or leave it out", 2)
+
     try:
         result: Any = app(arguments or ["--help"], prog_name="privdec", standalone_mode=False)
     except StoppedError as error:
@@ -496,21 +372,28 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         _exit("error", str(disk_error(error)), 2 if error.errno == errno.ENAMETOOLONG else 1)
     except Exception as error:
-        usage = getattr(error, "format_message", None)  # of a usage error of click's, typer's own copy of it included
-        if usage is not None:
-            context = getattr(error, "ctx", None)
-            path = context.command_path if context is not None else "privdec"
-            message = " ".join(usage().split()).rstrip(".")
-            _exit("error", f"{message}; see `{path} --help`", getattr(error, "exit_code", 2))
-        if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
-            _exit("error", "memory ran out; use a smaller model or fewer peers (`privdec plan` estimates the need)", 1)
+        _exit_after(error)
         raise  # a bug
     sys.exit(result if isinstance(result, int) else 0)
 
 
+def _exit_after(error: Exception) -> None:
+    """Exit with a line about a wrong command line or too little memory; return after any other error."""
+    usage = getattr(error, "format_message", None)  # click's usage errors have it, and typer's own copy of them
+    if usage is not None:
+        context = getattr(error, "ctx", None)
+        path = "privdec" if context is None else context.command_path
+        message = " ".join(usage().split()).rstrip(".")
+        _exit("error", f"{message}; see `{path} --help`", getattr(error, "exit_code", 2))
+
+    # torch raises a RuntimeError, in words that depend on the device.
+    if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
+        _exit("error", "memory ran out; use a smaller model or fewer peers (`privdec plan` estimates the need)", 1)
+
+
 def _skip_last_collection() -> None:
-    """Exempt all objects from the garbage collection at exit; but with triton loaded that would print each of them."""
-    if "triton" not in sys.modules:
+    """Exempt all objects from the garbage collection at exit."""
+    if "triton" not in sys.modules:  # with triton loaded, that would print each object
         gc.freeze()
 
 

@@ -28,16 +28,15 @@ def certs(
     scenario: ScenarioFile,
     out: Annotated[Path, typer.Option(help="Folder for the certificates and keys.")] = Path("certs"),
     settings: Settings = None,
-    authority: Annotated[Path | None, typer.Option(help="Certificate (PEM) of an authority of your own.")] = None,
-    authority_key: Annotated[Path | None, typer.Option(help="Its key (PEM, without a password).")] = None,
+    authority: Annotated[Path | None, typer.Option(help="Certificate of your own authority (PEM).")] = None,
+    authority_key: Annotated[Path | None, typer.Option(help="Key of that authority (PEM, without a password).")] = None,
 ) -> None:
-    """Make a TLS certificate for every peer of a scenario."""
+    """Make a TLS certificate for every peer."""
     from flower_privdec.network.transport.tls import make_certificates
     from flower_privdec.scenario.loading import load_membership
 
-    for identity, done in make_certificates(
-        load_membership(scenario, settings or ()), out, authority, authority_key
-    ).items():
+    loaded = load_membership(scenario, settings or ())
+    for identity, done in make_certificates(loaded, out, authority, authority_key).items():
         typer.echo(f"{done}  {identity}")
     typer.echo(f"{out}: give each peer authority.pem and its own two files, and authority.key to none")
 
@@ -50,10 +49,10 @@ InsecureSeeds = Annotated[
 
 def peer(
     scenario: ScenarioFile,
-    number: Annotated[int, typer.Option("--id", min=0, metavar="I", help="Which peer this is.")],
-    out: Annotated[Path | None, typer.Option(help="This peer's folder.", show_default="peers/NAME-I")] = None,
-    certificates: Annotated[Path, typer.Option("--certs", help="Folder of `privdec certs`.")] = Path("certs"),
-    data: Annotated[str | None, typer.Option(help="This peer's own data, whole.", show_default="data.root")] = None,
+    number: Annotated[int, typer.Option("--id", min=0, metavar="I", help="Number of this peer, from 0.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of this peer.", show_default="peers/NAME-I")] = None,
+    certificates: Annotated[Path, typer.Option("--certs", help="Folder that `privdec certs` wrote.")] = Path("certs"),
+    data: Annotated[str | None, typer.Option(help="This peer's own data; all of it.", show_default="data.root")] = None,
     app: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A Flower app whose unmodified ClientApp trains.")
     ] = None,
@@ -61,22 +60,23 @@ def peer(
         Path | None, typer.Option(metavar="FILE", help="With --app: initial.safetensors of another peer's folder.")
     ] = None,
     node_config: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="With --app: of this device. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="With --app: set a key of this device's node-config. Repeatable."),
     ] = None,
     settings: Settings = None,
     insecure_seeds: InsecureSeeds = False,
     charge_witnessed: Annotated[
         bool,
         typer.Option(
-            "--charge-witnessed", help="Charge what this peer's ledger lost and its neighbours have seen, and stop."
+            "--charge-witnessed", help="Charge what neighbours have seen and this peer's ledger lost, and stop."
         ),
     ] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     loss: Annotated[float, typer.Option(hidden=True, min=0.0, max=1.0)] = 0.0,
 ) -> None:
-    """Run one peer of a scenario on this device, with the other peers and no server.
+    """Run one peer of a scenario on this device.
 
-    It begins, or goes on where its folder holds the run.
+    It trains with the other peers, without a server. If its folder holds the run, it continues.
     """
     from flower_privdec.scenario import Scenario, load_scenario
     from flower_privdec.scenario.loading import load_app_scenario
@@ -100,6 +100,7 @@ def peer(
             network = require("flower_privdec.network.peer.foreground", "privdec peer", "pip install grpcio")
             loaded = load_scenario(scenario, settings or ())
         run = partial(network.run_peer, data=data, insecure_seeds=insecure_seeds, loss=loss)
+
     folder = out or Path("peers") / f"{loaded.name}-{number}"
     options = {"with_parent": with_parent, "charge_witnessed": charge_witnessed}
     with saying_when_interrupted(f"the same command continues from {folder}"):
@@ -112,7 +113,7 @@ def up(
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoints.")] = False,
     insecure_seeds: InsecureSeeds = False,
-    loss: Annotated[float, typer.Option(help="Share of all messages, below 1, that are lost.")] = 0.0,
+    loss: Annotated[float, typer.Option(help="Share of messages to lose, below 1.")] = 0.0,
     kill: Annotated[
         list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer for good after a round. Repeatable.")
     ] = None,
@@ -120,7 +121,10 @@ def up(
         list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer and restart it. Repeatable.")
     ] = None,
 ) -> None:
-    """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices."""
+    """Run all peers of a scenario on this machine.
+
+    Each is a process that talks to the others over TLS, as it would on a device.
+    """
     from flower_privdec.cli.peers_table import network_progress
     from flower_privdec.reporting import console
     from flower_privdec.reporting.plots import save_run_plots
@@ -145,9 +149,11 @@ def up(
 
 
 def status(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where a peer listens.")],
-    certificates: Annotated[Path, typer.Option("--certs", help="Folder of `privdec certs`.")] = Path("certs"),
-    number: Annotated[int, typer.Option("--as", min=0, metavar="I", help="Whose certificate to show.")] = 0,
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address that a peer listens on.")],
+    certificates: Annotated[Path, typer.Option("--certs", help="Folder that `privdec certs` wrote.")] = Path("certs"),
+    number: Annotated[
+        int, typer.Option("--as", min=0, metavar="I", help="Number of the peer whose certificate to show.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Show the status of a running peer."""
@@ -160,20 +166,23 @@ NetworkMode = StrEnum("NetworkMode", ["asynchronous", "synchronous"])
 
 
 def network_bench(
-    out: Annotated[Path, typer.Option(help="A folder on the disk that is meant.")] = Path(),
+    out: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path(),
     size: Annotated[
-        list[ModelSize] | None, typer.Option(help="Of the model (repeatable).", show_default="both")
+        list[ModelSize] | None, typer.Option(help="Size of the model. Repeatable.", show_default="both")
     ] = None,
     mode: Annotated[
-        list[NetworkMode] | None, typer.Option(help="network.mode (repeatable).", show_default="both")
+        list[NetworkMode] | None, typer.Option(help="network.mode. Repeatable.", show_default="both")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=2, max=10_000, help="Rounds that are counted.", show_default="as the size is")
+        int | None, typer.Option(min=2, max=10_000, help="Number of rounds to time.", show_default="by size")
     ] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Measure rounds a second of eight peers on this machine, beside those of gRPC alone."""
+    """Measure the speed of a network of peers.
+
+    Prints the rounds a second of eight peers on this machine, beside those of plain gRPC (source checkout).
+    """
     network = checkout_tool("tools.bench.network", "network-bench")
     report = partial(typer.echo, err=as_json)
     measurement = network.measure_network(
@@ -185,17 +194,20 @@ def network_bench(
 
 def soak(
     scenario: ScenarioFile,
-    minutes: Annotated[float, typer.Option(help="How long.")],
-    seed: Annotated[int | None, typer.Option(help="Of the faults.", show_default="one of the system's")] = None,
-    out: Annotated[Path | None, typer.Option(help="A new folder.", show_default="runs/NAME-soak")] = None,
+    minutes: Annotated[float, typer.Option(help="Duration.")],
+    seed: Annotated[int | None, typer.Option(help="Seed of the faults.", show_default="random")] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for the results.", show_default="runs/NAME-soak")] = None,
     settings: Settings = None,
     fault: Annotated[
-        list[str] | None, typer.Option(metavar="KIND", help="A kind of fault (repeatable).", show_default="all")
+        list[str] | None, typer.Option(metavar="KIND", help="Only this kind of fault. Repeatable.", show_default="all")
     ] = None,
-    every: Annotated[float, typer.Option(help="Seconds between two faults, on average.")] = 3.0,
-    longest: Annotated[float, typer.Option(help="Seconds that a fault lasts at most.")] = 2.0,
+    every: Annotated[float, typer.Option(help="Average seconds between two faults.")] = 3.0,
+    longest: Annotated[float, typer.Option(help="Longest duration of a fault, in seconds.")] = 2.0,
 ) -> None:
-    """Run all peers of a scenario on this machine, inject faults, and check the invariants."""
+    """Inject faults into a network of peers.
+
+    Runs all peers of a scenario on this machine. If an invariant fails, prints it and exits with 1 (source checkout).
+    """
     from flower_privdec.scenario import load_scenario
 
     loaded = load_scenario(scenario, settings or ())

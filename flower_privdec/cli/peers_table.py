@@ -19,19 +19,20 @@ from flower_privdec.scenario import Scenario
 
 OnStatus = Callable[[int, dict[str, Any] | None, str], None]
 HEADINGS = ("peer", "round", "loss", "ε spent", "neighbours", "sent", "received", "")
+TEXTS = ("neighbours", "")  # headings of columns that are no numbers
 
 
 class PeersTable:
-    """Each peer's last status, as a table that is redrawn whenever it is shown."""
+    """A table with each peer's last status, drawn anew whenever it is shown."""
 
     def __init__(self, n_peers: int) -> None:
-        """Start with peers that have sent no status."""
+        """Begin with peers that have sent no status."""
         self._statuses: dict[int, dict[str, Any]] = {}
         self._notes = dict.fromkeys(range(n_peers), "starting")
         self._lock = Lock()
 
     def update(self, peer: int, status: dict[str, Any] | None, note: str) -> None:
-        """Record a peer's status, or None where it does not answer and its last one stays, and a note beside it."""
+        """Record a peer's status and a note beside it; None if it does not answer, and its last status stays."""
         with self._lock:
             self._notes[peer] = note
             if status is not None:
@@ -42,20 +43,29 @@ class PeersTable:
         with self._lock:
             statuses = dict(self._statuses)
             notes = dict(self._notes)
-        insecure = any(is_insecure(status) for status in statuses.values())
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="INSECURE seeds: for tests" if insecure else None)
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        if any(is_insecure(status) for status in statuses.values()):
+            table.caption = "INSECURE seeds: for tests"
         for heading in HEADINGS:
-            table.add_column(heading, justify="left" if heading in ("neighbours", "") else "right", no_wrap=True)
+            table.add_column(heading, justify="left" if heading in TEXTS else "right", no_wrap=True)
+
         for peer, note in notes.items():
-            cells = [""] * 6
-            if peer in statuses:
-                status = statuses[peer]
-                counts = memory(status["bytes_sent"]), memory(status["bytes_received"])
-                neighbours = neighbours_text(status).replace(" neighbours", "")
-                cells = [f"{status['round']}/{status['rounds']}", number(status["loss"]), spent_text(status)]
-                cells += [neighbours, *counts]
+            cells = _cells(statuses[peer]) if peer in statuses else [""] * (len(HEADINGS) - 2)
             table.add_row(str(peer), *cells, note)
         return table
+
+
+def _cells(status: dict[str, Any]) -> list[str]:
+    """Return what stands between the peer and its note."""
+    return [
+        f"{status['round']}/{status['rounds']}",
+        number(status["loss"]),
+        spent_text(status),
+        neighbours_text(status).replace(" neighbours", ""),  # which the heading says
+        memory(status["bytes_sent"]),
+        memory(status["bytes_received"]),
+    ]
 
 
 @contextmanager
@@ -65,10 +75,15 @@ def network_progress(
     """Show a network's progress on stderr while the context lasts: on a terminal with a table of its peers.
 
     Yields:
-        A function to call with each evaluation's metrics, and one to call with each peer's status; None in its place
-        where no table is shown.
+        A function to call with each evaluation's metrics, and one to call with each peer's status; None in place of the
+        latter if no table is shown.
     """
     console = console or error_console()
-    table = PeersTable(scenario.n_peers) if console.is_terminal else None
-    with progress(scenario, folder, console=console, below=[] if table is None else [table]) as on_metrics:
-        yield on_metrics, None if table is None else table.update
+    if not console.is_terminal:
+        with progress(scenario, folder, console=console, below=[]) as on_metrics:
+            yield on_metrics, None
+        return
+
+    table = PeersTable(scenario.n_peers)
+    with progress(scenario, folder, console=console, below=[table]) as on_metrics:
+        yield on_metrics, table.update

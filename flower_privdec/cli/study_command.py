@@ -27,18 +27,21 @@ def study_progress(name: str, cells: Sequence[Cell], console: Console | None = N
     """Show on stderr how many cells are done while the context lasts; yield a function to call after each."""
     console = console or error_console()
     began = time.monotonic()
+    work = sum(cell.work for cell in cells)  # cells take very different times: what is left is told by their work
     done = 0
     work_done = 0.0
-    work = sum(cell.work for cell in cells)
+
     with counting_bar(console) as bar:
         task = bar.add_task(f"study {name}", total=len(cells), left="")
 
         def on_cell(outcome: Outcome) -> None:
             nonlocal done, work_done
-            done = done + 1
-            work_done = work_done + outcome.cell.work
-            left = f"{duration((time.monotonic() - began) * (work - work_done) / work_done)} left"
+            done += 1
+            work_done += outcome.cell.work
+            seconds_for_one = (time.monotonic() - began) / work_done
+            left = f"{duration(seconds_for_one * (work - work_done))} left"
             bar.update(task, completed=done, left=left)
+
             if outcome.error is not None:
                 console.print(f"failed: {outcome.cell.title}: {outcome.error}", soft_wrap=True)
             elif not console.is_terminal:
@@ -62,20 +65,21 @@ def run_study(
 
     Args:
         jobs: processes, each of one thread; 0 runs nothing and publishes the finished cells.
-        only: parts to run; others are published where all their cells are finished already.
+        only: parts to run; any other is published if all its cells are finished already.
 
     Returns:
         The published parts.
 
     Raises:
-        ScenarioError: a study or a cell that breaks a rule; nothing has run then.
-        RunError: when cells failed; the others are published.
+        ScenarioError: a study or a cell breaks a rule; nothing has run then.
+        RunError: some cells failed; the others are published.
     """
     progress = partial(study_progress, console=console)
     published = run_and_publish(
         name, progress, size=size, out=out, jobs=jobs, only=only, settings=settings, cache=cache
     )
     print_verdicts(published.parts, published.folder, console)
+
     failed = published.failed
     if failed:
         raise RunError(
@@ -87,7 +91,7 @@ def run_study(
 
 
 def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | None = None) -> None:
-    """Print each part's verdicts, or its table where it claims nothing, and the path of the published page."""
+    """Print each part's verdicts, or its table if it claims nothing, and the path of the published page."""
     console = console or Console(highlight=False, markup=False, emoji=False)
     for result in results:
         console.print(result.part.heading, style="bold")
@@ -98,6 +102,7 @@ def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | 
             console.print(table)
         for check in result.part.checks:
             console.print(f"  {criterion(check, result)}: {judge(check, result).sentence}")
+
     if scope := scope_of_epsilon(results):
         console.print(scope)
     console.print(f"published: {out}/README.md")
@@ -119,8 +124,11 @@ def print_cells(name: str, size: str | None, only: Sequence[str], settings: Sequ
     study, base = load_study(name)
     size = study.size(size)
     parts = study.chosen(only)
+
+    # Some cells depend on what others have chosen, so the list is made twice.
     cells: list[Cell] = expand(study, base, size, parts, settings)
     cells = expand(study, base, size, parts, settings, choices_of(study, size, cells, CACHE))
+
     table = Table("part", "cells", "to run", box=None, pad_edge=False)
     for part in parts:
         mine = [cell for cell in cells if cell.part == part.name]

@@ -23,13 +23,13 @@ ScenarioFile = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the scenario, as privacy.epsilon=1."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the scenario: privacy.epsilon=1. Repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def finite(value: float | None) -> float | None:
-    """Return an option's number, or raise where it is infinite or NaN."""
+    """Return an option's number; refuse infinity and NaN."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value:g} must be a finite number")
     return value
@@ -40,11 +40,13 @@ class Command(TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         """Return the help."""
+        # Some versions of typer leave out the help of an argument, which still stands in its annotation.
         hints = get_type_hints(self.callback, include_extras=True) if self.callback else {}
         for parameter in self.params:
-            texts = [getattr(note, "help", None) for note in getattr(hints.get(parameter.name), "__metadata__", ())]
-            if not getattr(parameter, "help", None) and any(texts):
-                parameter.help = next(filter(None, texts))
+            notes = getattr(hints.get(parameter.name), "__metadata__", ())
+            texts = [note.help for note in notes if getattr(note, "help", None)]
+            if texts and not getattr(parameter, "help", None):
+                parameter.help = texts[0]
         return _plain(super().get_help(ctx))
 
     def format_arguments(self, ctx: Any, formatter: Any) -> None:
@@ -87,10 +89,11 @@ def starting() -> Iterator[None]:
 
 @contextmanager
 def saying_when_interrupted(*remedies: str, chosen: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Turn Ctrl-C into an error with one of some remedies.
+    """Turn Ctrl-C into an error that says how to go on.
 
     Args:
-        chosen: returns the index of the remedy, when it happens.
+        remedies: what the user may do next.
+        chosen: returns which of them to say, at the time of the Ctrl-C.
 
     Raises:
         StoppedError: with that remedy.
@@ -107,7 +110,7 @@ def checkout_tool(module: str, command: str) -> ModuleType:
     The processes that it starts find tools/ by PYTHONPATH.
 
     Raises:
-        ScenarioError: the package does not lie in a checkout.
+        ScenarioError: the package is not in a checkout.
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / "tools" / "walk.py").is_file():
