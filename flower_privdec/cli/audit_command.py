@@ -20,7 +20,7 @@ PROCESSES = "an audit of processes"
 ONE_RUN = "an audit in one run"
 SCENARIO = "an audit of a scenario"
 
-TAKES = {  # the options of each audit; all take --seed
+TAKES: dict[str, tuple[str, ...]] = {  # the options of each audit; all take --seed
     PROCESSES: ("--set", "--process", "--out"),
     ONE_RUN: ("--set", "--one-run", "--json"),
     SCENARIO: ("--set", "--trials", "--replica", "--plot", "--json"),
@@ -135,7 +135,7 @@ def _check_options(scenario: Path, kind: str, given: Mapping[str, Any]) -> None:
     """Refuse options that an audit would ignore."""
     if kind == APP:
         guesses = "--one-run" if given["--one-run"] is not None else "--trials"
-        takes = (guesses, *APP_OPTIONS)
+        takes: tuple[str, ...] = (guesses, *APP_OPTIONS)
     else:
         takes = TAKES[kind]
 

@@ -23,7 +23,7 @@ TEXTS = ("neighbours", "")  # headings of columns that are no numbers
 
 
 class PeersTable:
-    """A table with each peer's last status, drawn anew whenever it is shown."""
+    """A table with each peer's last status, redrawn whenever it is shown."""
 
     def __init__(self, n_peers: int) -> None:
         """Begin with peers that have sent no status."""

@@ -222,12 +222,12 @@ def _parts_of_function(value: types.FunctionType) -> list[object]:
 
 
 def _stands_where_it_says(value: Any) -> bool:
-    """Return whether a class or a function is an installed module's, found there by its name."""
+    """Return whether a class or a function is an installed module's, looked_up there by its name."""
     module = getattr(value, "__module__", None) or ""
-    found: Any = sys.modules.get(module)
+    looked_up: Any = sys.modules.get(module)
     for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value and is_installed(module)
+        looked_up = getattr(looked_up, name, None)
+    return looked_up is value and is_installed(module)
 
 
 def _unhashable(value: object) -> ScenarioError:

@@ -16,7 +16,7 @@ Two runs that differ in any of it (a budget, one pixel at some peer, an edge of 
 share no draw. The same run has the same keys and gives the same bits. What is built is hashed as it was built: tensors,
 examples and edges, whichever code or file made them.
 
-If in doubt, keys differ: the cost is a run that draws and pays anew, while equal keys could reveal data.
+If in doubt, keys differ: the cost is a run that draws and pays again, while equal keys could reveal data.
 
 What a user's own code computes cannot be known, as it may read a file whenever it is called. A run with such code has a
 random *salt* in its keys (`salted`), and shares its noise with no other run. The salt is kept nowhere: the code of a

@@ -43,7 +43,7 @@ def code_of(parts: Iterable[object]) -> Iterator[bytes]:
     for part in parts:
         written = part if inspect.isclass(part) or inspect.isroutine(part) else type(part)
         classes = inspect.getmro(written) if inspect.isclass(written) else (written,)
-        modules |= {str(each.__module__) for each in classes}
+        modules |= {str(each_class.__module__) for each_class in classes}
     return sources_of(modules)
 
 

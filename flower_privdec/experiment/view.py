@@ -162,7 +162,7 @@ class Experiment(Agreement):
         if not own.draws_anew:
             return CohortLedger(folder, name, own.run, accounts, start=self.first_step)
 
-        # What is drawn anew is charged anew, so no earlier charge may count for it: the run has a name of its own.
+        # New draws are charged again, so no earlier charge may count for them: the run has a name of its own.
         fresh = replace(own.run, id=secrets.token_hex(16))
         return CohortLedger(folder, name, fresh, accounts, block=block, fresh=True, start=start)
 

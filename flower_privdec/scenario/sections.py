@@ -935,7 +935,7 @@ class ComputeSection(Section):
         generator: where a simulation draws noise and batches from. Left out: from keys, so that the run can be repeated
             on this machine and its models must not be published under its ε. portable: from keys that are the same on
             all machines, in all runtimes and with all versions of libraries, to compare trajectories or to repeat
-            somebody else's run up to rounding. system: from the operating system, as deployed peers do; its models may
+            a run of others up to rounding. system: from the operating system, as deployed peers do; its models may
             be published under their ε, no other run repeats it, and a resumed run is charged again for the steps that
             it takes again.
     """
