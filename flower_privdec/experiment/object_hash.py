@@ -222,7 +222,7 @@ def _parts_of_function(value: types.FunctionType) -> list[object]:
 
 
 def _stands_where_it_says(value: Any) -> bool:
-    """Return whether a class or a function is an installed module's, looked_up there by its name."""
+    """Return whether a class or a function is an installed module's, found there by its name."""
     module = getattr(value, "__module__", None) or ""
     looked_up: Any = sys.modules.get(module)
     for name in value.__qualname__.split("."):
