@@ -1,19 +1,20 @@
 """Secrets of pairs of peers of a scenario, which nodes agree on through a server or a network that they do not trust.
 
-A node draws an X25519 key for every *session*: one message in sharded mode, and in relay mode the messages from a start
-of the run to its end, failure or restart. It announces the public half to every node with which its peers have pairs:
+A node draws an X25519 key for every *session*: one message if it is a shard, and if it is relayed the messages from a
+start of the run to its end, failure or restart. It announces the public half to every node with which its peers have
+pairs:
 
     announcement = key | HMAC(X25519(both identities), key | own identity)
     secret       = HKDF(X25519(both keys) | X25519(both identities), run, both peers and keys)
 
-Who is not one of the two nodes has no secret of theirs, whatever messages it reads, changes or replays:
+Only the two nodes have their secret, whatever messages others read, change or replay:
 
-- A key that it puts in place of another has no HMAC that holds: the node stops before it releases anything.
-- An announcement of an earlier session is taken, as it is the other node's, and the noise does not cancel: accuracy is
-  lost, and no ε, for the other node has forgotten that key, and this one's is new.
-- Another scenario, or other numbers of examples, is another run, whose seals do not hold.
+- A key that they put in place of another has no valid HMAC: the node stops before it releases anything.
+- An announcement of an earlier session is taken, for it is the other node's. The noise then does not cancel, which
+  costs accuracy and no ε: the other node has forgotten that key, and this one's is new.
+- Another scenario, or other numbers of examples, is another run, whose HMACs are not valid here.
 
-A draw belongs to a step of two sessions, and a session takes a step once. In relay mode a session's key is in the
+A draw belongs to a step of two sessions, and a session takes a step once. A relayed session's key is in the
 node's context, in the memory of its SuperNode, and a file in the node's folder names the one session that is open there
 and counts its messages, before each of them releases anything. A message that comes with an old context, or to an old
 folder, stops.
@@ -47,11 +48,12 @@ PAIRS = "pairs"  # the record of announcements, and of a session in a context
 ANNOUNCEMENT = KEY + 32  # bytes
 COUNT = "pair-session"  # the file that counts the messages of a session
 KEYS = "keys"  # beside the announcements: a hash of what a simulation draws from in place of secrets
-PRIVATE, MESSAGES = "private", "messages"  # of a session: its key, and how many of its messages are done
+PRIVATE = "private"  # of a session: its key
+MESSAGES = "messages"  # of a session: how many of its messages are done
 
 
 class PairKeys:
-    """A node's key of one session, and what it makes of the others'.
+    """A node's key for one session, and the secrets that follow from it and the others' keys.
 
     Args:
         settings: the node's.
@@ -59,7 +61,7 @@ class PairKeys:
         private: the session's private key, 32 bytes; by default a new one.
 
     Attributes:
-        secrets: of pairs, of those that were learned.
+        secrets: of the pairs whose other key was learned.
         partners: see `view.partners`.
 
     Raises:
@@ -76,16 +78,18 @@ class PairKeys:
         self._identity = None
         self._known = None
         if not settings.simulated:
-            self._identity, self._known = Identity(settings.folder), KnownPeers(settings.folder, settings.known_peers)
+            self._identity = Identity(settings.folder)
+            self._known = KnownPeers(settings.folder, settings.known_peers)
 
     def count(self, messages: int) -> bytes:
         """Return what the node's folder holds once so many messages of the session have begun."""
         return f"{self.secrets.public.hex()} {messages}".encode()
 
     def announcement(self, other: int) -> bytes:
-        """Return this node's key, sealed for the node of another peer."""
+        """Return this node's key with an HMAC for the node of another peer."""
         public = self.secrets.public
-        return public + self._mac(other, public, b"" if self._identity is None else self._identity.public)
+        identity = b"" if self._identity is None else self._identity.public
+        return public + self._mac(other, public, identity)
 
     def learn(self, announcements: Mapping[int, bytes]) -> None:
         """Take the keys of all partners.
@@ -97,6 +101,8 @@ class PairKeys:
             content = announcements.get(other, b"")
             public = content[:KEY]
             identity = b"" if self._known is None else self._known.key(other)
+
+            # In constant time, or the time would tell how much of an invented HMAC is right.
             if not hmac.compare_digest(content[KEY:], self._mac(other, public, identity)):
                 raise RunError(
                     f"the key that was announced for peer {other} was not sealed by the node whose identity this node "
@@ -105,6 +111,7 @@ class PairKeys:
                     "and start again with --resume",
                     code="noise.pair-announced",
                 )
+
             try:
                 self.secrets.learn(other, public, self._vouched(other, b"noise"))
             except ValueError as error:
@@ -115,36 +122,47 @@ class PairKeys:
                 ) from error
 
     def _vouched(self, other: int, purpose: bytes) -> bytes:
-        """Return what the identities of this node and another peer's alone know; empty in a simulation."""
+        """Return a key that only the identities of this node and of another peer's know; empty in a simulation."""
         if self._identity is None or self._known is None:
             return b""
         return self._identity.key_for(self._known.key(other), self._run, b"pair " + purpose)
 
     def _mac(self, other: int, public: bytes, sender: bytes) -> bytes:
         key = self._vouched(other, b"announcement")
-        return hmac.digest(key, public + sender, "sha256") if key else bytes(ANNOUNCEMENT - KEY)
+        if not key:
+            return bytes(ANNOUNCEMENT - KEY)
+        return hmac.digest(key, public + sender, "sha256")
 
 
 def agrees(experiment: Experiment) -> bool:
-    """Return whether a node agrees on secrets with others: not where the noise of a simulation follows from keys."""
+    """Return whether a node agrees on secrets with others. It does not if a simulation's noise follows from keys."""
     return experiment.own.from_system and len(secret_pairs(experiment.scenario)) > 0
 
 
 def shard_secrets(settings: HostSettings, experiment: Experiment, group: ProcessGroup) -> AgreedSecrets:
     """Return the secrets of a shard's peers for one message; all shards call this at once."""
     keys = PairKeys(settings, experiment)
-    empty = bytes(ANNOUNCEMENT)
-    slots = [keys.announcement(i) if i in keys.partners else empty for i in range(experiment.scenario.n_peers)]
-    shards = group.shards
-    gathered = group.gather(b"".join(slots))
-    keys.learn(
-        {i: gathered[int(shards.of(i))][own * ANNOUNCEMENT :][:ANNOUNCEMENT] for i, own in keys.partners.items()}
-    )
+
+    # All shards send as many bytes: a slot for each peer, empty for those with which this shard has no pair.
+    slots = []
+    for peer in range(experiment.scenario.n_peers):
+        slots.append(keys.announcement(peer) if peer in keys.partners else bytes(ANNOUNCEMENT))
+    gathered = group.gather(b"".join(slots))  # one string for each shard
+
+    announcements = {}
+    for other, own in keys.partners.items():
+        sent = gathered[int(group.shards.of(other))]
+        start = own * ANNOUNCEMENT
+        announcements[other] = sent[start : start + ANNOUNCEMENT]
+    keys.learn(announcements)
     return keys.secrets
 
 
 def open_session(node: Node, stored: RecordDict) -> ConfigRecord:
-    """Draw the key of a new session, the one of its folder from now on, into the context; return its announcements."""
+    """Draw a new session's key into the context, and return its announcements.
+
+    From now on the node's folder belongs to this session.
+    """
     private = os.urandom(KEY)
     keys = PairKeys(node.settings, node.experiment, private)
     make_owners_folder(node.folder)
@@ -156,7 +174,7 @@ def open_session(node: Node, stored: RecordDict) -> ConfigRecord:
 def session_secrets(
     node: Node, begin: int, content: RecordDict, stored: RecordDict
 ) -> tuple[AgreedSecrets, ConfigRecord]:
-    """Return the secrets for a message's steps, and what the context is to hold of the session once they are taken.
+    """Return the secrets for a message's steps, and the session's record for the context once they are taken.
 
     The caller has the node's ledger open, so that no other process of the node is here.
 
@@ -176,10 +194,13 @@ def session_secrets(
     if isinstance(private, bytes) and isinstance(messages, int) and (messages == 0) == (begin >= 0):
         keys = PairKeys(node.settings, node.experiment, private)
         if path.exists() and path.read_bytes() == keys.count(messages):
+            # The session's first message brings the announcements; afterwards the context has them.
             announced = session if messages else content.config_records.get(PAIRS, ConfigRecord())
             values = {other: announced.get(str(other)) for other in keys.partners}
             sealed = {other: value for other, value in values.items() if isinstance(value, bytes)}
             keys.learn(sealed)
+
+            # Counted before anything is released: a repeated message, or an old copy of the folder, then stops.
             write_atomically(path, keys.count(messages + 1))
             record = {str(other): value for other, value in sealed.items()}
             return keys.secrets, ConfigRecord({PRIVATE: private, MESSAGES: messages + 1, **record})

@@ -1,4 +1,18 @@
-"""The peers of a run as a strategy knows them: their nodes, their last reports, and the shares in transit."""
+"""The peers of a run as a strategy knows them: their nodes, their last reports, and the shares in transit.
+
+`PeerNetwork` finds the peers and asks them; `RelayStore` holds what they send each other. Neither can read or make a
+share: the frames that pass are sealed between two peers (or open, in a simulation), and only their headers are read.
+
+A peer is known by its partition-id, and not by its node: a SuperNode that was started again has another node id and is
+the same peer. Of a peer that has begun, one of these holds:
+
+| state | means | in `ask` |
+|---|---|---|
+| responsive | it answered the last time, without a failure | waited for, gets shares, counts in means |
+| silent | no answer to the last message yet | asked too, as a probe, but waited for only if all are silent |
+| failing | its last answer was a failure (`train_errors`) | waited for; gets no shares |
+| gone | Flower does not list its node any more | not asked |
+"""
 
 from __future__ import annotations
 
@@ -42,6 +56,15 @@ log = logging.getLogger("flwr.privdec")
 
 Label = tuple[int, int, int]  # of a share: sender, the sender's incarnation, number
 
+NO_MOD = (
+    "either its ClientApp is no peer, write app = ClientApp(mods=[PeerMod(...)]); or a mod before PeerMod changes or "
+    "needs what only the app's function gets, put PeerMod first"
+)
+NO_TRAIN = "No train function registered"  # in Flower's error (1.41 to 1.43)
+UNNAMED = "register the function that strategies call, @app.train() without a name"
+MOST = 2**20  # peers: what masked sums hold, and a graph that fits into memory
+LEAST_TTL = 60.0  # seconds; later Flower drops a message, and its answer
+
 
 @dataclass
 class RelayStore:
@@ -50,7 +73,7 @@ class RelayStore:
     All of it is in memory: when the ServerApp dies, the senders hand in again what has not arrived.
 
     Attributes:
-        frames: of the run, whose headers are read and no more.
+        frames: the run's codec, of which only the headers are used.
         held: the shares for each receiver, by label.
         acknowledged: the last acknowledgement for each sender of shares, by the peer that absorbed them.
         incarnations: of each peer's state.
@@ -72,38 +95,53 @@ class RelayStore:
         if self.incarnations.get(report.peer, report.incarnation) != report.incarnation:
             self._forget(report.peer)
         self.incarnations[report.peer] = report.incarnation
+
         waiting = self.held.setdefault(report.peer, {})
-        for label in [label for label in waiting if _name(label) in report.refused_keys]:
+        refused = [label for label in waiting if _name(label) in report.refused_keys]
+        for label in refused:
             del waiting[label]  # its sender hands it in again
-        for frame in [*report.acknowledgements, *(share for _, share in unpack_bytes(outbox))]:
+
+        shares = [share for _, share in unpack_bytes(outbox)]
+        for frame in [*report.acknowledgements, *shares]:
             header = self.frames.read_header(frame, len(frame))
-            is_ledgers = header.kind == FrameKind.LEDGER_REPORT
-            sender = (report.peer, 0 if is_ledgers else report.incarnation)
-            if (header.sender, header.incarnation) != sender or header.length != len(frame):
-                raise RefusedError(
-                    f"a frame of peer {header.sender} of {header.length} bytes is no whole one of its own"
-                )
+            self._check_sender(header, report, len(frame))
+
+            # A share for a state that its receiver has lost is dropped: nothing can absorb it.
             if header.kind == FrameKind.SHARE and self.incarnations.get(header.receiver) == header.addressed:
                 label = (report.peer, report.incarnation, header.number)
                 self.held.setdefault(header.receiver, {})[label] = frame
             elif header.kind == FrameKind.ACKNOWLEDGEMENT:
                 self._acknowledge(header, frame, waiting)
-            elif is_ledgers:
+            elif header.kind == FrameKind.LEDGER_REPORT:
                 self.ledger_reports.setdefault(header.receiver, {})[report.peer] = frame
 
+    @staticmethod
+    def _check_sender(header: FrameHeader, report: PeerReport, length: int) -> None:
+        """Refuse a frame that another peer made, or that is cut short."""
+        # A report of a ledger belongs to no incarnation: the ledger outlasts the state.
+        incarnation = 0 if header.kind == FrameKind.LEDGER_REPORT else report.incarnation
+        is_own = (header.sender, header.incarnation) == (report.peer, incarnation)
+        if not is_own or header.length != length:
+            raise RefusedError(f"a frame of peer {header.sender} of {header.length} bytes is no whole one of its own")
+
     def _acknowledge(self, header: FrameHeader, frame: bytes, waiting: dict[Label, bytes]) -> None:
-        sender = (header.receiver, header.addressed)  # of the shares
-        for label in [label for label in waiting if label[:2] == sender and label[2] <= header.number]:
+        """Drop the shares that were absorbed, and keep the acknowledgement for their sender."""
+        share_sender = (header.receiver, header.addressed)
+        absorbed = [label for label in waiting if label[:2] == share_sender and label[2] <= header.number]
+        for label in absorbed:
             del waiting[label]
-        if header.addressed >= self.incarnations.get(header.receiver, 0):  # a later one shows it that its state is old
+
+        # One for an earlier incarnation is of no use. One for a later shows the sender that its state is an old copy.
+        if header.addressed >= self.incarnations.get(header.receiver, 0):
             self.acknowledged.setdefault(header.receiver, {})[header.sender] = frame
 
     def _forget(self, peer: int) -> None:
         """Drop what was for a state that is lost, or from it."""
-        for frames in (self.held, self.acknowledged):
-            frames.pop(peer, None)
+        self.held.pop(peer, None)
+        self.acknowledged.pop(peer, None)
         for waiting in self.held.values():
-            for label in [label for label in waiting if label[0] == peer]:
+            from_peer = [label for label in waiting if label[0] == peer]
+            for label in from_peer:
                 del waiting[label]
         for acknowledgements in self.acknowledged.values():
             acknowledgements.pop(peer, None)
@@ -116,28 +154,22 @@ class RelayStore:
 
     def share_status(self, sender: int) -> dict[str, Any]:
         """Return what a peer learns of its own shares: which are held here, and which were absorbed."""
-        held = [(to, label[2]) for to, labels in self.held.items() for label in labels if label[0] == sender]
+        receivers = []
+        numbers = []
+        for receiver, labels in self.held.items():
+            for label in labels:
+                if label[0] == sender:
+                    receivers.append(receiver)
+                    numbers.append(label[2])
         return {
-            "held_by": [to for to, _ in held],
-            "held": [number for _, number in held],
+            "held_by": receivers,
+            "held": numbers,
             "acknowledgements": list(self.acknowledged.get(sender, {}).values()),
         }
 
 
 def _name(label: Label) -> str:
     return ".".join(map(str, label))
-
-
-NO_MOD = (
-    "either its ClientApp is no peer, write app = ClientApp(mods=[PeerMod(...)]); or a mod before PeerMod changes or "
-    "needs what only the app's function gets, put PeerMod first"
-)
-
-
-NO_TRAIN = "No train function registered"  # Flower's words
-UNNAMED = "register the function that strategies call, @app.train() without a name"
-
-MOST = 2**20  # peers: what masked sums hold, and a graph that fits into memory
 
 
 def answers(grid: Grid, unanswered: dict[str, int], wanted: set[str], patience: float) -> Iterator[tuple[int, Message]]:
@@ -148,7 +180,7 @@ def answers(grid: Grid, unanswered: dict[str, int], wanted: set[str], patience: 
         wanted: the messages whose answers are waited for, for `patience` seconds.
     """
     deadline = time.monotonic() + patience
-    pause = 0.001
+    pause = 0.001  # of a grid in this process; it grows to what polling a SuperLink may cost
     while unanswered:
         for reply in grid.pull_messages(list(unanswered)):
             name = reply.metadata.reply_to_message_id
@@ -156,26 +188,26 @@ def answers(grid: Grid, unanswered: dict[str, int], wanted: set[str], patience: 
                 yield unanswered.pop(name), reply
         if not wanted & unanswered.keys() or time.monotonic() > deadline:
             return
-        time.sleep(pause := min(0.2, 2 * pause))
+        pause = min(0.2, 2 * pause)
+        time.sleep(pause)
 
 
 def formatted(peers: Mapping[int, str]) -> str:
     """Return what several peers say, equal words together."""
-    words: dict[str, list[int]] = {}
-    for peer, word in sorted(peers.items()):
-        words.setdefault(word, []).append(peer)
-    return "; ".join(f"peer{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {word}" for word, who in words.items())
+    return "; ".join(f"{who}: {words}" for words, who in _by_words(peers).items())
 
 
-LEAST_TTL = 60.0  # seconds; later Flower drops a message, and its answer
+def _by_words(peers: Mapping[int, str]) -> dict[str, str]:
+    """Return which peers say the same, such as "peers 1, 2", by their words."""
+    numbers: dict[str, list[str]] = {}
+    for peer, words in sorted(peers.items()):
+        numbers.setdefault(words, []).append(str(peer))
+    return {words: f"peer{'s' * (len(who) > 1)} {', '.join(who)}" for words, who in numbers.items()}
 
 
 @dataclass
 class PeerNetwork:
-    """The peers of one run, and their nodes.
-
-    A node says in its node-config which partition it is, and that is the peer that it is: a SuperNode that was
-    restarted has another node id and is the same peer.
+    """The peers of one run, and their nodes; see the head of the module.
 
     Attributes:
         grid: the nodes.
@@ -240,7 +272,9 @@ class PeerNetwork:
             self.update_members(max(0.0, left))
             if left < 0:
                 break
-            time.sleep(0.0 if self.node_of else 0.05)
+            if not self.node_of:
+                time.sleep(0.05)  # no SuperNode has connected yet
+
         there = len(self.there)
         wanted = self.n_peers
         if there < min(max(1, least), wanted or 2):
@@ -263,6 +297,7 @@ class PeerNetwork:
         there = set(self.grid.get_node_ids())
         self.gone = {peer for peer, node in self.node_of.items() if node not in there}
         new = sorted(there - set(self.node_of.values()) - set(self.unmet.values()))
+
         group = str(self.round_index)
         config = ConfigRecord({"server-round": self.round_index})
         request = PeerRequest(INTRODUCE, **self.common).record()
@@ -270,14 +305,11 @@ class PeerNetwork:
         messages = [Message(contents[node], node, "train", group_id=group) for node in new]
         sent = list(self.grid.push_messages(messages)) if messages else []
         self.unmet |= dict(zip(sent, new, strict=True))
+
         for _, reply in answers(self.grid, self.unmet, set(sent), patience):
             node = reply.metadata.src_node_id
-            if reply.has_error() and reply.error.code == PEER_MOD_FAILED:
-                raise RunError(f"SuperNode {node} failed: {reason(reply.error.reason)}", code="flower.node-failed")
             if reply.has_error():
-                why = reason(reply.error.reason)
-                remedy, code = (NO_MOD, "flower.no-peer-mod") if NO_TRAIN not in why else (UNNAMED, "flower.no-train")
-                raise RunError(f"SuperNode {node} failed when asked for its peer, {why}: {remedy}", code=code)
+                raise self._introduction_failed(node, reply)
             report = PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}", "flower.no-peer-mod")
             self._admit(report, node, there)
             self.reports[report.peer] = report
@@ -285,25 +317,47 @@ class PeerNetwork:
             if report.incarnation:
                 self._relay(report, None)
 
+    @staticmethod
+    def _introduction_failed(node: int, reply: Message) -> RunError:
+        """Return the error for a node that did not say which peer it is."""
+        why = reason(reply.error.reason)
+        if reply.error.code == PEER_MOD_FAILED:
+            return RunError(f"SuperNode {node} failed: {why}", code="flower.node-failed")
+
+        # Nothing in the node understood the message.
+        failed = f"SuperNode {node} failed when asked for its peer, {why}"
+        if NO_TRAIN in why:
+            return RunError(f"{failed}: {UNNAMED}", code="flower.no-train")
+        return RunError(f"{failed}: {NO_MOD}", code="flower.no-peer-mod")
+
     def _admit(self, report: PeerReport, node: int, there: set[int]) -> None:
+        """Let a node be the peer that it says it is.
+
+        Raises:
+            RunError: it cannot be.
+        """
         if not 0 <= report.peer < report.n_peers <= MOST:
             raise RunError(
                 f"SuperNode {node} says partition-id={report.peer} of num-partitions={report.n_peers}: it must be 0 to "
                 f"num-partitions - 1, of at most {MOST:,}",
                 code="nodes.partition-id",
             )
+
         self.n_peers = self.n_peers or report.n_peers
         if report.n_peers != self.n_peers:
             raise RunError(
                 f"SuperNode {node} says num-partitions={report.n_peers}, others {self.n_peers}: set them alike",
                 code="nodes.partition-count",
             )
+
+        # A node takes the place of one that is gone, or silent: a SuperNode was started again.
         before = self.node_of.get(report.peer)
         if before in there and report.peer not in self.silent:
             raise RunError(
                 f"SuperNodes {before} and {node} both claim to be peer {report.peer}; give each its own partition-id",
                 code="nodes.repeated-peer",
             )
+
         self.node_of[report.peer] = node
         self.gone.discard(report.peer)
         self.silent.discard(report.peer)
@@ -316,7 +370,11 @@ class PeerNetwork:
             self.train_errors[report.peer] = str(error)
 
     def join(self, initial: ArrayRecord, founding: bool) -> None:
-        """Let the peers begin that have no state of this run: with the initial arrays, or late and with nothing.
+        """Let the peers begin that have no state of this run.
+
+        Args:
+            initial: the arrays.
+            founding: whether they begin with these as their mass; a peer that comes later begins with no mass.
 
         Raises:
             RunError: none of them can.
@@ -333,10 +391,12 @@ class PeerNetwork:
         Raises:
             RunError: all of them fail.
         """
-        peers = self.members() if self.has_new and any(report.spent for report in self.reports.values()) else []
-        for _ in range(2 if peers else 0):
-            self.ask([self.message(peer, "train", GREET, RecordDict()) for peer in peers])
-            self.raise_if_all_fail(peers)
+        any_private = any(report.spent for report in self.reports.values())
+        if self.has_new and any_private:
+            peers = self.members()
+            for _ in range(2):  # the reports, then the answers to them
+                self.ask([self.message(peer, "train", GREET, RecordDict()) for peer in peers])
+                self.raise_if_all_fail(peers)
         self.has_new = False
 
     @property
@@ -358,7 +418,7 @@ class PeerNetwork:
         return [peer for peer in self.there if self.reports[peer].incarnation]
 
     def responsive_peers(self) -> list[int]:
-        """Return those of them that answered the last time, without a failure: who gets shares and is counted on."""
+        """Return the members that answered the last time, without a failure: they get shares and count in means."""
         return [peer for peer in self.members() if peer not in self.silent and peer not in self.train_errors]
 
     def message(self, peer: int, category: str, kind: str, content: RecordDict, **more: Any) -> Message:
@@ -376,7 +436,7 @@ class PeerNetwork:
         )
         if kind != JOIN:
             content[INBOX] = self.relay_store.inbox(peer)
-        if self.config_key not in content:
+        if self.config_key not in content:  # mods of Flower's expect one
             content[self.config_key] = ConfigRecord({"server-round": self.round_index})
         content[SAYS] = request.record()
         ttl = max(self.timeout, LEAST_TTL)
@@ -390,18 +450,19 @@ class PeerNetwork:
         while others are asked too; the message to them also serves as a liveness probe.
         """
         sent = list(messages)
-        replies = dict[int, Message]()
         peers = [self.peer_at(message.metadata.dst_node_id) for message in sent]
         waiting = dict(zip(self.grid.push_messages(sent), peers, strict=True))
         self.unanswered |= waiting
         wanted = {name for name, peer in waiting.items() if peer not in self.silent} or set(waiting)
+
+        replies: dict[int, Message] = {}
         self.failures = []
         self.silent |= set(peers)
         for peer, reply in answers(self.grid, self.unanswered, wanted, self.timeout):
             self.silent.discard(peer)
             self._take_answer(peer, reply)
             if reply.metadata.reply_to_message_id not in waiting:
-                continue
+                continue  # a late answer, to an earlier message
             if reply.has_error():
                 self.failures.append(reply)
             else:
@@ -411,9 +472,11 @@ class PeerNetwork:
     def _take_answer(self, peer: int, reply: Message) -> None:
         """Take in an answer, whenever it comes."""
         if reply.has_error():
-            failed = self.eval_errors if reply.metadata.message_type == "evaluate" else self.train_errors
-            failed[peer] = reason(reply.error.reason)
+            is_evaluation = reply.metadata.message_type == "evaluate"
+            errors = self.eval_errors if is_evaluation else self.train_errors
+            errors[peer] = reason(reply.error.reason)
             return
+
         try:
             report = PeerReport.of(reply.content, NO_MOD, "flower.no-peer-mod")
         except RunError as error:
@@ -424,6 +487,7 @@ class PeerNetwork:
                 f"it says now that it is peer {report.peer} of {report.n_peers}: give it its own partition-id"
             )
             return
+
         self.train_errors.pop(peer, None)
         self.reports[peer] = report
         if report.incarnation:
@@ -436,11 +500,13 @@ class PeerNetwork:
         for peer, report in self.reports.items():
             for why in report.refused:
                 troubles[peer] = f"refused: {why}"
-        troubles |= self.train_errors | dict.fromkeys(self.silent, "no answer") | dict.fromkeys(self.gone, "gone")
+        troubles |= self.train_errors
+        troubles |= dict.fromkeys(self.silent, "no answer")
+        troubles |= dict.fromkeys(self.gone, "gone")
         return formatted(troubles)
 
     def raise_if_all_fail(self, peers: Iterable[int]) -> None:
-        """Raise the errors of some peers, when none of them did what was requested."""
+        """Raise the errors of some peers if none of them did what was requested."""
         requested = list(peers)
         failed = {peer: "no answer" for peer in requested if peer in self.silent}
         failed |= {peer: self.train_errors[peer] for peer in requested if peer in self.train_errors}
@@ -454,7 +520,11 @@ def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[i
     Args:
         replies: of each peer.
         size: of x.
-        sealed: whether they are masked. What is not of that shape and type, or not finite, is left out, and named.
+        sealed: whether they are masked.
+
+    Returns:
+        By peer: float64 [size + 1], or masked, uint64 [2, size + 1]. What is of another shape or type, or not finite,
+        is left out, and named in the log.
     """
     wanted = ("uint64", (2, size + 1)) if sealed else ("float64", (size + 1,))
     masses: dict[int, np.ndarray] = {}
@@ -473,31 +543,33 @@ def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[i
 
 
 def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool) -> np.ndarray | None:
-    """Return Σ (x, w) over those that handed in their mass; None where no peer did, or where a mask is left over.
+    """Return Σ (x, w) over those that handed in their mass, [size + 1]; None if no peer did, or a mask is left over.
 
     Args:
         masses: what each handed in.
-        wanted: who was to have a part in it.
-        sealed: whether they are masked, so that exactly those that are wanted must be there.
+        wanted: the peers that were to have a part in it.
+        sealed: whether they are masked. Masks cancel only in the sum over exactly those that are wanted.
     """
     if not masses or (sealed and masses.keys() != wanted):
         log.warning("no mean of the models: peers %s had no part in it", sorted(wanted - masses.keys()))
         return None
-    total = unmasked_sum(masses.values()) if sealed else np.sum(list(masses.values()), axis=0)
-    return np.asarray(total) if total[-1] > 0 else None
+
+    if sealed:
+        total = np.asarray(unmasked_sum(masses.values()))
+    else:
+        total = np.asarray(np.sum(list(masses.values()), axis=0))
+    return total if total[-1] > 0 else None
 
 
 def log_privacy(reports: Mapping[int, PeerReport]) -> None:
     """Log what each peer has spent, with its unit; those that spent the same together."""
-    spent: dict[str, list[int]] = {}
-    for peer, report in sorted(reports.items()):
-        spent.setdefault(report.spent or report.app_spent or UNPROTECTED, []).append(peer)
-    for words, peers in spent.items():
-        log.info("Privacy of peer%s %s: %s", "s" * (len(peers) > 1), ", ".join(map(str, peers)), words)
+    spent = {peer: report.spent or report.app_spent or UNPROTECTED for peer, report in reports.items()}
+    for words, peers in _by_words(spent).items():
+        log.info("Privacy of %s: %s", peers, words)
 
 
 def matrix_of(graph: Topology, weights: str, round_index: int, present: np.ndarray) -> tuple[MixingMatrix, bool]:
-    """Return how the peers that are present mix in a round, and whether every one gets their mean.
+    """Return how the peers that are present mix in a round, and whether each of them gets their mean.
 
     Args:
         present: bool [n_peers].

@@ -1,4 +1,8 @@
-"""The peers of a scenario as processes on this machine: start, watch, stop, kill and restart them."""
+"""The peers of a scenario as processes on this machine: start, watch, stop, kill and restart them.
+
+`PeerProcesses` makes what `privdec peer` needs (certificates, a scenario with addresses) and starts it for each peer;
+`Watch` asks the running peers for their status. Nothing here is part of a peer: each works as it would on a device.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +33,30 @@ from flower_privdec.scenario.sections import NetworkPeer, is_loopback
 STOP_SECONDS = 10.0  # between SIGTERM and SIGKILL
 PRIVDEC = (sys.executable, "-m", "flower_privdec")
 
-LEAST_PORT, MOST_PORT = 10_000, 32_000  # below those that outgoing connections are given
+# Below the ports that Linux gives outgoing connections, which could otherwise take a port before its peer listens.
+LEAST_PORT = 10_000
+MOST_PORT = 32_000
 
 
 def on_this_machine(scenario: Scenario) -> Scenario:
-    """Return a scenario with an address on this machine for each peer, free ones where it has none.
+    """Return a scenario with an address on this machine for each peer: its own, or else free ones.
 
     Raises:
-        ScenarioError: it has an address elsewhere, or what other processes cannot be given.
+        ScenarioError: it has an address elsewhere, or parts that other processes cannot be given.
     """
     if scenario.given:
         raise ScenarioError(
             "parts that are given as Python objects cannot be handed to other processes: use a file",
             code="local.objects",
         )
+
     if scenario.private is not None and scenario.private.ledger is not None:
         raise ScenarioError(
             f"privacy.ledger={scenario.private.ledger!r} is one process's at a time, and here each peer keeps a "
             "ledger of its own: leave it out, or start each peer on its device by `privdec peer`",
             code="local.one-ledger",
         )
+
     network = scenario.network
     peers = network.peers or [NetworkPeer(address=address) for address in free_addresses(scenario.n_peers)]
     away = [peer.address for peer in peers if not is_loopback(peer.address)]
@@ -58,6 +66,7 @@ def on_this_machine(scenario: Scenario) -> Scenario:
             "network.peers out",
             code="local.elsewhere",
         )
+
     here = network.model_copy(update={"peers": peers, "hand_in": network.hands_in})
     return scenario.model_copy(update={"network": here})
 
@@ -65,12 +74,12 @@ def on_this_machine(scenario: Scenario) -> Scenario:
 def free_addresses(count: int) -> list[str]:
     """Return free addresses on this machine, below the ports of outgoing connections."""
     ports: list[int] = []
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # all stay bound until the last is found, so that none is found twice
         while len(ports) < count:
             port = LEAST_PORT + secrets.randbelow(MOST_PORT - LEAST_PORT)
-            one = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                one.bind(("127.0.0.1", port))
+            probe = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # in use
+                probe.bind(("127.0.0.1", port))
                 ports.append(port)
     return [f"127.0.0.1:{port}" for port in ports]
 
@@ -97,12 +106,16 @@ class PeerProcesses:
             out: the folder.
             insecure_seeds: draw noise and batches from the scenario's seed.
             loss: share of all messages that are lost on purpose.
-            program: of a peer: what takes the arguments of `privdec`.
+            program: returns, for a peer, the words of the command that takes the arguments of `privdec`.
         """
         self.scenario = scenario
         self.out = out
         self._program = program
-        self._options = ["--insecure-seeds"] * insecure_seeds + ["--loss", str(loss)] * bool(loss)
+        self._options: list[str] = []
+        if insecure_seeds:
+            self._options.append("--insecure-seeds")
+        if loss:
+            self._options += ["--loss", str(loss)]
         self._processes: dict[int, Process] = {}
 
     @property
@@ -138,14 +151,18 @@ class PeerProcesses:
         """Start a peer.
 
         Args:
-            peer: which.
+            peer: its number.
             charge_witnessed: charge what its ledger lost, and stop.
         """
         command = [*self._program(peer), "peer", str(self.file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
-        command += self._options + ["--charge-witnessed"] * charge_witnessed
+        command += self._options
+        if charge_witnessed:
+            command.append("--charge-witnessed")
+
+        # In a process group of its own a peer gets no Ctrl-C. By --with-parent it ends with this process, even if it is
+        # paused when this one is killed.
         with open(self.log(peer), "ab", opener=owners_file) as log:
-            # A process group of its own gets no Ctrl-C; a peer that is paused when this process is killed ends with it.
             self._processes[peer] = start_process(f"privdec peer {peer}", command, log)
 
     def status(self, peer: int) -> int | None:
@@ -153,13 +170,15 @@ class PeerProcesses:
         return self._processes[peer].poll()
 
     def pid(self, peer: int) -> int:
-        """Return the number of a peer's process."""
+        """Return the process id of a peer."""
         return self._processes[peer].pid
 
     def last_line(self, peer: int) -> str:
-        """Return the last line of a peer's log, or its exit status where the log is empty."""
+        """Return the last line of a peer's log, or its exit status if the log is empty."""
         lines = self.log(peer).read_text(errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("error: ") if lines else f"status {self.status(peer)}"
+        if not lines:
+            return f"status {self.status(peer)}"
+        return lines[-1].removeprefix("error: ")
 
     def last_status(self, peer: int) -> dict[str, Any] | None:
         """Return the last status of a peer that finished; None for others."""
@@ -175,7 +194,7 @@ class PeerProcesses:
         self._processes[peer].wait()
 
     def signal(self, peer: int, number: signal.Signals) -> None:
-        """Send a signal to a peer that runs."""
+        """Send a signal to a peer; nothing if it has ended."""
         if self.status(peer) is None:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self.pid(peer), number)
@@ -183,8 +202,9 @@ class PeerProcesses:
     def end(self) -> None:
         """Terminate all peers; kill those that still run after STOP_SECONDS."""
         for peer in self._processes:
-            self.signal(peer, signal.SIGCONT)
+            self.signal(peer, signal.SIGCONT)  # a peer that is paused could not end
             self.signal(peer, signal.SIGTERM)
+
         until = time.monotonic() + STOP_SECONDS
         for peer, process in self._processes.items():
             try:
@@ -199,9 +219,9 @@ class PeerProcesses:
         self.end()
 
 
-OnStatus = Callable[[int, dict[str, Any] | None, str], None]  # of a peer: its status and a word on it
+OnStatus = Callable[[int, dict[str, Any] | None, str], None]  # called with a peer, its status and a word on it
 EVERY = 0.5  # seconds between an answer and the next request
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 1.0  # to wait for an answer
 STARTING = "starting"
 SILENT = "no answer"
 DONE = "done"
@@ -210,7 +230,8 @@ DONE = "done"
 class Watch:
     """Requests the status of every peer in a thread of its own; a context manager.
 
-    Each request is made as if the peer made it itself: with its own certificate, at its own address.
+    Each request is made as if the peer made it itself: with its own certificate, at its own address. A peer answers its
+    status only to itself.
     """
 
     def __init__(self, processes: PeerProcesses, on_status: OnStatus) -> None:
@@ -218,10 +239,12 @@ class Watch:
 
         Args:
             processes: the peers.
-            on_status: called in these threads with a peer, its status (None where it did not answer) and a word:
-                STARTING before its first answer, SILENT where it does not answer any more, DONE at its end.
+            on_status: called in these threads with a peer, its status (None if it did not answer) and a word:
+                STARTING before its first answer, SILENT if it does not answer any more, DONE at its end.
         """
-        self._processes, self._on_status, self._stopping = processes, on_status, Event()
+        self._processes = processes
+        self._on_status = on_status
+        self._stopping = Event()
         self._threads = [Thread(target=self._follow, args=(peer,), daemon=True) for peer in processes.peers]
         for thread in self._threads:
             thread.start()
@@ -233,32 +256,37 @@ class Watch:
             thread.join()
 
     def _follow(self, peer: int) -> None:
-        scenario = self._processes.scenario
+        """Report a peer's status until its end, or until this is closed."""
         processes = self._processes
+        scenario = processes.scenario
         assert scenario.network.peers is not None
         credentials = credentials_of(scenario, processes.certificates, peer)
         address = scenario.network.peers[peer].address
         name = identities(scenario)[peer]
         connection = GrpcConnection(address, name, credentials, STATUS_CAP)
-        word = STARTING
+        word_without_answer = STARTING
         try:
             while not self._stopping.is_set() and not self._is_done(peer):
                 status = None
                 with contextlib.suppress(RunError):  # reported by the word instead
                     status = request_status(connection, ANSWER_SECONDS)
-                word = SILENT if status is not None else word  # from now on
-                self._on_status(peer, status, word if status is None else "")
+                if status is None:
+                    self._on_status(peer, None, word_without_answer)
+                else:
+                    word_without_answer = SILENT  # from now on it is no longer starting
+                    self._on_status(peer, status, "")
                 self._stopping.wait(EVERY)
             self._is_done(peer)
         finally:
             connection.close()
 
     def _is_done(self, peer: int) -> bool:
-        """Report a peer's last status, if it came to its end."""
+        """Return whether a peer came to its end, and report its last status if it did."""
         status = self._processes.last_status(peer)
-        if status is not None:
-            self._on_status(peer, status, DONE)
-        return status is not None
+        if status is None:
+            return False
+        self._on_status(peer, status, DONE)
+        return True
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,16 @@
-"""`privdec up`: all peers of a scenario as processes on this machine, their evaluation, and injected faults."""
+"""`privdec up`: all peers of a scenario as processes on this machine, their evaluation, and injected faults.
+
+The peers run as on devices, and know nothing of this. After each round that is evaluated, and at the end, each writes
+its model to its own folder (`network.hand_in`). `Up` waits for these files, evaluates them together, and writes the
+run folder that a simulation would leave. A peer may meanwhile have
+
+| | ended with | what `Up` does |
+|---|---|---|
+| ended well | status 0 | reads its last files |
+| been killed, or injected to be (*gone*) | a signal | goes on with its last files, unless the others wait for it |
+| not agreed on the last model (*apart*) | NotAgreedError's status | reads its files, and says so in the summary |
+| failed | any other status | raises RunError with the last line of its log |
+"""
 
 from __future__ import annotations
 
@@ -35,12 +47,13 @@ from flower_privdec.scenario import Scenario
 
 _log = logging.getLogger(__name__)
 
-POLL = 0.1
-ENDED = (0, NotAgreedError.exit_status)
+POLL = 0.1  # seconds between two looks at the peers
+ENDED = (0, NotAgreedError.exit_status)  # the statuses of a peer that has written its last model
 NUMBERS = {
     "synchronous": "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own",
-    "asynchronous": "of this run alone: they depend on which messages arrived in time",
+    "asynchronous": "only of this run: they depend on which messages arrived in time",
 }
+FORM = re.compile(r"(?P<peer>[0-9]{1,9})@(?P<round>[0-9]{1,9})")  # of --kill and --restart
 
 
 class Up:
@@ -80,26 +93,32 @@ class Up:
                 f"{option('loss', f'{loss:g}')} must be a share, from 0 to below 1: of 1 no message would arrive",
                 code="up.loss",
             )
-        scenario = with_more_rounds(scenario, out) if resume else scenario
-        self.scenario, self.out, self._kills = on_this_machine(scenario), out, list(kills)
+        if resume:
+            scenario = with_more_rounds(scenario, out)
+        self.scenario = on_this_machine(scenario)
+        self.out = out
+        self._kills = list(kills)
+        self._insecure = insecure_seeds
+
         if scenario.network.mode == "synchronous" and not all(kill.comes_back for kill in kills):
             raise ScenarioError(
                 "network.mode=synchronous ends with a peer that is gone, for the others wait for it: use asynchronous, "
                 f"or {option('restart')}",
                 code="up.kill",
             )
-        self._insecure = insecure_seeds
         if not scenario.network.hands_in:
             raise ScenarioError(
                 "network.hand_in=false: the peers hand in no models, which this command compares; set it to true, or "
                 "start each peer by `privdec peer`, whose own loss `privdec status` shows",
                 code="up.hand-in",
             )
+
         self.agreement = Agreement.of(self.scenario)
-        network_mixing(self.agreement)
+        network_mixing(self.agreement)  # raises if its graph and algorithm are not for a network
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, loss=loss)
-        self._spent, self._noise = Spent([], [], [], []), list[str]()
+        self._spent = Spent([], [], [], [])
+        self._noise: list[str] = []  # the source of each peer's noise
         self._evaluated = 0  # the round of the last evaluation of this process
         self._gone: set[int] = set()
         self._apart: dict[int, str] = {}  # peers whose model is not the one that the others agreed on, and why
@@ -107,11 +126,11 @@ class Up:
     def run(self, on_metrics: OnMetrics | None = None, on_status: OnStatus | None = None) -> dict[str, Any]:
         """Start the peers, follow them to the end, and return the summary.
 
-        Where Ctrl-C or the callback stops them, the summary is of the last evaluation, with the ε of all that their
+        If Ctrl-C or the callback stops them, the summary is of the last evaluation, with the ε of all that their
         ledgers were charged until then.
 
         Args:
-            on_metrics: called with each evaluation's metrics; the peers stop where it returns True.
+            on_metrics: called with each evaluation's metrics; the peers stop if it returns True.
             on_status: called with the status of each peer, see `Watch`; without it no status is requested.
 
         Raises:
@@ -120,7 +139,7 @@ class Up:
         """
         state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
         self._processes.prepare()
-        every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
+        left = [number for number in self._evaluation_rounds() if number > state.round_index]
         stopped = False
         try:
             with ExitStack() as stack:
@@ -129,13 +148,16 @@ class Up:
                     self._processes.start(peer)
                 if on_status is not None:
                     stack.enter_context(Watch(self._processes, on_status))
-                for round_index in [number for number in every if number > state.round_index]:
+                for round_index in left:
                     metrics = self._evaluation(round_index)
-                    if stopped := on_metrics is not None and on_metrics(metrics) is True:
+                    stopped = on_metrics is not None and on_metrics(metrics) is True
+                    if stopped:
                         break
                     self._inject(round_index)
-                else:
+                if not stopped:
                     self._wait()
+
+            # The peers have ended, so that their ledgers and last models are complete.
             if stopped:
                 return self._stop("callback")
             return self._finish(self._last_rows(), self._spent, self._measured())
@@ -152,15 +174,15 @@ class Up:
         done = self._evaluated
         if not 0 < done < self.scenario.rounds:
             return {}
-        spent = replace(
-            self._spent,
-            epsilons=[self._charged(peer) for peer in range(self.scenario.n_peers)],
-            replies=[self._charged(peer, "replies") for peer in range(len(self._spent.replies))],
-            if_all_collude=[self._charged(peer, "if_all_collude") for peer in range(len(self._spent.if_all_collude))],
-        )
+        # Two of these lists are empty in scenarios without such an adversary.
+        charged: dict[str, Any] = {}
+        for towards in ("epsilons", "replies", "if_all_collude"):
+            n_peers = len(getattr(self._spent, towards))
+            charged[towards] = [self._charged(peer, towards) for peer in range(n_peers)]
+        spent = replace(self._spent, **charged)
         return self._finish(self._rows(done), spent, stopped=(done, why))
 
-    def _charged(self, peer: int, towards: str = "epsilons") -> float:
+    def _charged(self, peer: int, towards: str) -> float:
         """Return ε of all that a peer's ledger was charged, which may be more than it reported last, and is no less.
 
         Args:
@@ -168,19 +190,33 @@ class Up:
         """
         if self.scenario.private is None:
             return math.inf
+        adversaries = {
+            "epsilons": Adversary(self._spent.colluding),
+            "replies": ONE_NEIGHBOUR,
+            "if_all_collude": EVERYBODY,
+        }
         ledger = ledger_folder(self.scenario, self._processes.folder(peer))
-        adversaries = {"epsilons": Adversary(self._spent.colluding), "replies": ONE_NEIGHBOUR}
-        costs = costs_in(read_entries(ledger, self.agreement.public.name), adversaries.get(towards, EVERYBODY))
+        entries = read_entries(ledger, self.agreement.public.name)
+        costs = costs_in(entries, adversaries[towards])
         reported: list[float] = getattr(self._spent, towards)
         return max(reported[peer], epsilon_of_runs(costs, self._spent.deltas[peer]))
 
-    def _finish(self, *result: Any, **options: Any) -> dict[str, Any]:
+    def _finish(
+        self,
+        rows: dict[str, torch.Tensor],
+        spent: Spent,
+        measured: dict[str, Any] | None = None,
+        stopped: tuple[int, str] | None = None,
+    ) -> dict[str, Any]:
         """Write models and summary; see `Recorder.finish`."""
-        facts: dict[str, Any] = {"noise": INSECURE, "publishable": False}
-        facts = facts if self._insecure else noise_facts(self._noise)
-        facts = (facts if self.scenario.private else {}) | {"numbers": NUMBERS[self.scenario.network.mode]}
+        facts: dict[str, Any] = {}
+        if self.scenario.private and self._insecure:
+            facts = {"noise": INSECURE, "publishable": False}
+        elif self.scenario.private:
+            facts = noise_facts(self._noise)
+        facts["numbers"] = NUMBERS[self.scenario.network.mode]
         facts |= self._exceptions()
-        return self.recorder.finish(*result, **options | facts)
+        return self.recorder.finish(rows, spent, measured, stopped, **facts)
 
     # --- processes ---
 
@@ -198,12 +234,16 @@ class Up:
             status = self._processes.status(peer)
             if status in (None, 0) or peer in self._apart:
                 continue
+
             if status == NotAgreedError.exit_status:
                 self._apart[peer] = self._processes.last_line(peer)
                 if not self._path(peer, self.scenario.rounds).exists():
                     self._gone.add(peer)
                 continue
-            if status > 0 or self.scenario.network.mode == "synchronous" or len(self._alive()) == 1:
+
+            # A positive status is the peer's own; a negative one is the signal that killed it.
+            is_last = len(self._alive()) == 1
+            if status > 0 or self.scenario.network.mode == "synchronous" or is_last:
                 last = self._processes.last_line(peer)
                 log = self._processes.log(peer)
                 raise RunError(f"peer {peer} ended ({last}); its log is {log}", code="up.peer-ended")
@@ -221,26 +261,38 @@ class Up:
 
     def _exceptions(self) -> dict[str, str]:
         """Return which peers are gone, and whose model is not the one that the others have."""
-        last = [f"peer {peer} after round {self._last_round(peer)}" for peer in sorted(self._gone)]
+        exceptions = {}
+        gone = [f"peer {peer} after round {self._last_round(peer)}" for peer in sorted(self._gone)]
+        if gone:
+            exceptions["gone"] = f"{', '.join(gone)}; the models above are the others'"
         apart = [f"peer {peer}: {why}" for peer, why in sorted(self._apart.items())]
-        return ({"gone": f"{', '.join(last)}; the models above are the others'"} if last else {}) | (
-            {"not_agreed": "; ".join(apart)} if apart else {}
-        )
+        if apart:
+            exceptions["not_agreed"] = "; ".join(apart)
+        return exceptions
 
     # --- models that the peers hand in ---
 
+    def _evaluation_rounds(self) -> list[int]:
+        """Return after which rounds the models are evaluated."""
+        return list(evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every))
+
     def _evaluation(self, round_index: int) -> dict[str, Any]:
+        """Wait until all peers have handed in a round, and evaluate and record it."""
         since = time.perf_counter()
         while not all(self._path(peer, round_index).exists() for peer in self._alive()):
             self._check()
             time.sleep(POLL)
         self.recorder.seconds += time.perf_counter() - since
+
         rows = self._rows(round_index)
         self._spent = self._reported(round_index)
-        self._evaluated, metrics = round_index, self.recorder.record(rows, round_index, self._spent.epsilons)
+        metrics = self.recorder.record(rows, round_index, self._spent.epsilons)
+        self._evaluated = round_index
         self.recorder.save(State(np.arange(self.scenario.n_peers), round_index, rows=rows), None)
-        every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
-        for before in [number for number in every if number < round_index][-1:]:  # recorded, and not read again
+
+        # The files of the evaluation before are recorded, and not read again.
+        earlier = [number for number in self._evaluation_rounds() if number < round_index]
+        for before in earlier[-1:]:
             for peer in self._alive():
                 self._path(peer, before).unlink(missing_ok=True)
         return metrics
@@ -250,7 +302,9 @@ class Up:
 
     def _handed_in(self, peer: int, round_index: int) -> Path:
         """Return the file that a peer handed in for a round; for one that is gone, its last."""
-        return self._path(peer, min(round_index, self._last_round(peer)) if peer in self._gone else round_index)
+        if peer in self._gone:
+            round_index = min(round_index, self._last_round(peer))
+        return self._path(peer, round_index)
 
     def _last_round(self, peer: int) -> int:
         """Return the last round of which a peer handed something in.
@@ -258,8 +312,7 @@ class Up:
         Raises:
             RunError: it handed in nothing.
         """
-        every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
-        present = [round_index for round_index in every if self._path(peer, round_index).exists()]
+        present = [number for number in self._evaluation_rounds() if self._path(peer, number).exists()]
         if not present:
             raise RunError(
                 f"peer {peer} was killed before it handed in a model; its log is {self._processes.log(peer)}",
@@ -272,48 +325,49 @@ class Up:
 
     def _last_rows(self) -> dict[str, torch.Tensor]:
         """Return the rows of the devices' last models; for a peer that is gone, those that it handed in last."""
-        last = [rows_path(self._processes.folder(peer), None) for peer in range(self.scenario.n_peers)]
-        return _stacked(
-            [self._handed_in(i, self.scenario.rounds) if i in self._gone else path for i, path in enumerate(last)]
-        )
+        paths = []
+        for peer in range(self.scenario.n_peers):
+            if peer in self._gone:
+                paths.append(self._handed_in(peer, self.scenario.rounds))
+            else:
+                paths.append(rows_path(self._processes.folder(peer), None))
+        return _stacked(paths)
 
     def _measured(self) -> dict[str, Any]:
-        """Try the devices' last models, but for peers that are gone."""
-        there = torch.tensor(self._alive())
-        return evaluate(
-            self.agreement, {name: rows[there] for name, rows in self._last_rows().items()}, self.scenario.rounds
-        )
+        """Evaluate the devices' last models, without those of peers that are gone."""
+        alive = torch.tensor(self._alive())
+        rows = {name: values[alive] for name, values in self._last_rows().items()}
+        return evaluate(self.agreement, rows, self.scenario.rounds)
 
     def _reported(self, round_index: int) -> Spent:
         """Return the ε that the peers report; keep the sources of their noise."""
-        columns: dict[str, Any] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
-        columns["if_all_collude"] = []
+        names = ("epsilons", "deltas", "claimed", "rounds_run", "replies", "if_all_collude")
+        columns: dict[str, Any] = {name: [] for name in names}
         colluding = None
-        broken: dict[str, str] = {}
-        notes = list[str]()
+        breaches: dict[str, str] = {}
+        notes: list[str] = []
         self._noise = []
         for peer in range(self.scenario.n_peers):
             with safe_open(self._handed_in(peer, round_index), framework="pt") as file:
                 facts = json.loads(file.metadata()["privdec"])
-            notes += [facts["note"]] * bool(facts["note"])
+            if facts["note"]:
+                notes.append(facts["note"])
             self._noise.append(facts["noise"])
             colluding = facts["colluding"]
-            broken |= {condition: words for condition, words in facts["breaches"].items() if condition not in broken}
+            for condition, words in facts["breaches"].items():
+                breaches.setdefault(condition, words)  # if several peers break one, the words are the first one's
             for name, column in columns.items():
                 column += facts[name]
-        notes += [
-            f"peer {peer} was killed, and took no step after round {self._last_round(peer)}" for peer in self._gone
-        ]
-        note = "; ".join(dict.fromkeys(notes)) or None
-        return Spent(**columns, note=note, colluding=colluding, breaches=broken)
+        for peer in self._gone:
+            notes.append(f"peer {peer} was killed, and took no step after round {self._last_round(peer)}")
+        note = "; ".join(dict.fromkeys(notes)) or None  # each once
+        return Spent(**columns, note=note, colluding=colluding, breaches=breaches)
 
 
 def _stacked(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """Return the rows of one-row files, each [n_peers, ...]."""
     models = [load_file(path) for path in paths]
     return {name: torch.cat([rows[name] for rows in models]) for name in models[0]}
-
-
-FORM = re.compile(r"(?P<peer>[0-9]{1,9})@(?P<round>[0-9]{1,9})")
 
 
 @dataclass(frozen=True)
@@ -341,20 +395,22 @@ def injected_kills(kill: Iterable[str], restart: Iterable[str], n_peers: int, ro
     Raises:
         ScenarioError: one names no peer or no round before the last, or no peer would be left.
     """
-    final = [_injected_kill("kill", text, n_peers, rounds, False) for text in kill]
-    gone = {one.peer for one in final}
+    kills = [_injected_kill("kill", text, n_peers, rounds, comes_back=False) for text in kill]
+    restarts = [_injected_kill("restart", text, n_peers, rounds, comes_back=True) for text in restart]
+    gone = {one.peer for one in kills}
     if len(gone) >= n_peers:
         raise ScenarioError(
             f"{option('kill')} ends all {n_peers} peers: leave one, or more that can still train together",
             code="up.kill",
         )
-    return (*final, *(_injected_kill("restart", text, n_peers, rounds, True) for text in restart))
+    return (*kills, *restarts)
 
 
-def _injected_kill(name: str, text: str, n_peers: int, rounds: int, comes_back: bool) -> InjectedKill:
+def _injected_kill(name: str, text: str, n_peers: int, rounds: int, *, comes_back: bool) -> InjectedKill:
     form = FORM.fullmatch(text)
     if form is None:
         raise ScenarioError(f"{option(name, repr(text))} must be PEER@ROUND, as 3@100", code="up.kill")
+
     peer = int(form["peer"])
     round_index = int(form["round"])
     if peer >= n_peers:
