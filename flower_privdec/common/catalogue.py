@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError, did_you_mean
+from flower_privdec.common.fields import Section
+from flower_privdec.common.registry import RegisteredPart, Registry
 
 T = TypeVar("T")
 
@@ -66,24 +68,26 @@ class Choice:
         return core_schema.literal_schema(list(self))
 
 
-TOPOLOGIES = Choice(
-    {
-        "directed-exponential": "one peer, 2^(k mod p) ahead, in round k",
-        "directed-exponential-full": "all the peers 2^0, 2^1, ... ahead",
-        "directed-ring": "the next peer",
-        "ring": "the next and the previous peer",
-        "complete": "all",
-        "bipartite": "the first half joined to the second, completely",
-        "star": "peer 0 joined to all others",
-        "torus": "a `rows` x `cols` grid that wraps around",
-        "random-regular": "drawn once, every peer with `degree` neighbours",
-        "erdos-renyi": "drawn once, each edge with `probability`, until connected",
-        "small-world": "Watts-Strogatz: a ring of `degree`, each edge moved with chance `rewire`",
-        "edge-list": "from a `file` of `sender receiver` lines, `directed` or not",
-        "random-edges": "`edges` edges of a `supergraph`, drawn afresh each round",
-        "server": "no graph: averaging over the active peers",
-    }
-)
+class GraphSection(Section):
+    """The keys that belong to a graph: none, unless its own Section declares some."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def name(self) -> str:
+            """What the scenario calls the graph."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the keys of the graph itself, as `build_topology` takes them."""
+        return self.model_dump(exclude={"name", "weights", "mixing_steps"}, exclude_none=True)
+
+    @property
+    def file_to_read(self) -> str | None:
+        """The file that the graph is read from; None if it is not. A scenario from elsewhere may name none."""
+        return getattr(self, "file", None)
+
+
+TOPOLOGIES: Registry[RegisteredPart] = Registry("topology.name", "flower_privdec.graph.graphs", GraphSection)
 WEIGHTS = Choice(
     {
         "auto": "what the algorithm needs, on this graph",

@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
@@ -130,29 +130,29 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
         """What `privdec list` says of each name."""
         return {name: part.line for name, part in self.items()}
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, key: str = "") -> None:
         """Refuse a name that no part has.
 
         Raises:
             ScenarioError: naming the key of the scenario, all names, and the nearest.
         """
         if name not in self:
-            message = f"{self.key}={name!r} must be one of {', '.join(self)}{did_you_mean(name, self)}"
+            message = f"{key or self.key}={name!r} must be one of {', '.join(self)}{did_you_mean(name, self)}"
             raise ScenarioError(message, code="catalogue.unknown")
 
-    def forms(self) -> dict[str, type[Section]]:
-        """Return the form of each name's section. Parts that share a Section share its form."""
-        return {name: self.form(name) for name in self}
+    def form(self, name: str, more: type[Section] | None = None) -> type[Any]:
+        """Return the form of a name's section. Parts that share a Section share its form.
 
-    def form(self, name: str) -> type[Section]:
-        """Return the form of a name's section."""
+        Args:
+            more: a section whose keys stand behind those of the part.
+        """
         section = self[name].Section
         sharing = tuple(other for other, part in self.items() if part.Section is section)
-        return _named_form(section, sharing)
+        return _named_form(section, sharing, more)
 
-    def section(self, name: str, **keys: Any) -> Any:
+    def section(self, name: str, more: type[Section] | None = None, **keys: Any) -> Any:
         """Return the section of a part with some of its keys set, as a scenario would have it."""
-        return self.form(name).model_validate({"name": name, **keys})
+        return self.form(name, more).model_validate({"name": name, **keys})
 
     def keys_of(self, name: str) -> dict[str, Any]:
         """Return the defaults of the keys that belong to a name; None for those that others decide."""
@@ -190,28 +190,36 @@ class OwnPart(Section):
         return without_tokens(self.module)
 
 
-# By the class of the section, and the names that choose it. A form is made once: two sections are equal only if their
-# classes are the same.
-_FORMS: dict[tuple[type[Section], tuple[str, ...]], type[Section]] = {}
+# By the classes of the sections, and the names that choose one. A form is made once: two sections are equal only if
+# their classes are the same.
+_FORMS: dict[tuple[type[Section], type[Section] | None, tuple[str, ...]], type[Section]] = {}
 
 
-def _named_form(section: type[Section], names: tuple[str, ...]) -> type[Section]:
+def _named_form(section: type[Section], names: tuple[str, ...], more: type[Section] | None) -> type[Section]:
     """Return the form of a section that some names choose: its keys after the key `name`."""
-    if (section, names) not in _FORMS:
-        choice = {"name": Literal[names]}
-        _FORMS[section, names] = _joined(_form_name(section), section, NamedPart, choice)
-    return _FORMS[section, names]
+    key = (section, more, names)
+    if key not in _FORMS:
+        title = _form_name(section)
+        bases: tuple[type[Section], ...] = (section, NamedPart)
+        if more is not None:
+            title = title.removesuffix("Section") + _form_name(more)
+            bases = (more, section, NamedPart)
+        _FORMS[key] = _joined(title, section, bases, {"name": Literal[names]})
+    return _FORMS[key]
 
 
 def own_form(section: type[Section]) -> type[Section]:
     """Return the form of the section of a part of a user's own: its keys after the key `module`."""
-    if (section, ()) not in _FORMS:
-        _FORMS[section, ()] = _joined(f"Own{_form_name(section)}", section, OwnPart, {})
-    return _FORMS[section, ()]
+    key = (section, None, ())
+    if key not in _FORMS:
+        _FORMS[key] = _joined(f"Own{_form_name(section)}", section, (section, OwnPart), {})
+    return _FORMS[key]
 
 
-def _joined(name: str, section: type[Section], chosen_by: type[Section], choice: dict[str, Any]) -> type[Section]:
-    """Return a class with the keys of `chosen_by`, then those of the section.
+def _joined(
+    title: str, section: type[Section], bases: tuple[type[Section], ...], choice: dict[str, Any]
+) -> type[Section]:
+    """Return a class with the keys of all bases, those of the last base first.
 
     Pydantic orders fields by the bases from last to first, and takes the configuration of the last: the section's own,
     which may allow more keys, is therefore given again.
@@ -223,7 +231,7 @@ def _joined(name: str, section: type[Section], chosen_by: type[Section], choice:
         namespace["__annotations__"] = choice
         namespace["model_config"] = section.model_config
 
-    form: type[Section] = types.new_class(name, (section, chosen_by), exec_body=fill)
+    form: type[Section] = types.new_class(title, bases, exec_body=fill)
     return form
 
 
@@ -232,57 +240,111 @@ def _form_name(section: type[Section]) -> str:
     return section.__qualname__.rpartition("<locals>.")[2].replace(".", "")
 
 
+class PartName:
+    """As `Annotated[str, PartName(registry)]`, a field that takes the name of a part.
+
+    Args:
+        registry: of the parts.
+    """
+
+    def __init__(self, registry: Registry[Any]) -> None:
+        self.registry = registry
+
+    def _validated(self, name: str) -> str:
+        if name not in self.registry:
+            raise PydanticKnownError("literal_error", {"expected": expected(self.registry)})
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return pydantic's form of the field."""
+        return core_schema.no_info_after_validator_function(self._validated, core_schema.str_schema(strict=True))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the JSON schema of any of the names."""
+        return {"enum": list(self.registry), "type": "string"}
+
+
+def expected(names: Iterable[str]) -> str:
+    """Return names as pydantic lists what it expects."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 class PartField:
     """As `Annotated[BaseSection, PartField(...)]`, a field that takes the section of a part, by its form.
 
     Args:
         registry: of the parts that have a name.
-        usual: the Section class of a user's part that declares no keys.
-        own_section: returns the Section class of a user's part by its module; it raises ScenarioError.
+        own: returns the form of a user's part by the section's plain data; it raises ScenarioError.
+        usual_own: the form of a user's part without keys, for the JSON schema; None if users have no part here.
+        more: a section whose keys stand behind those of a named part.
+        default: the name of a part whose section gives none; empty if it must.
+        unknown: what pydantic calls the error of an unknown name.
     """
 
     def __init__(
-        self, registry: Registry[Any], usual: type[Section], own_section: Callable[[object], type[Section]]
+        self,
+        registry: Registry[Any],
+        *,
+        own: Callable[[Mapping[Any, Any]], type[Section]] | None = None,
+        usual_own: Callable[[], type[Section]] | None = None,
+        more: type[Section] | None = None,
+        default: str = "",
+        unknown: Literal["literal_error", "union_tag_invalid"] = "literal_error",
     ) -> None:
         self.registry = registry
-        self._usual = usual
-        self._own_section = own_section
+        self._own = own
+        self._usual_own = usual_own
+        self._more = more
+        self._default = default
+        self._unknown = unknown
 
     def forms(self) -> list[type[Section]]:
         """Return every form: one for each section of a named part, then that of a user's own."""
-        return [*dict.fromkeys(self.registry.forms().values()), own_form(self._usual)]
+        named = dict.fromkeys(self.registry.form(name, self._more) for name in self.registry)
+        return [*named, *([] if self._usual_own is None else [self._usual_own()])]
 
     def form_of(self, data: Any) -> type[Section] | None:
         """Return the form that plain data choose; None if they choose none."""
         if not isinstance(data, Mapping):
             return None
-        if "module" in data:
-            return own_form(self._own_section(data["module"]))
-        name = data.get("name")
-        return self.registry.form(name) if isinstance(name, str) and name in self.registry else None
+        if self._own is not None and "module" in data:
+            return self._own(data)
+        name = data.get("name", self._default)
+        return self.registry.form(name, self._more) if isinstance(name, str) and name in self.registry else None
 
     def _validated(self, value: Any) -> Section:
         if isinstance(value, Section):
             return value
         if not isinstance(value, dict):
             raise PydanticKnownError("model_attributes_type")
-        if "module" in value:
-            return self._validated_own(value)
+        if self._own is not None and "module" in value:
+            return self._validated_own(value, self._own)
         if "name" not in value:
-            raise PydanticKnownError("union_tag_not_found", {"discriminator": "'name'"})
+            if not self._default:
+                raise PydanticKnownError("union_tag_not_found", {"discriminator": "'name'"})
+            value = {"name": self._default, **value}
+
         form = self.form_of(value)
         if form is None:
-            known = ", ".join(repr(name) for name in self.registry)
-            tag = str(value["name"])
-            raise PydanticKnownError(
-                "union_tag_invalid", {"discriminator": "'name'", "tag": tag, "expected_tags": known}
-            )
+            raise self._unknown_name(value["name"])
         return form.model_validate(value)
 
-    def _validated_own(self, value: dict[Any, Any]) -> Section:
+    def _unknown_name(self, name: object) -> Exception:
+        if self._unknown == "literal_error":
+            context = {"expected": expected(self.registry)}
+            return ValidationError.from_exception_data(
+                self.registry.key, [{"type": "literal_error", "loc": ("name",), "input": name, "ctx": context}]
+            )
+        known = ", ".join(repr(part) for part in self.registry)
+        return PydanticKnownError(
+            "union_tag_invalid", {"discriminator": "'name'", "tag": str(name), "expected_tags": known}
+        )
+
+    def _validated_own(self, value: dict[Any, Any], own: Callable[[Mapping[Any, Any]], type[Section]]) -> Section:
         key = f"{self.registry.key.rpartition('.')[0]}.module"
         try:
-            return own_form(self._own_section(value["module"])).model_validate(value)
+            return own(value).model_validate(value)
         except ValueError:  # a ValidationError of pydantic is one
             raise
         except ScenarioError as error:
@@ -298,9 +360,4 @@ class PartField:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the JSON schema of all forms, discriminated by name."""
-        return handler(union_of(self.forms()))
-
-
-def union_of(forms: Iterable[type[Section]]) -> CoreSchema:
-    """Return pydantic's schema of any of some forms."""
-    return core_schema.union_schema([form.__pydantic_core_schema__ for form in forms])
+        return handler(core_schema.union_schema([form.__pydantic_core_schema__ for form in self.forms()]))

@@ -406,8 +406,8 @@ class HostSettings:
         topology = scenario.topology
         if private is None and self.epsilon != math.inf:
             return f"privacy: none breaks this SuperNode's epsilon={self.epsilon}: set a privacy section"
-        if isinstance(topology, TopologySection) and topology.file is not None:
-            return f"topology.file={topology.file!r} is not a server's to name: name a graph"
+        if isinstance(topology, TopologySection) and topology.file_to_read is not None:
+            return f"topology.file={topology.file_to_read!r} is not a server's to name: name a graph"
         if private is not None and isinstance(private.noise, CancellingSection):
             problem = self._no_pairs(private.noise)
             if problem:
@@ -418,8 +418,8 @@ class HostSettings:
 
     def _no_pairs(self, noise: CancellingSection) -> str:
         """Return why this node's owner does not allow noise that cancels between peers; empty if they do."""
-        if noise.secrets.file is not None:
-            return f"privacy.noise.secrets.file={noise.secrets.file!r} is not a server's to name: name a graph"
+        if noise.secrets.file_to_read is not None:
+            return f"privacy.noise.secrets.file={noise.secrets.file_to_read!r} is not a server's to name: name a graph"
 
         if self.known_peers is None or self.colluding is None:
             from flower_privdec.flower.mods.peer_state import public_key

@@ -732,7 +732,7 @@ def _checked_scenario(run: str, text: str, settings: PeerSettings) -> AppScenari
     if not settings.address or settings.certificates is None:
         problem = f"peer {settings.peer} has no address or no certificates of its own; {NEEDS}"
         code = "mesh.address"
-    elif not isinstance(topology, TopologySection) or topology.file is not None:
+    elif not isinstance(topology, TopologySection) or topology.file_to_read is not None:
         problem = "the scenario of the train message names code or a file in topology, which no message may"
     elif scenario.private is not None or scenario.network.hands_in or scenario.run_config:
         problem = "the scenario of the train message has privacy, hand_in or run_config, which are the node's own"

@@ -9,20 +9,17 @@ from __future__ import annotations
 import inspect
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import scipy
 
-from flower_privdec.common.catalogue import PARTICIPATIONS, TOPOLOGIES
+from flower_privdec.common.catalogue import PARTICIPATIONS, TOPOLOGIES, GraphSection
 from flower_privdec.common.errors import ScenarioError, did_you_mean
-from flower_privdec.common.files import tried
-from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.rows.keys import keyed_generator
 
@@ -249,21 +246,6 @@ def _adjacency(rounds: Sequence[EdgeArray], n_peers: int) -> scipy.sparse.csr_ar
 
 
 MOST_EDGES = 4_000_000  # in both directions; networkx takes a minute and 2 GiB for them
-ALMOST_NEVER = 8.0  # expected peers without an edge at which one draw of 3,000 is connected
-
-_PROBABILITY, _DEGREE = 0.5, 4  # the defaults
-_COUNTS: dict[str, Callable[[int, Mapping[str, Any]], float]] = {
-    "directed-exponential": lambda n, _: n * math.log2(n),
-    "directed-exponential-full": lambda n, _: n * math.log2(n),
-    "directed-ring": lambda n, _: n,
-    "ring": lambda n, _: 2 * n,
-    "bipartite": lambda n, _: n * n / 2,
-    "star": lambda n, _: 2 * n,
-    "torus": lambda n, _: 4 * n,
-    "random-regular": lambda n, options: n * options.get("degree", _DEGREE),
-    "small-world": lambda n, options: n * options.get("degree", _DEGREE),
-    "erdos-renyi": lambda n, options: n * n * options.get("probability", _PROBABILITY),
-}
 
 
 def check_edges(count: float, name: str, n_peers: int) -> None:
@@ -280,17 +262,76 @@ def check_edges(count: float, name: str, n_peers: int) -> None:
         )
 
 
-LONGEST = 64 << 20  # bytes of an edge list
-DRAWS = 200  # of a random graph, until one is connected
+class Graph:
+    """A graph that a scenario can name: a class with its name, its line and its keys, which builds it for n peers.
+
+    It takes part as a built-in if its file lies in `flower_privdec/graph/graphs`, and as a user's own by its module.
+
+    Args:
+        section: its keys.
+
+    Attributes:
+        name: what a scenario calls it.
+        line: what `privdec list` says of it.
+        Section: declares its keys.
+    """
+
+    name: str = ""
+    line: str = ""
+    Section: ClassVar[type[GraphSection]] = GraphSection
+
+    def __init__(self, section: Any) -> None:
+        self.section = section
+
+    def edge_count(self, n_peers: int) -> float:
+        """Return about how many edges it lists, so that too many are refused before they are; 0 if it lists none."""
+        return 0
+
+    def build(self, n_peers: int, seed: int) -> Any:
+        """Return the graph: see `as_topology`.
+
+        Args:
+            n_peers: how many peers it joins, at least 2.
+            seed: of what is drawn.
+        """
+        raise NotImplementedError
+
+
+def whole_number(key: str, value: object, least: int) -> int:
+    """Refuse a key of a graph, which Python may have given, unless it is a whole number of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ScenarioError(f"topology.{key}={value!r} must be a whole number >= {least}", code="topology.whole-number")
+    if value < least:
+        raise ScenarioError(f"topology.{key}={value} must be >= {least}", code="topology.too-small")
+    return int(value)
+
+
+def chance(key: str, value: object, *, zero: bool = False) -> float:
+    """Refuse a key of a graph, which Python may have given, unless it is a probability; 0 only if that is allowed."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ScenarioError(f"topology.{key}={value!r} must be in {'[' if zero else '('}0, 1]", code="topology.chance")
+    if value == 0 and not zero:
+        raise ScenarioError(
+            f"topology.{key}={value} must be > 0: without edges the peers never agree", code="topology.chance"
+        )
+    return float(value)
+
+
+def undirected(name: str, graph: Any) -> Topology:
+    """Return a networkx graph as a topology; its nodes are numbered in their order."""
+    n_peers = graph.number_of_nodes()
+    numbered = networkx().convert_node_labels_to_integers(graph, ordering="sorted")
+    pairs = np.array(numbered.edges, dtype=np.int64)
+    return StaticTopology(name, n_peers, False, edge_array(pairs, n_peers, symmetric=True))
 
 
 def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) -> Topology:
     """Build the graph that a scenario names.
 
     Args:
-        name: one of `TOPOLOGIES`, or `package.module:name` of a user's own function, see `build_own_topology`.
+        name: one of `TOPOLOGIES`, or `package.module:name` of a user's own, see `build_own_topology`.
         n_peers: how many peers it joins, at least 2.
-        options: what `topology_options(name)` lists; for a user's own, `arguments` by name.
+        options: keys of the graph's Section; for a user's own, `arguments` by name.
 
     Returns:
         The topology, with its options checked; `check_topology` says whether it can agree.
@@ -305,7 +346,8 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
         >>> graph.period
         3
     """
-    valid = [] if ":" in name else topology_options(name)
+    if ":" not in name:
+        TOPOLOGIES.check(name, "topology.name")
     if isinstance(n_peers, bool) or not isinstance(n_peers, int | np.integer) or n_peers < 1:
         raise ScenarioError(f"n_peers={n_peers!r} must be a whole number >= 1", code="topology.n-peers")
     if n_peers == 1:
@@ -315,176 +357,23 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
         )
     if ":" in name:
         return build_own_topology(name, int(n_peers), seed, **options)
+
+    part: Any = TOPOLOGIES[name]
+    valid = part.Section.model_fields
+    takes_others = part.Section.model_config.get("extra") == "allow"
     for key in options:
-        if key not in valid and name != "random-edges":  # which hands the others on to its supergraph
+        if key not in valid and not takes_others:
             takes = f"it takes {', '.join(valid)}" if valid else "it takes none"
             raise ScenarioError(
                 f"topology.{key} is no option of {name}: {takes}{did_you_mean(key, valid)}",
                 code="topology.unknown-option",
             )
-    if name in _COUNTS:
-        check_edges(_COUNTS[name](int(n_peers), options), name, int(n_peers))
-    return _BUILDERS[name](name, int(n_peers), seed, **options)
 
-
-def topology_options(name: str) -> dict[str, Any]:
-    """Return a topology's options and their defaults; None means derived from the others, or required."""
-    TOPOLOGIES.check(name, "topology.name")
-    return {
-        parameter.name: None if parameter.default is parameter.empty else parameter.default
-        for parameter in inspect.signature(_BUILDERS[name]).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
-
-
-def _whole(key: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ScenarioError(f"topology.{key}={value!r} must be a whole number >= {least}", code="topology.whole-number")
-    if value < least:
-        raise ScenarioError(f"topology.{key}={value} must be >= {least}", code="topology.too-small")
-    return int(value)
-
-
-def _chance(key: str, value: object, *, zero: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ScenarioError(f"topology.{key}={value!r} must be in {'[' if zero else '('}0, 1]", code="topology.chance")
-    if value == 0 and not zero:
-        raise ScenarioError(
-            f"topology.{key}={value} must be > 0: without edges the peers never agree", code="topology.chance"
-        )
-    return float(value)
-
-
-def _static(name: str, graph: Any) -> Topology:
-    n_peers = graph.number_of_nodes()
-    pairs = np.array(networkx().convert_node_labels_to_integers(graph, ordering="sorted").edges, dtype=np.int64)
-    return StaticTopology(name, n_peers, False, edge_array(pairs, n_peers, symmetric=True))
-
-
-def _draw_connected(name: str, seed: int, draw: Callable[[int], Any], blamed: str, remedy: str) -> Topology:
-    for attempt in range(DRAWS):
-        graph = draw(int(keyed_generator(seed, f"topology-{name}", attempt).integers(2**31)))
-        if networkx().is_connected(graph):
-            return _static(name, graph)
-    raise ScenarioError(
-        f"{blamed} on topology {name}: {DRAWS} draws and none was connected; {remedy}", code="topology.never-connected"
-    )
-
-
-def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols: int | None = None) -> Topology:
-    sides = [_whole(key, value, 2) for key, value in (("rows", rows), ("cols", cols)) if value is not None]
-    if not sides:
-        sides = [max((r for r in range(2, math.isqrt(n_peers) + 1) if n_peers % r == 0), default=0)]
-    if len(sides) == 1:
-        sides = [sides[0], n_peers // sides[0] if sides[0] else 0]
-    if rows is None and cols is not None:
-        sides.reverse()
-    if math.prod(sides) != n_peers or min(sides) < 2:
-        options = "".join(f" {k}={v}" for k, v in (("rows", rows), ("cols", cols)) if v is not None)
-        raise ScenarioError(
-            f"n_peers={n_peers} on topology torus{options and ' with'}{options} must be rows x cols, both >= 2; "
-            "take an n_peers that factors so, or topology ring",
-            code="topology.torus",
-        )
-    return _static(name, networkx().grid_2d_graph(*sides, periodic=True))
-
-
-def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = _DEGREE) -> Topology:
-    degree = _whole("degree", degree, 1 if n_peers == 2 else 2)
-    if degree >= n_peers:
-        raise ScenarioError(
-            f"topology.degree={degree} must be < n_peers={n_peers}: a peer has only that many others",
-            code="topology.regular",
-        )
-    if degree * n_peers % 2:
-        raise ScenarioError(
-            f"topology.degree={degree} times n_peers={n_peers} must be even; change one of them by 1",
-            code="topology.regular",
-        )
-    blamed = f"topology.degree={degree}"
-    return _draw_connected(
-        name, seed, lambda key: networkx().random_regular_graph(degree, n_peers, seed=key), blamed, "raise it"
-    )
-
-
-def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = _PROBABILITY) -> Topology:
-    p = _chance("probability", probability)
-    threshold = math.log(n_peers) / n_peers
-    remedy = f"raise it well above ln(n)/n = {threshold:.2g}"
-    isolated = n_peers * (1 - p) ** (n_peers - 1)
-    blamed = f"topology.probability={p}"
-    if isolated > ALMOST_NEVER:  # about e to minus as many draws leave no peer without an edge
-        raise ScenarioError(
-            f"{blamed} leaves about {isolated:.3g} of n_peers={n_peers} without an edge, so that no draw is connected; "
-            f"{remedy}",
-            code="topology.never-connected",
-        )
-    return _draw_connected(
-        name, seed, lambda key: networkx().fast_gnp_random_graph(n_peers, p, seed=key), blamed, remedy
-    )
-
-
-def _small_world(name: str, n_peers: int, seed: int, *, degree: int = _DEGREE, rewire: float = 0.1) -> Topology:
-    degree = _whole("degree", degree, 2)
-    rewire = _chance("rewire", rewire, zero=True)
-    if degree % 2 or degree >= n_peers:
-        raise ScenarioError(
-            f"topology.degree={degree} on topology small-world must be even and < n_peers={n_peers}: "
-            "half of it to each side of the ring",
-            code="topology.small-world",
-        )
-    blamed = f"topology.rewire={rewire}"
-    return _draw_connected(
-        name, seed, lambda key: networkx().watts_strogatz_graph(n_peers, degree, rewire, seed=key), blamed, "lower it"
-    )
-
-
-def _edge_list(
-    name: str, n_peers: int, seed: int, *, file: str | Path | None = None, directed: bool = True
-) -> Topology:
-    if file is None:
-        message = "topology.file is missing: edge-list reads its edges from a text file; add it"
-        raise ScenarioError(message, code="topology.file")
-    if not isinstance(directed, bool):
-        raise ScenarioError(f"topology.directed={directed!r} must be true or false", code="topology.option")
-    try:
-        with Path(file).expanduser().open("rb") as binary:
-            content = binary.read(LONGEST + 1)
-        lines = content.decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        message = f"topology.file={tried(file)} cannot be read ({reason}); name a text file of edges"
-        raise ScenarioError(message, code="topology.file") from None
-    pairs: list[list[int]] = []
-    problem = f"more than {LONGEST >> 20} MiB: give a sparser graph" if len(content) > LONGEST else ""
-    for number, line in enumerate(() if problem else lines, start=1):
-        words = line.partition("#")[0].split()
-        ids = [int(word) for word in words if word.isdecimal() and word.isascii() and len(word) < 19]
-        where = f"topology.file={file} line {number}"
-        if not words:
-            continue
-        if len(words) != 2 or len(ids) != 2:
-            message = f"{where}: {shown(' '.join(words))} must be two peer ids, `sender receiver`"
-            raise ScenarioError(message, code="topology.edge")
-        if max(ids) >= n_peers:
-            message = f"{where}: peer {max(ids)} must be < n_peers={n_peers}; ids start at 0"
-            raise ScenarioError(message, code="topology.edge")
-        if ids[0] == ids[1]:
-            message = f"{where}: peer {ids[0]} sends to itself; leave it out, self weights are implied"
-            raise ScenarioError(message, code="topology.edge")
-        pairs.append(ids)
-    if not pairs:
-        problem = problem or "no edges; write one `sender receiver` pair per line"
-        raise ScenarioError(f"topology.file={file} has {problem}", code="topology.file")
-    return StaticTopology(name, n_peers, directed, edge_array(pairs, n_peers, symmetric=not directed))
-
-
-def _random_edges(
-    name: str, n_peers: int, seed: int, *, edges: int = 1, supergraph: str = "complete", **options: Any
-) -> Topology:
-    count = _whole("edges", edges, 1)
-    graph = build_topology(supergraph, n_peers, seed=seed, **options)
-    return sample_edges(graph, count, seed, f"topology.supergraph={supergraph}", "topology.edges")
+    # Values are not validated again: those of a scenario were, and a graph checks what it takes from Python.
+    graph: Graph = part(part.Section.model_construct(**options))
+    check_edges(graph.edge_count(int(n_peers)), name, int(n_peers))
+    where = f"topology.name={name}"
+    return as_topology(graph.build(int(n_peers), seed), name, int(n_peers), where)
 
 
 def sample_edges(
@@ -516,56 +405,54 @@ def sample_edges(
     return topology
 
 
-_BUILDERS: dict[str, Callable[..., Topology]] = TOPOLOGIES.bind(
-    {
-        "directed-exponential": lambda name, n, seed: DirectedExponential(n),
-        "directed-exponential-full": lambda name, n, seed: StaticTopology(
-            name, n, True, shift_edges(n, 2 ** np.arange((n - 1).bit_length()))
-        ),
-        "directed-ring": lambda name, n, seed: StaticTopology(name, n, True, shift_edges(n, [1])),
-        "ring": lambda name, n, seed: StaticTopology(name, n, False, shift_edges(n, [1, n - 1])),
-        "complete": lambda name, n, seed: CompleteTopology(name, n),
-        "bipartite": lambda name, n, seed: _static(name, networkx().complete_bipartite_graph(n // 2, n - n // 2)),
-        "star": lambda name, n, seed: _static(name, networkx().star_graph(n - 1)),
-        "torus": _torus,
-        "random-regular": _random_regular,
-        "erdos-renyi": _erdos_renyi,
-        "small-world": _small_world,
-        "edge-list": _edge_list,
-        "random-edges": _random_edges,
-        "server": lambda name, n, seed: CompleteTopology(name, n),
-    }
-)
-
-
 def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[str, Any] | None = None) -> Topology:
-    """Call a user's function with n_peers and its arguments, and return the graph that it returns.
+    """Build a user's graph: by a function of n_peers and its arguments, or by a `Graph` whose keys the arguments are.
 
     Args:
-        target: where the function lies, `package.module:name`.
-        seed: given to a parameter of this name, unless the arguments have one.
-
-    Returns:
-        The graph: a networkx graph or digraph on the nodes 0 to n_peers - 1, for each peer those it
-        sends to (a list of lists, or a mapping), or a `Topology`, which may change from round to round.
+        target: where the function or the class lies, `package.module:name`.
+        seed: given to a function with a parameter of this name, unless the arguments have one.
 
     Raises:
-        ScenarioError: the function cannot be had, fails, or gives something else.
+        ScenarioError: the part cannot be had, fails, or gives something else than a graph (see `as_topology`).
     """
     arguments = arguments or {}
-    function = load_own(target, "topology.module")
+    part = load_own(target, "topology.module")
     where = f"topology.module={target!r}"
-    try:
-        seed_option = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
-    except (TypeError, ValueError):  # written in C
-        seed_option = {}
     with users_code(f"{where} could not be built with {dict(arguments)}", "code.fails"):
-        graph = function(n_peers, **{**seed_option, **arguments})
+        if isinstance(part, type) and issubclass(part, Graph):
+            own = part(part.Section.model_validate(dict(arguments)))
+            graph = own.build(n_peers, seed)
+        else:
+            seed_option = {"seed": seed} if _takes_seed(part) else {}
+            graph = part(n_peers, **{**seed_option, **arguments})
+    return as_topology(graph, target, n_peers, where)
+
+
+def _takes_seed(function: Any) -> bool:
+    try:
+        return "seed" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
+
+
+def as_topology(graph: Any, name: str, n_peers: int, where: str) -> Topology:
+    """Return what a part gives as a topology.
+
+    Args:
+        graph: a networkx graph or digraph on the nodes 0 to n_peers - 1, for each peer those it sends to (a list of
+            lists, or a mapping), or a `Topology`, which may change from round to round.
+        name: what a scenario calls the graph.
+        where: what to call the part in an error.
+
+    Raises:
+        ScenarioError: it is something else, or of other peers.
+    """
     if isinstance(graph, Topology):
         if graph.n_peers != n_peers:
             message = f"{where} gives a graph of {graph.n_peers} peers: it must have n_peers={n_peers}"
             raise ScenarioError(message, code="topology.own")
         return graph
+
     symmetric = False
     if isinstance(graph, networkx().Graph):
         nodes = list(graph.nodes)
@@ -577,25 +464,34 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
                 code="topology.own",
             )
         pairs = [(int(sender), int(receiver)) for sender, receiver in graph.edges()]
-    else:  # out-neighbour lists, in order of the peers or by peer
-        rule = "it must be a networkx graph, or for each peer a list of those it sends to"
-        if isinstance(graph, Mapping):
-            graph = [graph.get(peer) for peer in range(n_peers)] if set(graph) == set(range(n_peers)) else None
-        if not isinstance(graph, Sequence) or len(graph) != n_peers:
-            raise ScenarioError(f"{where} gives no lists for {n_peers} peers: {rule}", code="topology.own")
-        for peer, receivers in enumerate(graph):
-            right = isinstance(receivers, Sequence | set | frozenset | np.ndarray) and not isinstance(receivers, str)
-            if not right or not all(_is_peer(receiver, n_peers) for receiver in receivers):
-                message = f"{where}: peer {peer} sends to {receivers!r}, not peers of 0 to {n_peers - 1}: {rule}"
-                raise ScenarioError(message, code="topology.own")
-        pairs = [(peer, int(receiver)) for peer, receivers in enumerate(graph) for receiver in receivers]
+    else:
+        pairs = _pairs_of_lists(graph, n_peers, where)
+
     loops = [sender for sender, receiver in pairs if sender == receiver]
     if loops:
         message = f"{where}: peer {loops[0]} sends to itself; leave it out, self weights are implied"
         raise ScenarioError(message, code="topology.own")
+
     edges = edge_array(np.array(pairs, dtype=np.int64).reshape(-1, 2), n_peers, symmetric=symmetric)
     directed = len(edge_array(edges, n_peers, symmetric=True)) > len(edges)
-    return StaticTopology(target, n_peers, directed, edges)
+    return StaticTopology(name, n_peers, directed, edges)
+
+
+def _pairs_of_lists(lists: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
+    """Return the pairs of out-neighbour lists, in the order of the peers or by peer."""
+    rule = "it must be a networkx graph, or for each peer a list of those it sends to"
+    if isinstance(lists, Mapping):
+        is_complete = set(lists) == set(range(n_peers))
+        lists = [lists[peer] for peer in range(n_peers)] if is_complete else None
+    if not isinstance(lists, Sequence) or len(lists) != n_peers:
+        raise ScenarioError(f"{where} gives no lists for {n_peers} peers: {rule}", code="topology.own")
+
+    for peer, receivers in enumerate(lists):
+        is_list = isinstance(receivers, Sequence | set | frozenset | np.ndarray) and not isinstance(receivers, str)
+        if not is_list or not all(_is_peer(receiver, n_peers) for receiver in receivers):
+            message = f"{where}: peer {peer} sends to {receivers!r}, not peers of 0 to {n_peers - 1}: {rule}"
+            raise ScenarioError(message, code="topology.own")
+    return [(peer, int(receiver)) for peer, receivers in enumerate(lists) for receiver in receivers]
 
 
 def _is_peer(value: object, n_peers: int) -> bool:

@@ -21,12 +21,11 @@ from flower_privdec.common import catalogue
 from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.fields import Section
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, percent, setting, shown
-from flower_privdec.graph.topology import topology_options
 from flower_privdec.reporting import wording
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 from flower_privdec.scenario.loading import file_form
-from flower_privdec.scenario.sections import GraphSection, ModelSection
+from flower_privdec.scenario.sections import ModelSection
 
 # `KEY: ... left out, WHAT;` of a docstring's Attributes: what a key is where a scenario leaves it out.
 LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
@@ -51,7 +50,7 @@ def _yaml_lines(section: Section, data: dict[str, Any], indent: str) -> Iterator
             yield indent + _yaml_line(key, value)
     values = _options(section)
     described = _described_defaults(section)
-    if isinstance(section, ModelSection | GraphSection):  # whose keys are those of all models or graphs
+    if isinstance(section, ModelSection):  # whose keys are those of all models
         described = {key: text for key, text in described.items() if key in values}
     comments = {key: f"{key}: left out, {text}" for key, text in described.items()}
     comments |= {key: _yaml_line(key, value) for key, value in values.items() if value is not None}
@@ -64,13 +63,9 @@ def _yaml_line(key: str, value: Any) -> str:
 
 
 def _options(section: Section) -> dict[str, Any]:
-    """Return the options of a named model or graph, with their defaults; None where these follow from others."""
+    """Return the options of a named model, with their defaults; None where these follow from others."""
     if isinstance(section, ModelSection) and section.name is not None:
         return dict(catalogue.MODEL_OPTIONS[section.name])
-    if isinstance(section, GraphSection):
-        options = topology_options(section.name)
-        drawn_from = section.supergraph or options.get("supergraph")
-        return options | (topology_options(drawn_from) if drawn_from else {})
     return {}
 
 
@@ -342,7 +337,7 @@ def parts() -> dict[str, dict[str, str]]:
         "tables": dict(GRADIENT_TABLES.lines),
         "regularizers": dict(REGULARIZERS.lines),
         "schedules": dict(DUAL_SCHEDULES.lines),
-        "topologies": _lines(catalogue.TOPOLOGIES.lines, topology_options),
+        "topologies": _lines(catalogue.TOPOLOGIES.lines, catalogue.TOPOLOGIES.keys_of),
         "weights": dict(catalogue.WEIGHTS.lines),
         "participations": dict(catalogue.PARTICIPATIONS.lines),
         "losses": dict(catalogue.LOSSES.lines),

@@ -12,13 +12,14 @@ algorithms ask a section what they have to know, and know none by name:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import ConfigDict, Field
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.fields import Fraction, PerPeer, Positive, Section
-from flower_privdec.common.registry import OwnPart, PartField, RegisteredPart, Registry
+from flower_privdec.common.registry import OwnPart, PartField, RegisteredPart, Registry, own_form
 from flower_privdec.common.user_code import find_given, is_given, load_own
 
 if TYPE_CHECKING:
@@ -187,25 +188,34 @@ def own_algorithm(module: object) -> type[AlgorithmPart] | None:
     return own
 
 
-def own_section(module: object) -> type[Section]:
-    """Return the class that declares the keys of a user's algorithm.
+def own_algorithm_form(data: Mapping[Any, Any]) -> type[Section]:
+    """Return the form of the section of a user's algorithm, by its plain data.
 
     Raises:
         ScenarioError: the class cannot be imported, or is no algorithm.
     """
+    module = data["module"]
     own = own_algorithm(module)
     if own is None:
-        return AbsentAlgorithmSection
+        return own_form(AbsentAlgorithmSection)
     section: Any = own.Section
     if not (isinstance(section, type) and issubclass(section, AlgorithmSection)):
         raise ScenarioError(
             f"algorithm.module={module!r}: Section must be a subclass of flower_privdec.scenario.DescentSection",
             code="code.kind",
         )
-    return section
+    return own_form(section)
 
 
-AlgorithmChoice = Annotated[AlgorithmSection, PartField(ALGORITHMS, DescentSection, own_section)]
+AlgorithmChoice = Annotated[
+    AlgorithmSection,
+    PartField(
+        ALGORITHMS,
+        own=own_algorithm_form,
+        usual_own=lambda: own_form(DescentSection),
+        unknown="union_tag_invalid",
+    ),
+]
 
 
 def algorithm_class(section: AlgorithmSection) -> type[AlgorithmPart] | None:

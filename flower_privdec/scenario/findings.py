@@ -155,22 +155,35 @@ def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
     return ""
 
 
+def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) -> str:
+    """Return that a section has no such key, and which one was probably meant."""
+    where = error["loc"]
+    key = str(where[-1])
+    names = list(_model_at(where[:-1], root, data).model_fields)
+
+    # Keys that belong to other choices of the same section. A section that is always the same has no other choice.
+    section = root.model_fields.get(str(where[0]))
+    forms = _forms_of(section) if section else []
+    others = forms if len(forms) > 1 else []
+    takers = [str(tag) for form in others if key in form.model_fields for tag in _tags(form)]
+
+    hint = did_you_mean(key, names)
+    if not hint and takers:
+        hint = f"; it belongs to {', '.join(takers)}"
+    if not hint:
+        hint = _elsewhere(key, root) or did_you_mean(key, {name for form in others for name in form.model_fields})
+
+    path = ".".join(map(str, loc))
+    return f"unknown key '{shown(path)[1:-1]}'{hint} (valid keys: {', '.join(names)})"
+
+
 def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> str:
     """Return the value, the rule and the remedy of an error of pydantic."""
     name = ".".join(map(str, loc)) or root.__name__.lower()
     kind = error["type"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
-        names = list(_model_at(error["loc"][:-1], root, data).model_fields)
-        where = error["loc"]
-        section = root.model_fields.get(str(where[0]))
-        forms = _forms_of(section) if section else []
-        if len(forms) < 2:  # a section that is always the same, whose keys belong to no choice
-            forms = []
-        takers = [str(tag) for form in forms if where[-1] in form.model_fields for tag in _tags(form)]
-        elsewhere = f"; it belongs to {', '.join(takers)}" if takers else _elsewhere(str(loc[-1]), root)
-        hint = did_you_mean(loc[-1], names) or elsewhere
-        return f"unknown key '{shown(name)[1:-1]}'{hint} (valid keys: {', '.join(names)})"
+        return _unknown_key(error, loc, root, data)
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
         key = f"{name}.{context['discriminator'].strip(QUOTE)}"

@@ -26,7 +26,9 @@ from flower_privdec.common.catalogue import (
     LOSS_KINDS,
     METRIC_KINDS,
     MOST_WEIGHT,
+    TOPOLOGIES,
     USUAL_METRICS,
+    GraphSection,
     MetricKind,
     Targets,
     unfit,
@@ -49,6 +51,7 @@ from flower_privdec.common.fields import (
     check_keys,
     own_modules,
 )
+from flower_privdec.common.registry import PartField
 from flower_privdec.common.user_code import Given, find_given, is_given, raised_at
 from flower_privdec.scenario.algorithm_sections import (
     ALGORITHMS,
@@ -541,40 +544,8 @@ Weights = Annotated[str, catalogue.WEIGHTS]
 MixingSteps = Annotated[int, Field(ge=1, le=1000)]
 
 
-class GraphSection(Section):
-    """A graph on the peers.
-
-    Attributes:
-        name: of the graph; `privdec list` describes each, `server` is an average over the active peers.
-        degree: neighbours of each peer, of random-regular and small-world.
-        probability: of each edge, of erdos-renyi.
-        rewire: the chance that an edge is moved, of small-world.
-        edges: how many a round, of random-edges.
-        file: of edge-list, a line `sender receiver` for each edge.
-        directed: whether the file's edges go one way.
-        rows: of torus; left out, as square as n_peers allows.
-        cols: of torus.
-        supergraph: the graph from which random-edges draws.
-    """
-
-    name: Annotated[str, catalogue.TOPOLOGIES] = "directed-exponential"
-    degree: Count | None = None
-    probability: Fraction | None = None
-    rewire: Annotated[float, Field(ge=0, le=1)] | None = None
-    edges: Count | None = None
-    file: PathText | None = None
-    directed: bool | None = None
-    rows: Count | None = None
-    cols: Count | None = None
-    supergraph: Annotated[str, catalogue.TOPOLOGIES] | None = None
-
-    def options(self) -> dict[str, Any]:
-        """Return the options given for the graph itself."""
-        return self.model_dump(exclude={"name", "weights", "mixing_steps"}, exclude_none=True)
-
-
 class TopologySection(GraphSection):
-    """The graph over which peers exchange, and with which weights.
+    """How often, and with which weights, peers exchange over a named graph.
 
     Attributes:
         weights: auto is what the algorithm's theory needs: column-stochastic for push-sum; for gossip metropolis on an
@@ -606,8 +577,20 @@ class OwnTopologySection(OwnSection):
         return {"arguments": self.arguments}
 
 
+EXPONENTIAL = "directed-exponential"
 TopologyChoice = Annotated[
-    Annotated[TopologySection, Tag("named")] | Annotated[OwnTopologySection, Tag("own")], OWN_OR_NAMED
+    TopologySection | OwnTopologySection,
+    PartField(
+        TOPOLOGIES,
+        own=lambda data: OwnTopologySection,
+        usual_own=lambda: OwnTopologySection,
+        more=TopologySection,
+        default=EXPONENTIAL,
+    ),
+    Field(
+        default_factory=lambda: TOPOLOGIES.section(EXPONENTIAL, TopologySection),
+        json_schema_extra={"default": {"name": EXPONENTIAL}},
+    ),
 ]
 
 
@@ -657,7 +640,14 @@ class CancellingSection(Section):
 
     kind: Literal["cancelling"]
     colluding: Annotated[int, Field(ge=0)]
-    secrets: Annotated[GraphSection, BeforeValidator(_named)] = GraphSection(name="complete")
+    secrets: Annotated[
+        GraphSection,
+        PartField(TOPOLOGIES),
+        BeforeValidator(_named),
+        Field(
+            default_factory=lambda: TOPOLOGIES.section("complete"), json_schema_extra={"default": {"name": "complete"}}
+        ),
+    ]
     strength: Literal["auto"] | Positive = "auto"
 
     def _check(self) -> None:
@@ -1075,7 +1065,7 @@ class Scenario(LocatedFile):
     task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
     model: ModelSection
     algorithm: AlgorithmChoice
-    topology: TopologyChoice = TopologySection()
+    topology: TopologyChoice
     participation: ParticipationSection = ParticipationSection()
     privacy: PrivacyChoice
     evaluation: EvaluationSection = EvaluationSection()
@@ -1298,7 +1288,7 @@ class AppScenario(LocatedFile):
     seed: Seed = 1
     n_peers: Annotated[int, Field(ge=2, le=MOST_PEERS)]
     rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)]
-    topology: TopologyChoice = TopologySection()
+    topology: TopologyChoice
     participation: ParticipationSection = ParticipationSection()
     privacy: AppPrivacyChoice
     evaluation: AppEvaluationSection = AppEvaluationSection()

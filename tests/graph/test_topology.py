@@ -19,7 +19,6 @@ from flower_privdec.graph.topology import (
     check_topology,
     edge_array,
     joint_connectivity,
-    topology_options,
 )
 
 laws = settings(max_examples=25)
@@ -299,7 +298,7 @@ def test_bad_options_are_refused(name: str, n: Any, options: dict[str, Any], ref
 
 
 def test_options_and_defaults_are_visible() -> None:
-    assert topology_options("small-world") == {"degree": 4, "rewire": 0.1}
-    assert topology_options("edge-list") == {"file": None, "directed": True}
-    assert topology_options("random-edges") == {"edges": 1, "supergraph": "complete"}
-    assert topology_options("ring") == {}
+    assert TOPOLOGIES.keys_of("small-world") == {"degree": 4, "rewire": 0.1}
+    assert TOPOLOGIES.keys_of("edge-list") == {"file": None, "directed": True}
+    assert TOPOLOGIES.keys_of("random-edges") == {"edges": 1, "supergraph": "complete"}
+    assert TOPOLOGIES.keys_of("ring") == {}

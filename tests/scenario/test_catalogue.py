@@ -15,7 +15,7 @@ from variants import DUAL, choosing, settings_for
 from flower_privdec.algorithms.proximal import REGULARIZER_KEYS
 from flower_privdec.common import catalogue
 from flower_privdec.common.errors import ArgumentError, ScenarioError
-from flower_privdec.graph.topology import build_topology, topology_options
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import _BUILDERS, build_model
 from flower_privdec.reporting.console import parts
 from flower_privdec.scenario import Scenario, algorithm_sections, parse_scenario
@@ -202,7 +202,7 @@ def test_the_catalogue_and_the_builders_have_equal_names() -> None:
 
 OPTIONS = {
     "algorithms": algorithm_sections.ALGORITHMS.keys_of,
-    "topologies": topology_options,
+    "topologies": catalogue.TOPOLOGIES.keys_of,
     "models": catalogue.MODEL_OPTIONS.__getitem__,
 }
 

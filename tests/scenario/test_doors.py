@@ -13,7 +13,9 @@ from raising import raises
 from tiny_scenario import Build, Tiny
 
 from flower_privdec import testing
+from flower_privdec.common.catalogue import TOPOLOGIES
 from flower_privdec.common.errors import ArgumentError, ScenarioError
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.reporting.console import parts, print_parts
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
 from flower_privdec.scenario.algorithm_sections import ALGORITHMS
@@ -57,6 +59,30 @@ class HalfPush(SGP):
         gradient = rows["x"].new_zeros(rows["x"].shape)
         cohort.add_step_(gradient, rows["x"], state.round_index, divisor=rows["w"], factor=1.0)
         rows["x"] += step * gradient
+'''
+GRAPH = '''
+from flower_privdec.common.catalogue import GraphSection
+from flower_privdec.common.fields import Count
+from flower_privdec.graph.topology import Graph
+
+
+class StepsGraph(Graph):
+    """A ring whose peers also send some steps ahead."""
+
+    name = "steps"
+    line = "the next peer, and the one `ahead`"
+
+    class Section(GraphSection):
+        """A ring with a second step.
+
+        Attributes:
+            ahead: how far the second step goes.
+        """
+
+        ahead: Count = 2
+
+    def build(self, n_peers, seed):
+        return [{(peer + step) % n_peers for step in (1, self.section.ahead)} for peer in range(n_peers)]
 '''
 PLAIN = ["privacy=none", "data.batch={sampling: full}"]  # no draw, whose keys differ with the scenario
 
@@ -127,3 +153,51 @@ def test_errors_know_the_keys_of_a_new_algorithm(tiny: Tiny) -> None:
 def test_a_built_in_without_a_name_of_its_own_is_refused(tmp_path: Path, text: str, code: str) -> None:
     with both_doors(ALGORITHMS, tmp_path, "half_push", text), raises(ArgumentError, code, "HalfPush"):
         list(ALGORITHMS)
+
+
+# --- a graph ---
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Iterator[None]:
+    with both_doors(TOPOLOGIES, tmp_path, "steps_graph", GRAPH):
+        yield
+
+
+BUILT_IN_GRAPH = "topology={name: steps, ahead: 3}"
+OWN_GRAPH = 'topology={module: "steps_graph:StepsGraph", arguments: {ahead: 3}}'
+
+
+@pytest.mark.usefixtures("steps")
+def test_one_file_is_a_graph_by_both_doors(build: Build) -> None:
+    expected = sorted([peer, (peer + step) % 4] for peer in range(4) for step in (1, 3))
+    for setting in (BUILT_IN_GRAPH, OWN_GRAPH):
+        experiment = build(setting)
+        assert experiment.mixing is not None
+        assert experiment.mixing.topology.edges(0).tolist() == expected
+    assert build_topology("steps", 5, ahead=4).edges(0).tolist() == build_topology("ring", 5).edges(0).tolist()
+
+
+@pytest.mark.usefixtures("steps")
+def test_a_new_graph_is_known_everywhere(tiny: Tiny) -> None:
+    assert parts()["topologies"]["steps"] == "the next peer, and the one `ahead` (ahead: 2)"
+    assert "| `topology.ahead` | whole number | `2` | ≥ 1 | how far the second step goes. |" in scenario_reference()
+    scenario = tiny(BUILT_IN_GRAPH)
+    assert parse_scenario(to_yaml(scenario)) == scenario
+    assert tiny("privacy.noise={kind: cancelling, colluding: 1, secrets: steps}").private is not None
+
+    with raises(ScenarioError, "scenario.greater_than_equal", r"topology\.ahead=0 must be >= 1"):
+        tiny("topology={name: steps, ahead: 0}")
+    with raises(ScenarioError, "scenario.extra_forbidden", "did you mean 'ahead'"):
+        tiny("topology={name: steps, ahed: 2}")
+    with raises(ScenarioError, "scenario.literal_error", "did you mean 'steps'"):
+        tiny("topology.name=step")
+
+
+@pytest.mark.usefixtures("steps")
+def test_wrong_arguments_of_a_users_graph_are_refused_in_one_line(build: Build) -> None:
+    with raises(
+        ScenarioError, "code.fails", r"topology\.module='steps_graph:StepsGraph' could not be built"
+    ) as refused:
+        build('topology={module: "steps_graph:StepsGraph", arguments: {ahead: 0}}')
+    assert "\n" not in str(refused.value)

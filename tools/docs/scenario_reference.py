@@ -144,7 +144,7 @@ def titled(place: str, section: type[BaseModel]) -> str:
         return f"{place}: your own"
     named = properties.get("name", {})
     names = named.get("enum", [named["const"]] if "const" in named else [])
-    chosen = place == "algorithm" and bool(names)
+    chosen = place in ("algorithm", "topology", "privacy.noise.secrets") and bool(names)
     return f"{place}: {', '.join(names)}" if chosen else place
 
 
