@@ -11,9 +11,13 @@ from flower_privdec.common.errors import ScenarioError
 
 
 def check_kinds(arguments: Mapping[str, Any], kinds: tuple[Any, ...], words: str) -> None:
-    """Raise unless all are of some types, which `words` describe, or None; a bool is no number."""
+    """Raise unless each argument is None or of one of some types, which `words` describe."""
     for name, value in arguments.items():
-        if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+        if value is None:
+            continue
+        # To Python a bool is a whole number; given for a number it is a mistake.
+        is_stray_bool = isinstance(value, bool) and bool not in kinds
+        if is_stray_bool or not isinstance(value, kinds):
             raise ScenarioError(f"{name}={value!r} must be {words}", code="argument.kind")
 
 

@@ -13,15 +13,15 @@ Observer = TypeVar("Observer")
 class Door(Generic[Observer]):
     """Lets one observer see the private steps of one kind.
 
-    What an observer may do is a protocol beside the steps: `core.cohort.StepObserver`, `training_loop.LoopObserver` and
-    `privacy.updates.UpdateObserver`. It sees what runs inside `open_to` in the same thread, never a run in
-    another one.
+    A protocol beside the steps says what an observer does: `core.cohort.StepObserver`, `training_loop.LoopObserver` and
+    `privacy.updates.UpdateObserver`. An observer sees the steps that are taken inside `open_to` in the same thread, and
+    none of another thread.
 
     Args:
-        name: of the steps.
+        name: the name of the steps.
 
     Attributes:
-        observer: returns the observer of this thread, or None.
+        observer: returns the observer of this thread; None if there is none.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,7 +30,7 @@ class Door(Generic[Observer]):
 
     @contextmanager
     def open_to(self, observer: Observer) -> Iterator[None]:
-        """Let an observer see the steps inside the block, in place of an earlier one."""
+        """Let an observer see the steps inside the block, in place of the previous observer."""
         token = self._observer.set(observer)
         try:
             yield

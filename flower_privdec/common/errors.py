@@ -13,8 +13,8 @@ class CodedError(Exception):
     """An error that names the rule that was broken.
 
     Attributes:
-        code: a stable name of the rule, such as `privacy.budget-spent`; messages may be reworded, codes stay. Empty
-            where a rule has no name yet.
+        code: a stable name of the rule, such as `privacy.budget-spent`. Messages may be reworded, codes stay. It is
+            empty if the rule has no name yet.
     """
 
     def __init__(self, message: str = "", *, code: str = "") -> None:
@@ -23,15 +23,11 @@ class CodedError(Exception):
 
 
 class ArgumentError(CodedError, ValueError):
-    """An argument breaks a rule, which is the caller's mistake; or, in a validator of pydantic, a key of a scenario."""
+    """An argument breaks a rule: of a function, by the caller's mistake, or a key of a scenario in its validator."""
 
 
 class PrivdecError(CodedError):
-    """Something the user can mend; the command line prints it as one line and exits with status 2.
-
-    Attributes:
-        exit_status: of the command.
-    """
+    """An error that the user can mend. The command line prints it as one line and exits with `exit_status`."""
 
     exit_status = 2
 
@@ -51,7 +47,7 @@ class RunError(PrivdecError):
 
 
 class NotAgreedError(RunError):
-    """A peer's rounds are done, and its model is not the one that its neighbours have."""
+    """A peer's rounds are done, but its model differs from its neighbours'."""
 
     exit_status = 3
 
@@ -60,7 +56,8 @@ class StoppedError(PrivdecError):
     """The user pressed Ctrl-C; the message says how to go on."""
 
 
-RAISED_BY_USERS = (Exception, SystemExit)  # what a user's own code may raise: anything, sys.exit too, but not Ctrl-C
+# What a user's own code may raise: any error, and sys.exit(). Ctrl-C (KeyboardInterrupt) is not the code's.
+RAISED_BY_USERS = (Exception, SystemExit)
 
 
 _from_python: ContextVar[bool] = ContextVar("from_python", default=False)
@@ -68,7 +65,7 @@ _from_python: ContextVar[bool] = ContextVar("from_python", default=False)
 
 @contextmanager
 def called_from_python() -> Iterator[None]:
-    """Let errors name arguments of a Python function where they would name options of a command."""
+    """Let errors name arguments of a Python function instead of options of a command."""
     token = _from_python.set(True)
     try:
         yield
@@ -77,7 +74,7 @@ def called_from_python() -> Iterator[None]:
 
 
 def option(name: str, value: object = None) -> str:
-    """Return an option of a command as an error names it, or the argument of that name where Python calls.
+    """Return an option as an error names it: of the command, or, for a caller from Python, of the function.
 
     Examples:
         >>> option("out", "a.png"), option("resume", True)
@@ -87,31 +84,54 @@ def option(name: str, value: object = None) -> str:
         ('out=a.png', 'resume=True')
     """
     if _from_python.get():
-        return name.replace("-", "_") if value is None else f"{name.replace('-', '_')}={value}"
-    return f"--{name}" if value is None or value is True else f"--{name} {value}"
+        argument = name.replace("-", "_")
+        if value is None:
+            return argument
+        return f"{argument}={value}"
+
+    is_flag = value is None or value is True
+    if is_flag:
+        return f"--{name}"
+    return f"--{name} {value}"
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown word: `; did you mean 'x'?`, or nothing where none is near it."""
+    """Return the end of an error about an unknown word: `; did you mean 'x'?`, or nothing if no known word is near."""
     near = nearest(str(word), list(known))
-    return f"; did you mean {near!r}?" if near else ""
+    if near is None:
+        return ""
+    return f"; did you mean {near!r}?"
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
-    """Return which of some words another stands for: by its beginning or initials, as part of it, or by its spelling.
+    """Return the known word that another word probably means: by its beginning, its initials, its spelling or a part.
 
     Examples:
         >>> nearest("p", ["name", "probability"]), nearest("lr", ["name", "learning_rate"]), nearest("zzz", ["name"])
         ('probability', 'learning_rate', None)
     """
-    plain = {candidate: re.sub("[-_ ]", "", candidate).lower() for candidate in known}
-    typed = re.sub("[-_ ]", "", word).lower()[:80]
-    parts = set(re.split("[-_ .]", word.lower()))
-    begins = [candidate for candidate in known if typed and plain[candidate].startswith(typed)]
-    short = [
-        candidate for candidate in known if typed == "".join(part[:1] for part in re.split("[-_ ]", candidate.lower()))
-    ]
-    spelt = difflib.get_close_matches(typed, list(plain.values()), n=1, cutoff=0.6)
-    alike = [candidate for candidate in known if plain[candidate] in spelt]
-    inside = [candidate for candidate in known if candidate.lower() in parts]
-    return next(iter([*begins, *short, *alike, *inside]), None)
+    typed = _plain(word)[:80]  # get_close_matches takes long for long words
+    typed_parts = set(re.split("[-_ .]", word.lower()))
+    close = difflib.get_close_matches(typed, [_plain(candidate) for candidate in known], n=1, cutoff=0.6)
+
+    # The surest sign comes first.
+    if typed:
+        for candidate in known:
+            if _plain(candidate).startswith(typed):
+                return candidate
+    for candidate in known:
+        initials = "".join(part[:1] for part in re.split("[-_ ]", candidate.lower()))
+        if typed == initials:
+            return candidate
+    for candidate in known:
+        if _plain(candidate) in close:
+            return candidate
+    for candidate in known:
+        if candidate.lower() in typed_parts:
+            return candidate
+    return None
+
+
+def _plain(word: str) -> str:
+    """Return a word in small letters, without what separates its parts."""
+    return re.sub("[-_ ]", "", word).lower()

@@ -1,4 +1,9 @@
-"""Files that are replaced atomically, a lock on a folder, and the cache folder."""
+"""Files that are replaced atomically, a lock on a folder, and the cache folder.
+
+What a peer writes is for its owner only, unless its writer says `public`. A file is written under another name, flushed
+to disk and renamed, and then its folder is flushed: after a crash, of the process or the machine, there is the old file
+or the new one, never a part.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +23,33 @@ from flower_privdec.common.formatting import shown
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-OWNER_ONLY, EVERYBODY = 0o600, 0o666  # modes of new files, before the umask
+OWNER_ONLY = 0o600  # modes of new files, before the umask
+EVERYBODY = 0o666
 OWNERS_FOLDER = 0o700
-DESCRIPTOR_SECONDS = 20.0  # until a descriptor must be free: a server closes what strangers took of them by then
+DESCRIPTOR_SECONDS = 20.0  # how long to wait for a free descriptor: a server has closed idle connections by then
 
 
 def open_file(path: Path, flags: int, mode: int = OWNER_ONLY) -> int:
-    """Open a file as `os.open` does, a new one for its owner only; wait while the process or machine has no descriptor.
+    """Open a file as `os.open` does, a new one for its owner only; wait if process or machine have no descriptor free.
 
     Raises:
-        OSError: as `os.open`; for want of a descriptor only after DESCRIPTOR_SECONDS.
+        OSError: as `os.open`; if no descriptor is free, after DESCRIPTOR_SECONDS.
     """
     until = time.monotonic() + DESCRIPTOR_SECONDS
     while True:
         try:
             return os.open(path, flags | os.O_CLOEXEC, mode)
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() > until:
+            has_no_descriptor = error.errno in (errno.EMFILE, errno.ENFILE)
+            if not has_no_descriptor or time.monotonic() > until:
                 raise
         time.sleep(0.02)
 
 
 def owners_file(path: str, flags: int) -> int:
-    """Open a file that only its owner may read, whatever the umask; the `opener` of `open`.
+    """Open a file that only its owner may read, whatever the umask; an `opener` for `open`.
 
-    A file that an earlier version left open to others is closed to them.
+    If others may read a file that is there, they no longer may.
     """
     descriptor = open_file(Path(path), flags)
     close_to_others(descriptor)
@@ -53,19 +60,21 @@ def close_to_others(descriptor: int) -> None:
     """Take every right on an open file from all users but its owner."""
     mode = os.fstat(descriptor).st_mode & 0o777
     if mode & ~OWNER_ONLY:
-        with suppress(PermissionError):  # it belongs to another user, who decides
+        with suppress(PermissionError):  # the file of another user, whose decision it is
             os.fchmod(descriptor, mode & OWNER_ONLY)
 
 
 def make_owners_folder(folder: Path) -> None:
-    """Make a folder, and those above it if they are missing, whose files only its owner may list."""
+    """Make a folder whose files only its owner may list, and the folders above it if they are missing."""
     folder.mkdir(parents=True, exist_ok=True, mode=OWNERS_FOLDER)
 
 
 def tried(path: str | Path) -> str:
-    """Return a path as a message shows it: as it was given, and where that is, when it is relative."""
+    """Return a path for a message: as it was given, followed by the absolute path if it is relative."""
     full = Path(path).expanduser()
-    return str(path) if full == Path(path) and full.is_absolute() else f"{path} ({full.absolute()})"
+    if full == Path(path) and full.is_absolute():
+        return str(path)
+    return f"{path} ({full.absolute()})"
 
 
 AGAIN = "then run the same command again"
@@ -85,15 +94,18 @@ DISK = {
 
 
 def disk_error(error: OSError) -> RunError:
-    """Return an error of a file in a line: the file, the cause, and the remedy."""
+    """Return an error of a file in one line: the file, the cause and the remedy."""
     code, remedy = DISK.get(error.errno or 0, ("disk.other", "mend that, then try again"))
-    path = "the output" if error.filename is None else shown(str(error.filename), 300)[1:-1]
+
+    path = "the output"
+    if error.filename is not None:
+        path = shown(str(error.filename), 300)[1:-1]  # without the quotes
     return RunError(f"{path}: {error.strerror or error}; {remedy}", code=code)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name a file in an OSError that does not, as those of writing and of flushing."""
+    """Name a file in each OSError that names none; those of writing and flushing do not."""
     try:
         yield
     except OSError as error:
@@ -101,30 +113,34 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """Return an error that names a file, where it does not."""
-    error.filename = str(path) if error.filename is None else error.filename
+    """Return an error that names a file: the one that it names, or else this one."""
+    if error.filename is None:
+        error.filename = str(path)
     return error
 
 
 @contextmanager
 def replacing(path: Path, *, public: bool = False, durable: bool = True) -> Iterator[Path]:
-    """Yield a new file to write, which then replaces a path atomically: a crash leaves the old or the new one.
+    """Yield a new file to write, which then replaces a path atomically: a crash leaves the old file or the new one.
 
-    Where an error is raised inside, the path is unchanged and no other file is left.
+    If an error is raised inside, the path is unchanged and no other file is left.
 
     Args:
-        path: in a folder that is there. Processes that write the same path at the same time do not mix: the last wins.
-        public: whether the umask decides who may read the file; by default only its owner may, so that what no one
-            thought about stays with the peer.
-        durable: whether that holds when the machine stops too, and not only the process; it takes a few milliseconds.
+        path: a file, in a folder that exists. If processes write the same path at the same time, the last one wins.
+        public: let the umask decide who may read the file. By default only its owner may, so that a file about which
+            nothing was decided stays with the peer.
+        durable: hold this also if the machine stops, not only the process; it takes a few milliseconds.
     """
+    mode = EVERYBODY if public else OWNER_ONLY
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    os.close(open_file(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, EVERYBODY if public else OWNER_ONLY))
+    os.close(open_file(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode))
     try:
         with naming(path):
             yield part
         if not public:
-            part.chmod(OWNER_ONLY)  # its writer may have recreated it
+            part.chmod(OWNER_ONLY)  # its writer may have replaced it by a file of another mode
+
+        # The content must be on disk before the name is: else a crash could leave the new name on an empty file.
         if durable:
             sync(part)
         part.replace(path)
@@ -132,6 +148,7 @@ def replacing(path: Path, *, public: bool = False, durable: bool = True) -> Iter
         with suppress(OSError):
             part.unlink()
         raise
+
     if durable:
         sync(path.parent)
 
@@ -158,14 +175,16 @@ def sync(path: Path) -> None:
 def cache_folder() -> Path:
     """Return the cache folder: $XDG_CACHE_HOME/flower_privdec, by default in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "flower_privdec"
+    if os.path.isabs(base):
+        return Path(base) / "flower_privdec"
+    return Path.home() / ".cache" / "flower_privdec"
 
 
 def read_cached(path: Path, read: Callable[[Any], T]) -> T | None:
-    """Return what `read` makes of a JSON file of the cache; None without one, or, with a warning, for a wrong one.
+    """Return a JSON file of the cache, converted by `read`; None if it is missing, or, with a warning, damaged.
 
     Args:
-        read: raises a ValueError, KeyError or TypeError for what is wrong.
+        read: converts the content; raises ValueError, KeyError or TypeError if it is damaged.
     """
     try:
         return read(json.loads(path.read_text()))
@@ -177,7 +196,7 @@ def read_cached(path: Path, read: Callable[[Any], T]) -> T | None:
 
 
 def write_cached(path: Path, content: Any) -> None:
-    """Write a JSON file of the cache; where it cannot be written, that costs time alone, and is logged."""
+    """Write a JSON file of the cache. If it cannot be written, that is logged, and only costs time."""
     try:
         make_owners_folder(path.parent)
         write_atomically(path, json.dumps(content).encode())
@@ -186,17 +205,22 @@ def write_cached(path: Path, content: Any) -> None:
 
 
 LOCK = ".lock"
-CHECKPOINTS, MODEL = "checkpoints", "model.safetensors"  # of a peer of a network; its own model
+CHECKPOINTS = "checkpoints"  # the folder of a network peer's states
+MODEL = "model.safetensors"  # a network peer's own model
 
 
 class FolderLock:
     """A lock of one process on a folder; it ends with the process.
 
-    Its file stays after release: were it deleted, two others could hold the lock, each by its own file.
+    Its file stays after release. If it were deleted, two others could hold the lock, each by a file of its own.
+
+    Why not the package filelock: it would replace the one call of flock below. The number of the holder in the file,
+    for the error, and a check that creates nothing would stay our own. On a file system without flock it falls back to
+    a marker file, which a killed process leaves behind.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Name the lock's file; `take` locks it."""
+        """Remember the path of the lock's file; `take` locks it."""
         self._path = folder / LOCK
         self._file: BinaryIO | None = None
 
@@ -204,14 +228,14 @@ class FolderLock:
         """Refuse a folder that another process holds; write nothing.
 
         Raises:
-            ScenarioError: naming the process.
+            ScenarioError: another process holds it; the message names it.
         """
         if self._file is None and self._path.is_file():
             with suppress(PermissionError), self._path.open("r+b") as file:
                 self._lock(file)
 
     def take(self) -> None:
-        """Make the folder, and hold it.
+        """Make the folder, and lock it.
 
         Raises:
             ScenarioError: another process holds it, or it cannot be created.
@@ -242,6 +266,7 @@ class FolderLock:
             self._file = None
 
     def _lock(self, file: BinaryIO) -> None:
+        """Lock the file without waiting, or raise an error that names its holder."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

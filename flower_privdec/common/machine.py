@@ -18,31 +18,55 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import memory
 
 CGROUP = Path("/sys/fs/cgroup")
-HEADROOM = 0.9  # how much of the free memory may be planned with
+HEADROOM = 0.9  # the share of the free memory that a plan may use
 
 
 def available_bytes(device: torch.device) -> int:
     """Return how much memory is free on a device, within the limits of this process's control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+
+    # All of the memory, unless the system says how much of it is in use.
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError, IndexError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    with suppress(OSError, ValueError, IndexError):  # "max" is no number: no limit
-        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
-        reclaimable = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    with suppress(OSError, ValueError, KeyError, IndexError):
+        free = 1024 * _number_after("MemAvailable:", Path("/proc/meminfo"))
+
+    with suppress(OSError, ValueError):  # without a limit, `memory.max` holds the word "max"
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+
+        # A control group's use includes cached files, which the kernel gives up when memory is short.
+        reclaimable = 0
+        with suppress(KeyError, IndexError):
+            reclaimable = _number_after("inactive_file", CGROUP / "memory.stat")
         free = min(free, max(0, limit - used + reclaimable))
     return free
 
 
+def _number_after(word: str, path: Path) -> int:
+    """Return the whole number after a word that begins a line of a file.
+
+    Raises:
+        KeyError: no line begins with the word.
+    """
+    for line in path.read_text().splitlines():
+        words = line.split()
+        if words and words[0] == word:
+            return int(words[1])
+    raise KeyError(word)
+
+
 def available_cores() -> int:
     """Return how many cores this process may use: its affinity, and the quota of its control group, rounded down."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        cores = len(os.sched_getaffinity(0))
+
+    # Version 2 of control groups has one file with both numbers, version 1 has two files.
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # "max" is no number, and -1 no limit
-            quota_us, period_us = (int(text) for name in files for text in (CGROUP / name).read_text().split())
+        with suppress(OSError, ValueError):  # without a limit, the quota is the word "max" in version 2, and -1 in 1
+            text = " ".join((CGROUP / name).read_text() for name in files)
+            quota_us, period_us = map(int, text.split())
             if quota_us > 0:
                 cores = min(cores, quota_us // period_us)
     return max(1, cores)
@@ -52,15 +76,16 @@ def available_cores() -> int:
 def can_fork() -> bool:
     """Return whether this system can fork a process whose libraries go on working, and end it with its parent."""
     try:
-        for file in (os.memfd_create("tried"), os.eventfd(0), os.pidfd_open(os.getpid())):
-            os.close(file)
+        os.close(os.memfd_create("tried"))
+        os.close(os.eventfd(0))
+        os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):  # no Linux, or a container that forbids it
         return False
     return True
 
 
 def cpu_model() -> str:
-    """Return the name of this machine's CPU, by which libraries choose how they multiply."""
+    """Return the name of this machine's CPU; libraries choose by it how they multiply."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -68,31 +93,45 @@ def cpu_model() -> str:
 
 
 def provenance() -> dict[str, str]:
-    """Return what made a run, for its report: versions, hardware, command, and the commit of the folder it runs in.
+    """Return the origin of a run for its report: versions, hardware, command, and the commit of the current folder.
 
-    Privacy: of other programs than `privdec` the name alone: Flower's processes have tokens among their arguments.
+    Privacy: of programs other than `privdec` only the name is returned, for Flower's processes have tokens among their
+        arguments.
     """
     try:
         git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         commit = subprocess.run(git, capture_output=True, text=True, timeout=5).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
+
     program, *arguments = sys.argv or [""]
-    is_ours = Path(program).name == "privdec" or Path(program).parent.name == "flower_privdec"
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    command = Path(program).name
+    is_ours = command == "privdec" or Path(program).parent.name == "flower_privdec"
+    if is_ours:
+        command = shlex.join(["privdec", *arguments])
+
+    hardware = f"{cpu_model()}, {os.cpu_count()} cores"
+    if torch.cuda.is_available():
+        hardware += f", {torch.cuda.get_device_name()}"
+
     return {
         "versions": f"flower-privdec {__version__}, Python {platform.python_version()}, torch {torch.__version__}",
-        "hardware": f"{cpu_model()}, {os.cpu_count()} cores{gpu}",
+        "hardware": hardware,
         "commit": commit or "none",
-        "command": shlex.join(["privdec", *arguments]) if is_ours else Path(program).name,
+        "command": command,
     }
 
 
 def check_room(needed: int, what: str, remedy: str) -> None:
-    """Refuse what does not fit, in bytes, into free memory; `what` begins with the key that decides it.
+    """Refuse a plan that does not fit into the free memory.
+
+    Args:
+        needed: in bytes.
+        what: what needs it; begins with the key that decides it.
+        remedy: what to do about it.
 
     Raises:
-        ScenarioError: naming what is needed and what is free.
+        ScenarioError: it names what is needed and what is free.
     """
     free = available_bytes(torch.device("cpu"))
     if needed > HEADROOM * free:

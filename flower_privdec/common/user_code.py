@@ -1,10 +1,10 @@
 """Import a user's own parts, which a scenario names as `package.module:name`.
 
-They are imported from where the command runs, as any module is: the author of a scenario runs code by it. So a process
-that takes scenarios from others lists the modules they may name (`only_from`).
+They are imported from where the command runs, like any module. So a scenario can run code, and a process that takes
+scenarios from others lists the modules that they may name (`only_from`).
 
-A part that is given in Python and lies in no module is named `__python__:LABEL_TOKEN`. The name holds for as long as
-some scenario uses it, in this process alone. Its token is random, for a hash of what is given could confirm a guess.
+A Python object that lies in no module can be given too. It is named `__python__:LABEL_TOKEN`, in this process only, for
+as long as some scenario uses it. The token is random, since a hash of the object could confirm a guess of its content.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from flower_privdec.common.formatting import one_line
 
 PYTHON = "__python__"
 PATHS = sysconfig.get_paths()
-LIBRARIES = (
+LIBRARIES = (  # code below these folders is not the user's
     *(PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]),
     "<",
 )
-_TOKEN = re.compile(rf"({PYTHON}:\w+)_[0-9a-f]{{16}}\b")
+TOKEN_DIGITS = 16
+_TOKEN = re.compile(rf"({PYTHON}:\w+)_[0-9a-f]{{{TOKEN_DIGITS}}}\b")
 
 _allowed: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)
 
 
 @contextmanager
 def only_from(modules: Iterable[str]) -> Iterator[None]:
-    """Import no user's code inside but from some modules, named in full."""
+    """Import user's code only from some modules inside, named in full."""
     token = _allowed.set(frozenset(modules))
     try:
         yield
@@ -57,8 +58,8 @@ class Given:
     Attributes:
         target: its name in a scenario.
         value: the object.
-        content: a hash of what it is, which tells it from others and stays in this process.
-        tell: returns that hash as the object is now; None for what cannot change.
+        content: a hash of the object, which tells it from others; it stays in this process.
+        tell: returns that hash as of now; None for an object that cannot change.
     """
 
     target: str
@@ -71,55 +72,63 @@ _given: WeakValueDictionary[str, Given] = WeakValueDictionary()
 
 
 def give(value: Any, label: str, content: bytes, tell: Callable[[], bytes] | None = None) -> Given:
-    """Give a Python object a name that a scenario can have; the same one for the same content."""
-    prefix = f"{PYTHON}:{label if label.isidentifier() else 'unnamed'}_"
+    """Give a Python object a name that a scenario can have; equal content gets the same name."""
+    if not label.isidentifier():
+        label = "unnamed"
+    prefix = f"{PYTHON}:{label}_"
+
     for other in list(_given.values()):
-        if other.content == content and other.target.startswith(prefix) and len(other.target) == len(prefix) + 16:
+        # The length tells the label `net` from `net_2`, whose names begin alike.
+        has_this_label = other.target.startswith(prefix) and len(other.target) == len(prefix) + TOKEN_DIGITS
+        if other.content == content and has_this_label:
             return other
-    part = Given(prefix + secrets.token_hex(8), value, content, tell)
+
+    part = Given(prefix + secrets.token_hex(TOKEN_DIGITS // 2), value, content, tell)
     _given[part.target] = part
     return part
 
 
 def is_given(target: object) -> bool:
-    """Return whether something names a part that was given as an object, here or elsewhere."""
+    """Return whether a target names a part that was given as an object, here or in another process."""
     return isinstance(target, str) and target.startswith(f"{PYTHON}:")
 
 
 def find_given(target: object) -> Given | None:
-    """Return the part of a name, where it was given in this process and a scenario still uses it."""
+    """Return the part of a name; None unless it was given in this process and a scenario still uses it."""
     return _given.get(target) if isinstance(target, str) else None
 
 
 def without_tokens(text: str) -> str:
-    """Return a text in which names of given parts are the same in every process."""
+    """Return a text without the tokens of given parts, so that it is the same in every process."""
     return _TOKEN.sub(r"\1", text)
 
 
 def load_own(
     target: str, key: str, *, accepts: Callable[[Any], bool] = callable, must_be: str = "something to call"
 ) -> Any:
-    """Import what a scenario names.
+    """Import a part that a scenario names.
 
     Args:
         target: `package.module:name`.
-        key: of the scenario, for errors: `algorithm.module`.
-        accepts: whether it is what it has to be.
-        must_be: that rule, in words.
+        key: the key of the scenario, for errors, such as `algorithm.module`.
+        accepts: returns whether the part is of the right kind.
+        must_be: that kind, in words.
 
     Raises:
-        ScenarioError: it is not there, cannot be imported, is not allowed here (`only_from`), or is something else.
+        ScenarioError: it is missing, cannot be imported, is not allowed here (`only_from`), or is of another kind.
     """
     where = f"{key}={target!r}"
     path, _, name = target.partition(":")
     if not all(part.isidentifier() for part in (*path.split("."), name)):
         raise ScenarioError(f"{where} must be 'package.module:name'", code="code.name")
+
     allowed = _allowed.get()
     if allowed is not None and path not in allowed:
         raise ScenarioError(
             f"{where}: this process imports no module but {sorted(allowed)}: its owner has to allow it",
             code="code.not-allowed",
         )
+
     if path == PYTHON:
         given = find_given(target)
         if given is None:
@@ -141,19 +150,26 @@ def load_own(
             names = [public for public in vars(module) if not public.startswith("_")]
             raise ScenarioError(f"{where}: {path} has no {name}{did_you_mean(name, names)}", code="code.no-name")
         part = getattr(module, name)
+
     if not accepts(part):
-        kind = part.__name__ if isinstance(part, type) else f"of type {type(part).__name__}"
+        kind = f"of type {type(part).__name__}"
+        if isinstance(part, type):
+            kind = part.__name__
         raise ScenarioError(f"{where}: {name} is {kind} and must be {must_be}", code="code.kind")
     return part
 
 
 def _import(path: str, where: str) -> ModuleType:
+    """Import a module by its path, from the current folder too."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
+
+    # A module that was written a moment ago may be missing from Python's listing of its folder.
     importlib.invalidate_caches()
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
+        # Missing may be this module, or one that it imports itself.
         if error.name is not None and f"{path}.".startswith(f"{error.name}."):
             reason = f"there is no module {error.name}; it must be importable from where the command runs"
             raise ScenarioError(f"{where}: {reason}", code="code.import") from error
@@ -179,10 +195,10 @@ def _not_imported(where: str, path: str, error: Exception) -> ScenarioError:
 
 @contextmanager
 def users_code(problem: str, code: str = "") -> Iterator[None]:
-    """Report what a user's own code raises inside, in one line: PROBLEM: ERROR (FILE, line NUMBER).
+    """Turn an error of a user's own code inside into one line: PROBLEM: ERROR (FILE, line NUMBER).
 
     Raises:
-        ScenarioError: that line. Errors of this package are raised as they are.
+        ScenarioError: that line. Errors of this package pass unchanged.
     """
     try:
         yield
@@ -216,15 +232,19 @@ class RaisedElsewhere(Exception):  # noqa: N818 (an error of another process)
 
 
 def last_line_of_users(error: BaseException) -> str:
-    """Return ` (FILE, line NUMBER)` of a user's code that led to an error, or nothing where none did.
+    """Return ` (FILE, line NUMBER)` of the user's code that led to an error; empty if none did.
 
-    Of a file that was looked for from the current folder, the whole path is added.
+    If a file with a relative path was looked for, its absolute path is added.
     """
     frame = _frame_of(error)
+    if frame is None or not _is_users(frame):
+        return ""
+
+    tried = ""
     path = getattr(error, "filename", None)
-    is_relative = isinstance(path, str) and not os.path.isabs(path)
-    tried = f", tried {os.path.abspath(path)}" if is_relative else ""  # type: ignore[arg-type]
-    return f" ({frame.filename}, line {frame.lineno}{tried})" if frame is not None and _is_users(frame) else ""
+    if isinstance(path, str) and not os.path.isabs(path):
+        tried = f", tried {os.path.abspath(path)}"
+    return f" ({frame.filename}, line {frame.lineno}{tried})"
 
 
 def raised_at(error: BaseException) -> str:
@@ -234,15 +254,20 @@ def raised_at(error: BaseException) -> str:
     """
     if isinstance(error, RaisedElsewhere):
         return error.place
+
     frame = _frame_of(error)
-    place = f" ({frame.filename}, line {frame.lineno})" if frame is not None else ""
-    return f"{type(error).__name__}{place}"
+    if frame is None:
+        return type(error).__name__
+    return f"{type(error).__name__} ({frame.filename}, line {frame.lineno})"
 
 
 def _frame_of(error: BaseException) -> traceback.FrameSummary | None:
     """Return the last frame of a user's code that led to an error, else the one that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    return next(filter(_is_users, reversed(frames)), frames[-1] if frames else None)
+    for frame in reversed(frames):
+        if _is_users(frame):
+            return frame
+    return frames[-1] if frames else None
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:

@@ -1,8 +1,8 @@
-"""Into how many blocks a cohort falls, and how many processes take them: by an estimate, never by timing.
+"""Divide a cohort into blocks, and these among processes, by an estimate and never by timing.
 
-The blocks decide the bits: the peers of a block are computed together in any process, and how a product is
-rounded depends on where its operands lie. So they follow from the scenario alone, and the number of workers from the
-machine.
+The blocks decide the bits: the peers of a block are computed together in any process, and the rounding of a product
+depends on where its operands lie. So the blocks follow from the scenario alone. Only the number of workers follows from
+the machine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from torch import nn
@@ -21,10 +22,14 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory_estimate import multiplications_per_example
 from flower_privdec.rows.sparse_rows import Features
 
-HALVES, LEAST = 2e-3, 4e-3  # seconds of a round from which it is halved, and of a block that is halved once more
+# Seconds on one core, measured once. They only have to be right within a factor: they decide how fine the blocks are,
+# and every machine must decide the same.
+HALVES = 2e-3  # a round that takes longer is halved
+LEAST = 4e-3  # a round has a block for each of these, to the power of two below
 MOST_BLOCKS = 64
-NUMBER, PRODUCT = 6e-10, 7e-11  # seconds, of a parameter's noise and mixing, and of a multiplication's gradient
-TRIAL = 2.5e-11  # of a multiplication without a gradient
+NUMBER = 6e-10  # of the noise and mixing of one parameter
+PRODUCT = 7e-11  # of one multiplication of a gradient
+TRIAL = 2.5e-11  # of one multiplication without a gradient
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +39,8 @@ class Partitioning:
     """How a cohort is partitioned.
 
     Attributes:
-        cuts: where the blocks begin, and the last ends, among the rows.
-        workers: processes, this one among them.
+        cuts: the first row of each block, and the end of the last.
+        workers: the number of processes, this one included.
     """
 
     cuts: tuple[int, ...]
@@ -43,34 +48,38 @@ class Partitioning:
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        """Return the first row of each block and the one behind its last."""
-        return list(zip(self.cuts, self.cuts[1:], strict=False))
+        """The first row of each block, and the one behind its last."""
+        return list(pairwise(self.cuts))
 
     def of(self, worker: int) -> list[int]:
         """Return the numbers of a worker's blocks, which follow one another."""
         count = len(self.cuts) - 1
-        return list(range(worker * count // self.workers, (worker + 1) * count // self.workers))
+        first = worker * count // self.workers
+        end = (worker + 1) * count // self.workers
+        return list(range(first, end))
 
 
 def partition_cohort(experiment: Experiment, workers: int | None = None) -> Partitioning:
-    """Partition the peers of an experiment, which are all of its network's, into blocks and workers.
+    """Divide the peers of an experiment, which hosts its whole network, into blocks, and these among workers.
 
     Args:
-        workers: how many processes, in place of the scenario's.
+        workers: the number of processes, in place of the scenario's.
 
     Raises:
-        ScenarioError: so many cannot be had on this system.
+        ScenarioError: this system cannot run so many.
     """
     wanted = experiment.scenario.compute.workers if workers is None else workers
     blocks = _blocks(experiment)
     cuts = tuple(number * experiment.scenario.n_peers // blocks for number in range(blocks + 1))
     if wanted == "auto":
         return Partitioning(cuts, min(blocks, affordable(experiment)))
+
     if wanted > 1 and not can_fork():
         raise ScenarioError(
             f"compute.workers={wanted} needs Linux, where a process can be forked safely; use auto",
             code="workers.no-fork",
         )
+
     if wanted > blocks:
         _log.warning(
             "compute.workers=%d: a round of this run is worth %d, by its estimate, and so many take part; use auto",
@@ -82,61 +91,78 @@ def partition_cohort(experiment: Experiment, workers: int | None = None) -> Part
 
 
 def affordable(experiment: Experiment) -> int:
-    """Return how many processes `auto` may take here: one where others of ours run beside this one."""
-    alone = multiprocessing.parent_process() is None
-    return available_cores() if alone and experiment.scenario.compute.threads == 1 and can_fork() else 1
+    """Return how many processes `auto` may take here."""
+    # A process that multiprocessing started is one of several, such as a study's, which share the cores already.
+    is_alone = multiprocessing.parent_process() is None
+    if is_alone and experiment.scenario.compute.threads == 1 and can_fork():
+        return available_cores()
+    return 1
 
 
 def _blocks(experiment: Experiment) -> int:
-    """Return into how many blocks an experiment falls: one on a GPU, and where exchanges are of a user's own kind."""
+    """Return the number of blocks of an experiment: one on a GPU, or if it has exchanges of a user's own kind."""
     exchanges = [item for item in experiment.algorithm.program if isinstance(item, Exchange)]
-    known = all(type(item) in (Mix, Gather, Reply) for item in exchanges)
-    if experiment.device.type != "cpu" or not known:
+    all_known = all(type(exchange) in (Mix, Gather, Reply) for exchange in exchanges)
+    if experiment.device.type != "cpu" or not all_known:
         return 1
     return block_count(experiment.scenario.n_peers, _estimated(experiment))
 
 
 def block_count(n_peers: int, seconds: float) -> int:
-    """Return into how many blocks a round of some seconds falls: a power of two.
+    """Return the number of blocks of a round of some seconds: a power of two.
 
     Examples:
         >>> block_count(16, 0.001), block_count(16, 0.003), block_count(16, 0.05), block_count(5, 0.05)
         (1, 2, 8, 4)
     """
-    worth = max(1 + (seconds >= HALVES), int(seconds / LEAST))
-    return 1 << (min(worth, MOST_BLOCKS, n_peers).bit_length() - 1)
+    blocks = int(seconds / LEAST)
+    if seconds >= HALVES:
+        blocks = max(blocks, 2)
+    blocks = max(1, min(blocks, MOST_BLOCKS, n_peers))
+    return 1 << (blocks.bit_length() - 1)
 
 
 def _estimated(experiment: Experiment) -> float:
+    """Return the estimated seconds of a round on one core."""
     algorithm = experiment.algorithm
+
+    # An algorithm with edges takes a gradient for each in-neighbour too.
     members = 1.0
-    validation = experiment.public.validation
     if algorithm.edge_slots and experiment.mixing is not None:
         members += float(experiment.mixing.heard(1).mean())
+
+    tried = 0.0
+    validation = experiment.public.validation
+    if validation is not None:
+        tried = algorithm.trials(members) * len(validation.y)
+
     return round_seconds(
-        experiment.scenario.n_peers * float(experiment.participation.chances.mean()),
-        len(experiment.initial),
-        float(np.mean(experiment.own.sampler.normalizer)),
-        multiplications(experiment.module, experiment.public.x),
-        algorithm.steps_per_round * members,
-        0.0 if validation is None else algorithm.trials(members) * len(validation.y),
+        active=experiment.scenario.n_peers * float(experiment.participation.chances.mean()),
+        d=len(experiment.initial),
+        examples=float(np.mean(experiment.own.sampler.normalizer)),
+        products=multiplications(experiment.module, experiment.public.x),
+        steps=algorithm.steps_per_round * members,
+        tried=tried,
     )
 
 
 def multiplications(module: nn.Module, x: Features) -> int:
-    """Return how often numbers are multiplied for one example: once a parameter, or more in a convolution."""
-    return max(multiplications_per_example(module, x), sum(part.numel() for part in module.parameters()))
+    """Return the number of multiplications for one example: one a parameter, and more in a convolution."""
+    parameters = sum(part.numel() for part in module.parameters())
+    return max(multiplications_per_example(module, x), parameters)
 
 
 def round_seconds(active: float, d: int, examples: float, products: float, steps: float = 1, tried: float = 0) -> float:
-    """Estimate what a round takes on one core: noise and mixing, gradients, and what is tried on public examples.
+    """Estimate the seconds of a round on one core: noise and mixing, gradients, and trials on public examples.
 
     Args:
-        active: peers.
-        d: parameters.
-        examples: of a step.
-        products: multiplications for one of them.
-        steps: gradients that a peer takes.
-        tried: outputs for one public example each that it computes.
+        active: the number of active peers.
+        d: the number of parameters.
+        examples: the number of examples in a step.
+        products: the multiplications for one of them.
+        steps: the gradients that a peer takes.
+        tried: the outputs that a peer computes, each for one public example.
     """
-    return active * (steps * (d * NUMBER + examples * products * PRODUCT) + tried * products * TRIAL)
+    step = d * NUMBER + examples * products * PRODUCT
+    trials = tried * products * TRIAL
+    return active * (steps * step + trials)

@@ -1,4 +1,16 @@
-"""The engine on several processes: forked workers, each of which computes some blocks of peers."""
+"""The engine on several processes: forked workers, each of which computes some blocks of peers.
+
+The main process is worker 0. It pays, sends orders over a pipe, and computes its own blocks like every other worker:
+
+    a number of rounds   Each worker takes them at once. Rows lie in shared memory, so a mixing is a product of
+                         everybody's rows, written to the worker's rows of a second buffer. A barrier before it
+                         makes sure that all rows are there.
+    COLLECT              Workers answer with what lies in no shared memory: edges, and rows that steps have made.
+    TRY                  Workers answer with evaluations of their blocks' models.
+
+Blocks decide the bits, and follow from the scenario alone (`partitioning`). So the number of workers changes no number.
+A worker that fails writes its error to its pipe, which wakes all that wait at the barrier.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +45,14 @@ from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 class PaidLedger(CohortLedger):
     """A block's view of the run's ledger, which refuses a step that was not charged.
 
-    The main process holds the ledger and charges a round before any block begins it.
+    Only the main process writes the ledger. It charges a round before any block begins it.
     """
 
     def __init__(self, whole: CohortLedger, start: int, stop: int, paid: Tensor) -> None:
         """View the rows [start, stop) of a ledger.
 
         Args:
-            paid: int64 [1] in shared memory, the step before which all steps are charged.
+            paid: the step before which all steps are charged, int64 [1] in shared memory.
         """
         self._whole = whole
         self._start = start
@@ -57,7 +69,8 @@ class PaidLedger(CohortLedger):
         Raises:
             BudgetError: it was not, or is not within a peer's plan and budget.
         """
-        if step >= int(self._until) or not self.allowed(step)[rows].all():
+        is_paid = step < int(self._until)
+        if not is_paid or not self.allowed(step)[rows].all():
             raise BudgetError(
                 f"step {step} was not paid for before it began: mend the algorithm that takes it",
                 code="ledger.not-paid",
@@ -69,9 +82,9 @@ class Block:
     """Some peers of a cohort.
 
     Attributes:
-        start, stop: their rows in the whole.
-        cohort: their part of it.
-        state: theirs; its rows are views of the whole's where a step has not put others in their place.
+        start, stop: their rows among those of all peers.
+        cohort: their part of the cohort.
+        state: their state. Its rows are views of the rows of all peers, until a step puts new tensors in their place.
     """
 
     start: int
@@ -81,18 +94,16 @@ class Block:
 
     @classmethod
     def of(cls, cohort: Cohort, start: int, stop: int, round_index: int, paid: Tensor) -> Block:
-        """Return the block of some rows, without a state's rows."""
-        part = replace(
-            cohort,
-            peers=cohort.peers[start:stop],
-            data=cohort.data.part(start, stop),
-            protection=None if cohort.protection is None else cohort.protection.part(start, stop),
-            ledger=None if cohort.ledger is None else PaidLedger(cohort.ledger, start, stop, paid),
-        )
+        """Return the block of some rows, with a state that has no rows yet."""
+        part = replace(cohort, peers=cohort.peers[start:stop], data=cohort.data.part(start, stop))
+        if cohort.protection is not None:
+            part.protection = cohort.protection.part(start, stop)
+        if cohort.ledger is not None:
+            part.ledger = PaidLedger(cohort.ledger, start, stop, paid)
         return cls(start, stop, part, State(part.peers, round_index))
 
     def see(self, name: str, whole: Tensor) -> None:
-        """Make some rows of the state views of this block's part of all peers' rows."""
+        """Make the rows of a name a view of this block's part of all peers' rows."""
         self.state.rows[name] = whole[self.start : self.stop]
 
     def misplaced(self, whole: dict[str, Tensor], names: Iterable[str]) -> list[tuple[Tensor, Tensor]]:
@@ -101,7 +112,8 @@ class Block:
         for name in names:
             home = whole[name][self.start : self.stop]
             now = self.state.rows[name]
-            if now.data_ptr() != home.data_ptr() or now.stride() != home.stride():
+            is_at_home = now.data_ptr() == home.data_ptr() and now.stride() == home.stride()
+            if not is_at_home:
                 moves.append((home, now))
                 self.state.rows[name] = home
         return moves
@@ -109,14 +121,20 @@ class Block:
 
 def bring_home(blocks: Iterable[Block], whole: dict[str, Tensor], names: Iterable[str]) -> None:
     """Copy rows that steps have replaced by new tensors back into the buffer of all peers' rows."""
-    moves = [move for block in blocks for move in block.misplaced(whole, list(names))]
-    copies = [(home, now.clone() if len(moves) > 1 else now) for home, now in moves]  # two may have changed places
-    for home, now in copies:
+    names = list(names)
+    moves = [move for block in blocks for move in block.misplaced(whole, names)]
+
+    # Two rows may have swapped places, so that one's destination is the other's source.
+    if len(moves) > 1:
+        moves = [(home, now.clone()) for home, now in moves]
+    for home, now in moves:
         home.copy_(now)
 
 
-Attempt = Callable[[Mapping[str, Tensor]], Any]  # at a block's rows
-COLLECT, TRY = "collect", "try"  # orders, beside the number of rounds to run
+Attempt = Callable[[Mapping[str, Tensor]], Any]  # evaluates models, given a block's rows
+COLLECT = "collect"
+TRY = "try"
+# Of a block, what is in no shared memory: rows, and the ends and values of edges, by name.
 StatePart = tuple[dict[str, np.ndarray], dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]
 
 
@@ -124,7 +142,7 @@ class WorkerPool:
     """Runs rounds of an algorithm on a cohort that hosts the whole network, in blocks, by one process or several.
 
     Attributes:
-        state: of all peers: the round, and after `collected` all rows and edges.
+        state: the state of all peers. Between two calls it knows the round; after `collected` all rows and edges too.
     """
 
     def __init__(
@@ -136,21 +154,26 @@ class WorkerPool:
         attempt: Attempt | None = None,
         leave: Iterable[Callable[[], None]] = (),
     ) -> None:
-        """Partition the peers; where there are several processes, move the rows to shared memory and fork.
+        """Partition the peers. If there are several processes, move the rows to shared memory and fork.
 
         Args:
-            state: its rows are taken over.
+            state: the state to begin with; the pool takes over its rows.
             attempt: evaluates the models of a block.
-            leave: functions that close, in a forked process, what this one alone holds: locks.
+            leave: functions that a forked process calls to close what only this process may hold, such as locks.
         """
         self.algorithm = algorithm
         self.cohort = cohort
         self.state = state
         self._partitioning = partitioning
         self._attempt = attempt
+
         self._me = 0
-        self._others, self._boxes, self._barrier = list[Forked](), list[EdgeBox](), Barrier(partitioning.workers)
+        self._others = list[Forked]()
+        self._boxes = list[EdgeBox]()
+        self._barrier = Barrier(partitioning.workers)
+        # The rows of each mixing matrix that this worker computes, for as long as the matrix is in use.
         self._parts: WeakKeyDictionary[MixingMatrix, MixingMatrix] = WeakKeyDictionary()
+
         self._share(state)
         self._mine = self._blocks(state)
         if partitioning.workers > 1:
@@ -165,34 +188,48 @@ class WorkerPool:
         self._paid = torch.zeros(1, dtype=torch.int64)
         self._whole = state.rows
         self._spare: dict[str, Tensor | None] = {}
-        if self._partitioning.workers > 1:
-            self._paid = shared_copy(self._paid)
-            for name in list(state.rows):
-                state.rows[name] = shared_copy(state.rows[name])
-            mixed = {name for item in self.algorithm.program if isinstance(item, Mix) for name in item.names}
-            self._spare = {name: shared_copy(state.rows[name], filled=False) for name in mixed}
+        if self._partitioning.workers == 1:
+            return
+
+        self._paid = shared_copy(self._paid)
+        for name in list(state.rows):
+            state.rows[name] = shared_copy(state.rows[name])
+
+        mixes = [item for item in self.algorithm.program if isinstance(item, Mix)]
+        mixed = {name for mix in mixes for name in mix.names}
+        self._spare = {name: shared_copy(state.rows[name], filled=False) for name in mixed}
 
     def _blocks(self, state: State) -> list[Block]:
         """Return all blocks, with views of the rows and copies of the edges."""
-        blocks = [Block.of(self.cohort, *cut, state.round_index, self._paid) for cut in self._partitioning.blocks]
-        for block in blocks:
+        blocks = []
+        for start, stop in self._partitioning.blocks:
+            block = Block.of(self.cohort, start, stop, state.round_index, self._paid)
+            blocks.append(block)
+
             for name, rows in self._whole.items():
                 block.see(name, rows)
-            ends = block.state.peers[[0, -1]] + [0, 1]
+
+            first_peer = block.state.peers[0]
+            last_peer = block.state.peers[-1]
             for name, edges in state.edges.items():
-                some = slice(*np.searchsorted(edges.own, ends))
+                some = slice(*np.searchsorted(edges.own, [first_peer, last_peer + 1]))
                 block.state.edges[name] = Edges(edges.own[some], edges.other[some], edges.values[some].clone())
         return blocks
 
     def _fork(self, blocks: list[Block], leave: list[Callable[[], None]]) -> None:
+        """Fork the other workers, and join the barrier as worker 0."""
         self._boxes = [EdgeBox() for _ in range(self._partitioning.workers)]
         for number in range(1, self._partitioning.workers):
             hosted = [blocks[block] for block in self._partitioning.of(number)]
             name = f"peers {peer_ranges(range(hosted[0].start, hosted[-1].stop))}"
+            serve = partial(self._serve, number, hosted)
+            # A worker inherits the pipes of those before it. If it kept them, these would never see the end of the run.
             lines = [other.line.close for other in self._others]
-            self._others.append(Forked(name, partial(self._serve, number, hosted), [*leave, *lines]))
+            self._others.append(Forked(name, serve, [*leave, *lines]))
         self._mine = [blocks[block] for block in self._partitioning.of(0)]
-        workers = {other.line.fileno(): other for other in self._others}  # whose answer means that they failed or ended
+
+        # No worker answers while it takes rounds, so a pipe that can be read then has an error, or its end.
+        workers = {other.line.fileno(): other for other in self._others}
         self._barrier.join(0, list(workers), select.POLLIN, lambda line: workers[line].fail())
 
     def _serve(self, number: int, hosted: list[Block], line: Connection) -> None:
@@ -201,30 +238,33 @@ class WorkerPool:
         self._mine = hosted
         self._others = []
         self._barrier.join(number, [line.fileno()], 0, _gone)
+
         answers: dict[object, Callable[[], Any]] = {COLLECT: self._state_parts, TRY: self._tried}
         calls = select.poll()
         calls.register(line.fileno(), select.POLLIN)
         while True:
+            # The next order usually comes at once: spinning for a moment is faster than to sleep and be woken.
             until = time.perf_counter() + SPIN
             while not calls.poll(0) and time.perf_counter() < until:
                 pass
+
             order = line.recv()
-            result = None
             if order in answers:
                 result = answers[order]()
-            else:  # rounds, which are not answered
-                self._take_rounds(order)
-            sys.stdout.flush()
-            if result is not None:
+                sys.stdout.flush()
                 line.send((result, None))
+            else:
+                # Rounds are not answered: the main process takes its own meanwhile, and meets the others at barriers.
+                self._take_rounds(order)
+                sys.stdout.flush()
 
     def rounds(self, count: int) -> None:
-        """Run some whole rounds, every step and every exchange, each once it is paid."""
+        """Run some whole rounds: every step and every exchange, each after it is paid."""
         while count:
-            together = self._pay(count)
-            self._order(together)
-            self._take_rounds(together)
-            count -= together
+            paid = self._pay(count)
+            self._order(paid)
+            self._take_rounds(paid)
+            count -= paid
 
     def _order(self, order: int | str) -> None:
         for other in self._others:
@@ -235,12 +275,16 @@ class WorkerPool:
         steps = self.cohort.steps_per_round
         k = self.state.round_index
         ledger = self.cohort.ledger
+
         stop = k + count
         if ledger is not None:
             active = np.flatnonzero(self.cohort.active(k))
-            for step in range(k * steps, (k + 1) * steps if len(active) else k * steps):
-                ledger.charge(step, active)
+            if len(active) > 0:
+                for step in range(k * steps, (k + 1) * steps):
+                    ledger.charge(step, active)
+            # An entry of the ledger pays for a block of steps, often for more than this round.
             stop = min(stop, max(k + 1, ledger.charged // steps))
+
         self._paid[0] = stop * steps
         return stop - k
 
@@ -261,13 +305,16 @@ class WorkerPool:
         mixing = self.cohort.mixing
         if mixing is None:
             raise TypeError(f"{self.algorithm.name} exchanges rows but has no mixing weights")
-        if isinstance(exchange, Mix):
-            bring_home(self._mine, self._whole, exchange.names)
-            self._mix(exchange, mixing.matrix(exchange.place(self._mine[0].state.round_index, mixing)))
-            return
+
+        # A reply is of edges; the others are of rows, which all workers read where they belong.
         if not isinstance(exchange, Reply):
             bring_home(self._mine, self._whole, exchange.names)
-        self._heard(exchange, mixing)
+
+        if isinstance(exchange, Mix):
+            place = exchange.place(self._mine[0].state.round_index, mixing)
+            self._mix(exchange, mixing.matrix(place))
+        else:
+            self._heard(exchange, mixing)
 
     def _mix(self, exchange: Mix, matrix: MixingMatrix) -> None:
         if self._partitioning.workers == 1:
@@ -277,6 +324,7 @@ class WorkerPool:
             self._mix_all(exchange, matrix)
         else:
             self._mix_some(exchange, matrix, matrix.moved)
+
         for block in self._mine:
             for name in exchange.names:
                 block.see(name, self._whole[name])
@@ -288,6 +336,8 @@ class WorkerPool:
         stop = self._mine[-1].stop
         if matrix not in self._parts:
             self._parts[matrix] = matrix.rows(self.cohort.peers[start:stop])
+
+        # One barrier is enough. What is read now becomes the second buffer, which is written after the next barrier.
         self._barrier.wait()
         for name in exchange.names:
             spare = self._spare[name]
@@ -298,10 +348,16 @@ class WorkerPool:
 
     def _mix_some(self, exchange: Mix, matrix: MixingMatrix, moved: np.ndarray) -> None:
         """Mix the rows of the few receivers here that have in-neighbours, in place, once all have read theirs."""
-        mine = moved[(moved >= self._mine[0].start) & (moved < self._mine[-1].stop)]
+        is_here = (moved >= self._mine[0].start) & (moved < self._mine[-1].stop)
+        mine = moved[is_here]
+
         self._barrier.wait()
-        part = matrix.rows(mine) if len(mine) else None
-        mixed = {name: part.apply(self._whole[name]) for name in exchange.names} if part is not None else {}
+        mixed = {}
+        if len(mine) > 0:
+            part = matrix.rows(mine)
+            mixed = {name: part.apply(self._whole[name]) for name in exchange.names}
+
+        # Rows change in place, so no worker may change one that another still reads.
         self._barrier.wait()
         for name, rows in mixed.items():
             self._whole[name][torch.from_numpy(mine)] = rows
@@ -311,13 +367,21 @@ class WorkerPool:
         if self._partitioning.workers == 1:
             changes = self._changes(exchange, mixing, [block.state.edges for block in self._mine])
         else:
-            if isinstance(exchange, Reply):
-                self._boxes[self._me].put([{name: b.state.edges[name] for name in exchange.names} for b in self._mine])
+            is_reply = isinstance(exchange, Reply)
+            if is_reply:
+                published = [{name: block.state.edges[name] for name in exchange.names} for block in self._mine]
+                self._boxes[self._me].put(published)
+
             self._barrier.wait()
-            replies = isinstance(exchange, Reply)
-            edges = [box_edges for box in self._boxes for box_edges in box.look()] if replies else []
+            edges = list[dict[str, Edges]]()
+            if is_reply:
+                for box in self._boxes:
+                    edges += box.look()
             changes = self._changes(exchange, mixing, edges)
+
+            # The views into other workers' boxes are valid until these publish again.
             self._barrier.wait()
+
         for block, changed in zip(self._mine, changes, strict=True):
             changed.apply_(block.state)
 
@@ -329,36 +393,42 @@ class WorkerPool:
     def collected(self) -> State:
         """Return the whole state between two rounds, collected from all workers."""
         self._order(COLLECT)
-        answers = [self._state_parts(), *(other.answer() for other in self._others)]
-        parts_of_blocks = [part for parts, _ in answers for part in parts]
-        rows, edges = parts_of_blocks[0]
+        answers = [self._state_parts()]
+        answers += [other.answer() for other in self._others]
+        self.cohort.game_seconds = max(seconds for _, seconds in answers)
+
+        row_parts = [rows for parts, _ in answers for rows, _ in parts]
+        edge_parts = [edges for parts, _ in answers for _, edges in parts]
+
         state = self.state
         state.rows = {name: rows for name, rows in self._whole.items() if name in self._mine[0].state.rows}
-        state.rows |= {
-            name: torch.from_numpy(np.concatenate([part[0][name] for part in parts_of_blocks])) for name in rows
-        }
-        state.edges = {name: _joined([part[1][name] for part in parts_of_blocks]) for name in edges}
-        self.cohort.game_seconds = max(seconds for _, seconds in answers)
+        for name in row_parts[0]:
+            state.rows[name] = torch.from_numpy(np.concatenate([part[name] for part in row_parts]))
+        state.edges = {name: _joined([part[name] for part in edge_parts]) for name in edge_parts[0]}
         return state
 
     def _state_parts(self) -> tuple[list[StatePart], float]:
-        """Copy rows back; return what is in no shared buffer, by block, and the seconds spent on coalitions here."""
-        bring_home(self._mine, self._whole, [name for name in self._whole if name in self._mine[0].state.rows])
+        """Copy rows back; return what is in no shared memory, by block, and the seconds spent on coalitions here."""
+        shared = [name for name in self._whole if name in self._mine[0].state.rows]
+        bring_home(self._mine, self._whole, shared)
+
         parts = []
         for block in self._mine:
-            rows = {name: part.numpy() for name, part in block.state.rows.items() if name not in self._whole}
-            edges = {
-                name: (edges_of.own, edges_of.other, edges_of.values.numpy())
-                for name, edges_of in block.state.edges.items()
-            }
+            rows = {name: row.numpy() for name, row in block.state.rows.items() if name not in self._whole}
+            edges = {}
+            for name, edge in block.state.edges.items():
+                edges[name] = (edge.own, edge.other, edge.values.numpy())
             parts.append((rows, edges))
-        return parts, sum(block.cohort.game_seconds for block in self._mine)
+        seconds = sum(block.cohort.game_seconds for block in self._mine)
+        return parts, seconds
 
     def trial(self) -> list[Any]:
         """Return the evaluation of each block's models, in order."""
         self._order(TRY)
-        answers = [self._tried(), *(other.answer() for other in self._others)]
-        return [part_of for part in answers for part_of in part]
+        results = self._tried()
+        for other in self._others:
+            results += other.answer()
+        return results
 
     def _tried(self) -> list[Any]:
         if self._attempt is None:
@@ -377,11 +447,15 @@ class WorkerPool:
 
 
 def _gone(line: int) -> None:
+    """End a worker whose pipe to the main process has closed."""
     raise EOFError("the run has ended")
 
 
 def _joined(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Edges:
-    own, other, values = (np.concatenate(ends) for ends in zip(*parts, strict=True))
+    """Return the edges of all blocks, from (own, other, values) of each."""
+    own = np.concatenate([part[0] for part in parts])
+    other = np.concatenate([part[1] for part in parts])
+    values = np.concatenate([part[2] for part in parts])
     return Edges(own, other, torch.from_numpy(values))
 
 
@@ -392,18 +466,21 @@ def start_engine(
     leave: Iterable[Callable[[], None]] = (),
     workers: int | None = None,
 ) -> Engine | WorkerPool:
-    """Return the engine that goes on from a state.
+    """Return the engine that continues from a state.
 
     Args:
-        cohort: of all peers.
-        leave: functions that close, in a forked process, what this one alone holds: locks.
-        workers: how many processes, in place of the scenario's `compute.workers`.
+        cohort: all peers.
+        leave: functions that a forked process calls to close what only this process may hold, such as locks.
+        workers: the number of processes, in place of the scenario's `compute.workers`.
 
     Raises:
-        ScenarioError: so many cannot be had here.
+        ScenarioError: this system cannot run so many.
     """
     partitioning = partition_cohort(experiment, workers)
-    crossing = {name for item in experiment.algorithm.program if isinstance(item, Mix | Gather) for name in item.names}
+
+    # Rows that steps make later are in no shared memory, so only rows that the state begins with can cross blocks.
+    exchanges = [item for item in experiment.algorithm.program if isinstance(item, Mix | Gather)]
+    crossing = {name for exchange in exchanges for name in exchange.names}
     if len(partitioning.blocks) == 1 or not crossing <= state.rows.keys():
         return Engine(experiment.algorithm, cohort, state)
     return WorkerPool(experiment.algorithm, cohort, state, partitioning, partial(try_models, experiment), leave)
