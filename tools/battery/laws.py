@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -204,9 +204,9 @@ def _try(case: Case, outcome: Outcome) -> None:
     law(_forms_agree, case, scenario)
     law(_keys, case, experiment)
     with one_salt():
-        measured, summary = _run(case, experiment)
+        taken, summary = _run(case, experiment)
     if scenario.private is not None:
-        law(_epsilon_holds, experiment, summary, [measured], ending)
+        law(_epsilon_holds, experiment, summary, taken)
         law(_laws_of_noise, experiment)
         law(_ledger_agrees, experiment, summary, out, ending)
     law(_plan_agrees, case, experiment, summary, ending)
@@ -215,7 +215,7 @@ def _try(case: Case, outcome: Outcome) -> None:
         law(_runtimes_agree, case, experiment, out, runtime, ending)
     second = case.option("second")
     if second is not None:
-        law(_second_run, case, second, measured, out)
+        law(_second_run, case, second, taken, out)
 
 
 def _is_plain(case: Case, scenario: Scenario) -> bool:
@@ -224,18 +224,41 @@ def _is_plain(case: Case, scenario: Scenario) -> bool:
     return runtime == "engine" and scenario.compute.generator != "system" and not ending
 
 
-def _run(case: Case, experiment: Experiment) -> tuple[Measured, dict[str, Any]]:
+@dataclass(frozen=True)
+class Taken:
+    """The runs, or parts of runs, whose steps some ε counts together.
+
+    Attributes:
+        fewest: the steps that were taken for certain.
+        most: those that may have been taken, or that peers have to count as taken.
+    """
+
+    fewest: list[Measured]
+    most: list[Measured]
+
+    def then(self, measured: Measured) -> Taken:
+        """Return the same with another run after them."""
+        return Taken([*self.fewest, measured], [*self.most, measured])
+
+
+def _run(case: Case, experiment: Experiment) -> tuple[Taken, dict[str, Any]]:
     """Run a row; return what was measured, of it or of the same run in the engine, and its summary."""
-    runtime, ending, out = case.option("runtime", "engine"), case.option("ending", ""), case.folder / "out"
+    runtime = case.option("runtime", "engine")
+    ending = case.option("ending", "")
+    out = case.folder / "out"
     if _is_plain(case, experiment.scenario):
         with measuring(experiment) as measured:
             summary = run_row(experiment, out, runtime)
+        taken = Taken([measured], [measured])
+    elif ending:
+        taken, summary = _run_with_ending(case, experiment, out, runtime, ending)
     else:
-        measured = _reference(case, experiment)
-        summary = _run_with_ending(case, experiment, out, runtime, ending)
+        reference = _reference(case, experiment)
+        summary = run_row(experiment, out, runtime)
+        taken = Taken([reference], [reference])
     if summary is None:
         raise Broken("a run that starts ends", "it has no summary")
-    return measured, summary
+    return taken, summary
 
 
 @contextmanager
@@ -250,41 +273,96 @@ def _is_salted(experiment: Experiment) -> bool:
     return experiment.own.unsalted is not None
 
 
+def _keyed(experiment: Experiment) -> Experiment:
+    """Return a run whose noise comes from keys, so that it can be watched."""
+    scenario = experiment.scenario
+    if scenario.compute.generator != "system":
+        return experiment
+    changed = {"compute": scenario.compute.model_copy(update={"generator": None})}
+    return Experiment.build(scenario.model_copy(update=changed))
+
+
 def _reference(case: Case, experiment: Experiment) -> Measured:
     """Return what the engine's straight run measures, with noise from keys; its ledger is its own."""
-    reference = experiment
-    scenario = experiment.scenario
-    if scenario.compute.generator == "system":
-        changed = {"compute": scenario.compute.model_copy(update={"generator": None})}
-        reference = Experiment.build(scenario.model_copy(update=changed))
+    reference = _keyed(experiment)
+    private = experiment.scenario.private
     with measuring(reference) as measured:
         run_row(reference, case.folder / "reference", "engine")
-    if scenario.private is not None and scenario.private.ledger:
-        shutil.rmtree(scenario.private.ledger)  # what the row itself charges is counted apart
+    if private is not None and private.ledger:
+        shutil.rmtree(private.ledger)  # what the row itself charges is counted apart
     return measured
 
 
-def _run_with_ending(case: Case, experiment: Experiment, out: Path, runtime: str, ending: str) -> dict[str, Any] | None:
-    if not ending:
-        return run_row(experiment, out, runtime)
+def _run_with_ending(
+    case: Case, experiment: Experiment, out: Path, runtime: str, ending: str
+) -> tuple[Taken, dict[str, Any] | None]:
+    """Run a row up to where it ends early, or is to have more rounds, and go on with it."""
     if ending == "more rounds":
+        taken = _with_more_rounds(case, experiment)
         run_row(experiment, out, runtime)
         before = _contents(out)
         try:
             longer = more_rounds(case, experiment.scenario, out)
-            return run_row(Experiment.build(longer), out, runtime, resume=True)
+            summary = run_row(Experiment.build(longer), out, runtime, resume=True)
         except REFUSALS as error:
             hold(
                 _contents(out) == before, "a refusal leaves nothing", f"{error.code} changed the run's folder: {error}"
             )
             raise LateRefusal(error) from error
-    first = run_row(experiment, out, runtime, ends=ending)
+        return taken, summary
+
+    reference = _reference(case, experiment)
+    with measuring(experiment) as before_it:
+        first = run_row(experiment, out, runtime, ends=ending)
     hold(
         first is None or "stopped_at" in first or "rounds_done" in first,
         "a stopped run is a stopped one",
         f"its summary has no stopped_at: {first and list(first)}",
     )
-    return run_row(Experiment.build(case.scenario()), out, runtime, resume=True)
+    again = Experiment.build(case.scenario())
+    with measuring(again) as after_it:
+        summary = run_row(again, out, runtime, resume=True)
+
+    if not experiment.own.draws_anew:
+        # A step that is taken again has the noise that it had, and is one step.
+        return Taken([reference], [reference]), summary
+    if runtime == "engine" and experiment.scenario.compute.generator != "system":
+        charged = _up_to_evaluation(before_it, reference)
+        return Taken([before_it, after_it], [charged, after_it]), summary
+    # Other noise is another release, which is paid for again: at most that of all steps.
+    return Taken([reference], [reference, reference]), summary
+
+
+def _up_to_evaluation(killed: Measured, reference: Measured) -> Measured:
+    """Return the steps of a straight run up to the evaluation that a killed run was on its way to.
+
+    An engine pays for the rounds up to an evaluation at once, before it takes the first of them. Which of them a
+    process that was killed has taken nobody knows, so they stay paid for.
+    """
+    experiment = reference.experiment
+    last = max((record.step for record in killed.steps), default=-1)
+    block = experiment.scenario.evaluation.every * experiment.algorithm.steps_per_round
+    end = block * (last // block + 1)
+    return replace(reference, steps=[record for record in reference.steps if record.step < end])
+
+
+def _with_more_rounds(case: Case, experiment: Experiment) -> Taken:
+    """Return a run that is over and gets more rounds, as the engine measures it in the folder of references."""
+    reference = _keyed(experiment)
+    folder = case.folder / "reference"
+    private = experiment.scenario.private
+    with measuring(reference) as first:
+        run_row(reference, folder, "engine")
+    try:
+        longer = Experiment.build(more_rounds(case, reference.scenario, folder))
+        with measuring(longer) as rest:
+            run_row(longer, folder, "engine", resume=True)
+    except REFUSALS:
+        return Taken([first], [first])  # as the row itself is
+    finally:
+        if private is not None and private.ledger:
+            shutil.rmtree(private.ledger)
+    return Taken([first, rest], [first, rest])
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -419,27 +497,25 @@ def _adversaries(row: dict[str, Any]) -> Iterator[tuple[str, int]]:
         yield "epsilon_if_all_collude", ALL
 
 
-def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], runs: list[Measured], ending: str) -> None:
+def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], taken: Taken) -> None:
     """Each printed ε is at least an independent composition of all that was released, and at most 2 % above."""
-    draws_anew = experiment.own.draws_anew
-    replanned = ending == "more rounds"
     plan = experiment.own.protection
     undeclared = plan is not None and None in plan.kinds  # its noise costs ε = ∞, whatever it is
-    again = draws_anew and bool(ending)  # steps that were taken again are charged again
     # A network's peers take another strength of pairs than the engine, in which noise is measured.
     other_pairs = "unit" not in summary["privacy"][0] and plan is not None and plan.pairs is not None
+    is_open = undeclared or any(_outlives_budgets(run) for run in taken.most)
     for row in summary["privacy"]:
-        peer, delta = row["peer"], row["delta"]
+        peer = row["peer"]
+        delta = row["delta"]
         for name, colluding in _adversaries(row):
-            if replanned or again or other_pairs:
-                continue  # the ledger says which steps were taken
-            # Of other runs the dearest peer counts: an example may have been there.
-            low, high = _bounds_of(runs, peer, colluding, delta)
-            if undeclared or any(_outlives_budgets(run) for run in runs):
-                high = math.inf
+            if other_pairs:
+                continue
+            low = _bounds_of(taken.fewest, peer, colluding, delta)[0]
+            high = math.inf if is_open else _bounds_of(taken.most, peer, colluding, delta)[1]
             _between(float(row[name]), low, high, name, peer)
-        if "epsilon_of_replies_to_one" in row and not (replanned or again):
-            low, high = _bounds_of_replies(runs, peer, delta)
+        if "epsilon_of_replies_to_one" in row:
+            low = _bounds_of_replies(taken.fewest, peer, delta)[0]
+            high = _bounds_of_replies(taken.most, peer, delta)[1]
             _between(float(row["epsilon_of_replies_to_one"]), low, high, "epsilon of replies", peer)
 
 
@@ -507,8 +583,8 @@ def _laws_of_noise(experiment: Experiment) -> None:
 
 def _plan_agrees(case: Case, experiment: Experiment, summary: dict[str, Any], ending: str) -> None:
     """The plan has the ε that the summary has."""
-    if ending or case.option("second") is not None:
-        return
+    if ending == "more rounds" or (ending and experiment.own.draws_anew):
+        return  # other rounds were planned, or steps were taken again
     if case.option("runtime") == "network" and experiment.own.protection and experiment.own.protection.pairs:
         return  # whose peers take another strength of pairs, which may leave some of them more noise
     facts = make_plan(Experiment.build(case.scenario()))
@@ -583,7 +659,9 @@ def _runtimes_agree(case: Case, experiment: Experiment, out: Path, runtime: str,
         return  # which weighs by accuracies, and a rounding may turn one
     exact = runtime in ("engine", "workers", "cohort")
     tolerance = 1e-9 if scenario.compute.dtype == "float64" else 1e-4
-    for name in rows.keys() & expected.keys():
+    if scenario.features is not None:
+        tolerance = max(tolerance, 1e-5)  # features are float32, rounded by how many images are transformed together
+    for name in sorted(rows.keys() & expected.keys()):
         one, other = rows[name], expected[name]
         if one.shape != other.shape:
             continue
@@ -592,7 +670,7 @@ def _runtimes_agree(case: Case, experiment: Experiment, out: Path, runtime: str,
         hold(equal, law, f"{name} differs by {float((one - other).abs().max()):.3g}")
 
 
-def _second_run(case: Case, changed: dict[str, Any], first: Measured, out: Path) -> None:
+def _second_run(case: Case, changed: dict[str, Any], first: Taken, out: Path) -> None:
     """Another run over the same data: what it prints counts both."""
     more = {key.replace(".", "__"): value for key, value in changed.items()}
     start = more.get("model__from")
@@ -622,7 +700,7 @@ def _second_run(case: Case, changed: dict[str, Any], first: Measured, out: Path)
         )
         return
     assert summary is not None
-    is_other = _is_salted(again) or again.own.run.id != first.experiment.own.run.id
+    is_other = _is_salted(again) or again.own.run.id != first.most[0].experiment.own.run.id
     counts_both = (shared or start is not None) and is_other
-    runs = [first, measured] if counts_both else [measured]
-    _epsilon_holds(again, summary, runs, "")
+    taken = first.then(measured) if counts_both else Taken([measured], [measured])
+    _epsilon_holds(again, summary, taken)

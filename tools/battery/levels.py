@@ -354,7 +354,7 @@ FACTORS: dict[str, dict[str, Level]] = {
     "runtime": {
         "engine": {},
         **{name: {"@runtime": name} for name in ("workers", "cohort", "relay", "sharded")},
-        "network": {
+        "network": {  # without final mixing, which an engine does not have
             "@runtime": "network",
             "network": {"mode": "synchronous", "final_mixing": 0, "start": 20.0, "give_up": 20.0, "deadline": 20.0},
         },

@@ -57,7 +57,7 @@ KEY = r"[a-z_]+(?:\.[a-z_0-9]+)*"
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to change: values by dotted key; None removes a key."""
+    """What to change: values by dotted key, None to remove a key; `@runtime` is where the scenario runs."""
 
     changes: tuple[tuple[str, Any], ...]
 
@@ -88,7 +88,7 @@ def follow(case: Case, error: PrivdecError, *, before_runtime: bool = True) -> V
             if left[0] <= 0 or deep == 0:
                 return False
             changed = applied(tried, remedy)
-            state = str(changed.data())
+            state = f"{changed.names['runtime']} {changed.data()}"
             if state in seen:
                 continue
             other = refused(changed)
@@ -104,7 +104,11 @@ def follow(case: Case, error: PrivdecError, *, before_runtime: bool = True) -> V
 def applied(case: Case, remedy: Remedy) -> Case:
     """Return a row with a remedy's changes."""
     changed, removed = dict(case.changed), set(case.removed)
+    names = dict(case.names)
     for key, value in remedy.changes:
+        if key == "@runtime":
+            names["runtime"] = value
+            continue
         for other in [one for one in changed if one == key or one.startswith(f"{key}.")]:
             del changed[other]
         if value is None:
@@ -131,7 +135,7 @@ def applied(case: Case, remedy: Remedy) -> Case:
             changed[key] = [value]
         else:
             changed[key] = value
-    return Case(case.names, case.folder, case.number, changed, removed, is_varied=True)
+    return Case(names, case.folder, case.number, changed, removed, is_varied=True)
 
 
 def _without(changed: Data, key: str) -> Data:
@@ -153,10 +157,19 @@ def remedies(line: str, case: Case) -> Iterator[Remedy]:
     if unknown:
         yield Remedy(((unknown[1], None),))
 
+    yield from _runtimes(text)
     yield from _settings(text, data, about)
     yield from _removals(text, data, about)
     yield from _numbers(text, data, about)
     yield from _names(text, about)
+
+
+def _runtimes(text: str) -> Iterator[Remedy]:
+    """Yield another place to run in, which a command or a mode of Flower stands for."""
+    if "`privdec run`" in text:
+        yield Remedy((("@runtime", "engine"),))
+    if re.search(r"\b(?:use|in a simulation) cohort mode", text):
+        yield Remedy((("@runtime", "cohort"),))
 
 
 def _subject(text: str, data: Data) -> str:

@@ -430,7 +430,13 @@ def run_row(
 def _run_under_flower(scenario: Scenario, out: Path, host: str, resume: bool, ends: str) -> dict[str, Any] | None:
     strategy, nodes = HOSTS[host]
     grid = TogetherGrid if host == "sharded" else LocalGrid
-    app = _dying(host) if ends else client_app()
+    app = client_app()
+    if ends:
+        # A relay answers once for each of 4 peers and exchange; without exchanges, only at evaluations.
+        messages = {"cohort": 1, "relay": 12, "sharded": 2}[host]
+        if scenario.algorithm.name in ("local", "dp-sgd"):
+            messages = 1
+        app = _dying(host, messages)
     try:
         strategy(scenario, out, resume=resume).start(grid(app, nodes, folder=out.with_name(out.name + "-nodes")))
     except RunError as error:
@@ -455,8 +461,7 @@ def _run_on_network(experiment: Experiment, out: Path) -> dict[str, Any]:
     finally:
         for peer in peers:
             peer.close()
-    rows = {name: torch.cat([of_peer[name] for _, of_peer in stated]) for name in stated[0][1]}
-    save_file(rows, out / "checkpoint")
+    save_file(_stacked([rows for _, rows in stated]), out / "checkpoint")
     (out / "checkpoint").chmod(0o600)
     private = scenario.private
     deltas: Any = 0.0 if private is None else private.delta
@@ -470,6 +475,16 @@ def _run_on_network(experiment: Experiment, out: Path) -> dict[str, Any]:
     return {"privacy": privacy}
 
 
+def _stacked(of_peers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the rows of all peers together; tables that have as many entries as a peer has examples are left out."""
+    stacked = {}
+    for name in of_peers[0]:
+        rows = [of_peer[name] for of_peer in of_peers]
+        if len({row.shape for row in rows}) == 1:
+            stacked[name] = torch.cat(rows)
+    return stacked
+
+
 def _to_its_end(peer: RunningPeer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     driver = Driver(peer)
     try:
@@ -480,9 +495,11 @@ def _to_its_end(peer: RunningPeer) -> tuple[dict[str, Any], dict[str, Tensor]]:
         driver.close()
 
 
-def _dying(host: str) -> ClientApp:
-    """Return a ClientApp that fails at a train message in the middle of the run."""
-    good, app, left = client_app(), ClientApp(), [{"cohort": 1, "relay": 12, "sharded": 2}[host]]
+def _dying(host: str, messages: int) -> ClientApp:
+    """Return a ClientApp that answers as many train messages, and fails at the next."""
+    good = client_app()
+    app = ClientApp()
+    left = [messages]
 
     @app.train(host)
     def train(message: Message, context: Context) -> Message:

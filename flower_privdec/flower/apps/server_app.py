@@ -74,6 +74,7 @@ from flower_privdec.flower.node_settings import VISIBLE_GPUS, check_hosting
 from flower_privdec.flower.pair_keys import KEYS, PAIRS
 from flower_privdec.scenario import Scenario, load_scenario, to_yaml
 from flower_privdec.scenario.loading import without_folders
+from flower_privdec.scenario.sections import own_modules
 
 log = logging.getLogger("flwr.privdec")
 log.setLevel(logging.INFO)
@@ -370,6 +371,13 @@ class CohortRun(ScenarioStrategy):
 
     def _prepare(self) -> int:
         self._until = self._message_ends(self._evaluations())
+
+        # A node that draws anew, as it may with a user's own code, shuffles anew in each message, and would pay for an
+        # epoch under way once more. So it gets one message.
+        scenario = self.scenario
+        draws_anew = scenario.compute.generator == "system" or any(own_modules(scenario))
+        if draws_anew and scenario.data.batch.sampling == "shuffle":
+            self._until = self._until[-1:]
         return len(self._until)
 
     def configure_train(
