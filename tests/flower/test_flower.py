@@ -30,6 +30,7 @@ from flower_privdec.flower.apps.server_app import CohortRun, Relay, ScenarioStra
 from flower_privdec.flower.launch import launcher, supervisor
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.flower.node_settings import HostSettings
+from flower_privdec.planner.plan import make_plan
 from flower_privdec.scenario import Scenario, to_yaml
 
 # Every algorithm among several nodes, by relay or sharded in turn; every third one on one node, which runs the engine.
@@ -76,6 +77,16 @@ def test_runtimes_share_no_noise_unless_portable(
     rows = [final_rows(out)["x"] for out in (run_under_flower(scenario, tmp_path / "f", host), engine_runs(scenario))]
     assert torch.equal(*rows) == (host == "cohort")
     assert torch.allclose(*rows) == (host == "cohort")
+
+
+def test_a_cohort_that_draws_anew_pays_for_an_epoch_once(tiny: Tiny, tmp_path: Path) -> None:
+    """Rounds of one epoch, an evaluation after each: shuffling anew in every message would cost an epoch each."""
+    settings = ["compute.generator=system", "data.batch={sampling: shuffle, size: 5}", "evaluation.every=1", "rounds=4"]
+    scenario = tiny(*settings)
+    out = run_under_flower(scenario, tmp_path / "out", "cohort")
+    printed = [row["epsilon"] for row in json.loads((out / "summary.json").read_text())["privacy"]]
+    planned = [row["epsilon"] for row in make_plan(Experiment.build(scenario))["peers"]]
+    assert printed == pytest.approx(planned, rel=1e-9)
 
 
 @pytest.mark.parametrize("n_nodes", [3, 6])
