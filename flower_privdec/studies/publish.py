@@ -23,24 +23,30 @@ from flower_privdec.studies.spec import Check, Figure, Part, Pivot, Slope, Speed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as MatplotlibFigure
 
 
 AXIS = "axis."  # before an axis' name in a CSV file, where other columns may have that name
-MOST_BUDGETS = 6  # in one cell of a table; of more, the least and the greatest
+MOST_BUDGETS = 6  # in one cell of a table; if there are more, the least and the greatest
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    lines = []
+    for cells in (head, ["---"] * len(head), *rows):
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
+    return "\n".join(lines)
 
 
 def pivot_table(pivot: Pivot, result: PartResult) -> tuple[list[str], list[list[str]]]:
     """Return one metric as a table of two axes; a third axis makes more rows."""
     across = result.axes[pivot.columns]
-    down = [name for name in result.axes if name not in (pivot.columns, pivot.rows)] + [pivot.rows]
+    down = [name for name in result.axes if name not in (pivot.columns, pivot.rows)]
+    down.append(pivot.rows)
     head = [result.title(name) for name in down]
     head += [f"{result.title(pivot.columns)} {label}" for label in across.labels()]
+
     rows = []
     for outer in result.places({}, [pivot.columns, pivot.rows]):
         for label in result.axes[pivot.rows].labels():
@@ -56,7 +62,9 @@ def columns(result: PartResult) -> list[str]:
     names = [result.title(name) for name in (*result.axes, *result.chosen)]
     names += [path.rpartition(".")[2].replace("_", " ") for path in result.part.fields]
     names += [result.metric(name).title for name in result.part.metrics]
-    return names + (["ε (claimed)"] if result.claims_epsilon else []) + ["ε (exact)", "δ", "seeds"]
+    if result.claims_epsilon:
+        names.append("ε (claimed)")
+    return [*names, "ε (exact)", "δ", "seeds"]
 
 
 def row(result: PartResult, group: Group) -> list[str]:
@@ -66,13 +74,17 @@ def row(result: PartResult, group: Group) -> list[str]:
     cells += [_value(group, name) for name in part.metrics]
     if result.claims_epsilon:
         cells.append(budgets_text(group.budgets("claimed_epsilon"), setting))
-    seeds = str(group.n_runs) + ("" if group.complete else f" ({group.missing} missing)")
-    exact = budgets_text(group.budgets("epsilon"), epsilon_text)
-    return [*cells, exact, budgets_text(group.budgets("delta"), setting), seeds]
+    cells.append(budgets_text(group.budgets("epsilon"), epsilon_text))
+    cells.append(budgets_text(group.budgets("delta"), setting))
+
+    seeds = str(group.n_runs)
+    if not group.complete:
+        seeds = f"{seeds} ({group.missing} missing)"
+    return [*cells, seeds]
 
 
 def _value(group: Group, name: str) -> str:
-    """Return a metric's mean and spread, or that no run of the group is finished."""
+    """Return a metric's mean and spread as text, or what there is in place of a number."""
     if group.missing and not group.n_runs:
         return "not run"
     if group.final(name) is None and group.finals(name):
@@ -81,48 +93,61 @@ def _value(group: Group, name: str) -> str:
 
 
 def budgets_text(values: Iterable[float], text: Callable[[float], str]) -> str:
-    """Return distinct budgets, which are ascending: `1.00, 3.00`; of many the range: `0.21 to 3.00`."""
+    """Return the distinct ones of ascending budgets, `1.00, 3.00`; if there are many, their range: `0.21 to 3.00`."""
     texts = list(dict.fromkeys(map(text, values)))
-    return f"{texts[0]} to {texts[-1]}" if len(texts) > MOST_BUDGETS else ", ".join(texts) or NOTHING
+    if len(texts) > MOST_BUDGETS:
+        return f"{texts[0]} to {texts[-1]}"
+    return ", ".join(texts) or NOTHING
 
 
 def to_csv(result: PartResult) -> str:
-    """Return the numbers of all cells; several in one field, of seeds or budgets, are separated by spaces."""
+    """Return the numbers of all cells. Several in one field, of seeds or budgets, are separated by spaces."""
 
     def texts(values: Iterable[float | None]) -> list[str]:
         return ["" if value is None else csv_number(value) for value in values]
 
     part = result.part
-    file = StringIO()
-    writer = csv.writer(file, lineterminator="\n")
+    axes = [f"{AXIS}{name}" for name in (*result.axes, *result.chosen)]
     measured = [f"{name}_{what}" for name in part.metrics for what in ("mean", "std", "by_seed")]
     budgets = ("claimed_epsilon", "epsilon", "delta")
-    axes = [f"{AXIS}{name}" for name in (*result.axes, *result.chosen)]
+
+    file = StringIO()
+    writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*axes, *part.fields, *measured, *budgets, "seeds"])
     for group in result.groups:
         line = [*group.labels, *group.chosen, *(group.field(path) for path in part.fields)]
         for name in part.metrics:
             estimate = group.final(name)
-            line += texts([estimate.mean, estimate.std] if estimate else [None, None])
+            mean_and_std = [None, None] if estimate is None else [estimate.mean, estimate.std]
+            line += texts(mean_and_std)
             line.append(" ".join(texts(group.finals(name))))
-        line += [" ".join(dict.fromkeys(texts(group.budgets(key)))) for key in budgets]
+        for key in budgets:
+            distinct = dict.fromkeys(texts(group.budgets(key)))
+            line.append(" ".join(distinct))
         writer.writerow([*line, group.n_runs])
     return file.getvalue()
 
 
 def curves_to_csv(result: PartResult) -> str | None:
-    """Return the curves over the rounds that checks are judged by; None where no check needs one."""
+    """Return the curves over the rounds that checks are judged by; None if no check needs one."""
     names = dict.fromkeys(check.metric for check in result.part.checks if isinstance(check, Slope | Speedup))
+    if not names:
+        return None
+
     file = StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*(f"{AXIS}{name}" for name in result.axes), "round", *(f"{name}_by_seed" for name in names)])
     for group in result.groups:
         curves = [group.curves(name) for name in names]
-        present = [curve for curve in curves if curve is not None]
-        if len(present) == len(curves) > 0:
-            for k, at in enumerate(present[0][0]):
-                writer.writerow([*group.labels, at, *(" ".join(map(csv_number, row[:, k])) for _, row in present)])
-    return file.getvalue() if names else None
+        complete = [curve for curve in curves if curve is not None]
+        if len(complete) < len(curves):
+            continue
+
+        rounds, _ = complete[0]  # the same for all metrics of a run
+        for k, round_index in enumerate(rounds):
+            by_seed = [" ".join(map(csv_number, values[:, k])) for _, values in complete]  # of each metric
+            writer.writerow([*group.labels, round_index, *by_seed])
+    return file.getvalue()
 
 
 ALONG = {"rounds": "round", "gradients": "gradients computed, all peers together"}
@@ -133,35 +158,57 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
     panels = result.axes[figure.panels].labels() if figure.panels else [None]
     reading = result.metric(figure.metric)
     with drawing(salt=path.stem):
-        names = [] if figure.x is None else result.axes[figure.x].labels()
-        width = max(5.2, 3.5 * len(panels), 0.36 * len(names) * len(panels))
-        canvas = new_figure(width + (1.4 if figure.by else 0.0), 3.4 if _fit(names, width / len(panels)) else 4.6)
+        canvas = _canvas(figure, result, len(panels))
         all_axes = canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+
         has_data = False
         for axes, panel in zip(all_axes, panels, strict=True):
-            place = figure.where | ({figure.panels: panel} if figure.panels and panel else {})
-            has_data |= _draw_panel(axes, figure, result, place)
-            if figure.panels:
+            place = dict(figure.where)
+            if figure.panels and panel:
+                place[figure.panels] = panel
                 axes.set_title(f"{result.title(figure.panels)} {panel}", fontsize=9.5)
+            has_data |= _draw_panel(axes, figure, result, place)
             axes.set_xlabel(ALONG[figure.along] if figure.x is None else result.title(figure.x))
             if figure.log:
                 axes.set_yscale("log")
         if not has_data:
             return False
-        all_axes[0].set_ylabel(reading.title + (" (%)" if reading.share else ""))
+
+        all_axes[0].set_ylabel(f"{reading.title} (%)" if reading.share else reading.title)
         if figure.by:
-            # beside the panels, where it hides no line
-            style: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": 8.5}
-            lines = dict[str, Any]()
-            for axes in all_axes:
-                lines |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-            labels = [label for label in map(_in_legend, result.axes[figure.by].labels()) if label in lines]
-            canvas.legend([lines[label] for label in labels], labels, **style, title=result.title(figure.by))
+            _add_legend(canvas, figure.by, result)
         canvas.suptitle(title_of(figure, result), x=0.01, ha="left", fontsize=10.5)
         file = StringIO()
         canvas.savefig(file, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
         path.write_text(themed(file.getvalue()), encoding="utf-8")
     return True
+
+
+def _canvas(figure: Figure, result: PartResult, n_panels: int) -> MatplotlibFigure:
+    """Return a figure that is wide enough for its panels, and high enough for labels that have to be turned."""
+    names = [] if figure.x is None else result.axes[figure.x].labels()
+    width = max(5.2, 3.5 * n_panels, 0.36 * len(names) * n_panels)
+    height = 3.4 if _fit(names, width / n_panels) else 4.6
+    legend = 1.4 if figure.by else 0.0
+    return new_figure(width + legend, height)
+
+
+def _add_legend(canvas: MatplotlibFigure, axis: str, result: PartResult) -> None:
+    """Name the lines of all panels in the order of an axis' labels, beside the panels, so that no line is hidden."""
+    handles = dict[str, Any]()
+    for axes in canvas.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
+
+    labels = [label for label in map(_in_legend, result.axes[axis].labels()) if label in handles]
+    canvas.legend(
+        [handles[label] for label in labels],
+        labels,
+        title=result.title(axis),
+        loc="outside right center",
+        frameon=False,
+        fontsize=8.5,
+    )
 
 
 MARKERS = "os^Dv"  # lines that meet differ by these too
@@ -180,59 +227,104 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
     """
     lines = result.places(place, [figure.x] if figure.x else [])
     labels = result.axes[figure.by].labels() if figure.by else []
-    scale = 100 if result.metric(figure.metric).share else 1
     has_data = False
     for i, line in enumerate(lines):
         name = line[figure.by] if figure.by else None
+        # A line has the same colour in each panel.
         series, dash = line_style(i if name is None else labels.index(name))
-        label = None if name is None else _in_legend(name)
+        style: dict[str, Any] = {"color": SERIES[series], "label": None if name is None else _in_legend(name)}
+
         if figure.x is None:
-            group = result.at(line)
-            curves = group.curves(figure.metric)
-            if curves is not None:
-                x = curves[0]
-                values = scale * curves[1]
-                x = x * group.gradients_per_round() if figure.along == "gradients" else x
-                mean = values.mean(axis=0)
-                std = values.std(axis=0, ddof=1) if len(values) > 1 else 0.0
-                axes.plot(x, mean, dash, color=SERIES[series], label=label)
-                axes.fill_between(x, mean - std, mean + std, color=SERIES[series], alpha=0.16, linewidth=0)
-                has_data = True
-            continue
-        points = result.axes[figure.x].all_points()
-        finals = [result.at(line | {figure.x: point.label}).final(figure.metric) for point in points]
-        numeric = all(point.value is not None for point in points)
-        if not numeric:
-            upright = _fit([point.label for point in points], axes.get_window_extent().width / axes.figure.dpi)
-            turned: dict[str, Any] = {} if upright else {"rotation": 50, "ha": "right", "rotation_mode": "anchor"}
-            axes.set_xticks(range(len(points)), [point.label for point in points], **turned)
-            axes.set_xlim(-0.5, len(points) - 0.5)
-        elif _far_apart([point.value or 0.0 for point in points]):
-            axes.set_xticks([point.value or 0.0 for point in points], [point.label for point in points])
-        beside = (i - (len(lines) - 1) / 2) * min(0.1, 0.6 / len(lines))
-        positions = [(point.value or 0.0) if numeric else k + beside for k, point in enumerate(points)]
-        present = [(x, estimate) for x, estimate in zip(positions, finals, strict=True) if estimate is not None]
-        if present:
-            means = [scale * estimate.mean for _, estimate in present]
-            deviations = [scale * (estimate.std or 0) for _, estimate in present]
-            style: dict[str, Any] = {
-                "linestyle": dash if numeric else "none",
-                "marker": MARKERS[series % len(MARKERS)],
-                "markersize": 4.5,
-                "capsize": 2.5,
-            }
-            axes.errorbar([x for x, _ in present], means, deviations, color=SERIES[series], label=label, **style)
-            has_data = True
+            has_data |= _draw_curve(axes, figure, result, line, dash, style)
+        else:
+            # Points of several lines at one category stand side by side, centred on it.
+            beside = (i - (len(lines) - 1) / 2) * min(0.1, 0.6 / len(lines))
+            style["marker"] = MARKERS[series % len(MARKERS)]
+            has_data |= _draw_finals(axes, figure, result, line, figure.x, beside, dash, style)
     return has_data
 
 
+def _draw_curve(
+    axes: Axes, figure: Figure, result: PartResult, line: dict[str, str], dash: str, style: dict[str, Any]
+) -> bool:
+    """Draw a metric over the rounds of a run: the mean over the seeds, with a band of a standard deviation."""
+    group = result.at(line)
+    curves = group.curves(figure.metric)
+    if curves is None:
+        return False
+
+    x, values = curves  # [T], [n_runs, T]
+    if figure.along == "gradients":
+        x = x * group.gradients_per_round()
+    values = _scale(figure, result) * values
+    mean = values.mean(axis=0)
+    std = values.std(axis=0, ddof=1) if len(values) > 1 else 0.0
+    axes.plot(x, mean, dash, **style)
+    axes.fill_between(x, mean - std, mean + std, color=style["color"], alpha=0.16, linewidth=0)
+    return True
+
+
+def _draw_finals(
+    axes: Axes,
+    figure: Figure,
+    result: PartResult,
+    line: dict[str, str],
+    axis: str,
+    beside: float,
+    dash: str,
+    style: dict[str, Any],
+) -> bool:
+    """Draw a metric at the end of runs against an axis of the study.
+
+    Args:
+        beside: by how much the points are moved sideways, if the axis has categories.
+    """
+    points = result.axes[axis].all_points()
+    labels = [point.label for point in points]
+    numeric = all(point.value is not None for point in points)
+    if numeric:
+        positions = [point.value or 0.0 for point in points]
+        if _far_apart(positions):
+            axes.set_xticks(positions, labels)
+    else:
+        positions = [k + beside for k in range(len(points))]
+        upright = _fit(labels, axes.get_window_extent().width / axes.figure.dpi)
+        turned: dict[str, Any] = {} if upright else {"rotation": 50, "ha": "right", "rotation_mode": "anchor"}
+        axes.set_xticks(range(len(points)), labels, **turned)
+        axes.set_xlim(-0.5, len(points) - 0.5)
+
+    finals = [result.at(line | {axis: label}).final(figure.metric) for label in labels]
+    present = [(x, estimate) for x, estimate in zip(positions, finals, strict=True) if estimate is not None]
+    if not present:
+        return False
+
+    scale = _scale(figure, result)
+    means = [scale * estimate.mean for _, estimate in present]
+    deviations = [scale * (estimate.std or 0) for _, estimate in present]
+    axes.errorbar(
+        [x for x, _ in present],
+        means,
+        deviations,
+        linestyle=dash if numeric else "none",
+        markersize=4.5,
+        capsize=2.5,
+        **style,
+    )
+    return True
+
+
+def _scale(figure: Figure, result: PartResult) -> float:
+    """Return what values are multiplied by: shares are shown in percent."""
+    return 100 if result.metric(figure.metric).share else 1
+
+
 def _in_legend(label: str) -> str:
-    """Return a label for a legend, from which matplotlib leaves out what begins with an underscore."""
+    """Return a label for a legend; matplotlib would leave out one that begins with an underscore."""
     return f" {label}" if label.startswith("_") else label
 
 
 def _fit(labels: Sequence[str], inches: float) -> bool:
-    """Return whether labels stand side by side under an axis of some width."""
+    """Return whether labels fit side by side under an axis of some width."""
     return sum(map(len, labels)) <= 13 * inches
 
 
@@ -266,19 +358,21 @@ TWO_EPSILONS = (
 
 
 def scope_of_epsilon(results: Sequence[PartResult]) -> str:
-    """Return what an ε of a study is of, in words; nothing where no run has one."""
+    """Return a sentence on what an ε of a study covers; "" if no run has one."""
     scenarios = [cell.scenario for result in results for cell in result.cells]
     if all(scenario.private is None for scenario in scenarios):
         return ""
     data = {(repr(scenario.data.dataset), scenario.data.root) for scenario in scenarios}
-    return f"{ONE_DATA_SET} {EACH_ALONE}" if len(data) == 1 else EACH_ALONE
+    if len(data) == 1:
+        return f"{ONE_DATA_SET} {EACH_ALONE}"
+    return EACH_ALONE
 
 
 def make_folder(study: Study, size: str | None, out: Path) -> None:
     """Create the folder to publish to, before hours of cells are run.
 
     Raises:
-        ScenarioError: it cannot be made, or not be written to, or has a README.md that is not of this study.
+        ScenarioError: it cannot be made or written to, or has a README.md of something else.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -302,13 +396,17 @@ MADE_BY = "Made by `privdec study "
 
 
 def _title(study: Study, size: str | None) -> str:
-    return f"# {study.heading}{f' ({size} size)' if size else ''}"
+    if size is None:
+        return f"# {study.heading}"
+    return f"# {study.heading} ({size} size)"
 
 
 def _published_before(study: Study, size: str | None, out: Path) -> tuple[str, dict[str, str]] | None:
-    """Return the head of a README.md of this study, and its sections by their headings; None where there is none."""
+    """Return the head of a README.md of this study, and its sections by their headings; None if there is none."""
     path = out / README
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8", errors="replace")
     head, *sections = re.split(r"(?m)^(?=## )", text)
     if head.partition("\n")[0] != _title(study, size) or f"\n{MADE_BY}" not in head:
         return None
@@ -318,12 +416,15 @@ def _published_before(study: Study, size: str | None, out: Path) -> tuple[str, d
 def _earlier(study: Study, results: Sequence[PartResult], head: str, sections: dict[str, str]) -> dict[str, str]:
     """Return the sections of parts that are not published now, by their parts' names, each with what made it."""
     made = next(line for line in head.splitlines() if line.startswith(MADE_BY))
-    now = {result.part.name for result in results}
+    published_now = {result.part.name for result in results}
     earlier = {}
     for part in study.parts:
-        if part.name not in now and part.heading in sections:
-            heading, _, text = sections[part.heading].strip().partition("\n\n")
-            earlier[part.name] = "\n\n".join([heading, *([] if text.startswith(MADE_BY) else [made]), text])
+        if part.name in published_now or part.heading not in sections:
+            continue
+        heading, _, text = sections[part.heading].strip().partition("\n\n")
+        if not text.startswith(MADE_BY):  # what made the page so far made it
+            text = f"{made}\n\n{text}"
+        earlier[part.name] = f"{heading}\n\n{text}"
     return earlier
 
 
@@ -337,23 +438,29 @@ def publish(
 ) -> None:
     """Write table-PART.csv, the curves that checks need, the figures and README.md to a folder.
 
-    Parts that are published there already, and are not among the results, stay, with the command that made them.
+    Parts that are published there already and are not among the results stay, with the command that made them.
 
     Args:
-        size: of the study; None where it has none.
+        size: of the study; None if it has none.
         command: that reproduces what is published.
 
     Raises:
-        RunError: when it cannot be written; the cells are kept.
+        RunError: it cannot be written; the cells are kept.
     """
-    runs = len(frozenset().union(*(result.finished for result in results)))
-    seconds = sum(result.seconds for result in results)
-    scope = scope_of_epsilon(results)
     old_head, sections = _published_before(study, size, out) or ("", {})
     earlier = _earlier(study, results, old_head, sections) if old_head else {}
+
+    # What is said of all parts holds for the earlier ones too.
+    scope = scope_of_epsilon(results)
     if earlier and (not scope or scope not in old_head):
-        scope = EACH_ALONE if scope or EACH_ALONE.partition(":")[0] in old_head else ""
-    judged = any(result.part.checks for result in results) or bool(earlier and HOW_JUDGED in old_head)
+        some_are_private = bool(scope) or EACH_ALONE.partition(":")[0] in old_head
+        scope = EACH_ALONE if some_are_private else ""
+    judged = any(result.part.checks for result in results)
+    if earlier and HOW_JUDGED in old_head:
+        judged = True
+
+    runs = len(frozenset().union(*(result.finished for result in results)))
+    seconds = sum(result.seconds for result in results)
     made = (
         f"Made by `{command}` with flower-privdec {__version__}: {runs} runs, {duration(seconds)} of CPU time "
         f"in all, one thread each, on a machine with {os.cpu_count()} cores ({platform.machine()})."
@@ -362,6 +469,7 @@ def publish(
     if failed:
         listed = "\n".join(f"- {outcome.cell.title}: {outcome.error}" for outcome in failed)
         head.append(f"**{len(failed)} runs failed:**\n\n{listed}")
+
     try:
         make_folder(study, size, out)
         for result in results:
@@ -369,9 +477,11 @@ def publish(
             curves = curves_to_csv(result)
             if curves is not None:
                 _write(out / f"curves-{result.part.name}.csv", curves)
-        written = earlier | {result.part.name: section_of(result, _drawn(result, out)) for result in results}
-        text = "\n\n".join([*head, *(written[part.name] for part in study.parts if part.name in written)]) + "\n"
-        _write(out / README, text)
+        written = dict(earlier)
+        for result in results:
+            written[result.part.name] = section_of(result, _drawn(result, out))
+        in_order = [written[part.name] for part in study.parts if part.name in written]
+        _write(out / README, "\n\n".join([*head, *in_order]) + "\n")
     except OSError as error:
         raise RunError(
             f"{out}: cannot be written ({error}); give another {option('out')}, the cells are kept"
@@ -379,13 +489,16 @@ def publish(
 
 
 def _write(path: Path, text: str) -> None:
-    write_atomically(path.resolve(), text.encode(), public=True)  # of a link what it leads to
+    write_atomically(path.resolve(), text.encode(), public=True)  # a link stays, and what it leads to is written
 
 
 def verdict_blocks(check: Check, result: PartResult) -> list[str]:
     """Return the paragraphs on a check: its criterion and verdict, and the cases."""
     verdict = judge(check, result)
-    cases = [f"- {case.outcome}{', ' if case.where else ''}{case.where}: {case.numbers}" for case in verdict.cases]
+    cases = []
+    for case in verdict.cases:
+        outcome = f"{case.outcome}, {case.where}" if case.where else case.outcome
+        cases.append(f"- {outcome}: {case.numbers}")
     return [f"Criterion: {criterion(check, result)}. **{verdict.sentence}**", "\n".join(cases)]
 
 
@@ -394,18 +507,19 @@ def head_of(study: Study, size: str | None, made: Sequence[str], scope: str, jud
 
     Args:
         made: the lines on what made the results.
-        scope: what an ε is of; empty where there is none.
+        scope: what an ε covers; "" if there is none.
         judged: whether claims are judged on the page.
     """
-    return [
-        _title(study, size),
-        *([study.paper] if study.paper else ()),
-        *made,
-        *study.notes,
-        *([scope, TWO_EPSILONS] if scope else ()),
-        "Values are mean ± standard deviation over the seeds.",
-        *([HOW_JUDGED] if judged else []),
-    ]
+    head = [_title(study, size)]
+    if study.paper:
+        head.append(study.paper)
+    head += [*made, *study.notes]
+    if scope:
+        head += [scope, TWO_EPSILONS]
+    head.append("Values are mean ± standard deviation over the seeds.")
+    if judged:
+        head.append(HOW_JUDGED)
+    return head
 
 
 def _drawn(result: PartResult, out: Path) -> list[str]:
@@ -431,26 +545,37 @@ def section_of(result: PartResult, figures: Sequence[str], made: str | None = No
     """Return a part's section: what it asks, the verdicts, the links to its figures, and its tables.
 
     Args:
-        made: the line on what made it, where that is not what made the page.
+        made: the line on what made it, if that is not what made the page.
     """
     part = result.part
-    blocks = [f"## {part.heading}", *([made] if made else ())]
-    blocks += [*([f"{WHOSE[part.asks]}: {part.claim}"] if part.claim else ()), *part.notes]
+    blocks = [f"## {part.heading}"]
+    if made:
+        blocks.append(made)
+    if part.claim:
+        blocks.append(f"{WHOSE[part.asks]}: {part.claim}")
+    blocks += part.notes
     if result.chosen:
-        names = " and ".join(f"{result.title(n)} of {', '.join(a.labels())}" for n, a in result.chosen.items())
+        choices = [f"{result.title(name)} of {', '.join(axis.labels())}" for name, axis in result.chosen.items()]
         better = result.metric(part.metrics[0]).title
-        blocks.append(f"In every cell the {names} with the best {better} is chosen.")
+        blocks.append(f"In every cell the {' and '.join(choices)} with the best {better} is chosen.")
+
     for check in part.checks:
         blocks += verdict_blocks(check, result)
     blocks += figures
+
     pivot, cells = tables(result)
-    if pivot is not None and part.pivot is not None:
+    if pivot is None or part.pivot is None:
+        blocks.append(cells)
+    else:
         blocks.append(f"{result.metric(part.pivot.metric).title.capitalize()}:\n\n{pivot}")
-    blocks.append(cells if pivot is None else f"<details><summary>All cells</summary>\n\n{cells}\n\n</details>")
+        blocks.append(f"<details><summary>All cells</summary>\n\n{cells}\n\n</details>")
     return "\n\n".join(blocks)
 
 
 def tables(result: PartResult) -> tuple[str | None, str]:
-    """Return a part's table of two axes, where it has one, and its table of all cells."""
-    pivot = markdown(*pivot_table(result.part.pivot, result)) if result.part.pivot else None
-    return pivot, markdown(columns(result), [row(result, group) for group in result.groups])
+    """Return a part's table of two axes, None if it has none, and its table of all cells."""
+    pivot = None
+    if result.part.pivot:
+        pivot = markdown(*pivot_table(result.part.pivot, result))
+    cells = markdown(columns(result), [row(result, group) for group in result.groups])
+    return pivot, cells

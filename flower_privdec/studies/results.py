@@ -40,7 +40,7 @@ class Estimate:
     """Mean and sample standard deviation (None for one seed) over the n seeds whose value is finite.
 
     Attributes:
-        diverged: how many further seeds have a value that is not.
+        diverged: how many other seeds have a value that is not finite.
     """
 
     mean: float
@@ -62,7 +62,7 @@ CONFIDENCE = 0.95
 
 
 class Finding(StrEnum):
-    """What runs make of a claim."""
+    """What runs make of a claim, from the worst to the best."""
 
     CONTRADICTED = "contradicted"
     NOT_RUN = "not run"
@@ -72,7 +72,7 @@ class Finding(StrEnum):
 
     @classmethod
     def of_all(cls, outcomes: Iterable[Finding]) -> Finding:
-        """Return the outcome of a claim that asks for several things: the first of these that one of them has."""
+        """Return the outcome of a claim that asks for several things: the worst of theirs."""
         return min(outcomes, key=list(cls).index)
 
 
@@ -80,32 +80,35 @@ def difference(less: Estimate | None, more: Estimate | None) -> tuple[float, flo
     """Return Welch's interval for the difference of two means, at CONFIDENCE.
 
     Returns:
-        Its ends; None where nothing is known of the spread: a side without values, of one seed, or with a run that
-        diverged.
+        Its ends; None if nothing is known of the spread: one side has no values, one seed, or a run that diverged.
     """
     sides = [side for side in (less, more) if side is not None and side.n > 1 and not side.diverged]
     if less is None or more is None or len(sides) < 2:
         return None
-    variances = [(side.std or 0.0) ** 2 / side.n for side in sides]
-    total = sum(variances)
+
     mean = more.mean - less.mean
-    if total == 0:
+    variances = [(side.std or 0.0) ** 2 / side.n for side in sides]  # of each side's mean
+    variance = sum(variances)
+    if variance == 0:
         return mean, mean
-    freedom = total**2 / sum(v**2 / (side.n - 1) for v, side in zip(variances, sides, strict=True))
-    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(total)
-    return mean - half, mean + half
+
+    # Welch and Satterthwaite's degrees of freedom.
+    spread = sum(variance_of_one**2 / (side.n - 1) for variance_of_one, side in zip(variances, sides, strict=True))
+    freedom = variance**2 / spread
+    half_width = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(variance)
+    return mean - half_width, mean + half_width
 
 
 def compare(less: Estimate | None, more: Estimate | None, by: float = 0.0) -> Finding:
     """Judge the claim that one mean is larger than another, by the interval of `difference`.
 
     Args:
-        by: how much larger at least; a negative one allows it to be smaller by as much.
+        by: how much larger at least; if negative, how much smaller it may be.
 
     Returns:
-        Shown, where the whole interval is as claimed; contradicted, where the whole interval has the other sign (or,
-        for a negative `by`, is below it); not shown, where it lies below what is claimed, or both are equal without any
-        spread; undecided, where it has both what is claimed and what is not, or there is no interval.
+        Shown if the whole interval is as claimed. Contradicted if the whole interval has the other sign (or, for a
+        negative `by`, is below it). Not shown if it lies below what is claimed, or both are equal without any spread.
+        Undecided if it contains both what is claimed and what is not, or there is no interval.
     """
     interval = difference(less, more)
     if interval is None:
@@ -115,7 +118,9 @@ def compare(less: Estimate | None, more: Estimate | None, by: float = 0.0) -> Fi
         return Finding.SHOWN
     if high < min(by, 0.0):
         return Finding.CONTRADICTED
-    return Finding.NOT_SHOWN if high < by or low == high else Finding.UNDECIDED
+    if high < by or low == high:
+        return Finding.NOT_SHOWN
+    return Finding.UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,8 @@ class Group:
 
     Attributes:
         runs: the finished runs, in the order of the seeds.
-        missing: how many runs are not finished.
-        kinds: the metrics of the whole part, some of which these runs may not have.
+        missing: number of runs that are not finished.
+        kinds: the metrics of the whole part; these runs may lack some.
         chosen: the labels of the axes in `best_over`.
     """
 
@@ -150,36 +155,49 @@ class Group:
         return metric(name, self.kinds)
 
     def _values(self, reading: Reading) -> list[list[float | None]]:
-        return [[reading.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
+        """Return a metric of each run at each of its evaluations."""
+        rows = []
+        for run in self.runs:
+            algorithm = run.scenario.algorithm.name
+            rows.append([reading.read(line, algorithm) for line in run.metrics])
+        return rows
 
     def finals(self, name: str) -> list[float]:
         """Return a metric of each finished run, reduced over the rounds: the last one by default.
 
-        It is NaN where it is not finite, as after a run diverged. None have it where no run of the group ever does.
+        It is NaN if it is not finite, as after a run diverged. The list is empty if no run of the group ever has it.
         """
         reading = self.metric(name)
         values = self._values(reading)
         if all(value is None for row in values for value in row):
             return []
-        return [reading.over([math.nan if value is None else value for value in row] or [math.nan]) for row in values]
+
+        finals = []
+        for row in values:
+            numbers = [math.nan if value is None else value for value in row]
+            finals.append(reading.over(numbers or [math.nan]))
+        return finals
 
     def final(self, name: str) -> Estimate | None:
         """Return mean and spread of `finals`."""
         return Estimate.of(self.finals(name))
 
     def curves(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the rounds of the evaluations [T], and a metric [n_runs, T]; None where a run lacks a value."""
+        """Return the rounds of the evaluations [T], and a metric [n_runs, T]; None if a run lacks a value."""
         values = self._values(self.metric(name))
         if not values or any(None in row or len(row) != len(values[0]) for row in values):
             return None
-        return np.asarray([line["round"] for line in self.runs[0].metrics]), np.asarray(values, dtype=float)
+        rounds = np.asarray([line["round"] for line in self.runs[0].metrics])
+        return rounds, np.asarray(values, dtype=float)
 
     def gradients_per_round(self) -> float:
         """Return how many examples' gradients all peers together compute in a round, on average over the runs."""
         counts = []
         for run in self.runs:
-            steps = sum(row["rounds_run"] for row in run.summary["privacy"]) / run.scenario.rounds
-            counts.append(steps * (run.scenario.data.batch.size or 1) * run.scenario.algorithm.steps_per_round)
+            rounds_of_all_peers = sum(row["rounds_run"] for row in run.summary["privacy"])
+            active_peers = rounds_of_all_peers / run.scenario.rounds
+            batch = run.scenario.data.batch.size or 1
+            counts.append(active_peers * batch * run.scenario.algorithm.steps_per_round)
         return float(np.mean(counts))
 
     def budgets(self, key: str) -> list[float]:
@@ -194,7 +212,9 @@ class Group:
         value: Any = self.runs[0].scenario
         for name in path.split("."):
             value = getattr(value, name, None)
-        return f"{value:g}" if isinstance(value, float) else NOTHING if value is None else str(value)
+        if value is None:
+            return NOTHING
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -248,9 +268,10 @@ class PartResult:
         """Return all combinations of labels, with the axes of `where` fixed and those of `free` left out."""
         places: list[dict[str, str]] = [{}]
         for name, axis in self.axes.items():
-            if name not in free:
-                labels = [where[name]] if name in where else axis.labels()
-                places = [place | {name: label} for place in places for label in labels]
+            if name in free:
+                continue
+            labels = [where[name]] if name in where else axis.labels()
+            places = [place | {name: label} for place in places for label in labels]
         return places
 
 
@@ -264,15 +285,15 @@ def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) ->
         if cell.key not in runs and is_finished(folder):
             runs[cell.key] = read_result(folder)
             seconds += float(json.loads((folder / "cell.json").read_text())["seconds"])
+
     kinds = kinds_of(cell.scenario for cell in mine)
     axes = part.axes_at(size)
     rivals: dict[Labels, list[Group]] = {}  # groups that differ only along the axes in `best_over`
     for labels in dict.fromkeys(cell.labels for cell in mine):
         keys = [cell.key for cell in mine if cell.labels == labels]
         finished = tuple(runs[key] for key in keys if key in runs)
-        by_axis = dict(zip(axes, labels, strict=True))
-        remaining = tuple(label for name, label in by_axis.items() if name not in part.best_over)
-        chosen = tuple(label for name, label in by_axis.items() if name in part.best_over)
+        remaining = tuple(label for name, label in zip(axes, labels, strict=True) if name not in part.best_over)
+        chosen = tuple(label for name, label in zip(axes, labels, strict=True) if name in part.best_over)
         group = Group(remaining, finished, len(keys) - len(finished), kinds, chosen)
         rivals.setdefault(remaining, []).append(group)
 
@@ -280,9 +301,15 @@ def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) ->
         value = group.final(part.metrics[0])
         if value is None:
             return False, -math.inf
+        # One that is complete comes before any that is not, however good that one's runs are so far.
         return group.complete and not value.diverged, group.metric(part.metrics[0]).sign * value.mean
 
-    groups = [replace(max(some, key=score), missing=sum(group.missing for group in some)) for some in rivals.values()]
+    groups = []
+    for competing in rivals.values():
+        best_of_them = max(competing, key=score)
+        missing = sum(group.missing for group in competing)
+        groups.append(replace(best_of_them, missing=missing))
+
     varied = {name: axis for name, axis in axes.items() if name not in part.best_over}
     best = {name: axis for name, axis in axes.items() if name in part.best_over}
     return PartResult(part, varied, best, tuple(groups), tuple(mine), seconds, frozenset(runs))
@@ -305,16 +332,20 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """Return in how many cells each outcome stands, as `shown in 3 of 4 cells, undecided in 1`."""
-        counts = [(name, sum(case.outcome is name for case in self.cases)) for name in reversed(Finding)]
-        present = [(name, count) for name, count in counts if count]
-        if len(present) == 1:
-            name, count = present[0]
-            return name + {1: "", 2: " in both cells"}.get(count, f" in all {count} cells")
-        (first, count), *others = present
-        return ", ".join(
-            [f"{first} in {count} of {len(self.cases)} cells", *(f"{name} in {count}" for name, count in others)]
-        )
+        """Return the number of cells with each outcome: `shown in 3 of 4 cells, undecided in 1`."""
+        counts: dict[str, int] = {}
+        for outcome in reversed(Finding):
+            count = sum(case.outcome is outcome for case in self.cases)
+            if count:
+                counts[outcome] = count
+
+        (first, count), *others = counts.items()
+        if others:
+            rest = [f"{outcome} in {n_cells}" for outcome, n_cells in others]
+            return ", ".join([f"{first} in {count} of {len(self.cases)} cells", *rest])
+        if count == 1:
+            return first
+        return f"{first} in both cells" if count == 2 else f"{first} in all {count} cells"
 
     @property
     def sentence(self) -> str:
@@ -339,19 +370,24 @@ def judge(check: Check, result: PartResult) -> Verdict:
 
 def criterion(check: Check, result: PartResult) -> str:
     """Describe what a check requires."""
-    name = result.metric(check.metric).title
-    low = result.metric(check.metric).low
+    reading = result.metric(check.metric)
+    name = reading.title
+
     if isinstance(check, Ordered):
         order = " < ".join(check.order or result.axes[check.axis].labels())
-        size = "" if check.by == 0 else f", each {_size(result.metric(check.metric), check.by)}"
+        size = "" if check.by == 0 else f", each {_size(reading, check.by)}"
         return f"{name} in the order {order}{size}"
+
     if isinstance(check, Best):
         near = f", or at most {check.reach} place from it" if check.reach else ""
         return f"the best {name} at {result.title(check.axis)} {check.label}{near}"
+
     if isinstance(check, Above):
-        left_out = " or ".join(f"{result.title(n)} {', '.join(labels)}" for n, labels in check.without.items())
-        rest = f", not counting cells with {left_out}" if left_out else ""
-        return f"{'lower' if low else 'higher'} {name} than at {_name(result, check.baseline, {})}{rest}"
+        better = "lower" if reading.low else "higher"
+        left_out = [f"{result.title(axis)} {', '.join(labels)}" for axis, labels in check.without.items()]
+        rest = f", not counting cells with {' or '.join(left_out)}" if left_out else ""
+        return f"{better} {name} than at {_name(result, check.baseline, {})}{rest}"
+
     if isinstance(check, Slope):
         return f"{name} falling as rounds to the power {check.at_most:g}, or faster, from round {check.first:,} on"
     return f"the same {name} in n times fewer rounds, or in fewer still (within a factor of {check.within:g})"
@@ -359,23 +395,29 @@ def criterion(check: Check, result: PartResult) -> str:
 
 def _size(reading: Reading, by: float) -> str:
     """Describe the least difference that a claim asks for."""
-    points = f"{100 * abs(by):g}"
-    amount = f"{points} point{'' if points == '1' else 's'}" if reading.share else f"{abs(by):g}"
+    amount = f"{abs(by):g}"
+    if reading.share:
+        points = f"{100 * abs(by):g}"
+        amount = "1 point" if points == "1" else f"{points} points"
     return f"by {amount} or more" if by > 0 else f"by no more than {amount} below the one before"
 
 
 def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False) -> str:
-    """Return a metric's mean as text, with its standard deviation where `spread` is true; see `wording.measured`.
-
-    Both are first rounded as in the CSV table, so that a value that ends in 5 reads the same from there.
-    """
+    """Return a metric's mean as text, with its standard deviation if `spread` is true; see `wording.measured`."""
     if estimate is None:
         return NOTHING
-    mean, std = (None if value is None else float(csv_number(value)) for value in (estimate.mean, estimate.std))
-    text = measured(mean, {"share": reading.share}, std if spread else None)
-    lost = estimate.diverged
-    runs = estimate.n + estimate.diverged
-    return f"{text} ({lost} of {runs} without a number)" if lost else text
+
+    # Rounded as in the CSV table first, so that a value that ends in 5 reads the same from there.
+    mean = float(csv_number(estimate.mean))
+    std = None
+    if spread and estimate.std is not None:
+        std = float(csv_number(estimate.std))
+    text = measured(mean, {"share": reading.share}, std)
+
+    if estimate.diverged:
+        runs = estimate.n + estimate.diverged
+        return f"{text} ({estimate.diverged} of {runs} without a number)"
+    return text
 
 
 def csv_number(value: float) -> str:
@@ -390,11 +432,12 @@ def _places(check: Ordered | Best, labels: Sequence[str], result: PartResult) ->
 
 
 def _compared(less: Group, more: Group, name: str, by: float = 0.0, sign: int = 1) -> Finding:
-    """Judge the claim that a metric of one group is larger than of another, or smaller where the sign is -1."""
+    """Judge the claim that a metric of one group is larger than of another; smaller if the sign is -1."""
     if not (less.complete and more.complete):
         return Finding.NOT_RUN
-    first, second = (less, more) if sign > 0 else (more, less)
-    return compare(first.final(name), second.final(name), by)
+    if sign > 0:
+        return compare(less.final(name), more.final(name), by)
+    return compare(more.final(name), less.final(name), by)
 
 
 def _name(result: PartResult, place: dict[str, str], where: dict[str, str]) -> str:
@@ -403,11 +446,13 @@ def _name(result: PartResult, place: dict[str, str], where: dict[str, str]) -> s
 
 
 def _interval_text(reading: Reading, interval: tuple[float, float] | None) -> str:
-    """Return the ends of a difference's interval, shares in points; as ` (+2.1 to +3.4)`."""
+    """Return the ends of a difference's interval, shares in points: ` (+2.1 to +3.4)`."""
     if interval is None:
         return ""
-    low, high = (f"{100 * end:+.1f}" if reading.share else f"{end:+.3g}" for end in interval)
-    return f" ({low} to {high})"
+    low, high = interval
+    if reading.share:
+        return f" ({100 * low:+.1f} to {100 * high:+.1f})"
+    return f" ({low:+.3g} to {high:+.3g})"
 
 
 def _ordered(check: Ordered, result: PartResult) -> Verdict:
@@ -417,22 +462,33 @@ def _ordered(check: Ordered, result: PartResult) -> Verdict:
     steps: list[tuple[float, Finding]] = []
     for place, groups in _places(check, labels, result):
         values = [group.final(check.metric) for group in groups]
-        text = f"{labels[0]}: {value_text(reading, values[0], spread=True)}"  # `a: 45.4 % < b: 81.1 % (+35 to +36)`
         outcomes = [_compared(less, more, check.metric, check.by) for less, more in pairwise(groups)]
-        for label, (a, b), outcome in zip(labels[1:], pairwise(values), outcomes, strict=True):
-            gap = math.nan if a is None or b is None else b.mean - a.mean
-            sign = "<" if gap > 0 else ">" if gap < 0 else "=" if gap == 0 else "?"
-            text += f" {sign} {label}: {value_text(reading, b, spread=True)}"
+
+        # As `a: 45.4 % < b: 81.1 % (+35 to +36)`.
+        text = f"{labels[0]}: {value_text(reading, values[0], spread=True)}"
+        for label, (before, after), outcome in zip(labels[1:], pairwise(values), outcomes, strict=True):
+            gap = math.nan if before is None or after is None else after.mean - before.mean
+            text += f" {_sign(gap)} {label}: {value_text(reading, after, spread=True)}"
             if outcome is not Finding.NOT_RUN:
-                text += _interval_text(reading, difference(a, b))
+                text += _interval_text(reading, difference(before, after))
                 steps.append((gap, outcome))
         cases.append(Case(place, Finding.of_all(outcomes), text))
+
     detail = ""
     if len(labels) > 2 and steps:
         rising = sum(gap > max(check.by, 0.0) or gap >= check.by < 0 for gap, _ in steps)
         shown = sum(outcome is Finding.SHOWN for _, outcome in steps)
         detail = f"of {len(steps)} neighbouring pairs {rising} in the claimed order, {shown} by more than the spread"
     return Verdict(tuple(cases), detail)
+
+
+def _sign(gap: float) -> str:
+    """Return the sign between two means: the second minus the first is `gap`."""
+    if math.isnan(gap):
+        return "?"
+    if gap == 0:
+        return "="
+    return "<" if gap > 0 else ">"
 
 
 def _best(check: Best, result: PartResult) -> Iterator[Case]:
@@ -443,38 +499,39 @@ def _best(check: Best, result: PartResult) -> Iterator[Case]:
     for place, groups in _places(check, labels, result):
         values = [group.final(check.metric) for group in groups]
 
-        def mean(i: int, values: list[Estimate | None] = values) -> float:
-            value = values[i]
-            return -math.inf if value is None else reading.sign * value.mean
+        scores = [-math.inf if value is None else reading.sign * value.mean for value in values]
+        order = sorted(range(len(labels)), key=scores.__getitem__, reverse=True)
 
-        order = sorted(range(len(labels)), key=mean, reverse=True)
-        inside = max((i for i in order if abs(i - claimed) <= check.reach), key=mean)
+        best_within = max((i for i in order if abs(i - claimed) <= check.reach), key=scores.__getitem__)
         outside = [groups[i] for i in order if abs(i - claimed) > check.reach]
-        outcomes = [_compared(rival, groups[inside], check.metric, sign=reading.sign) for rival in outside]
+        outcomes = [_compared(rival, groups[best_within], check.metric, sign=reading.sign) for rival in outside]
         numbers = ", ".join(f"{labels[i]} {value_text(reading, values[i], spread=True)}" for i in order)
         yield Case(place, Finding.of_all(outcomes), f"best first: {numbers}")
 
 
 def _above(check: Above, result: PartResult) -> Verdict:
-    cases = []
+    """Compare every point with the baseline, along the baseline's axes, for each combination of the other axes."""
     reading = result.metric(check.metric)
     fixed = {name: label for name, label in check.where.items() if name not in check.baseline}
-    free = [name for name in result.axes if name not in check.baseline]
-    low: list[str] = []
+    others = [name for name in result.axes if name not in check.baseline]
+
+    cases = []
+    baselines: list[str] = []
     for outer in result.places(fixed, list(check.baseline)):
-        base = result.at(outer | check.baseline)
-        for inner in result.places({}, free):
-            if inner == check.baseline or any(inner[name] in labels for name, labels in check.without.items()):
+        baseline = result.at(outer | check.baseline)
+        estimate = baseline.final(check.metric)
+        for inner in result.places({}, others):
+            left_out = any(inner[name] in labels for name, labels in check.without.items())
+            if left_out or inner == check.baseline:
                 continue
             group = result.at(outer | inner)
-            where = _name(result, outer | inner, fixed)
+            place = _name(result, outer | inner, fixed)
             text = value_text(reading, group.final(check.metric), spread=True)
-            text += _interval_text(reading, difference(base.final(check.metric), group.final(check.metric)))
-            cases.append(Case(where, _compared(base, group, check.metric, sign=reading.sign), text))
-        low.append(
-            f"{_name(result, outer, fixed)} {value_text(reading, base.final(check.metric), spread=True)}".strip()
-        )
-    return Verdict(tuple(cases), f"the baseline has {', '.join(low)}")
+            text += _interval_text(reading, difference(estimate, group.final(check.metric)))
+            cases.append(Case(place, _compared(baseline, group, check.metric, sign=reading.sign), text))
+        baselines.append(f"{_name(result, outer, fixed)} {value_text(reading, estimate, spread=True)}".strip())
+
+    return Verdict(tuple(cases), f"the baseline has {', '.join(baselines)}")
 
 
 def _slope(check: Slope, result: PartResult) -> Iterator[Case]:
@@ -486,22 +543,26 @@ def _slope(check: Slope, result: PartResult) -> Iterator[Case]:
         if curves is None:
             yield _without_curves(place, [group])
             continue
-        late = curves[0] >= check.first
-        rounds = curves[0][late]
-        values = curves[1][:, late]
+
+        rounds, values = curves  # [T], [n_runs, T]
+        late = rounds >= check.first
+        rounds = rounds[late]
+        values = values[:, late]
         if len(rounds) < 2 or not (values > 0).all():
             yield Case(place, Finding.UNDECIDED, f"{check.metric} has no logarithm")
             continue
-        powers = Estimate.of([float(np.polyfit(np.log(rounds), np.log(row), 1)[0]) for row in values])
+
+        slopes = [float(np.polyfit(np.log(rounds), np.log(row), 1)[0]) for row in values]
+        powers = Estimate.of(slopes)
+        mean = math.nan if powers is None else powers.mean
         spread = "" if powers is None or powers.std is None else f" ± {powers.std:.2f}"
         fell = f"{number(values[:, 0].mean())} to {number(values[:, -1].mean())}"
-        power = f"power {powers.mean if powers else math.nan:.2f}{spread}"
-        text = f"{power} from round {rounds[0]:,} to {rounds[-1]:,}, {fell}"
+        text = f"power {mean:.2f}{spread} from round {rounds[0]:,} to {rounds[-1]:,}, {fell}"
         yield Case(place, compare(powers, Estimate(check.at_most, 0.0, 2)), text)
 
 
 def _without_curves(place: str, groups: Sequence[Group]) -> Case:
-    """Return the case of groups some of which lack curves: not run, or of runs that have no number somewhere."""
+    """Return the case of groups of which some lack curves: not run, or a run has no number somewhere."""
     if all(group.complete for group in groups):
         return Case(place, Finding.UNDECIDED, "a run has no number in some evaluation")
     return Case(place, Finding.NOT_RUN, NOTHING)
@@ -511,7 +572,6 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
     """Compare the rounds that two sizes take to reach a level with the ratio of the sizes."""
     points = sorted(result.axes[check.axis].all_points(), key=lambda point: point.value or 0.0)
     reading = result.metric(check.metric)
-    low = reading.low
     for labels in result.places(check.where, [check.axis]):
         place = _name(result, labels, check.where)
         groups = [result.at(labels | {check.axis: point.label}) for point in points]
@@ -520,18 +580,21 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
         if len(complete) < len(points):
             yield _without_curves(place, groups)
             continue
-        best = [(values.min(axis=1) if low else values.max(axis=1)) for _, values in complete]
-        common = float(max(run.max() for run in best) if low else min(run.min() for run in best))  # that all runs reach
-        for level in check.levels or [common]:
-            reached = [_rounds_to(level, *curve, low) for curve in complete]
-            for (a, first), (b, second) in pairwise(zip(points, reached, strict=True)):
-                case = f"{place}{', ' if place else ''}{a.label} to {b.label}"
+
+        for level in check.levels or [_common_level([values for _, values in complete], reading.low)]:
+            reached = [_rounds_to(level, rounds, values, reading.low) for rounds, values in complete]
+            for (small, first), (large, second) in pairwise(zip(points, reached, strict=True)):
+                case = f"{small.label} to {large.label}"
+                if place:
+                    case = f"{place}, {case}"
                 if first is None or second is None:
                     yield Case(case, Finding.UNDECIDED, f"{reading.title} {number(level)} is not reached")
                     continue
+
+                claimed = (large.value or 0) / (small.value or 0)
                 ratio = np.mean(first) / np.mean(second)
-                claimed = (b.value or 0) / (a.value or 0)
                 took = f"{np.mean(first):.0f} and {np.mean(second):.0f} rounds to {reading.title} {number(level)}"
+                # A ratio of rounds is a difference of their logarithms.
                 outcome = compare(
                     Estimate.of([math.log(rounds) for rounds in second]),
                     Estimate.of([math.log(rounds) for rounds in first]),
@@ -540,17 +603,30 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
                 yield Case(case, outcome, f"{took}, {ratio:.2f} times fewer where {claimed:g} is claimed")
 
 
+def _common_level(values: Sequence[np.ndarray], low: bool) -> float:
+    """Return the best value that all runs reach, from the values of each group's runs, each [n_runs, T]."""
+    if low:
+        return float(max(runs.min(axis=1).max() for runs in values))
+    return float(min(runs.max(axis=1).min() for runs in values))
+
+
 def _rounds_to(level: float, rounds: np.ndarray, values: np.ndarray, low: bool) -> list[float] | None:
-    """Return after how many rounds runs first reach a level, interpolating linearly between evaluations."""
+    """Return after how many rounds each run first reaches a level; None if one never does.
+
+    Between two evaluations a curve is taken to be a line.
+    """
     sign = 1.0 if low else -1.0
     reached = []
     for row in values:
-        gap = sign * (row - level)
-        there = np.flatnonzero(gap <= 1e-12)
-        if not len(there):
+        gap = sign * (row - level)  # positive until the level is reached
+        at_level = np.flatnonzero(gap <= 1e-12)
+        if not len(at_level):
             return None
-        i = int(there[0])
-        share = gap[i - 1] / (gap[i - 1] - gap[i]) if i else 1.0
-        start = rounds[i - 1] if i else 0.0
-        reached.append(float(start + share * (rounds[i] - start)))
+
+        i = int(at_level[0])
+        if i == 0:
+            reached.append(float(rounds[0]))
+            continue
+        share = gap[i - 1] / (gap[i - 1] - gap[i])
+        reached.append(float(rounds[i - 1] + share * (rounds[i] - rounds[i - 1])))
     return reached

@@ -49,7 +49,7 @@ class Publication:
 def choices_of(
     study: Study, size: str | None, cells: Sequence[Cell], cache: Path, failed: Sequence[Outcome] = ()
 ) -> Choices:
-    """Return what is chosen in the parts that others are chosen in, of each place whose cells are finished.
+    """Return what is chosen in the parts that others are chosen in, for each place whose cells are finished.
 
     Args:
         failed: cells that count as finished: a learning rate at which a run fails is not the best.
@@ -57,16 +57,20 @@ def choices_of(
     sources = {part.chosen_in for part in study.parts}
     tried = {outcome.cell.key for outcome in failed}
     choices = Choices()
-    for part in (part for part in study.parts if part.name in sources):
+    for part in study.parts:
+        if part.name not in sources:
+            continue
+
+        # A place is decided when all cells along the axes in `best_over` are finished, or have failed.
         free = [name not in part.best_over for name in part.axes_at(size)]
-        waiting = {
-            tuple(itertools.compress(cell.labels, free))
-            for cell in cells
-            if cell.part == part.name and cell.key not in tried and not is_finished(folder_of(cache, cell.key))
-        }
+        waiting = set[tuple[str, ...]]()
+        for cell in cells:
+            if cell.part == part.name and cell.key not in tried and not is_finished(folder_of(cache, cell.key)):
+                waiting.add(tuple(itertools.compress(cell.labels, free)))
         groups = collect(part, size, cells, cache).groups
-        first = part.metrics[0]
         decided = [group for group in groups if group.runs and group.labels not in waiting]
+
+        first = part.metrics[0]
         for group in decided:
             if not group.finals(first):
                 raise ScenarioError(
@@ -94,10 +98,10 @@ def run_and_publish(
     Args:
         progress: takes the title and the cells to run; gives a function to call after each.
         jobs: processes, each of one thread; 0 runs nothing and publishes the finished cells.
-        only: parts to run; others are published where all their cells are finished already.
+        only: parts to run; any other is published if all its cells are finished already.
 
     Raises:
-        ScenarioError: a study or a cell that breaks a rule, and nothing has run then; or no run is finished.
+        ScenarioError: a study or a cell breaks a rule, and nothing has run then; or no run is finished.
     """
     study, base = load_study(name)
     chosen = study.chosen(only)
@@ -105,15 +109,19 @@ def run_and_publish(
     title = study.name if size is None else f"{study.name}-{size}"
     out = out or Path("results") / title
     names = {part.name for part in chosen}
+
     failed: list[Outcome] = []
+    checked = set[str]()
     choices = Choices()
     before = None
-    checked = set[str]()
-    while choices != before:  # what one part chooses, another runs
+    # What one part chooses, another runs: it ends when a pass over all parts chooses nothing new.
+    while choices != before:
         cells = expand(study, base, size, study.parts, settings, choices)
         tried = {outcome.cell.key for outcome in failed}
         missing = missing_cells([cell for cell in cells if cell.part in names], cache) if jobs else []
         to_run = [cell for cell in missing if not cell.waits and cell.key not in tried]
+
+        # All that can be wrong is looked at before hours of cells are run.
         check_data(missing, checked)
         make_folder(study, size, out)
         if to_run:
@@ -123,6 +131,7 @@ def run_and_publish(
         check_unchanged(to_run)
         before = choices
         choices = choices_of(study, size, cells, cache, failed)
+
     results = [collect(part, size, cells, cache) for part in study.parts]
     shown = [result for result in results if result.part.name in names or result.complete]
     if not failed and not any(group.runs for result in shown for group in result.groups):
@@ -135,9 +144,14 @@ def run_and_publish(
             f"{remedy}",
             code="study.nothing-finished",
         )
-    parts = [] if len(shown) == len(study.parts) else [result.part.name for result in shown]
-    options = [("--size", size)] if size is not None else []
-    options += [("--only", part) for part in parts] + [("--set", setting) for setting in settings]
-    command = shlex.join(["privdec", "study", name, *(word for option in options for word in option)])
-    publish(study, size, command, shown, failed, out)
+
+    command = ["privdec", "study", name]
+    if size is not None:
+        command += ["--size", size]
+    if len(shown) < len(study.parts):
+        for result in shown:
+            command += ["--only", result.part.name]
+    for setting in settings:
+        command += ["--set", setting]
+    publish(study, size, shlex.join(command), shown, failed, out)
     return Publication(shown, failed, out)

@@ -99,13 +99,19 @@ class Axis(Section):
 
     def all_points(self) -> list[Point]:
         """Return the points in order; a number of `values` is its own label and position."""
+        if self.points is not None:
+            return self.points
+
         points = []
         for value in self.values or []:
-            numeric = isinstance(value, int | float) and not isinstance(value, bool)
-            label, position = (_label_of(value), float(value)) if numeric else (str(value), None)
+            label = str(value)
+            position = None
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                label = _label_of(value)
+                position = float(value)
             lines = [f"{self.key}={json.dumps(value, ensure_ascii=False)}"]
             points.append(Point(label=label, settings=lines, value=position, ignores=[]))
-        return points if self.points is None else self.points
+        return points
 
     def labels(self) -> list[str]:
         """Return the points' labels in order."""
@@ -362,9 +368,26 @@ class Part(TitledSection):
     checks: Annotated[list[Check], Field(default_factory=list)]
 
     def _check(self) -> None:
+        self._check_names()
+
+        # The labels of an axis depend on the size, and every check has to make sense at each.
+        for size in (None, *self.sizes):
+            axes = self.axes_at(size)
+            _check_points(axes)
+            for i, case in enumerate(self.cases):
+                _check_labels(f"cases.{i}", case.where.items(), axes)
+            for i, figure in enumerate(self.figures):
+                _check_labels(f"figures.{i}", figure.where.items(), axes)
+            for i, check in enumerate(self.checks):
+                _check_check(f"checks.{i}", check, axes, size)
+
+    def _check_names(self) -> None:
+        """Refuse names of axes that are unknown, or used twice, or in two ways that exclude each other."""
         named = [(f"sizes.{size}.axes", list(changes.axes)) for size, changes in self.sizes.items()]
         named += [(f"figures.{i}", figure.axes()) for i, figure in enumerate(self.figures)]
-        named += [("pivot", [self.pivot.rows, self.pivot.columns])] if self.pivot else []
+        if self.pivot:
+            named.append(("pivot", [self.pivot.rows, self.pivot.columns]))
+
         for key, names in named:
             if len(set(names)) < len(names):
                 raise ValueError(f"{key}: its axes must differ from one another, not {', '.join(names)}")
@@ -374,71 +397,88 @@ class Part(TitledSection):
         for i, figure in enumerate(self.figures):
             if (figure.kind == "final") != (figure.x is not None):
                 raise ValueError(f"figures.{i}: a figure of kind final needs x, the axis; curves take none")
+
         used = {name for figure in self.figures for name in figure.axes()}
         used |= {name for check in self.checks for name in (getattr(check, "axis", None), *check.where) if name}
-        used |= {self.pivot.rows, self.pivot.columns} if self.pivot else set()
+        if self.pivot:
+            used |= {self.pivot.rows, self.pivot.columns}
         for name in self.best_over:
             if name in used:
                 raise ValueError(f"best_over: axis '{name}' is chosen from; figures, pivot and checks cannot name it")
-        for size, axes in ((size, self.axes_at(size)) for size in (None, *self.sizes)):
-            for (one, first), (other, second) in itertools.combinations(axes.items(), 2):
-                if first.key is not None and second.key is not None and _overlap(first.key, second.key):
-                    raise ValueError(
-                        f"axes: '{one}' has the key {first.key} and '{other}' {second.key}, so that the second would "
-                        "replace what the first sets; vary each key on one axis"
-                    )
-            for name, point in ((name, point) for name, axis in axes.items() for point in axis.all_points()):
-                for ignored in point.ignores:
-                    _check_axis(f"axes.{name}, '{point.label}': ignores", ignored, axes)
-            for i, case in enumerate(self.cases):
-                _check_labels(f"cases.{i}", case.where.items(), axes)
-            for i, figure in enumerate(self.figures):
-                _check_labels(f"figures.{i}", figure.where.items(), axes)
-            for i, check in enumerate(self.checks):
-                key = f"checks.{i}"
-                labels = [*check.where.items()]
-                if isinstance(check, Above):
-                    labels += check.baseline.items()
-                    labels += [(name, label) for name, left_out in check.without.items() for label in left_out]
-                elif not isinstance(check, Slope):
-                    _check_axis(key, check.axis, axes)
-                if isinstance(check, Best):
-                    labels.append((check.axis, check.label))
-                elif isinstance(check, Ordered):
-                    if len(set(check.order or [])) < len(check.order or []):
-                        raise ValueError(f"{key}: the labels of its order must differ, not {check.order}")
-                    labels += [(check.axis, label) for label in check.order or []]
-                _check_labels(key, labels, axes)
-                if isinstance(check, Speedup) and any((p.value or 0) <= 0 for p in axes[check.axis].all_points()):
-                    raise ValueError(f"{key}: speedup needs a value > 0 (n) at every point of axis {check.axis}")
-                if not _has_comparison(check, axes):
-                    at = f" at the size {size}" if size else ""
-                    raise ValueError(f"{key}: it compares nothing{at}, for the axes have no other point; give them one")
 
     def all_metrics(self) -> dict[str, str]:
         """Return every metric that it names, by the key that names it."""
         metrics = {f"metrics.{i}": name for i, name in enumerate(self.metrics)}
         metrics |= {f"figures.{i}.metric": figure.metric for i, figure in enumerate(self.figures)}
         metrics |= {f"checks.{i}.metric": check.metric for i, check in enumerate(self.checks)}
-        return metrics | ({"pivot.metric": self.pivot.metric} if self.pivot else {})
+        if self.pivot:
+            metrics["pivot.metric"] = self.pivot.metric
+        return metrics
 
     def axes_at(self, size: str | None) -> dict[str, Axis]:
         """Return the axes at a size."""
-        changes = self.sizes.get(size) if size else None
-        return self.axes | (changes.axes if changes else {})
+        if size is None or size not in self.sizes:
+            return self.axes
+        return self.axes | self.sizes[size].axes
+
+
+def _check_points(axes: Mapping[str, Axis]) -> None:
+    """Refuse two axes that vary one key, and points that ignore an axis that is not there."""
+    for (one, first), (other, second) in itertools.combinations(axes.items(), 2):
+        if first.key is not None and second.key is not None and _overlap(first.key, second.key):
+            raise ValueError(
+                f"axes: '{one}' has the key {first.key} and '{other}' {second.key}, so that the second would "
+                "replace what the first sets; vary each key on one axis"
+            )
+
+    for name, axis in axes.items():
+        for point in axis.all_points():
+            for ignored in point.ignores:
+                _check_axis(f"axes.{name}, '{point.label}': ignores", ignored, axes)
+
+
+def _check_check(key: str, check: Check, axes: Mapping[str, Axis], size: str | None) -> None:
+    """Refuse a claim about labels that are not there, or about nothing."""
+    labels = [*check.where.items()]
+    if isinstance(check, Above):
+        labels += check.baseline.items()
+        labels += [(name, label) for name, left_out in check.without.items() for label in left_out]
+    elif not isinstance(check, Slope):
+        _check_axis(key, check.axis, axes)
+
+    if isinstance(check, Best):
+        labels.append((check.axis, check.label))
+    elif isinstance(check, Ordered):
+        order = check.order or []
+        if len(set(order)) < len(order):
+            raise ValueError(f"{key}: the labels of its order must differ, not {check.order}")
+        labels += [(check.axis, label) for label in order]
+    _check_labels(key, labels, axes)
+
+    if isinstance(check, Speedup) and any((point.value or 0) <= 0 for point in axes[check.axis].all_points()):
+        raise ValueError(f"{key}: speedup needs a value > 0 (n) at every point of axis {check.axis}")
+    if not _has_comparison(check, axes):
+        at = f" at the size {size}" if size else ""
+        raise ValueError(f"{key}: it compares nothing{at}, because the axes have no other point; give them one")
 
 
 def _has_comparison(check: Check, axes: Mapping[str, Axis]) -> bool:
     """Return whether a check has two cells to compare, at any place of the other axes."""
     if isinstance(check, Slope):
         return True
+
     if isinstance(check, Above):
-        free = [[at for at in axes[name].labels() if at not in check.without.get(name, [])] for name in check.baseline]
-        return any(list(labels) != list(check.baseline.values()) for labels in itertools.product(*free))
+        compared = []
+        for name in check.baseline:
+            left_out = check.without.get(name, [])
+            compared.append([label for label in axes[name].labels() if label not in left_out])
+        baseline = tuple(check.baseline.values())
+        return any(labels != baseline for labels in itertools.product(*compared))
+
     labels = axes[check.axis].labels()
     if isinstance(check, Best):
-        at = labels.index(check.label)
-        return at > check.reach or len(labels) - 1 - at > check.reach
+        place = labels.index(check.label)
+        return place > check.reach or len(labels) - 1 - place > check.reach
     return len(labels) > 1
 
 
@@ -465,7 +505,7 @@ class Study(TitledSection):
     Attributes:
         paper: the paper that the experiments are from.
         base: the path of the scenario that all cells vary, from the study's folder.
-        seeds: of each cell's runs; left out, the base's own seed alone.
+        seeds: of each cell's runs; left out, only the base's own seed.
         sizes: to choose from by `--size`, the first by default; left out, there is one.
         parts: the questions.
     """
@@ -479,7 +519,7 @@ class Study(TitledSection):
 
     @property
     def folder(self) -> Path:
-        """Where the study's file lies, and its relative paths begin."""
+        """Return the folder of the study's file, from which its relative paths begin."""
         return self._folder
 
     def _check(self) -> None:
@@ -504,35 +544,37 @@ class Study(TitledSection):
             raise ValueError(f"{key}: '{part.chosen_in}' must be an earlier part with best_over ({names})")
         if source.chosen_in is not None:
             raise ValueError(f"{key}: '{source.name}' is chosen in {source.chosen_in} itself; choose both in one part")
+
+        # What was chosen at a place there is looked up at the same place here.
         for size in (None, *self.sizes):
             axes = source.axes_at(size)
-            places = part.axes_at(size)
-            for name in (name for name in axes if name not in source.best_over):
-                _check_axis(key, name, places)
-                _check_labels(key, ((name, label) for label in places[name].labels()), axes)
+            axes_here = part.axes_at(size)
+            for name in axes:
+                if name not in source.best_over:
+                    _check_axis(key, name, axes_here)
+                    _check_labels(key, [(name, label) for label in axes_here[name].labels()], axes)
 
     def size(self, name: str | None) -> str | None:
-        """Return a size's name, by default the first; None where the study has no sizes.
+        """Return a size's name, by default the first; None if the study has no sizes.
 
         Raises:
-            ScenarioError: a name that no size has.
+            ScenarioError: no size has that name.
         """
         if name is None:
             return next(iter(self.sizes), None)
-        if name not in self.sizes:
-            rule = (
-                f"has the sizes {', '.join(self.sizes)}; name one"
-                if self.sizes
-                else f"has no sizes; leave {option('size')} out"
-            )
-            raise ScenarioError(f"{option('size', name)}: study {self.name} {rule}", code="study.unknown-size")
-        return name
+        if name in self.sizes:
+            return name
+
+        rule = f"has no sizes; leave {option('size')} out"
+        if self.sizes:
+            rule = f"has the sizes {', '.join(self.sizes)}; name one"
+        raise ScenarioError(f"{option('size', name)}: study {self.name} {rule}", code="study.unknown-size")
 
     def chosen(self, only: Iterable[str]) -> list[Part]:
         """Return the parts with these names and those that they are chosen in, all by default.
 
         Raises:
-            ScenarioError: a name that no part has.
+            ScenarioError: no part has one of these names.
         """
         requested = list(only)
         names = [part.name for part in self.parts]
@@ -542,6 +584,8 @@ class Study(TitledSection):
                     f"{option('only', name)}: study {self.name} has the parts {', '.join(names)}; name one",
                     code="study.unknown-part",
                 )
+
+        # Backwards, as a part is always chosen in an earlier one.
         for part in reversed(self.parts):
             if part.name in requested and part.chosen_in is not None:
                 requested.append(part.chosen_in)
@@ -590,7 +634,7 @@ class Reading:
 
     @property
     def sign(self) -> int:
-        """Return 1 where more is better, or -1."""
+        """Return 1 if more is better, else -1."""
         return -1 if self.low else 1
 
 
@@ -620,17 +664,18 @@ def readings_of(name: str, kind: MetricKind) -> dict[str, Reading]:
     def reading(title: str, read: Callable[[dict[str, Any], str], float | None], **options: Any) -> Reading:
         return Reading(title, read, share=kind.share, low=not kind.high, **options)
 
-    keys = ("mean_model", "peer_mean", "peer_min", "peer_max")
-    return {
+    best = _largest if kind.high else _smallest
+    worst_peer = "peer_min" if kind.high else "peer_max"
+    readings = {
         name: reading(f"test {kind.title}", mean),
         f"late-{name}": reading(f"test {kind.title}, mean of the last fifth", mean, over=_late),
-        f"best-{name}": reading(f"best test {kind.title} of the run", mean, over=_largest if kind.high else _smallest),
+        f"best-{name}": reading(f"best test {kind.title} of the run", mean, over=best),
         f"peer-{name}": reading(f"test {kind.title} of the peers' models", peers("peer_mean")),
-        f"worst-peer-{name}": reading(
-            f"test {kind.title} of the worst peer", peers("peer_min" if kind.high else "peer_max")
-        ),
-        **{f"{name}.{key}": reading(f"{kind.title} {key.replace('_', ' ')}", peers(key)) for key in keys},
+        f"worst-peer-{name}": reading(f"test {kind.title} of the worst peer", peers(worst_peer)),
     }
+    for key in ("mean_model", "peer_mean", "peer_min", "peer_max"):
+        readings[f"{name}.{key}"] = reading(f"{kind.title} {key.replace('_', ' ')}", peers(key))
+    return readings
 
 
 def _key(path: str, *, share: bool) -> Reading:
@@ -674,14 +719,15 @@ def kinds_of(scenarios: Iterable[Scenario]) -> dict[str, MetricKind]:
 
 
 def metric(name: str, kinds: Mapping[str, MetricKind]) -> Reading:
-    """Return a metric by its name: one of a task, as late-accuracy, or a key of metrics.jsonl, as accuracy.peer_max.
+    """Return a metric by its name: one of a task, late-accuracy, or a key of metrics.jsonl, accuracy.peer_max.
 
     Raises:
         ScenarioError: no metric has that name; the message lists those that exist.
     """
-    readings = ALWAYS | {
-        key: reading for kind_name, kind in kinds.items() for key, reading in readings_of(kind_name, kind).items()
-    }
+    readings = dict(ALWAYS)
+    for kind_name, kind in kinds.items():
+        readings |= readings_of(kind_name, kind)
+
     if match := _BY_EXTRA_LABELS.fullmatch(name):
         title = f"{_WHOSE[match[1]]} accuracy on own labels and {match[2]} more"
         return replace(_key(name, share=True), title=title)
