@@ -1,8 +1,18 @@
-"""All that a Flower app imports to become private and serverless.
+"""Everything that a Flower app imports to become private and serverless.
 
 `PushSum`, `Gossip` and `Mesh` take a strategy's place in the ServerApp; `PeerMod` makes the ClientApp a peer and
 protects it as a whole; `private` protects each example of a torch training loop, and `fit_privately` of a linear model
-of scikit-learn. Each name is imported when it is first asked for: a ClientApp with `PeerMod` needs no torch.
+of scikit-learn. Each name is imported when it is first used: a ClientApp with `PeerMod` needs no torch.
+
+The parts of the room:
+
+| | |
+|---|---|
+| `strategies`, `mods` | a user's app as peers: the ServerApp's side, and the ClientApp's |
+| `serverless` | a user's app as peers that connect directly, with no server |
+| `apps` | a scenario as a Flower app: its ServerApp and its ClientApp |
+| `launch` | how apps are run: by `flwr run`, in this process, or under an owner's policy |
+| `node_settings` | what a node's owner decides, which no message can change |
 """
 
 from importlib import import_module
@@ -49,7 +59,11 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"flower_privdec.{_MODULES[name]}")
-    return getattr(module, f"{name}Strategy" if name in ("DualAveraging", "FedDeper") else name)
+
+    # Their classes are named apart from the algorithms of scenarios.
+    if name in ("DualAveraging", "FedDeper"):
+        return getattr(module, f"{name}Strategy")
+    return getattr(module, name)
 
 
 __all__ = [

@@ -1,8 +1,14 @@
 """A guard around `flower-supernode`: the privacy policy of a device's owner, for any app that a server sends.
 
-A SuperNode runs every message of an app in a process that its SuperExec starts as `flwr-clientapp`, by PATH. The guard
-puts a folder with its own `flwr-clientapp` first on that PATH: Flower's, with the functions replaced that install, load
-and answer for an app. The commands of all other kinds of task (AgentApps, models, connectors) refuse there.
+A SuperNode (flwr 1.41 to 1.43) runs every message of an app in a process that its SuperExec starts as `flwr-clientapp`,
+by PATH. The guard puts a folder with its own `flwr-clientapp` first on that PATH: Flower's, with the functions replaced
+that install, load and answer for an app. The commands of all other kinds of task (AgentApps, models, connectors) refuse
+there.
+
+    privdec guard ──> guarded_command: writes the folder, starts flower-supernode
+    flower-supernode ──> flwr-clientapp (a process for each message)
+                            └── run_guarded ──> guarded_runtime: replaces four functions of flwr's
+                                                   └── Guard: answers the message, with the app or without
 
 Which protection applies follows from the message alone, never from the app:
 
@@ -12,9 +18,9 @@ Which protection applies follows from the message alone, never from the app:
   whole and noised, and the answer has the arrays that were sent, moved by it, and a number of examples from the policy;
 - anything else is refused, and the app is not even imported.
 
-The app is given copies. An app that fails, or answers with other arrays than it was given or with infinite ones, has
-made a zero update, so its failures tell nothing either. What it raises and its metrics stay in the owner's log and
-folder.
+The app is given copies. The update of an app that fails, or answers with other arrays than it was given or with
+infinite ones, counts as zero, so its failures tell nothing either. What it raises and its metrics stay in the owner's
+log and folder.
 
 Privacy: unit one peer with all its data; adjacency: its update of every message replaced by zero; one Gaussian release
 a message, charged on disk before the app runs. Noise is the operating system's. Whether and when a node answers is
@@ -81,14 +87,17 @@ log = logging.getLogger("flwr.privdec")
 SUPERNODE = "flower-supernode"
 FORM = "a policy is a mapping (folder, epsilon, delta, clip_norm, ...)"
 FAILED = "the guard of this SuperNode could not run the app; see its log"
-LEGACY, LEGACY_REPLY = "fitins.parameters", "fitres"  # records of apps with a NumPyClient
+LEGACY = "fitins.parameters"  # the record of the model for an app with a NumPyClient
+LEGACY_REPLY = "fitres"  # how the records of its reply begin
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _check_apps(value: list[str] | str) -> list[str] | str:
-    if isinstance(value, str) and value != "any":
+    if value == "any":
+        return value
+    if isinstance(value, str):
         raise ValueError("must be any, or a list of the SHA-256 of FABs (`sha256sum APP.fab`)")
-    for digest in [] if isinstance(value, str) else value:
+    for digest in value:
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise ValueError(
                 f"must have 64 hexadecimal digits for each FAB, not {digest!r}: `sha256sum APP.fab` has them"
@@ -104,7 +113,7 @@ class Policy(Section):
         epsilon, delta: the budget of all messages of all apps together.
         clip_norm: C, the most by which one message's update moves a model, in Euclidean norm over all its arrays.
         noise_multiplier: noise std over clip_norm.
-        rounds: in place of noise_multiplier: how many updates the budget is to last for.
+        rounds: in place of noise_multiplier: how many updates the budget must last for.
         apps: SHA-256 of the FABs that may run, in hexadecimal; `any` for every app.
         examples: the number of examples that every reply states, whatever the app counts.
     """
@@ -125,7 +134,8 @@ class Policy(Section):
                 f"noise_multiplier={self.noise_multiplier} and rounds={self.rounds}: give one of them, the noise or "
                 "the number of updates to solve it for"
             )
-        if (cost := PeerSpent((update_release(self.noise),), self.delta).epsilon) > self.epsilon:
+        cost = PeerSpent((update_release(self.noise),), self.delta).epsilon
+        if cost > self.epsilon:
             raise ValueError(
                 f"epsilon={self.epsilon:g} must be at least {cost:.4g}, what one update of noise_multiplier="
                 f"{self.noise:.4g} costs; raise the noise"
@@ -159,19 +169,21 @@ class Policy(Section):
             RunError: the node-config names another folder, or the policy's has the ledger of another peer.
         """
         config = {"partition-id": 0, "num-partitions": 1, **given, "folder": str(self.path)}
-        if Path(str(given.get("folder", self.path))).expanduser().absolute() != self.path:
+        own_folder = Path(str(given.get("folder", self.path))).expanduser().absolute()
+        if own_folder != self.path:
             raise RunError(
                 f"folder={given['folder']!r} of the node-config must be the policy's {str(self.path)!r}, where the "
                 "ledger is: leave it out of one of them",
                 code="guard.folder",
             )
-        others = {path.parent.name for path in self.path.glob(f"peer-*/{SOURCE}.jsonl")} - {
-            f"peer-{config['partition-id']}"
-        }
+
+        # Under another partition-id the device would begin another ledger, and spend its budget twice.
+        name = f"peer-{config['partition-id']}"
+        others = {path.parent.name for path in self.path.glob(f"peer-*/{SOURCE}.jsonl")} - {name}
         if others:
             raise RunError(
-                f"{self.path} has the ledger of {', '.join(sorted(others))}, and this SuperNode is "
-                f"peer-{config['partition-id']}: give each device's data one folder and one partition-id",
+                f"{self.path} has the ledger of {', '.join(sorted(others))}, and this SuperNode is {name}: give each "
+                "device's data one folder and one partition-id",
                 code="guard.peer",
             )
         return config
@@ -202,7 +214,7 @@ class Guard:
         self._peer_mod = PeerMod(noise_multiplier=policy.noise, share_metrics=False, **privacy)
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message: by what the policy allows, or by an error that follows from the message alone."""
+        """Answer a message by what the policy allows, or by an error that follows only from the message."""
         settings = dict(context.node_config)
         try:
             context.node_config = self.policy.node_config(settings)
@@ -214,12 +226,19 @@ class Guard:
             log.exception("The guard failed")
             return Message(Error(CLIENT_APP_RAISED, FAILED), reply_to=message)
         finally:
-            context.node_config = settings  # a SuperNode keeps the context that an app leaves
+            context.node_config = settings  # a SuperNode keeps for the next message what an app leaves in the context
 
     def _answer(self, message: Message, context: Context) -> Message:
+        """Answer a message.
+
+        Raises:
+            RunError: the policy does not allow it.
+            BudgetError: the budget is spent.
+        """
         kind = message.metadata.message_type.partition(".")[0]
         if kind in ("train", "evaluate") and SAYS in message.content.config_records:
             return self._peer_mod(message, context, self._contained)
+
         if kind != "train":
             raise RunError(
                 f"this SuperNode's guard lets nothing out for a message of type {message.metadata.message_type!r}: "
@@ -233,34 +252,50 @@ class Guard:
                 "protects one update of one model",
                 code="guard.model",
             )
-        (name, record), node = next(iter(records.items())), PeerSettings.of(context, -1, "", None)
+        ((name, record),) = records.items()
+        node = PeerSettings.of(context, -1, "", None)
+        return Message(self._protected_update(name, record, message, context, node), reply_to=message)
+
+    def _protected_update(
+        self, name: str, record: ArrayRecord, message: Message, context: Context, node: PeerSettings
+    ) -> RecordDict:
+        """Charge for one update of a model, let the app make it, and return it clipped and noised.
+
+        Raises:
+            RunError: the arrays are no model.
+            BudgetError: the budget is spent.
+        """
         try:
             given = numpy_arrays(record)
             layout = Layout.of(given)
-            start = layout.vector(given)
+            start = layout.vector(given)  # float64 [d]
         except (TypeError, ValueError) as error:
             raise RunError(f"the arrays of a train message cannot be read: {error}", code="guard.model") from error
         if not np.isfinite(start).all():
             raise RunError("the arrays of a train message are not finite: lower the learning rate", code="guard.model")
+
         with alone_in(node.folder), working_in(node.folder):
+            # Pay first and durably. A crash may then count an update too many, never one too few.
             index = self._charge(node, context)
             answer = self._contained(message, context).content
             keep_metrics(node.folder, index, "train", answer.metric_records)
-            with np.errstate(all="ignore"):  # also where the app has numpy raise
+
+            with np.errstate(all="ignore"):  # the app may have made numpy raise
                 update = layout.vector(numpy_arrays(answer.array_records[name])) - start
-                if wrong := unsound(update):
+                wrong = unsound(update)
+                if wrong:
                     log.warning("%s, so the app's update counts as zero", wrong)
                     update = np.zeros_like(update)
                 released = protected(self.policy.clip_norm, self.policy.noise, update)
                 model = layout.record(start + released, layout.unmixed(given))
-        return Message(self._reply(name, model), reply_to=message)
+        return self._reply(name, model)
 
     def _charge(self, node: PeerSettings, context: Context) -> int:
         """Charge one update on disk, and return its number."""
-        held = binding_privacy(self._peer_mod.privacy_of(context), node)
-        assert held is not None
-        budget = held.epsilon or math.inf
-        with PeerLedger(node.folder, "guard", 0, node.peer, held.delta, budget) as ledger:
+        privacy = binding_privacy(self._peer_mod.privacy_of(context), node)
+        assert privacy is not None
+        budget = privacy.epsilon or math.inf
+        with PeerLedger(node.folder, "guard", 0, node.peer, privacy.delta, budget) as ledger:
             index = ledger.n_entries + 1
             if not ledger.charge(index, self.policy.noise):
                 raise BudgetError(
@@ -271,7 +306,7 @@ class Guard:
         return index
 
     def _reply(self, name: str, model: ArrayRecord) -> RecordDict:
-        """Return a reply of the form that the message has, with nothing of the app's in it but the model."""
+        """Return a reply of the message's form. The model is all that it has from the app."""
         examples = MetricRecord({"num-examples": self.policy.examples})
         if name != LEGACY:
             return RecordDict({name: model, "metrics": examples})
@@ -287,37 +322,51 @@ class Guard:
     def _contained(self, message: Message, context: Context) -> Message:
         """Let the app answer a copy of a message; return arrays that fit those given, and metrics, which stay here.
 
-        Where it fails or answers something else, the arrays are those that were given.
+        If it fails or answers something else, the arrays are those that were given.
         """
         given = {name: deepcopy(record) for name, record in message.content.array_records.items()}
         copy = make_message(deepcopy(message.metadata), deepcopy(message.content))
         answer = RecordDict({**given})
+        is_training = message.metadata.message_type.startswith("train")
         try:
             with _inert_peer_mods():
                 reply = self._load()(copy, context)
             if reply.has_error():
                 raise RunError(f"the app answered with an error: {reply.error.reason}")
-            content = reply.content
-            arrays = {name: content.array_records[name] for name in given if name in content.array_records}
-            if len(given) == 1 and message.metadata.message_type.startswith("train"):
-                (name,) = given  # the only one may have another name
-                key = f"{LEGACY_REPLY}.parameters" if name == LEGACY else name
-                returned = returned_arrays(content, key, Layout.of(numpy_arrays(given[name])))
-                arrays[name] = ArrayRecord({part: Array(value) for part, value in returned.items()})
-            for name, record in arrays.items():
-                returned_arrays(RecordDict({name: record}), name, Layout.of(numpy_arrays(given[name])))
-            metrics = {name: MetricRecord(dict(record)) for name, record in content.metric_records.items()}
+            arrays = _fitting_arrays(reply.content, given, is_training)
+            metrics = {name: MetricRecord(dict(record)) for name, record in reply.content.metric_records.items()}
             answer.update({**metrics, **arrays})
         except KeyboardInterrupt:
             raise
-        except BaseException:
+        except BaseException:  # SystemExit as well: an app that ends the process would tell something by it
             log.exception("The app failed, so its update counts as zero")
         return Message(answer, reply_to=message)
 
 
+def _fitting_arrays(content: RecordDict, given: Mapping[str, ArrayRecord], is_training: bool) -> dict[str, ArrayRecord]:
+    """Return the records of an app's answer under the names of those that it was given.
+
+    Raises:
+        UnfitAnswerError: the arrays are others than it was given.
+    """
+    layouts = {name: Layout.of(numpy_arrays(record)) for name, record in given.items()}
+    arrays = {name: content.array_records[name] for name in given if name in content.array_records}
+
+    # The answer to a train message with one model has one model, which may have another name.
+    if is_training and len(given) == 1:
+        (name,) = given
+        key = f"{LEGACY_REPLY}.parameters" if name == LEGACY else name
+        returned = returned_arrays(content, key, layouts[name])
+        arrays[name] = ArrayRecord({part: Array(value) for part, value in returned.items()})
+
+    for name, record in arrays.items():
+        returned_arrays(RecordDict({name: record}), name, layouts[name])
+    return arrays
+
+
 @contextmanager
 def _inert_peer_mods() -> Iterator[None]:
-    """Let the app's own `PeerMod`s pass messages through: the owner's is outside."""
+    """Let the app's own `PeerMod`s pass messages through: the owner's is around the whole app."""
 
     def pass_through(mod: PeerMod, message: Message, context: Context, app: Callable[..., Message]) -> Message:
         return app(message, context)
@@ -333,7 +382,7 @@ def _inert_peer_mods() -> Iterator[None]:
 def run_guarded(policy_json: str) -> None:
     """Run `flwr-clientapp` with an app's loading and every reply under a policy; the script of the guard's PATH.
 
-    The app is installed to a folder of this process, so that none that was installed before takes its place.
+    The app is installed to a folder of this process, so that no app that was installed before takes its place.
     """
     policy = Policy.model_validate_json(policy_json)
     with TemporaryDirectory(prefix="privdec-guard-") as home:
@@ -343,11 +392,17 @@ def run_guarded(policy_json: str) -> None:
 
 
 def guarded_runtime(policy: Policy) -> None:
-    """Replace the functions of Flower's ClientApp process by which an app comes in and a reply goes out."""
-    install, load, push, finish = (
-        getattr(runtime, name)
-        for name in ("install_from_fab", "get_load_client_app_fn", "push_message", "push_task_output")
-    )
+    """Replace the functions of Flower's ClientApp process by which an app comes in and a reply goes out.
+
+    Their names are those of flwr 1.41 to 1.43; in a version without one, this raises before any app is loaded.
+    """
+    functions = vars(runtime)
+    install = functions["install_from_fab"]
+    load = functions["get_load_client_app_fn"]
+    push = functions["push_message"]
+    finish = functions["push_task_output"]
+
+    # Of this process's one message: why it was refused, where its app is, and what the guard replied.
     refusals: list[str] = []
     installed: list[Path] = []
     replies: list[Message] = []
@@ -376,15 +431,17 @@ def guarded_runtime(policy: Policy) -> None:
         return loader
 
     def guarded_push(client: Any, message: Message, context: Context) -> None:
-        if not any(message is reply for reply in replies):  # an error of Flower's, in words that may be the app's
+        # Any other reply is an error of Flower's, whose words may be the app's.
+        if not any(message is reply for reply in replies):
             error = Error(CLIENT_APP_RAISED, refusals[-1] if refusals else FAILED)
             message = make_message(message.metadata, error=error)
         push(client, message, context)
 
     def quiet_finish(client: Any, context: Context | None, sub_status: str, details: str) -> None:
+        # The details are the app's traceback, which the SuperLink would show.
         finish(client=client, context=context, sub_status=sub_status, details=FAILED if details else "")
 
-    vars(runtime).update(
+    functions.update(
         install_from_fab=checked_install,
         get_load_client_app_fn=guarded_load,
         push_message=guarded_push,
@@ -404,6 +461,8 @@ def guarded_command(policy: Policy, command: Sequence[str]) -> tuple[list[str], 
             f"{' '.join(command[:1])!r} must be {SUPERNODE}, with its arguments: privdec guard POLICY {SUPERNODE} ...",
             code="guard.command",
         )
+
+    # As flower-supernode reads it: with or without "=", and abbreviated.
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--isolation", nargs="?", default="subprocess")
     isolation = parser.parse_known_args(list(command[1:]))[0].isolation
@@ -413,10 +472,14 @@ def guarded_command(policy: Policy, command: Sequence[str]) -> tuple[list[str], 
             "runs the app; leave --isolation out",
             code="guard.isolation",
         )
+
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     executable = shutil.which(command[0], path=search)
     if executable is None:
         raise ScenarioError(f"{command[0]} is not there; pip install flower-privdec", code="guard.command")
+
+    # The script's first lines are a command to sh and a string to Python. Python itself cannot stand after "#!", where
+    # its path may be too long, or have blanks in it.
     bin_folder = policy.path / "bin"
     script = (
         f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} \"$0\" \"$@\"\n' '''\n"
@@ -428,7 +491,8 @@ def guarded_command(policy: Policy, command: Sequence[str]) -> tuple[list[str], 
         policy.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         bin_folder.mkdir(exist_ok=True)
         for kind, name in TASK_TYPE_TO_COMMAND.items():
-            write_atomically(bin_folder / name, (script if kind == TaskType.CLIENT_APP else refusal).encode())
+            content = script if kind == TaskType.CLIENT_APP else refusal
+            write_atomically(bin_folder / name, content.encode())
             (bin_folder / name).chmod(0o700)
     except OSError as error:
         raise RunError(f"folder={policy.folder!r} cannot be written to ({error.strerror}); give another") from error

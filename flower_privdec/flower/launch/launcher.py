@@ -1,4 +1,14 @@
-"""Run a scenario or a Flower app by `flwr run`, on a SuperLink of its own that is gone afterwards."""
+"""Run a scenario or a Flower app by `flwr run`, on a SuperLink of its own that is gone afterwards.
+
+`flower_run` (a scenario) and `run_flower_app` (any app) both use a `LocalSuperLink`: a temporary folder, a SuperLink
+that listens on this machine, and a supervisor that ends it. What of flwr (1.41 to 1.43) it works around:
+
+- `flwr run` starts a SuperLink that stays, with no command to stop it: so this one has a home, a port and a supervisor.
+- It installs an app's dependencies anew for every run, torch included, unless a variable is set when the SuperLink
+  starts.
+- `flwr run --stream` exits with 0 even when the run fails: so `flwr list` is asked.
+- It refuses a distribution's name with an underscore, and an option that the app's pyproject.toml does not have.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +42,7 @@ from flower_privdec.flower.launch.local_grid import read_config
 from flower_privdec.flower.node_settings import FOLDER, check_hosting
 from flower_privdec.scenario import Scenario, to_yaml
 
-CONNECTION = "privdec"
+CONNECTION = "privdec"  # the name of the SuperLink in its configuration
 INSTALL = "pip install 'flower-privdec[simulation]'"
 LOG = "flower.log"
 APP = "privdec-run"
@@ -58,15 +68,23 @@ mode = "auto"
 base = ""
 resume = false
 """
-MODULES = {
-    "__init__.py": "",
-    "server_app.py": "from pathlib import Path\n\nfrom flower_privdec.flower.apps.server_app import server_app\n\n"
-    "app = server_app(Path.cwd())\n",
-    "client_app.py": "from flower_privdec.flower.apps.client_app import client_app\n\napp = client_app()\n",
-}
+SERVER_APP = """\
+from pathlib import Path
+
+from flower_privdec.flower.apps.server_app import server_app
+
+app = server_app(Path.cwd())
+"""
+CLIENT_APP = """\
+from flower_privdec.flower.apps.client_app import client_app
+
+app = client_app()
+"""
+MODULES = {"__init__.py": "", "server_app.py": SERVER_APP, "client_app.py": CLIENT_APP}
 ROUND = re.compile(rb"\[ROUND (\d+)/(\d+)\]")  # in the log of Flower's strategies and ours
-OnRound = Callable[[int, int], object]
-Poll = Callable[[Path], object]  # of a log
+OnRound = Callable[[int, int], object]  # called with a round and the number of rounds
+Poll = Callable[[Path], object]  # called with a log, several times a second
+HEALTH_SECONDS = 60  # for a SuperLink to answer
 
 
 def flower_run(
@@ -123,22 +141,33 @@ def flower_run(
             _write_app(superlink.folder, experiment.scenario, config)
             poll = _metrics_poll(out / "metrics.jsonl", resume, on_metrics)
             superlink.run(APP, _resources(nodes, cpus, gpus), [RUN_CONFIG], out / LOG, poll)
-    except (_Stopped, KeyboardInterrupt) as stop:
-        interrupted = isinstance(stop, KeyboardInterrupt)
-        if own is not None and (out / CHECKPOINT).is_file():
-            under_way = Run(experiment, out, runtime="flower", resume=True, workers=1)
-            try:
-                under_way.stop("interrupt" if interrupted else "callback")
-            finally:
-                under_way.close()
-        if interrupted:
-            raise
+    except _StopRequest:
+        if own is not None:
+            _conclude_stopped(experiment, out, "callback")
+    except KeyboardInterrupt:
+        if own is not None:
+            _conclude_stopped(experiment, out, "interrupt")
+        raise
+
     path = out / "summary.json"
-    summary: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    summary: dict[str, Any] = json.loads(path.read_text())
     return summary
 
 
-class _Stopped(Exception):  # noqa: N818 (no error)
+def _conclude_stopped(experiment: Experiment, out: Path, why: str) -> None:
+    """Write models and summary as of the last checkpoint, if there is one."""
+    if not (out / CHECKPOINT).is_file():
+        return
+    under_way = Run(experiment, out, runtime="flower", resume=True, workers=1)
+    try:
+        under_way.stop(why)
+    finally:
+        under_way.close()
+
+
+class _StopRequest(Exception):  # noqa: N818 (no error)
     """The callback stops the run."""
 
 
@@ -205,10 +234,11 @@ def _resources(nodes: int, cpus: int, gpus: float) -> dict[str, int | float]:
 
 def _n_nodes(n_peers: int, mode: str, n_supernodes: int | None, cpus: int) -> int:
     """Return how many SuperNodes to simulate."""
-    at_once = max(1, (os.cpu_count() or 1) // max(cpus, 1))
+    at_once = max(1, (os.cpu_count() or 1) // max(cpus, 1))  # ClientApps that can run at the same time
     FLOWER_MODES.check(mode, "mode")
     if n_supernodes is None:
         return {"auto": 1, "sharded": min(at_once, n_peers), "relay": n_peers}[mode]
+
     problem = ""
     if mode == "auto" and n_supernodes > 1:
         problem = "1, which hosts all peers: leave it out, or choose mode sharded or relay"
@@ -231,6 +261,8 @@ def _write_app(folder: Path, scenario: Scenario, config: dict[str, Any]) -> None
     for name, text in MODULES.items():
         (package / name).write_text(text)
     (folder / "scenario.yaml").write_text(to_yaml(scenario))
+
+    # TOML writes these kinds of values as JSON does.
     config = {"scenario": str(folder / "scenario.yaml")} | config
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items()]
     (folder / RUN_CONFIG).write_text("".join(lines))
@@ -241,28 +273,41 @@ def _metrics_poll(path: Path, resume: bool, on_metrics: OnMetrics | None) -> Pol
 
     def read() -> list[dict[str, Any]]:
         with suppress(FileNotFoundError):
-            return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+            complete = path.read_text().split("\n")[:-1]  # what follows the last end of a line is half-written
+            return [json.loads(line) for line in complete]
         return []
 
-    def poll(log: Path) -> None:
-        for metrics in read() if on_metrics else ():
-            if on_metrics and metrics["round"] not in reported:
-                reported.add(metrics["round"])
-                if on_metrics(metrics) is True:
-                    raise _Stopped
+    reported: set[int] = set()
+    if resume:
+        reported = {metrics["round"] for metrics in read()}
 
-    reported = {metrics["round"] for metrics in read()} if resume else set()
+    def poll(log: Path) -> None:
+        if on_metrics is None:
+            return
+        for metrics in read():
+            if metrics["round"] in reported:
+                continue
+            reported.add(metrics["round"])
+            if on_metrics(metrics) is True:
+                raise _StopRequest
+
     return poll
 
 
 def _round_poll(on_round: OnRound | None) -> Poll:
     """Return a function that reports the last round in a log when it changes."""
-    reported = [(0, 0)]
+    reported = (0, 0)  # a round, and the number of rounds
 
     def poll(log: Path) -> None:
-        rounds = ROUND.findall(log.read_bytes()) if on_round and log.exists() else []
-        if on_round and rounds and reported[-1] != (last := (int(rounds[-1][0]), int(rounds[-1][1]))):
-            reported.append(last)
+        nonlocal reported
+        if on_round is None or not log.exists():
+            return
+        rounds = ROUND.findall(log.read_bytes())
+        if not rounds:
+            return
+        last = (int(rounds[-1][0]), int(rounds[-1][1]))
+        if last != reported:
+            reported = last
             on_round(*last)
 
     return poll
@@ -284,14 +329,15 @@ class LocalSuperLink:
 
     def __init__(self, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="privdec-"))
-        self._cwd, self._variables = cwd or self.folder, dict(variables or {})
+        self._cwd = cwd or self.folder
+        self._variables = dict(variables or {})
         self.home = self.folder / "home"
         self.log = self.folder / "superlink.log"
         self._supervisor: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalSuperLink:
         try:
-            for attempt in range(3):
+            for attempt in range(3):  # another process may take the port in between
                 if self._starts():
                     return self
                 time.sleep(0.2 * attempt)
@@ -324,31 +370,40 @@ class LocalSuperLink:
             RunError: it did not complete, with the reason.
         """
         log = self.folder / LOG
-        options = [word for override in run_config for word in ("--run-config", override)]
-        federation = " ".join(f"{key}={value}" for key, value in resources.items())
-        options += ["--federation-config", federation]
+        options = []
+        for override in run_config:
+            options += ["--run-config", override]
+        options += ["--federation-config", " ".join(f"{key}={value}" for key, value in resources.items())]
+
         process = self.popen("flwr", "run", app, CONNECTION, "--stream", *options, output=log)
         try:
             while process.poll() is None:
                 poll(log)
                 time.sleep(0.1)
             poll(log)
-            listing = self.call("flwr", "list", CONNECTION, "--format", "json")
-            runs: list[dict[str, str]] = []
-            with suppress(json.JSONDecodeError):
-                runs = json.loads(listing[listing.index("{") :])["runs"] if "{" in listing else []
-            if not runs:
-                raise RunError(f"`flwr run` did not submit the run:\n{tail(log)}", code="flower.failed")
-            status = runs[0]["status"]
-            if status != "finished:completed":
-                details = " ".join(runs[0]["status-details"].removeprefix("Simulation failed with exception: ").split())
-                where = f"; its log is {log_copy}" if log_copy.parent.is_dir() else ""
-                raise RunError(f"the Flower run ended as {status}: {details or tail(log)}{where}", code="flower.failed")
+            self._check_run(log, log_copy)
         finally:
             process.kill()
             process.wait()
             with suppress(OSError):  # a run that failed at once may have left no folder
                 write_atomically(log_copy, log.read_bytes())
+
+    def _check_run(self, log: Path, log_copy: Path) -> None:
+        """Raise RunError unless the run completed: `flwr run --stream` exits with 0 in any case."""
+        listing = self.call("flwr", "list", CONNECTION, "--format", "json")
+        runs: list[dict[str, str]] = []
+        with suppress(json.JSONDecodeError):
+            if "{" in listing:
+                runs = json.loads(listing[listing.index("{") :])["runs"]  # warnings may come before
+        if not runs:
+            raise RunError(f"`flwr run` did not submit the run:\n{tail(log)}", code="flower.failed")
+
+        status = runs[0]["status"]
+        if status == "finished:completed":
+            return
+        details = " ".join(runs[0]["status-details"].removeprefix("Simulation failed with exception: ").split())
+        its_log = f"; its log is {log_copy}" if log_copy.parent.is_dir() else ""
+        raise RunError(f"the Flower run ended as {status}: {details or tail(log)}{its_log}", code="flower.failed")
 
     def popen(self, *command: str, output: Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
         """Start a command, such as `flwr`, that uses this SuperLink."""
@@ -395,7 +450,8 @@ class LocalSuperLink:
             "PYTHONUNBUFFERED": "1",
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         }
-        if len(str(self.folder)) < 40:  # Ray's sockets lie below, and a socket's path has 107 characters
+        # Ray's sockets lie deep in its folder, and a socket's path may have 107 characters.
+        if len(str(self.folder)) < 40:
             extra["RAY_TMPDIR"] = str(self.folder)
         return os.environ | extra | self._variables
 
@@ -404,17 +460,20 @@ class LocalSuperLink:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+
         self.home.mkdir(exist_ok=True)
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n'
             f'[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
-        options = f"--insecure --simulation --host 127.0.0.1 --port {port}"
         supervise = (sys.executable, "-I", supervisor.__file__, str(self.folder))
-        superlink = (self._executable("flower-superlink"), *options.split())
-        self._supervisor = self.popen(*supervise, *superlink, output=self.log, stdin=subprocess.PIPE)
+        superlink = (self._executable("flower-superlink"), "--insecure", "--simulation")
+        address = ("--host", "127.0.0.1", "--port", str(port))
+        self._supervisor = self.popen(*supervise, *superlink, *address, output=self.log, stdin=subprocess.PIPE)
+
+        # Without a proxy, which the user's environment may name.
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HEALTH_SECONDS
         while self._supervisor.poll() is None and time.monotonic() < deadline:
             with suppress(OSError), direct.open(f"http://127.0.0.1:{port}/health", timeout=1):
                 return True
@@ -433,5 +492,6 @@ def tail(path: Path, lines: int = 12) -> str:
     """Return the last lines of a log, without colours."""
     with suppress(FileNotFoundError):
         text = re.sub(r"\x1b\[[0-9;]*m", "", path.read_text(errors="replace"))
-        return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-lines:])
+        written = [line.rstrip() for line in text.splitlines() if line.strip()]
+        return "\n".join(written[-lines:])
     return "(no log)"

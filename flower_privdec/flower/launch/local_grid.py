@@ -1,6 +1,7 @@
 """Nodes in this process: a Grid without Ray or a SuperLink, and the loader of an app's folder.
 
-All use of Flower's internals (the identity of the running task, message ids) is here.
+All use of Flower's internals (the identity of the running task, message ids) is here. They are those of flwr 1.41 to
+1.43.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from flower_privdec.common.arguments import check_kinds, check_paths, check_whol
 from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.flower.node_settings import PeerCache, simulating
 
+FIRST_NODE = 100  # the id of a LocalGrid's first node
+
 
 class LocalGrid(Grid):
     """Calls a ClientApp in this process, one node after the other.
@@ -36,7 +39,7 @@ class LocalGrid(Grid):
         n_nodes: how many nodes there are.
         run_id: the run's.
         folder: the nodes' own folder; None is a temporary one that is removed with the grid.
-        config: more of each node's own configuration; the nodes are then deployed ones, not a simulation's.
+        config: more of each node's own configuration, by index; the nodes are then deployed ones, not a simulation's.
         run_config: the run's, for every node.
 
     Attributes:
@@ -63,24 +66,34 @@ class LocalGrid(Grid):
             raise ScenarioError(f"{problem}; run_in_process(FOLDER, {n_nodes}) takes an app's folder", code="grid.app")
         if n_nodes is None or n_nodes < 1:
             raise ScenarioError(f"n_nodes={n_nodes} must be >= 1", code="grid.nodes")
-        self.client_app, n_nodes = client_app, int(n_nodes)
-        self._temporary = TemporaryDirectory() if folder is None else None
-        self.folder = Path(self._temporary.name if self._temporary is not None else folder or "").absolute()
-        own = str(self.folder)
-        self._cache = PeerCache(self.is_temporary)
+
+        self.client_app = client_app
         self._simulated = config is None
         self._run = Run.create_empty(run_id)
-        self.contexts = {
-            100 + i: Context(
+        self._replies: dict[str, Message] = {}
+
+        self._temporary: TemporaryDirectory[str] | None = None
+        if folder is None:
+            self._temporary = TemporaryDirectory()
+            folder = self._temporary.name
+        self.folder = Path(folder).absolute()
+        self._cache = PeerCache(self.is_temporary)
+
+        self.contexts: dict[int, Context] = {}
+        for index in range(int(n_nodes)):
+            node_id = FIRST_NODE + index
+            node_config: UserConfig = {"partition-id": index, "num-partitions": int(n_nodes)}
+            node_config["folder"] = str(self.folder)
+            node_config |= (config or {}).get(index, {})
+            self.contexts[node_id] = Context(
                 run_id=run_id,
-                node_id=100 + i,
-                node_config={"partition-id": i, "num-partitions": n_nodes, "folder": own, **(config or {}).get(i, {})},
+                node_id=node_id,
+                node_config=node_config,
                 state=RecordDict(),
                 run_config=dict(run_config or {}),
             )
-            for i in range(n_nodes)
-        }
-        self._replies: dict[str, Message] = {}
+
+        # flwr (1.41 to 1.43) puts the identity of this process into every Message; a SuperLink would have given it one.
         TaskIdentity.run_id = run_id
         TaskIdentity.node_id = 1
         TaskIdentity.task_id = 1
@@ -123,11 +136,13 @@ class LocalGrid(Grid):
         """Call the ClientApp with every message; return the messages' ids."""
         ids = []
         for message in messages:
-            ids.append(with_id(message).metadata.message_id)
-            self._replies[ids[-1]] = self._deliver(message)
+            message_id = with_id(message).metadata.message_id
+            self._replies[message_id] = self._deliver(message)
+            ids.append(message_id)
         return ids
 
     def _deliver(self, message: Message) -> Message:
+        """Return the ClientApp's reply, or an error as a SuperNode would report it."""
         try:
             with simulating(self._cache) if self._simulated else nullcontext():
                 return self.client_app(message, self.contexts[message.metadata.dst_node_id])
@@ -145,7 +160,10 @@ class LocalGrid(Grid):
 
 def simulates(grid: Grid) -> bool:
     """Return whether a grid's nodes are those of a simulation on this machine; no node decides it."""
-    return grid.simulates if isinstance(grid, LocalGrid) else isinstance(grid, InMemoryGrid)
+    if isinstance(grid, LocalGrid):
+        return grid.simulates
+    # Flower's simulation (1.41 to 1.43) gives the ServerApp an InMemoryGrid, a deployment another kind.
+    return isinstance(grid, InMemoryGrid)
 
 
 def with_id(message: Message) -> Message:
@@ -209,16 +227,19 @@ def opened_app(app: Path | str, overrides: Mapping[str, Any]) -> Iterator[Opened
             problem = f"{key}={value!r} must be of the kind that the app's run-config has, as {config[key]!r}"
         if problem:
             raise ScenarioError(problem, code="flower.run-config")
+
     folder = Path(app).absolute()
     sys.path.insert(0, str(folder))
     try:
-        server, client = (_load(settings["components"][name]) for name in ("serverapp", "clientapp"))
+        server = _load(settings["components"]["serverapp"])
+        client = _load(settings["components"]["clientapp"])
         if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
             raise ScenarioError(f"{app}: its components are {type(server).__name__} and {type(client).__name__}")
         yield OpenedApp(server, client, {**config, **overrides})
     finally:
         sys.path.remove(str(folder))
-        for name, module in list(sys.modules.items()):  # the next app may have modules of the same name
+        # The next app may have modules of the same names.
+        for name, module in list(sys.modules.items()):
             if str(getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
                 del sys.modules[name]
 
@@ -249,22 +270,27 @@ def read_config(app: Path | str, pairs: Iterable[str]) -> dict[str, Any]:
     config = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
-        if not equals or key.strip() not in keys:
+        key = key.strip()
+        if not equals or key not in keys:
             raise ScenarioError(
                 f"run-config {pair!r} must be KEY=VALUE with a key of the app's: {', '.join(keys)}",
                 code="flower.run-config",
             )
         try:
-            config[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+            config[key] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            config[key.strip()] = text
+            config[key] = text  # plain text, without quotes
     return config
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one, with keys such as `a.b`, as Flower hands a run-config to an app."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
     return flat
 
 
@@ -276,7 +302,7 @@ def _load(reference: str) -> object:
         module = importlib.import_module(path)
     except (ModuleNotFoundError, ValueError) as error:
         if not path.startswith(getattr(error, "name", None) or ""):
-            raise  # an import of the app's own
+            raise  # the module is there, and something that it imports is not
         raise ScenarioError(f"component {reference!r} of pyproject.toml: {error}", code="app.component") from error
     if not hasattr(module, name):
         raise ScenarioError(f"component {reference!r} of pyproject.toml: {path} has no {name!r}", code="app.component")

@@ -3,7 +3,11 @@
     python supervisor.py FOLDER COMMAND...
 
 It starts the command and waits for the end of its own standard input. Then it ends the command and all its
-descendants, and removes the folder. It imports the standard library alone, so that it starts at once.
+descendants, and removes the folder. It imports only the standard library, so that it starts at once.
+
+Why it reads /proc: a SuperLink (flwr 1.41 to 1.43) starts each ServerApp and Ray in sessions of their own, so no
+process group has them all, and Ray's daemons outlive their parent. They are recognised as children of children, and,
+once their parent is gone, by the folder's name in their environment.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
-GRACE = 3.0
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL
+POLL = 0.2  # seconds between two looks at the command
 
 
 def family(root: int, marker: str) -> set[int]:
@@ -29,42 +34,60 @@ def family(root: int, marker: str) -> set[int]:
 
     Args:
         root: the first process's id.
-        marker: text that these processes alone have in their environment.
+        marker: text that only these processes have in their environment.
     """
-    parents, pids = _parents_and_marked(marker.encode())
-    pids |= {root}
-    while children := {pid for pid, parent in parents.items() if parent in pids} - pids:
-        pids |= children
-    return (pids - {os.getpid()}) & set(parents)
+    parents, marked = _parents_and_marked(marker.encode())
+    members = marked | {root}
+    while True:
+        children = {pid for pid, parent in parents.items() if parent in members}
+        if children <= members:
+            break
+        members |= children
+    return (members - {os.getpid()}) & set(parents)
 
 
 def _parents_and_marked(marker: bytes) -> tuple[dict[int, int], set[int]]:
     """Return every living process's parent, and which have the marker in their environment."""
+    if not PROC.is_dir():
+        return _parents_by_ps(), set()
+
     parents: dict[int, int] = {}
     marked: set[int] = set()
-    if not PROC.is_dir():
-        command = ["ps", "-A", "-o", "pid=,ppid=,stat="]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        rows = [line.split() for line in listing.splitlines()]
-        return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}, marked
     for entry in PROC.glob("[0-9]*"):
-        with suppress(OSError):
+        with suppress(OSError):  # it has ended meanwhile, or is another user's
+            pid = int(entry.name)
+            # The command's name stands in parentheses and may itself hold blanks and parentheses.
             state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-            if state != "Z":
-                parents[int(entry.name)] = int(parent)
-                if int(entry.name) != os.getpid() and marker in (entry / "environ").read_bytes():
-                    marked.add(int(entry.name))
+            if state == "Z":  # ended, and only waits to be reaped
+                continue
+            parents[pid] = int(parent)
+            if pid != os.getpid() and marker in (entry / "environ").read_bytes():
+                marked.add(pid)
     return parents, marked
+
+
+def _parents_by_ps() -> dict[int, int]:
+    """Return every living process's parent on a system without /proc."""
+    command = ["ps", "-A", "-o", "pid=,ppid=,stat="]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parents = {}
+    for line in listing.splitlines():
+        pid, parent, state = line.split()
+        if not state.startswith("Z"):
+            parents[int(pid)] = int(parent)
+    return parents
 
 
 def end_family(root: subprocess.Popen[bytes], marker: str) -> None:
     """End a process and all its descendants, see `family`: SIGTERM, then SIGKILL after GRACE seconds."""
     deadline = time.monotonic() + GRACE
     _signal(family(root.pid, marker), signal.SIGTERM)
+
+    # Counted again each time: a process may start another while it ends.
     while alive := family(root.pid, marker):
         if time.monotonic() > deadline:
             _signal(alive, signal.SIGKILL)
-        root.poll()  # reaps it
+        root.poll()  # reaps it, or it would count as alive
         time.sleep(0.05)
     root.wait()
 
@@ -85,10 +108,11 @@ def supervise(folder: str, command: list[str]) -> int:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     input_open = True
     while input_open and process.poll() is None:
-        ready, _, _ = select.select([sys.stdin], [], [], 0.2)
+        ready, _, _ = select.select([sys.stdin], [], [], POLL)
         input_open = not ready or bool(os.read(sys.stdin.fileno(), 1024))
     end_family(process, marker=folder)
-    if not input_open:  # else the log is still to be read
+    # If the command ended by itself, the caller has still to read its log in the folder.
+    if not input_open:
         shutil.rmtree(folder, ignore_errors=True)
     return process.returncode
 

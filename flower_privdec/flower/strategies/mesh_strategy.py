@@ -77,7 +77,7 @@ class Mesh(PushSum):
             "give_up": float(start),
             "final_mixing": final_mixing,
         }
-        # A scenario of two peers, whoever they are, refuses before the run what is wrong with the options.
+        # A scenario of any two peers refuses before the run what is wrong with the options.
         self._scenario(["127.0.0.1:1", "127.0.0.1:2"], 1)
 
     def _scenario(self, addresses: list[str], rounds: int) -> str:

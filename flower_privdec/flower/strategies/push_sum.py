@@ -63,7 +63,7 @@ OPTION = "flower.option"  # the code of an error
 OURS = "flower_privdec."  # the modules of this package
 HOOKS = ("start", "configure_train", "aggregate_train", "configure_evaluate")  # what a global model goes through
 
-# The arguments of `start`, from the installed flwr: 1.43 adds `should_stop`, which passes through to Flower's loop.
+# The arguments of `start`, from the installed flwr: 1.43 adds should_stop, which passes through to Flower's loop.
 START = {name: part for name, part in inspect.signature(Strategy.start).parameters.items() if name != "self"}
 
 # --- metrics ---

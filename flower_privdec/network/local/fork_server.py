@@ -11,7 +11,7 @@
 Once the server has imported, eight peers start in 0.2 to 0.3 s (2 cores); each would otherwise import for seconds. The
 server runs no tensor operation and no gRPC call, because their thread pools do not survive a fork.
 
-Why not `multiprocessing.get_context("forkserver")` with `set_forkserver_preload`? It was tried (Python 3.11), and does
+Why not the forkserver of multiprocessing, with its set_forkserver_preload? It was tried (Python 3.11), and does
 not hold what a peer needs:
 
 - It imports the caller's `__main__` again in every child. A script or notebook cell that calls `up(...)` without
