@@ -39,6 +39,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_privdec.common.catalogue import FLOWER_MODES
 from flower_privdec.common.errors import RunError, ScenarioError, did_you_mean
+from flower_privdec.common.fields import own_modules
 from flower_privdec.core import Exchange, State
 from flower_privdec.engine.shards.process_group import LOST
 from flower_privdec.experiment import Agreement, run_name
@@ -74,7 +75,6 @@ from flower_privdec.flower.node_settings import VISIBLE_GPUS, check_hosting
 from flower_privdec.flower.pair_keys import KEYS, PAIRS
 from flower_privdec.scenario import Scenario, load_scenario, to_yaml
 from flower_privdec.scenario.loading import without_folders
-from flower_privdec.scenario.sections import own_modules
 
 log = logging.getLogger("flwr.privdec")
 log.setLevel(logging.INFO)
