@@ -1,4 +1,18 @@
-"""Per-example clipped gradients of a whole cohort: the kernels, and which one a model gets."""
+"""Per-example clipped gradients of a whole cohort: the kernels, and which one a model gets.
+
+A *kernel* adds, for each row of a cohort, the clipped gradients of the row's examples (`GradientKernel.add_clipped_`).
+All kernels compute the same sums; they differ in what models they take and how fast they are:
+
+| kernel | takes | by |
+|---|---|---|
+| `single_example` | a linear model of one output, one example a row | a compiled loop over rows |
+| `stacked` | stacks of linear layers | closed forms for all rows at once |
+| `factored` | models that `proof` shows to keep examples apart | one backward pass a row |
+| `per_example` | any model | torch.func, a few examples at a time |
+
+`protocol` has what they share: the interface, the layout of parameters in a row, and the bounds on norms that make the
+clipping private whatever the rounding.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +62,7 @@ def build_kernel(
     """Build the gradient kernel for a model.
 
     Args:
-        module: any model; the values of its parameters are not used, and it is not changed. Where its structure proves
+        module: any model; the values of its parameters are not used, and it is not changed. If its structure proves
             that it keeps the examples of a batch apart, a batch takes one backward pass; else vmap keeps them apart.
             `VmapKernel` lists what is promised for modules with state.
         loss: the training loss, or its name.
@@ -56,7 +70,7 @@ def build_kernel(
         kind: one of KERNELS.
         memory_bytes: approximate limit of the kernel's temporary memory.
         n_tokens: the inputs are tokens 0..n_tokens-1, indices of an embedding.
-        sparse: examples are compressed rows, which one linear layer alone can take.
+        sparse: examples are compressed rows, which only a model of one linear layer can take.
         single_example: most batches have one example: linear models of one output get a compiled loop.
 
     Raises:
@@ -69,6 +83,8 @@ def build_kernel(
         raise ScenarioError(f"memory_bytes={memory_bytes} must be > 0", code="gradients.memory")
     check_model(module)
     resolved = resolve_loss(loss)
+
+    # Closed forms, if the model is a stack of linear layers.
     layers = None if n_tokens else parse_stack(module, input_shape)
     if sparse:
         if layers is None or len(layers) != 1:
@@ -87,6 +103,8 @@ def build_kernel(
             return SingleExampleKernel(module, layers, resolved, memory_bytes)
     if kind in ("auto", "stacked") and layers is not None:
         return StackedKernel(module, layers, resolved, memory_bytes)
+
+    # One backward pass for a batch, if the model is proved to keep examples apart; else each example by itself.
     chosen_for = "it was asked for"
     if kind in ("auto", "factored"):
         try:

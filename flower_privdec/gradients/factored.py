@@ -1,22 +1,25 @@
 """Gradients of modules made of linear layers, convolutions, norms and embeddings: one backward pass for a batch.
 
-Each call of a layer is captured as its input and the derivative in its output (by `Chain` where the module is a
-plain chain of layers, else by hooks and autograd), from which every example's gradient or norm follows. Only for
-modules that are proved to keep examples apart (`proof`).
+Each call of a layer is captured as its input and the derivative in its output (by `Chain` if the module is a plain
+chain of layers, else by hooks and autograd), from which every example's gradient or norm follows. Only for modules that
+are proved to keep examples apart (`proof`).
 
 Over the positions t of a layer's output (one for a plain vector, one a pixel for an image, whose input is cut into
 patches u), an example's gradient of the layer's weight is G = sum_t u_t delta_t^T. Its norm comes either from G,
 computed for every example and then summed by one product with the clip coefficients, or from the Gram matrices,
-|G|^2 = sum_ts (u_t . u_s)(delta_t . delta_s) (Li et al. 2022), where that is cheaper: in linear layers and late
+|G|^2 = sum_ts (u_t . u_s)(delta_t . delta_s) (Li et al. 2022), if that is cheaper: in linear layers and late
 convolutions. The terms of that sum may cancel: see `Outer.bound`.
+
+From a batch to a sum: `FactoredKernel._calls` captures the calls, `weight_pieces` turns those of one layer into pieces
+(`Outer`, `LookedUp`, `Stored`), and `RowKernel._add_` asks each piece for its bound and adds it, clipped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -69,10 +72,12 @@ class Chain:
             x: inputs [b, *shape].
             derivative: turns the outputs into the derivatives of the losses in them.
         """
-        values = [x]
+        values = [x]  # values[i] is the input of layer i
         indices: dict[int, Tensor] = {}
         for i, (_, layer) in enumerate(self._steps):
             values.append(self._forward(i, layer, values[-1], indices))
+
+        # Back to the first layer that is trained: no derivative is needed below it.
         delta = derivative(values[-1])
         calls = []
         for i in range(len(self._steps) - 1, self._first - 1, -1):
@@ -86,7 +91,10 @@ class Chain:
     def outputs(self, x: Tensor) -> Tensor:
         """Return the outputs of the last layer for inputs [b, *shape]."""
         for i, (_, layer) in enumerate(self._steps):
-            x = layer(x) if isinstance(layer, nn.MaxPool2d) else self._forward(i, layer, x, {})
+            if isinstance(layer, nn.MaxPool2d):
+                x = layer(x)  # without the places of the largest inputs, which only a backward pass reads
+            else:
+                x = self._forward(i, layer, x, {})
         return x
 
     def _forward(self, i: int, layer: nn.Module, x: Tensor, indices: dict[int, Tensor]) -> Tensor:
@@ -100,6 +108,7 @@ class Chain:
         elif isinstance(layer, nn.Flatten):
             y = x.flatten(1)
         else:
+            # An activation is computed in place of an output that no backward pass reads.
             fresh = i > 0 and type(self._steps[i - 1][1]) in (nn.Conv2d, nn.Linear, nn.MaxPool2d)
             target = x if fresh else x.clone()
             y = target.relu_() if isinstance(layer, nn.ReLU) else target.tanh_()
@@ -107,12 +116,16 @@ class Chain:
 
 
 def parse_chain(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]] | None:
-    """Return the layers of (nested) Sequentials with their names, or None where one is of another kind."""
+    """Return the layers of (nested) Sequentials with their names; None if one is of another kind."""
     if type(module) is not nn.Sequential:
         return [(prefix, module)] if _is_link(module) else None
+
     layers: list[tuple[str, nn.Module]] = []
-    for name, child in module._modules.items():
-        part = None if child is None else parse_chain(child, f"{prefix}.{name}" if prefix else name)
+    children: Mapping[str, nn.Module | None] = module._modules
+    for name, child in children.items():
+        if child is None:
+            return None
+        part = parse_chain(child, f"{prefix}.{name}" if prefix else name)
         if part is None:
             return None
         layers += part
@@ -152,8 +165,8 @@ def _backward(layer: nn.Module, delta: Tensor, x: Tensor, y: Tensor, indices: Te
     elif isinstance(layer, nn.Linear):
         result = delta @ layer.weight
     elif isinstance(layer, nn.Flatten):
-        last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-        layout = torch.channels_last if last else torch.contiguous_format
+        is_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if is_last else torch.contiguous_format
         result = delta.reshape(x.shape).contiguous(memory_format=layout)
     elif isinstance(layer, nn.ReLU):
         result = _aten.threshold_backward.grad_input(delta, y, 0.0, grad_input=delta)
@@ -167,10 +180,12 @@ def pooled(layer: nn.MaxPool2d, x: Tensor) -> tuple[Tensor, Tensor]:
     if not _is_compiled(layer, x):
         y, places = _aten.max_pool2d_with_indices(x, *_sizes(layer))
         return y, places
+
     b, c, h, w = x.shape
     y = torch.empty((b, c, h // 2, w // 2), dtype=x.dtype, memory_format=torch.channels_last)
     places = torch.empty(y.shape, dtype=torch.uint8, memory_format=torch.channels_last)
-    _compiled()[0](*(_last(part) for part in (x.detach(), y, places)))
+    pool, _ = _compiled()
+    pool(_last(x.detach()), _last(y), _last(places))
     return y, places
 
 
@@ -179,8 +194,10 @@ def unpooled(layer: nn.MaxPool2d, delta: Tensor, x: Tensor, places: Tensor) -> T
     if places.dtype != torch.uint8:
         result: Tensor = _aten.max_pool2d_with_indices_backward(delta, x, *_sizes(layer), places)
         return result
+
     derivative = torch.empty_like(x)
-    _compiled()[1](*(_last(part) for part in (delta.contiguous(memory_format=torch.channels_last), places, derivative)))
+    _, unpool = _compiled()
+    unpool(_last(delta.contiguous(memory_format=torch.channels_last)), _last(places), _last(derivative))
     return derivative
 
 
@@ -204,12 +221,14 @@ def _pool(x, y, place):  # type: ignore[no-untyped-def]
     for b in range(y.shape[0]):
         for i in range(y.shape[1]):
             for j in range(y.shape[2]):
+                # The four inputs of an output, all channels of each: [C].
                 first = x[b, 2 * i, 2 * j]
                 second = x[b, 2 * i, 2 * j + 1]
                 third = x[b, 2 * i + 1, 2 * j]
                 fourth = x[b, 2 * i + 1, 2 * j + 1]
                 out = y[b, i, j]
                 at = place[b, i, j]
+
                 for c in range(y.shape[3]):
                     best = first[c]
                     k = 0
@@ -227,9 +246,11 @@ def _pool(x, y, place):  # type: ignore[no-untyped-def]
 
 
 def _unpool(delta, place, x):  # type: ignore[no-untyped-def]
-    """Write the derivative in each input: the output's where it was the largest, else 0."""
+    """Write the derivative in each input: the output's if it was the largest, else 0."""
+    # A last row or column that no square covers.
     x[:, 2 * delta.shape[1] :] = 0
     x[:, :, 2 * delta.shape[2] :] = 0
+
     zero = delta.dtype.type(0)
     for b in range(delta.shape[0]):
         for i in range(delta.shape[1]):
@@ -249,9 +270,11 @@ def _last(images: Tensor) -> Any:
 
 def _sizes(layer: nn.MaxPool2d) -> tuple[list[int], list[int], list[int], list[int], bool]:
     """Return kernel, stride, padding and dilation, each in both axes, and whether sizes are rounded up."""
-    sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    kernel, stride, padding, dilation = ([size] * 2 if isinstance(size, int) else list(size) for size in sizes)
-    return kernel, stride, padding, dilation, layer.ceil_mode
+
+    def both(size: int | tuple[int, ...]) -> list[int]:
+        return [size] * 2 if isinstance(size, int) else list(size)
+
+    return both(layer.kernel_size), both(layer.stride), both(layer.padding), both(layer.dilation), layer.ceil_mode
 
 
 class FactoredKernel(RowKernel):
@@ -276,10 +299,12 @@ class FactoredKernel(RowKernel):
         self._n_tokens = n_tokens
         self._hooked: list[tuple[str, nn.Module, Tensor, Tensor]] = []  # name, layer, input and output
         self._images = any(isinstance(part, nn.Conv2d) for part in self._module.modules())
+
         steps = parse_chain(self._module)
         layers = {name.rpartition(".")[0] for name in self._layout}
         self._chain = None if steps is None else Chain(steps, layers)
         for name, part in self._module.named_modules():
+            # What a layer has captured must not change afterwards.
             if getattr(part, "inplace", False):
                 part.inplace = False
             if self._chain is None and name in layers:
@@ -289,7 +314,9 @@ class FactoredKernel(RowKernel):
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             if torch.is_grad_enabled():
-                output = output if output.requires_grad else output.requires_grad_()
+                # The first layer has neither trained inputs nor parameters that ask for a gradient.
+                if not output.requires_grad:
+                    output = output.requires_grad_()
                 self._hooked.append((name, layer, inputs[0].detach(), output))
             return output
 
@@ -297,6 +324,8 @@ class FactoredKernel(RowKernel):
 
     def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
         calls = self._calls(point, x, y)
+
+        # A layer may be called several times, and its gradient is the sum over its calls.
         pieces: list[Piece] = []
         for name in dict.fromkeys(call.name for call in calls):
             same = [call for call in calls if call.name == name]
@@ -315,17 +344,21 @@ class FactoredKernel(RowKernel):
         if x.shape[1:] != self._input_shape:
             raise ValueError(f"examples of shape {list(x.shape[1:])} must be {list(self._input_shape)}")
         unknown = unknown_tokens(x, self._n_tokens)
-        x = x if unknown is None else masked(x, unknown)
+        if unknown is not None:
+            x = masked(x, unknown)
 
         def derivative(outputs: Tensor) -> Tensor:
             start = self._loss.derivative(outputs, y)
-            return start if unknown is None else masked(start, unknown, math.nan)  # such an example counts as zero
+            if unknown is not None:
+                start = masked(start, unknown, math.nan)  # such an example counts as zero
+            return start
 
         if self._images and x.ndim == 4:
             x = x.to(memory_format=torch.channels_last)
         if self._chain is not None:
             self._load(point)
             return self._chain.calls(x, derivative)
+
         try:
             with torch.enable_grad():
                 outputs = self._outputs(point, x)
@@ -333,7 +366,10 @@ class FactoredKernel(RowKernel):
             start = derivative(outputs.detach())
             sources = [output for *_, output in hooked]
             deltas = torch.autograd.grad(outputs, sources, start, materialize_grads=True, allow_unused=True)
-            return [LayerCall(*call[:3], delta) for call, delta in zip(hooked, deltas, strict=True)]
+            calls = []
+            for (name, layer, inputs, _), delta in zip(hooked, deltas, strict=True):
+                calls.append(LayerCall(name, layer, inputs, delta))
+            return calls
         finally:
             self._hooked.clear()
 
@@ -358,13 +394,17 @@ class FactoredKernel(RowKernel):
         self._module.to(like)
         point = like.new_zeros(self.d)
         x = like.new_zeros(2, *self._input_shape)
-        x = x if self._n_tokens is None else x.long()
+        if self._n_tokens is not None:
+            x = x.long()
         y = self._loss.blank(self._outputs(point, x))
         pieces = self._pieces(point, x, y)
         calls = self._calls(point, x, y)
         self._release()
+
         captured = sum(call.x.numel() + call.delta.numel() for call in calls)
-        written = sum(t.numel() for piece in pieces for t in vars(piece).values() if isinstance(t, Tensor))
+        written = 0
+        for piece in pieces:
+            written += sum(part.numel() for part in vars(piece).values() if isinstance(part, Tensor))
         return (_GRAPH * captured + written) // 2
 
 
@@ -400,15 +440,17 @@ class Outer:
         too little, g = (K + O + T^2 + 16) 2^-53. What is added is rounded to the type of u and delta: the terms of
         one example err by at most h S, h = (b T + 2) u, in the product over all b T. The floors bound its underflows.
         """
-        (b, t), dtype = self.u.shape[:2], self.u.dtype
+        b, t, k = self.u.shape
+        o = self.delta.shape[2]
+        dtype = self.u.dtype
         if t == 1:
             return upper(self.u[:, 0]) * upper(self.delta[:, 0])
-        (us, u), (deltas, delta) = _gram(self.u), _gram(self.delta)
-        size = (u * delta).sum(1)
+
+        us, u = _gram(self.u)
+        deltas, delta = _gram(self.delta)
+        size = (u * delta).sum(1)  # S, [b]
         double = torch.finfo(torch.float64).eps / 2
         own = torch.finfo(dtype).eps / 2
-        k = self.u.shape[2]
-        o = self.delta.shape[2]
         exact = (us * deltas).sum((1, 2)).clamp_(min=0) + (k + o + t * t + 16) * double * size.square()
         hidden = floor(self.u, k) * delta.sum(1) + floor(self.u, o) * u.sum(1)
         return ((exact.sqrt_() + (b * t + 2) * own * size + hidden) * (1 + ROUNDINGS * own)).to(dtype)
@@ -447,8 +489,9 @@ class LookedUp:
 
     def bound(self) -> Tensor:
         """See Piece: as of `Outer`, with u_t a row of the identity, whose products are 0 or 1 and lose nothing."""
-        (b, t, o), dtype = self.delta.shape, self.delta.dtype
-        same = self.tokens.unsqueeze(2) == self.tokens.unsqueeze(1)
+        b, t, o = self.delta.shape
+        dtype = self.delta.dtype
+        same = self.tokens.unsqueeze(2) == self.tokens.unsqueeze(1)  # the Gram matrix of u, bool [b, T, T]
         deltas, delta = _gram(self.delta)
         size = delta.sum(1)
         double = torch.finfo(torch.float64).eps / 2
@@ -493,14 +536,19 @@ def weight_pieces(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: 
         else:
             norm: Any = functional.layer_norm if isinstance(layer, nn.LayerNorm) else functional.rms_norm
             normal = [norm(x, layer.normalized_shape, eps=layer.eps) for x in xs]
-        return [Stored(place, _sum([_sum_positions(layer, d * x) for x, d in zip(normal, deltas, strict=True)]))]
+        products = [_sum_positions(layer, delta * x) for x, delta in zip(normal, deltas, strict=True)]
+        return [Stored(place, _sum(products))]
+
     if isinstance(layer, nn.Embedding):
         tokens = _joined([x.flatten(1) for x in xs], 1)
-        delta = _joined([delta.reshape(*x.flatten(1).shape, -1) for x, delta in zip(xs, deltas, strict=True)], 1)
+        by_token = [delta.reshape(*x.flatten(1).shape, -1) for x, delta in zip(xs, deltas, strict=True)]
+        delta = _joined(by_token, 1)
         padding = layer.padding_idx
         if padding is not None:  # which has no gradient
             delta = delta.masked_fill((tokens == padding).unsqueeze(2), 0)
         return [LookedUp(place, tokens, delta)]
+
+    # Linear or Conv2d: keep the factors if Gram matrices are cheaper than writing out every gradient.
     deltas = [_flat(layer, delta) for delta in deltas]
     t = sum(delta.shape[1] for delta in deltas)
     o = deltas[0].shape[2]
@@ -508,15 +556,24 @@ def weight_pieces(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: 
     if t * t * (k + o) <= _WRITE_COST * k * o:
         patches = [_joined(_patches(layer, x), 2) for x in xs]
         return [Outer(place, _joined(patches, 1), _joined(deltas, 1), _order(layer))]
+
     calls = [_gradients(layer, k, x, delta) for x, delta in zip(xs, deltas, strict=True)]
     lines = [_sum(same) for same in zip(*calls, strict=True)]
     if not _is_wide(layer):
         return [Stored(place, lines[0], lambda weight: weight.flatten(1).t())]
-    c = place.shape[1]  # a line of the kernel's weight is [columns, C, O]
-    return [
-        Stored(place, line.unflatten(1, (-1, c)), lambda weight, i=i: weight[:, :, i].permute(2, 1, 0))  # type: ignore[misc]
-        for i, line in enumerate(lines)
-    ]
+
+    # A line of the kernel's weight is [columns, C, O].
+    c = place.shape[1]
+    pieces: list[Piece] = []
+    for i, line in enumerate(lines):
+        part = partial(_line_of, i)
+        pieces.append(Stored(place, line.unflatten(1, (-1, c)), part))
+    return pieces
+
+
+def _line_of(i: int, weight: Tensor) -> Tensor:
+    """View line i of a kernel's weight [O, C, lines, columns] as [columns, C, O]."""
+    return weight[:, :, i].permute(2, 1, 0)
 
 
 def _is_wide(layer: nn.Module) -> bool:
@@ -525,8 +582,11 @@ def _is_wide(layer: nn.Module) -> bool:
 
 def _gradients(layer: nn.Module, k: int, x: Tensor, delta: Tensor) -> list[Tensor]:
     """Compute gradients [b, K, O], of wide images for each line of the kernel, some examples at a time."""
-    lines = int(layer.kernel_size[0]) if isinstance(layer, nn.Conv2d) and _is_wide(layer) else 1
-    (b, t, o), k = delta.shape, k // lines
+    lines = 1
+    if isinstance(layer, nn.Conv2d) and _is_wide(layer):
+        lines = int(layer.kernel_size[0])
+    b, t, o = delta.shape
+    k = k // lines
     out = [delta.new_empty(b, k, o) for _ in range(lines)]
     for part in row_chunks(b, t * k * delta.element_size(), _PATCH_BYTES):
         for line, patches in zip(out, _patches(layer, x[part]), strict=True):
@@ -553,8 +613,13 @@ def _sum_positions(layer: nn.Module, delta: Tensor) -> Tensor:
     """Sum [b, ...] over all axes but those of the layer's bias: the last ones, or of images the channels."""
     if isinstance(layer, (nn.Linear, *NORMS)):
         axes = 1 if isinstance(layer, nn.Linear) else len(layer.normalized_shape)
-        return delta if delta.ndim == axes + 1 else delta.flatten(1, -axes - 1).sum(1)
-    return delta if delta.ndim == 2 else delta.sum(tuple(range(2, delta.ndim)))
+        if delta.ndim == axes + 1:
+            return delta
+        return delta.flatten(1, -axes - 1).sum(1)
+
+    if delta.ndim == 2:
+        return delta
+    return delta.sum(tuple(range(2, delta.ndim)))
 
 
 def _order(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
@@ -570,18 +635,23 @@ def _order(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
 def _patches(layer: nn.Module, x: Tensor) -> list[Tensor]:
     """Cut images into patches [b, T, K], wide ones into those of each line of the kernel, [b, T, columns * C].
 
-    The inputs of a linear layer are its patches. Where the stride is 1 the patches of a line are parts of those of the
+    The inputs of a linear layer are its patches. With a stride of 1 the patches of a line are parts of those of the
     whole image, so they are copied once.
     """
     if not isinstance(layer, nn.Conv2d):
         return [x.reshape(x.shape[0], -1, x.shape[-1])]
+
     wide = _is_wide(layer)
-    x = functional.pad(x, _padding(layer)).contiguous(
-        memory_format=torch.channels_last if wide else torch.contiguous_format
-    )
-    (b, c, h, _), (kh, kw), (dh, dw), (sh, sw) = x.shape, layer.kernel_size, layer.dilation, layer.stride
-    sizes = zip(x.shape[2:], layer.dilation, layer.kernel_size, layer.stride, strict=True)
-    oh, ow = ((size - dilation * (kernel - 1) - 1) // stride + 1 for size, dilation, kernel, stride in sizes)
+    memory_format = torch.channels_last if wide else torch.contiguous_format
+    x = functional.pad(x, _padding(layer)).contiguous(memory_format=memory_format)
+    b, c, h, w = x.shape
+    kh, kw = layer.kernel_size
+    dh, dw = layer.dilation
+    sh, sw = layer.stride
+    oh = (h - dh * (kh - 1) - 1) // sh + 1  # the height and width of the output
+    ow = (w - dw * (kw - 1) - 1) // sw + 1
+
+    # Patches overlap: views with strides of their own, which are then copied.
     s0, s1, s2, s3 = x.stride()
     if wide:
         rows = x.as_strided((b, h, ow, kw, c), (s0, s2, sw * s3, dw * s3, s1)).flatten(3).contiguous()
@@ -594,9 +664,11 @@ def _padding(layer: nn.Conv2d) -> list[int]:
     """Return the layer's padding as functional.pad takes it: left, right, top, bottom."""
     pads: list[int] = []
     for axis in (1, 0):
-        if isinstance(layer.padding, str):
-            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1) if layer.padding == "same" else 0
+        if layer.padding == "same":
+            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
             pads += [total // 2, total - total // 2]
+        elif layer.padding == "valid":
+            pads += [0, 0]
         else:
-            pads += [layer.padding[axis]] * 2
+            pads += [int(layer.padding[axis])] * 2
     return pads

@@ -64,6 +64,7 @@ class VmapKernel(RowKernel):
         x = torch.stack([torch.zeros(*input_shape), torch.rand(*input_shape, generator=generator)]).to(like)
         if self._n_tokens is not None:
             x = (x * self._n_tokens).long().clamp_(max=self._n_tokens - 1)
+
         row = flatten(module)
         try:
             with torch.random.fork_rng(devices=[]), no_custom_vmap_rules():
@@ -75,7 +76,7 @@ class VmapKernel(RowKernel):
         except RAISED_BY_USERS as error:  # the user's forward may raise anything
             raise ScenarioError(
                 f"model: it cannot be clipped example by example: {reason(error)}; write "
-                "its forward with torch operations alone (torch.where for a choice, no .item(), no random numbers, no "
+                "its forward with only torch operations (torch.where for a choice, no .item(), no random numbers, no "
                 "change of buffers), so that it takes one example [1, ...] to [1, outputs] under torch.func.vmap",
                 code="model.per-example",
             ) from None
@@ -106,20 +107,26 @@ class VmapKernel(RowKernel):
         return outputs
 
     def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
-        """See RowKernel; where the module fails on these examples, its message is withheld, for it may reveal them."""
+        """See RowKernel; if the module fails on these examples, its message is withheld, for it may reveal them."""
+        # A token that the table does not have would raise: the example is computed with another, and counts as zero.
+        unknown = unknown_tokens(x, self._n_tokens)
+        if unknown is not None:
+            x = masked(x, unknown)
+
         gradients = {}
         failure = None
-        unknown = unknown_tokens(x, self._n_tokens)
         try:
-            gradients = self._gradients(point, x if unknown is None else masked(x, unknown), y)
+            gradients = self._gradients(point, x, y)
         except RAISED_BY_USERS as error:
             failure = type(error).__name__
-        if failure is not None:  # raised here, an error that does not carry the other one along
+        # Outside of `except`: an error raised in it would carry the other one, with its message, along.
+        if failure is not None:
             raise RunError(
                 f"the model's forward raised {failure} on private examples (its message is withheld, for it may reveal "
                 "them); try it on inputs of every size",
                 code="code.withheld",
             )
+
         if unknown is not None:
             gradients = {name: masked(gradient, unknown, math.nan) for name, gradient in gradients.items()}
         return [Stored(self._layout[name], gradient) for name, gradient in gradients.items()]

@@ -1,17 +1,28 @@
 """Prove that a module keeps the examples of a batch apart, so that one backward pass can serve a whole batch.
 
-The forward is traced once into a graph of operations, with proxies for its inputs. Where every operation has a
-rule (below), where no parameter is used outside the layer it belongs to, and where the axes are as the rules ask for
-batches of one, two and three examples, row i of the output depends on example i alone, whatever the examples and the
-parameters: the rules are about operations and shapes, never values. The *graph* then runs, never the user's
-forward again, so that nothing it might do differently another time matters to privacy. That the graph computes what
-the forward computes is tested on random inputs, never on private ones.
+The forward is traced once into a graph of operations, with proxies for its inputs. Three things are checked:
 
-A value of a traced forward is one of five kinds. A tensor *of examples* has the batch as its first axis, and its row i
-depends on example i alone. A *shared* tensor depends on no example, such as a buffer. A *number* depends on neither the
-examples nor how many they are. The *batch size* and the *sizes* of a tensor of examples, which hold it, are kinds of
-their own: the only use of a batch size is the first axis of a view. A rule takes the kinds and shapes of an
-operation's arguments and returns the kind of its result, or raises `Unproved`. An operation without a rule is unproved.
+1. every operation has a rule (below);
+2. no parameter is used outside the layer it belongs to;
+3. for batches of one, two and three examples, the axes are as the rules ask.
+
+Then row i of the output depends only on example i, whatever the examples and the parameters: the rules are about
+operations and shapes, never values. From then on the *graph* runs, never the user's forward again, so that nothing it
+might do differently another time matters to privacy. That the graph computes what the forward computes is tested on
+random inputs, never on private ones.
+
+A value of a traced forward is one of five kinds:
+
+| kind | depends on |
+|---|---|
+| examples | a tensor with the batch as its first axis, whose row i depends only on example i |
+| shared | a tensor that depends on no example, such as a buffer |
+| number | neither the examples nor how many they are |
+| batch size | how many examples there are; its only use is the first axis of a view |
+| sizes | the sizes of a tensor of examples, of which the first is a batch size |
+
+A rule takes the kinds and shapes of an operation's arguments and returns the kind of its result, or raises `Unproved`.
+An operation without a rule is unproved.
 """
 
 from __future__ import annotations
@@ -34,7 +45,10 @@ from flower_privdec.gradients.protocol import is_plain, reason
 from flower_privdec.models import fix_norms, trained
 
 BATCHES = (1, 2, 3)
-_TRIED, _NOISE, _TOLERANCE = 4, 0.05, 1e-3  # examples, change of the parameters, relative difference of outputs
+# How the graph is compared with the forward.
+_TRIED = 4  # examples
+_NOISE = 0.05  # by which parameters are moved
+_TOLERANCE = 1e-3  # relative difference of outputs and gradients
 
 
 def prove(module: nn.Module, input_shape: Sequence[int], n_tokens: int | None = None) -> fx.GraphModule:
@@ -43,7 +57,7 @@ def prove(module: nn.Module, input_shape: Sequence[int], n_tokens: int | None = 
     Args:
         module: any module; it is not changed.
         input_shape: of one example.
-        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are real numbers.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None if they are real numbers.
 
     Raises:
         Unproved: the first thing that could not be proved.
@@ -56,14 +70,18 @@ def prove(module: nn.Module, input_shape: Sequence[int], n_tokens: int | None = 
             )
         if isinstance(part, nn.Embedding) and n_tokens is None:
             raise Unproved(f"{_named(path, part)} looks up numbers that are no tokens", code="proof.no-tokens")
+
     with torch.random.fork_rng(devices=[]):
         graph = _trace(module)
         checkers = [_Checker(graph, batch) for batch in BATCHES]
         for batch, checker in zip(BATCHES, checkers, strict=True):
             checker.run(_random(module, (batch, *input_shape), n_tokens))
+
+        # What holds for each size of the batch must be the same for all.
         for name, fact in checkers[0].facts.items():
             if any(checker.facts[name] != fact for checker in checkers):
                 raise Unproved(f"the shape of {name!r} depends on how many examples there are", code="proof.shape")
+
         _check_outputs(module, graph, input_shape, n_tokens)
     return graph
 
@@ -78,6 +96,7 @@ def _check_parameters(module: nn.Module) -> None:
                 "padded with zeros) nor Embedding nor GroupNorm, LayerNorm or RMSNorm",
                 code="proof.parameters",
             )
+
     seen: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad and id(parameter) in seen:
@@ -104,6 +123,8 @@ def _trace(module: nn.Module) -> fx.GraphModule:
         for part in root.modules():
             if getattr(part, "inplace", False):
                 vars(part).update(inplace=False)
+
+        # Tracing runs the forward, on proxies. It must leave every buffer as it was: the graph would not change it.
         buffers = [(name, part, dict(part.named_buffers(recurse=False))) for name, part in root.named_modules()]
         traced = _Tracer().trace(root)
         for path, part, before in buffers:
@@ -117,6 +138,7 @@ def _trace(module: nn.Module) -> fx.GraphModule:
         raise
     except RAISED_BY_USERS as error:  # the user's forward runs here, on proxies: it may raise anything
         raise Unproved(f"its forward cannot be traced ({reason(error)})", code="proof.trace") from None
+
     if sum(node.op == "placeholder" for node in graph.graph.nodes) != 1:
         raise Unproved("its forward must take one argument", code="proof.arguments")
     if not trained(graph):
@@ -154,12 +176,20 @@ class _Checker(fx.Interpreter):
         tensors = [value for value in map(self.env.get, n.all_input_nodes) if isinstance(value, Tensor)]
         versions = [tensor._version for tensor in tensors]
         result = super().run_node(n)
+
+        # torch counts a tensor's changes in place.
         if versions != [tensor._version for tensor in tensors]:
             raise Unproved(f"{self._name(n)} changes its input in place", code="proof.in-place")
-        self._kinds[n] = kind = self._kind(n, rule, result)
-        self.facts[n.name] = result if kind is Kind.NUMBER else kind
+
+        kind = self._kind(n, rule, result)
+        self._kinds[n] = kind
         if isinstance(result, Tensor):
-            self.facts[n.name] = tuple(result.shape[kind is Kind.EXAMPLES :])
+            sizes = tuple(result.shape)
+            self.facts[n.name] = sizes[1:] if kind is Kind.EXAMPLES else sizes
+        elif kind is Kind.NUMBER:
+            self.facts[n.name] = result
+        else:
+            self.facts[n.name] = kind
         return result
 
     def _rule(self, n: Node) -> Rule:
@@ -180,6 +210,8 @@ class _Checker(fx.Interpreter):
             kwargs = {name: self._valued(part) for name, part in n.kwargs.items()}
             layer = self._layers[str(n.target)] if n.op == "call_module" else None
             return judge(rule, Call(self._name(n), args, kwargs, result, layer), self._batch)
+
+        # A parameter, a buffer, the input or the output.
         if n.op == "get_attr" and n.target in self._trained:
             raise Unproved(f"its forward uses the parameter {n.target!r} outside its layer", code="proof.parameter")
         if n.op == "output":
@@ -201,7 +233,9 @@ class _Checker(fx.Interpreter):
     def _name(self, n: Node) -> str:
         if n.op == "call_module":
             return _named(str(n.target), self._layers[str(n.target)])
-        return str(n.target) if isinstance(n.target, str) else str(getattr(n.target, "__name__", n.target))
+        if isinstance(n.target, str):
+            return n.target
+        return str(getattr(n.target, "__name__", n.target))
 
 
 def _random(module: nn.Module, shape: Sequence[int], n_tokens: int | None = None) -> Tensor:
@@ -223,10 +257,13 @@ def _check_outputs(module: nn.Module, graph: fx.GraphModule, input_shape: Sequen
             parameter.add_(_random(module, parameter.shape), alpha=_NOISE)
         for name, parameter in trained(graph).items():
             parameter.copy_(moved[name])
+
+    # Twice, for a forward that draws random numbers or counts its calls.
     try:
         expected = [_results(twin, x, moved) for _ in range(2)]
     except RAISED_BY_USERS as error:  # the user's forward again
         raise Unproved(f"its forward fails on random examples ({reason(error)})", code="proof.fails") from None
+
     computed = _results(graph, x, moved | dict(trained(graph)))
     pairs = [pair for results in expected for pair in zip(computed, results, strict=True)]
     if not all(bool((value - other).norm() <= _TOLERANCE * other.norm()) for value, other in pairs):
@@ -288,7 +325,7 @@ class Call:
     layer: nn.Module | None = None
 
     def leaves(self) -> Iterator[Any]:
-        """Yield all arguments, those in lists, tuples and slices too."""
+        """Yield all arguments, including those in lists, tuples and slices."""
         yield from _leaves((self.args, tuple(self.kwargs.values())))
 
     def refuse(self, what: str, code: str) -> Unproved:
@@ -296,7 +333,7 @@ class Call:
         return Unproved(f"{self.name} {what}", code=code)
 
     def option(self, position: int, *names: str) -> Any:
-        """Return the argument at a position or under one of some names; None where there is none."""
+        """Return the argument at a position or under one of some names; None if there is none."""
         if len(self.args) > position:
             return self.args[position]
         return next((self.kwargs[name] for name in names if name in self.kwargs), None)
@@ -337,11 +374,14 @@ def judge(rule: Rule, call: Call, batch: int) -> Kind:
     Raises:
         Unproved: the rule does not hold, or the first axis is not the batch's afterwards.
     """
+    # Whatever is computed from neither examples nor sizes is as public as these.
     kinds = {value.kind for value in call.leaves() if isinstance(value, Value)}
     if kinds <= {Kind.NUMBER, Kind.SHARED}:
         return Kind.SHARED if isinstance(call.result, Tensor) else Kind.NUMBER
+
     kind = rule(call)
-    if kind is Kind.EXAMPLES and not (isinstance(call.result, Tensor) and call.result.shape[:1] == (batch,)):
+    has_batch = isinstance(call.result, Tensor) and call.result.shape[:1] == (batch,)
+    if kind is Kind.EXAMPLES and not has_batch:
         raise call.refuse("moves the axis of the batch", "proof.batch-moved")
     return kind
 
@@ -377,7 +417,7 @@ def _over_axes(call: Call) -> Kind:
 
 
 def _reshape(call: Call) -> Kind:
-    """The same numbers in the same order: where the first axis stays the batch, no number leaves its example."""
+    """The same numbers in the same order: as long as the first axis is the batch, no number leaves its example."""
     value, *sizes = call.leaves()
     if not isinstance(value, Value) or value.kind is not Kind.EXAMPLES:
         raise call.refuse("needs examples as its first argument", "proof.first")
@@ -410,7 +450,11 @@ def _product(call: Call) -> Kind:
     left, right = call.args
     if left.kind is not Kind.EXAMPLES or right.kind not in (Kind.EXAMPLES, Kind.SHARED):
         raise call.refuse("is not a product of examples from the left", "proof.product")
-    apart = left.ndim == right.ndim > 2 if right.kind is Kind.EXAMPLES else left.ndim >= 2 >= right.ndim
+
+    if right.kind is Kind.EXAMPLES:
+        apart = left.ndim == right.ndim > 2
+    else:
+        apart = left.ndim >= 2 >= right.ndim
     if not apart:
         raise call.refuse("multiplies along the axis of the batch", "proof.product")
     return Kind.EXAMPLES
@@ -430,6 +474,8 @@ def _item(call: Call) -> Kind:
         raise call.refuse("is indexed by a computed number", "proof.index")
     if value.kind is Kind.SIZES:
         return _one_size(call, value.content, index)
+
+    # The first index must take the whole batch: `:`, or `...` that reaches its axis.
     first, *rest = index if isinstance(index, tuple) else (index,)
     call.first()
     used = [part for part in rest if part is not None and part is not Ellipsis]
@@ -449,7 +495,9 @@ def _attribute(call: Call) -> Kind:
 def _size(call: Call) -> Kind:
     value = call.args[0]
     axis = call.option(1, "dim")
-    return Kind.SIZES if axis is None else _one_size(call, value.content.shape, axis)
+    if axis is None:
+        return Kind.SIZES
+    return _one_size(call, value.content.shape, axis)
 
 
 def _one_size(call: Call, sizes: torch.Size, axis: Any) -> Kind:
@@ -459,7 +507,7 @@ def _one_size(call: Call, sizes: torch.Size, axis: Any) -> Kind:
 
 
 def _cast(call: Call) -> Kind:
-    """The same numbers as another type; of a second tensor the type alone is taken."""
+    """The same numbers as another type; of a second tensor only the type is taken."""
     value = call.args[0]
     if not isinstance(value, Value) or value.kind not in (Kind.EXAMPLES, Kind.SHARED):
         raise call.refuse("needs examples as its first argument", "proof.first")

@@ -42,8 +42,9 @@ from flower_privdec.models import fix_norms, parameter_count, trained
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.tasks.losses import Loss
 
-LONGEST, BLOCK = 4096, 1024  # numbers summed at once, and in each block of a longer vector
-ROUNDINGS = 32
+LONGEST = 4096  # numbers summed at once
+BLOCK = 1024  # numbers in each block of a longer vector
+ROUNDINGS = 32  # of u: all that is computed beside sums, see 3
 LARGEST = {torch.float32: 2.0**64, torch.float64: 2.0**512}
 
 
@@ -53,6 +54,7 @@ def length(vectors: Tensor) -> Tensor:
     if n <= LONGEST:
         computed: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
         return computed
+
     whole = n - n % BLOCK
     blocks = length(vectors[..., :whole].unflatten(-1, (-1, BLOCK)))
     rest = length(vectors[..., whole:]).unsqueeze(-1)
@@ -62,7 +64,8 @@ def length(vectors: Tensor) -> Tensor:
 @cache
 def slack(dtype: torch.dtype, *sizes: int) -> float:
     """Return by what fraction the product of norms of vectors of these sizes may exceed the computed one."""
-    return (sum(_summed(n) for n in sizes) / 2 + ROUNDINGS) * torch.finfo(dtype).eps / 2
+    additions = sum(_summed(n) for n in sizes)
+    return (additions / 2 + ROUNDINGS) * torch.finfo(dtype).eps / 2
 
 
 def _summed(n: int) -> int:
@@ -88,14 +91,14 @@ def upper(vectors: Tensor) -> Tensor:
 
 
 def beyond(norms: Tensor, *, wait: bool = True) -> Tensor | None:
-    """Return which norms are infinite, not numbers or beyond LARGEST; None where none is.
+    """Return which norms are infinite, not numbers or beyond LARGEST; None if none is.
 
-    Reading the answer back from a GPU waits for it; without `wait` the mask is returned even where none is.
+    Reading the answer back from a GPU waits for it; without `wait` the mask is returned even if none is.
     """
     largest = LARGEST[norms.dtype]
     if norms.numel() == 0 or (wait and norms.max().item() <= largest):
         return None
-    return ~(norms <= largest)
+    return ~(norms <= largest)  # and not norms > largest, which is false for NaN
 
 
 class Inputs(Protocol):
@@ -130,7 +133,8 @@ class Clipping:
 
     def rows(self, rows: slice) -> Clipping:
         """Return the slice for some rows."""
-        clip_norm, divisor = (None if part is None else part[rows] for part in (self.clip_norm, self.divisor))
+        clip_norm = None if self.clip_norm is None else self.clip_norm[rows]
+        divisor = None if self.divisor is None else self.divisor[rows]
         return Clipping(clip_norm, self.scale[rows], divisor)
 
     def coefficient(self, norms: Tensor, weight: Tensor) -> Tensor:
@@ -178,9 +182,9 @@ class GradientKernel(ABC):
 
         where g_ib is the gradient of the loss of example b at params[i] / divisor[i] (Abadi et al. 2016, Alg. 1),
         and |g_ib| an upper bound on its norm (see the module). An example whose gradient is not finite, or longer than
-        LARGEST, counts as zero, clipped or not: with features, parameters or a divisor that are no finite numbers, and
-        where anything overflows on the way. An example with a token outside the vocabulary counts as zero too. No value
-        raises an error.
+        LARGEST, counts as zero, clipped or not: whether its features, the parameters or the divisor are no finite
+        numbers, or anything overflows on the way. An example with a token outside the vocabulary counts as zero too. No
+        value raises an error.
 
         Args:
             out: rows [m, d]; may be params itself, for descent in place.
@@ -203,10 +207,15 @@ class GradientKernel(ABC):
             The norms returned are private and must stay on the peer.
         """
         clipping = Clipping(clip_norm, scale, divisor)
-        out, params, (m, examples) = out.detach(), params.detach(), batch.weight.shape
+        out = out.detach()
+        params = params.detach()
+        m, examples = batch.weight.shape
+
+        # As many rows at once as fit into memory.
         parts = row_chunks(m, self._row_bytes(batch, params.element_size()), self._memory)
         if len(parts) == 1:
             return self._add_(out, params, batch, clipping)
+
         norms = params.new_empty(m, examples)
         for rows in parts:
             part = RowsOfBatch(batch.x[rows], batch.y[rows], batch.weight[rows])
@@ -214,7 +223,7 @@ class GradientKernel(ABC):
         return norms
 
     def _row_bytes(self, batch: LabelledInputs, element_size: int) -> int:
-        """Return how much temporary memory one row takes, where all rows are computed at once."""
+        """Return how much temporary memory one row takes, if all rows are computed at once."""
         return 0
 
     @abstractmethod
@@ -284,7 +293,9 @@ def inputs_like(x: Features, params: Tensor) -> Features:
     """Return inputs on the parameters' device and in their type; tokens stay integers, compressed rows stay."""
     if isinstance(x, SparseRows):
         return x
-    return x.to(params) if x.is_floating_point() else x.to(params.device)
+    if x.is_floating_point():
+        return x.to(params)
+    return x.to(params.device)
 
 
 @contextmanager
@@ -296,6 +307,8 @@ def batchable(module: nn.Module) -> Iterator[None]:
     """
     recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     handles = [part.register_forward_pre_hook(_first_states, with_kwargs=True) for part in recurrent]
+
+    # oneDNN's recurrent kernels cannot be differentiated twice; None leaves the flag as it is.
     enabled = torch.backends.mkldnn.set_flags(False if recurrent else None, _fp32_precision=None)[0]
     try:
         with sdpa_kernel(SDPBackend.MATH):
@@ -307,9 +320,13 @@ def batchable(module: nn.Module) -> Iterator[None]:
 
 
 def _first_states(layer: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a recurrent layer's arguments with zeros for its first states, of as many examples as its input has."""
+    """Return a recurrent layer's arguments with zeros for its first states, of as many examples as its input has.
+
+    The layer would make them itself, and vmap cannot batch that. None leaves the arguments as they are.
+    """
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].ndim != 3:
         return None
+
     x = args[0]
     lines = layer.num_layers * (1 + layer.bidirectional)
     examples = len(x) if layer.batch_first else x.shape[1]
@@ -320,7 +337,7 @@ def _first_states(layer: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def unknown_tokens(x: Tensor, n_tokens: int | None) -> Tensor | None:
-    """Return which examples x [b, ...] hold a token outside 0..n_tokens-1, bool [b]; None where none does."""
+    """Return which examples x [b, ...] hold a token outside 0..n_tokens-1, bool [b]; None if none does."""
     if n_tokens is None:
         return None
     unknown = ((x < 0) | (x >= n_tokens)).flatten(1).any(1)
@@ -331,8 +348,10 @@ def layer_outputs(module: nn.Module, call: Callable[[], object]) -> list[tuple[n
     """Return how many numbers each layer of a module puts out in a call, in the order in which layers are called."""
     counts: list[tuple[nn.Module, int]] = []
 
-    def count(layer: nn.Module, _inputs: object, outputs: object) -> None:  # one tensor, or several, as of an LSTM
-        counts.append((layer, sum(part.numel() for part in tree_leaves(outputs) if isinstance(part, Tensor))))
+    def count(layer: nn.Module, _inputs: object, outputs: object) -> None:
+        # One tensor, or several, as of an LSTM.
+        tensors = [part for part in tree_leaves(outputs) if isinstance(part, Tensor)]
+        counts.append((layer, sum(tensor.numel() for tensor in tensors)))
 
     handles = [part.register_forward_hook(count) for part in module.modules() if not list(part.children())]
     try:
@@ -391,19 +410,24 @@ class Stored:
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
         flat = coefficient @ self.gradients.reshape(self.gradients.shape[0], -1)
-        whole = self.place.view(total)
-        (whole if self.part is None else self.part(whole)).add_(flat.view(self.gradients.shape[1:]))
+        target = self.place.view(total)
+        if self.part is not None:
+            target = self.part(target)
+        target.add_(flat.view(self.gradients.shape[1:]))
 
 
 def masked(values: Tensor, bad: Tensor, filling: float = 0) -> Tensor:
-    """Return values [b, ...] with 0, or another filling, where bad [b]."""
-    return values.masked_fill(bad.view(-1, *(1,) * (values.ndim - 1)), filling)
+    """Return values [b, ...] with 0, or another filling, for the examples that are bad [b]."""
+    other_axes = (1,) * (values.ndim - 1)
+    return values.masked_fill(bad.view(-1, *other_axes), filling)
 
 
 def _used(weight: Tensor) -> list[int]:
     """Count each row's examples up to the last whose weight is not 0; the rest is padding."""
-    if weight.shape[1] == 0 or not weight.is_cpu:  # on a GPU, reading counts back costs more than computing padding
-        return [weight.shape[1]] * weight.shape[0]
+    m, longest = weight.shape
+    # On a GPU, reading counts back costs more than computing padding.
+    if longest == 0 or not weight.is_cpu:
+        return [longest] * m
     place = torch.arange(1, weight.shape[1] + 1, device=weight.device)
     counts: list[int] = torch.where(weight != 0, place, 0).amax(1).tolist()
     return counts
@@ -448,9 +472,12 @@ class RowKernel(GradientKernel):
             point = params[i] if divisor is None else params[i] / divisor[i]
             x = inputs_like(batch.x[i, :used], params)
             y = batch.y[i, :used]
+
+            # `out` may be `params`: as long as a further part reads the point from it, sums go elsewhere.
             parts = self._parts(used, params.element_size())
-            direct = len(parts) <= 1 or divisor is not None  # nothing reads the row again, which may be out
+            direct = len(parts) <= 1 or divisor is not None
             total = out[i] if direct else torch.zeros_like(point)
+
             for part in parts:
                 pieces, norms[i, part] = _finite(self._pieces(point, x[part], y[part]))
                 coefficient = row.coefficient(norms[i : i + 1, part], batch.weight[i : i + 1, part])[0]
@@ -462,12 +489,16 @@ class RowKernel(GradientKernel):
         return norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
-        params, x = params.detach(), inputs_like(x, params)
+        params = params.detach()
+        x = inputs_like(x, params)
         self._module.to(params)
         parts = self._logit_parts(x.shape[0], x)
+        rows = []
         try:
             with torch.no_grad():
-                rows = [torch.cat([self._outputs(row, x[part]) for part in parts]) for row in params]
+                for row in params:
+                    outputs = [self._outputs(row, x[part]) for part in parts]
+                    rows.append(torch.cat(outputs))
         except RAISED_BY_USERS as error:
             place = last_line_of_users(error)
             raise RunError(f"model: its forward fails on the public test set: {reason(error)}{place}") from error

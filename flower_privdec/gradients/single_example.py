@@ -1,7 +1,7 @@
 """The kernel for linear models of one output whose peers draw one example each: a compiled loop.
 
-Import this module only where it is used: numba takes long to import. A row's numbers depend on that row alone,
-for any caller: sums are compiled once, in an order that the machine decides.
+Import this module only where it is used: numba takes long to import. A row's numbers depend only on that row, whoever
+calls: sums are compiled once, in an order that the machine decides.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from flower_privdec.gradients.stacked import Layer, StackedKernel
 from flower_privdec.rows.tensors import compiled, inlined, padded
 from flower_privdec.tasks.losses import LOSSES, Loss
 
+HINGE = 0
+LOGISTIC = 1
+SQUARED_HINGE = 2
 COMPILED_LOSSES = {
-    LOSSES[name].derivative: number for number, name in enumerate(("hinge", "logistic", "squared-hinge"))
+    LOSSES["hinge"].derivative: HINGE,
+    LOSSES["logistic"].derivative: LOGISTIC,
+    LOSSES["squared-hinge"].derivative: SQUARED_HINGE,
 }
-HINGE, LOGISTIC, SQUARED_HINGE = range(3)
 _f8 = np.float64
 
 
@@ -58,13 +62,18 @@ def single_example_step(out, params, divisor, a, label, weight, clip, scale, mod
         limits: (floor of a missing bias, floor of an output, 1 + slack, the largest norm).
     """
     loss, n, start, bias = model
+
+    # Forward: the output z, and the loss's derivative in it.
     weights = params[start : start + n]
     product, square = _dots(a, weights)
     z = _f8(product) if bias < 0 else _f8(product) + _f8(params[bias])
     delta = _derivative(loss, z / _f8(divisor), _f8(label))
+
+    # The bound on the norm of (a, 1) delta; `not <=` for NaN, which no comparison holds for.
     norm = math.hypot(math.sqrt(_f8(square)), limits[0]) * (limits[1] + limits[2] * abs(delta))
     if not norm <= limits[3]:
         return 0.0
+
     step = out.dtype.type(delta * min(_f8(clip) / norm, 1.0) * _f8(weight) * _f8(scale))
     target = out[start : start + n]
     for t in range(n):
@@ -85,14 +94,16 @@ def single_example_steps(out, params, divisor, x, y, weight, clip, scale, norms,
 
 def takes_single_examples(layers: list[Layer], loss: Loss) -> bool:
     """Return whether a model is one linear layer of one output, not too wide, with a loss that is compiled here."""
-    plain = len(layers) == 1 and layers[0].activation is nn.Identity and layers[0].weight.shape[0] == 1
-    return plain and loss.derivative in COMPILED_LOSSES and layers[0].weight.shape[1] <= LONGEST
+    if len(layers) != 1 or layers[0].activation is not nn.Identity:
+        return False
+    outputs, inputs = layers[0].weight.shape
+    return outputs == 1 and inputs <= LONGEST and loss.derivative in COMPILED_LOSSES
 
 
 class SingleExampleKernel(StackedKernel):
-    """`StackedKernel` for models that `takes_single_examples` accepts: a compiled loop where a row has one example.
+    """`StackedKernel` for models that `takes_single_examples` accepts: a compiled loop if each row has one example.
 
-    Its sums are those of `StackedKernel` in another order; a row's numbers depend on that row alone.
+    Its sums are those of `StackedKernel` in another order; a row's numbers depend only on that row.
     """
 
     def __init__(self, module: nn.Module, layers: list[Layer], loss: Loss, memory_bytes: int) -> None:
@@ -108,12 +119,16 @@ class SingleExampleKernel(StackedKernel):
         points = padded(params)
         if batch.weight.shape[1] != 1 or not params.is_cpu or rows is None or points is None:
             return super()._add_(out, params, batch, clipping)
+
+        # One tensor for all numbers of the rows: numpy's views of it cost less than five conversions.
         m = len(params)
         numbers = params.new_empty(5, m)
-        numbers[0], numbers[1] = batch.weight[:, 0], clipping.scale
+        numbers[0] = batch.weight[:, 0]
+        numbers[1] = clipping.scale
         numbers[2] = 1 if clipping.divisor is None else clipping.divisor
         numbers[3] = torch.inf if clipping.clip_norm is None else clipping.clip_norm
         weight, scale, divisor, clip, norms = numbers.numpy()
+
         x = batch.x.reshape(m, -1).to(params).contiguous().numpy()
         y = batch.y[:, 0].contiguous().numpy()
         arrays = (rows.numpy(), points.numpy(), divisor, x, y, weight, clip, scale, norms)

@@ -34,7 +34,9 @@ from flower_privdec.gradients.protocol import (
 from flower_privdec.rows.sparse_rows import SparseRows
 from flower_privdec.tasks.losses import Loss
 
-SHARED_EXAMPLES, SHARED_COLUMNS = 1024, 1024  # of a product over inputs that rows share: its parts stay in cache
+# The most examples and columns of a product over inputs that rows share: its parts stay in the cache.
+SHARED_EXAMPLES = 1024
+SHARED_COLUMNS = 1024
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Layer:
 
     def forward(self, params: Tensor, a: Tensor, divisor: Tensor | None) -> Tensor:
         """Return the layer's output [m, B, out] for inputs [m, B, in]."""
-        weight = self.weight.view(params)
-        bias = None if self.bias is None else self.bias.view(params)
+        weight = self.weight.view(params)  # [m, out, in]
+        bias = None if self.bias is None else self.bias.view(params)  # [m, out]
         if a.shape[1] == 1:
             z = _product(None if bias is None else bias.unsqueeze(2), weight, a.transpose(1, 2)).transpose(1, 2)
         else:
@@ -59,15 +61,20 @@ class Layer:
 
     def linear_shared(self, params: Tensor, a: Tensor) -> Tensor:
         """Return the layer's output [m, N, out], before the activation, for inputs [N, in] that all rows share."""
-        weight = self.weight.view(params).flatten(0, 1).t()
-        z = a @ weight if self.bias is None else torch.addmm(self.bias.view(params).flatten(), a, weight)
+        weight = self.weight.view(params).flatten(0, 1).t()  # [in, m * out]: one product for all rows
+        if self.bias is None:
+            z = a @ weight
+        else:
+            z = torch.addmm(self.bias.view(params).flatten(), a, weight)
         return z.view(len(a), len(params), -1).transpose(0, 1)
 
     def activate_(self, z: Tensor) -> Tensor:
         """Apply the activation in place."""
         if self.activation is nn.ReLU:
             return z.relu_()
-        return z.tanh_() if self.activation is nn.Tanh else z
+        if self.activation is nn.Tanh:
+            return z.tanh_()
+        return z
 
     def backward_(self, delta: Tensor, output: Tensor) -> Tensor:
         """Turn the derivative in the layer's output into that before its activation, in place."""
@@ -84,7 +91,9 @@ class Layer:
             below = torch.bmm(weight.transpose(1, 2), delta.transpose(1, 2)).transpose(1, 2)
         else:
             below = torch.bmm(delta, weight)
-        return below if divisor is None else below.div_(divisor[:, None, None])
+        if divisor is not None:
+            below.div_(divisor[:, None, None])
+        return below
 
     def norms(self, a: Tensor, delta: Tensor, layers: int) -> Tensor:
         """Return upper bounds (1 + slack) (floor + |delta|) |(a, 1)|, with a floor in place of a missing bias.
@@ -94,7 +103,10 @@ class Layer:
             layers: of the model.
         """
         out, inner = self.weight.shape
-        least = floor(a, inner) if self.bias is None else constant(1.0, a.dtype, a.device)
+        if self.bias is None:
+            least = floor(a, inner)
+        else:
+            least = constant(1.0, a.dtype, a.device)  # the input of the bias
         size = torch.hypot(length(a), least)
         more = slack(a.dtype, inner, out, layers)
         return size.mul_(torch.add(floor(a, out), length(delta), alpha=1 + more))
@@ -117,11 +129,11 @@ def _product(bias: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 class Factors:
     """Every example's unclipped gradient in factors: layer l's is deltas[l][i, b] (outer) activations[l][i, b].
 
-    Every number is finite: where a gradient is not, its deltas and its norm are 0.
+    Every number is finite: if a gradient is not, its deltas and its norm are 0.
 
     Attributes:
         deltas: for each layer [m, B, out], also the gradient of the bias.
-        activations: for each layer [m, B, in]; the first is a view of the batch, or a copy where that is not finite.
+        activations: for each layer [m, B, in]; the first is a view of the batch, or a copy if that is not finite.
         norms: upper bounds [m, B] on the norms of the whole gradients, see `protocol`.
     """
 
@@ -141,11 +153,14 @@ class StackedKernel(GradientKernel):
     def factors(self, params: Tensor, batch: Inputs, divisor: Tensor | None = None) -> Factors:
         """Return every example's gradient at params / divisor as factors; writes nothing."""
         with torch.no_grad():
+            # Forward: the input of each layer, and the last output.
             a = inputs_like(batch.x.flatten(2), params)
             inputs = [a]
             for layer in self.layers:
                 a = layer.forward(params, a, divisor)
                 inputs.append(a)
+
+            # Backward: the derivative in the output of each layer.
             delta = self._loss.derivative(a, batch.y)
             deltas = []
             for index in reversed(range(len(self.layers))):
@@ -153,12 +168,15 @@ class StackedKernel(GradientKernel):
                 if index:
                     delta = self.layers[index].pull(params, delta, divisor)
             deltas.reverse()
-            triples = zip(self.layers, inputs, deltas, strict=False)
+
+            activations = inputs[:-1]
+            triples = zip(self.layers, activations, deltas, strict=True)
             parts = [layer.norms(a, delta, len(self.layers)) for layer, a, delta in triples]
             norms = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
-            activations = inputs[:-1]
+
+            # Zeros for examples whose gradients are not finite; the others are unchanged.
             bad = beyond(norms, wait=norms.is_cpu)
-            if bad is not None:  # zeros for examples whose gradients are not finite; the others are unchanged
+            if bad is not None:
                 deltas = [delta.masked_fill(bad.unsqueeze(-1), 0) for delta in deltas]
                 activations = [torch.nan_to_num(a, nan=0.0, posinf=0.0, neginf=0.0) for a in activations]
                 norms = norms.masked_fill(bad, 0)
@@ -180,27 +198,32 @@ class StackedKernel(GradientKernel):
         return factors.norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
-        (first, *rest), m = self.layers, params.shape[0]
+        first, *rest = self.layers
+        m = params.shape[0]
         out = params.new_empty(m, x.shape[0], self.layers[-1].weight.shape[0])
         per_example = self._width * params.element_size()
         examples = min(SHARED_EXAMPLES, max(1, self._memory // per_example))
         together = min(SHARED_COLUMNS // first.weight.shape[0], self._memory // (per_example * examples))
+
         with torch.no_grad():
             for rows in row_chunks(m, 1, together):
                 for part in row_chunks(x.shape[0], 1, examples):
-                    a = first.activate_(first.linear_shared(params[rows], inputs_like(x[part].flatten(1), params)))
+                    shared = inputs_like(x[part].flatten(1), params)
+                    a = first.activate_(first.linear_shared(params[rows], shared))
                     for layer in rest:
                         a = layer.forward(params[rows], a, None)
                     out[rows, part] = a
         return out
 
     def blended_logits(self, params: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-        (first, *rest), c = self.layers, len(weights)
+        first, *rest = self.layers
+        c = len(weights)
         out = params.new_empty(c, x.shape[0], self.layers[-1].weight.shape[0])
         examples = row_chunks(x.shape[0], max(c, len(params)) * self._width * params.element_size(), self._memory)
         with torch.no_grad():
-            models = weights @ params if rest else params
+            models = weights @ params if rest else params  # not read without further layers
             for part in examples:
+                # Outputs of the first layer are linear in its parameters: blend these outputs, which are fewer.
                 z = first.linear_shared(params, inputs_like(x[part].flatten(1), params))
                 a = first.activate_((weights @ z.flatten(1)).view(c, *z.shape[1:]))
                 for layer in rest:
@@ -210,12 +233,13 @@ class StackedKernel(GradientKernel):
 
 
 def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | None:
-    """Return the layers of a stack for examples of a shape, or None where the module is not a stack."""
+    """Return the layers of a stack for examples of a shape; None if the module is not a stack."""
     steps = parse_chain(module)
     rows = layout(module)
     frozen = len(rows) < len(dict(module.named_parameters()))
     if steps is None or frozen or not all(map(is_plain, module.modules())):
         return None
+
     place_of = {id(parameter): rows[name] for name, parameter in module.named_parameters()}
     layers: list[Layer] = []
     flat = len(input_shape) == 1
@@ -231,8 +255,13 @@ def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | 
             if not layers or layers[-1].activation is not nn.Identity:
                 return None
             layers[-1] = Layer(layers[-1].weight, layers[-1].bias, type(part))
+
+    # Layers that share a parameter would each be clipped with only their own part of its gradient.
     used = [place.name for layer in layers for place in (layer.weight, layer.bias) if place is not None]
-    return layers if layers and flat and len(set(used)) == len(used) else None
+    has_shared = len(set(used)) < len(used)
+    if not layers or not flat or has_shared:
+        return None
+    return layers
 
 
 class SparseLinearKernel(GradientKernel):
@@ -251,20 +280,28 @@ class SparseLinearKernel(GradientKernel):
         return 4 * batch.weight.shape[1] * batch.x.shape[-1] * (self.layers[0].weight.shape[0] + 2) * element_size
 
     def _add_(self, out: Tensor, params: Tensor, batch: LabelledInputs, clipping: Clipping) -> Tensor:
-        layer, (m, examples, _, longest) = self.layers[0], batch.x.shape
+        layer = self.layers[0]
+        m, examples, _, longest = batch.x.shape
         k = layer.weight.shape[0]
+
+        # Forward, with the weights of each example's own features.
         columns = batch.x[:, :, 0].long().view(m, 1, -1).expand(m, k, -1)
         values = batch.x[:, :, 1].to(params)
         weights = layer.weight.view(params).gather(2, columns).view(m, k, examples, longest)
-        z = (weights * values.unsqueeze(1)).sum(-1).transpose(1, 2)
+        z = (weights * values.unsqueeze(1)).sum(-1).transpose(1, 2)  # [m, examples, k]
         if layer.bias is not None:
             z = z + layer.bias.view(params).unsqueeze(1)
-        delta = self._loss.derivative(z if clipping.divisor is None else z / clipping.divisor[:, None, None], batch.y)
+        if clipping.divisor is not None:
+            z = z / clipping.divisor[:, None, None]
+        delta = self._loss.derivative(z, batch.y)
+
         norms = layer.norms(values, delta, 1)
         bad = beyond(norms, wait=norms.is_cpu)
         if bad is not None:
             delta = delta.masked_fill(bad.unsqueeze(-1), 0)
             norms = norms.masked_fill(bad, 0)
+
+        # Add delta (outer) (a, 1) to the columns of each example's features.
         delta *= clipping.coefficient(norms, batch.weight).unsqueeze(-1)
         terms = delta.transpose(1, 2).unsqueeze(-1) * values.unsqueeze(1)
         layer.weight.view(out).scatter_add_(2, columns, terms.reshape(m, k, -1))
@@ -276,7 +313,9 @@ class SparseLinearKernel(GradientKernel):
         layer = self.layers[0]
         weights = layer.weight.view(params).detach().cpu().numpy()
         z = torch.stack([torch.from_numpy(x.matrix @ weight.T) for weight in weights]).to(params)
-        return z if layer.bias is None else z + layer.bias.view(params).unsqueeze(1)
+        if layer.bias is None:
+            return z
+        return z + layer.bias.view(params).unsqueeze(1)
 
     def blended_logits(self, params: Tensor, weights: Tensor, x: SparseRows) -> Tensor:
         return torch.einsum("cn,nek->cek", weights, self.logits(params, x))
