@@ -12,7 +12,7 @@ from flower_privdec.privacy.ledger.ledger import Ledger
 
 
 class UpdateObserver(Protocol):
-    """Who releases peers' updates in their place, and sees them: an audit."""
+    """An audit, which releases peers' updates in their place and sees them."""
 
     def admit(self, ledger: Ledger, delta: float) -> None:
         """Look at a peer's ledger, whose ε is at δ, before an update is charged to it; raise to refuse the step."""

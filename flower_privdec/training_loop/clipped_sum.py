@@ -1,4 +1,9 @@
-"""The sum of a batch's clipped gradients, each example alone with the user's model and criterion."""
+"""The sum of a batch's clipped gradients, each example alone with the user's model and criterion.
+
+Two dangers shape this module. One example could reach another's gradient, so model and criterion only ever see one at a
+time, and a fresh copy of each. And what a user's code says when it fails could contain private numbers, so its errors
+are replaced (`without_revealing`).
+"""
 
 from __future__ import annotations
 
@@ -38,8 +43,8 @@ class ClippedSum:
     where g_b is the gradient of criterion(model(x_b), y_b), of example b as a batch of one (Abadi et al. 2016, Alg. 1).
     An example whose gradient is not finite, or beyond `protocol.LARGEST`, counts as zero. Model and criterion never see
     two examples together: `vmap` takes some at a time and lets none reach another, `loop` calls the model on one after
-    the other, on a fresh copy of it each time. State in either is discarded; state elsewhere, in globals, files or
-    the variables around a function, is not.
+    the other, on a fresh copy of it each time. State in the model and the criterion is discarded; state elsewhere, in
+    globals, files or the variables around a function, is not.
     """
 
     def __init__(
@@ -57,9 +62,9 @@ class ClippedSum:
         """Take a model and those of its parameters that are trained, by name.
 
         Args:
-            behind: so many examples at the end of each batch are not added; `show` is called with their gradients,
+            behind: how many examples at the end of each batch are not added; `show` is called with their gradients,
                 clipped and in clip norms, [behind, d].
-            way: one of WAYS; `auto` is vmap where the model can be called so, else the loop, which is slow.
+            way: one of WAYS; `auto` is vmap if the model can be called so, else the loop, which is slow.
             memory_bytes: about how much memory the gradients of single examples may take.
         """
         if way not in WAYS:
@@ -103,12 +108,15 @@ class ClippedSum:
         examples = len(tensors[0])
         if examples == 0:
             return total, 0
+
         added = examples - self._behind
         if self._behind:
             gradients = self.gradients(rebuild, [tensor[added:] for tensor in tensors])
             self._show(gradients / upper(gradients).clamp_min(self.clip_norm)[:, None])
+
+        # As many examples at once as fit into memory.
         for part in row_chunks(added, self.d * like.element_size(), self._memory):
-            gradients = self.gradients(rebuild, [tensor[part] for tensor in tensors])
+            gradients = self.gradients(rebuild, [tensor[part] for tensor in tensors])  # [b, d]
             norms = upper(gradients)
             bad = beyond(norms)
             if bad is not None:
@@ -133,8 +141,10 @@ class ClippedSum:
         zeros = [torch.zeros_like(tensor[:1]).expand(2, *tensor.shape[1:]).clone() for tensor in tensors]
         reasons = []
         for way in self._ways:
+            # An operator with a rule of its own for vmap could see examples together.
+            checked = no_custom_vmap_rules() if way == "vmap" else nullcontext()
             try:
-                with torch.random.fork_rng(devices=[]), no_custom_vmap_rules() if way == "vmap" else nullcontext():
+                with torch.random.fork_rng(devices=[]), checked:
                     self._gradients(way, rebuild, zeros)
             except RAISED_BY_USERS as error:  # the user's forward may raise anything
                 reasons.append(reason(error))
@@ -150,19 +160,22 @@ class ClippedSum:
 
     def _gradients(self, way: str, rebuild: Rebuild, tensors: Sequence[Tensor]) -> Tensor:
         """Return the gradients [b, d] of some examples."""
-        rows = []
         with torch.enable_grad():
             if way == "vmap":
-                batched = vmap(grad(self._value(rebuild)), (None, *(0 for _ in tensors)), randomness="different")
-                gradients: Values = batched(self._values(), *tensors)
+                axes = (None, *(0 for _ in tensors))  # of the parameters none, of each tensor the first
+                by_example = vmap(grad(self._value(rebuild)), axes, randomness="different")
+                gradients: Values = by_example(self._values(), *tensors)
                 columns = [gradients[name].detach().reshape(len(tensors[0]), -1) for name in self._parameters]
                 return torch.cat(columns, dim=1)
+
+            rows = []
             for example in zip(*tensors, strict=True):
                 values = {name: value.requires_grad_() for name, value in self._values().items()}
                 loss = self._value(rebuild)(values, *example)
                 parts = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
-                rows.append(torch.cat([(part.to_dense() if part.is_sparse else part).reshape(-1) for part in parts]))
-        return torch.stack(rows)
+                dense = [part.to_dense() if part.is_sparse else part for part in parts]
+                rows.append(torch.cat([part.reshape(-1) for part in dense]))
+            return torch.stack(rows)
 
     def _values(self) -> Values:
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
@@ -186,7 +199,10 @@ class ClippedSum:
 
 
 def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[list[Tensor], Rebuild]:
-    """Return a batch's tensors, the first axis of which is the example, and the function from others to arguments."""
+    """Take a batch apart: return its tensors, whose first axis is the example, and a function that puts it together.
+
+    The function takes as many other tensors, such as those of one example, and returns args, kwargs and targets.
+    """
     leaves, spec = tree_flatten((list(args), dict(kwargs), list(targets)))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
     for leaf in leaves:
@@ -196,6 +212,7 @@ def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any])
                 "give tensors [examples, ...], alone or in lists and dicts",
                 code="training-loop.batch",
             )
+
     if not tensors or any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
         raise ScenarioError(
             "the model and the criterion must be given tensors [examples, ...] of as many examples each, to be split "
@@ -213,7 +230,7 @@ def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any])
 
 
 def without_revealing(what: str, call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Call a user's code; where it fails, raise its error on zeros in the tensors' place, if there is one.
+    """Call a user's code; if it fails, call it again with zeros in place of the tensors, and raise that error instead.
 
     The text of an error on private examples, such as "target 7 is out of bounds", would reveal them to the server.
 
@@ -222,25 +239,29 @@ def without_revealing(what: str, call: Callable[..., Any], arguments: Sequence[A
 
     Raises:
         ScenarioError: it fails on zeros too; with that error's text.
-        RunError: it fails on the examples alone; with the error's type.
+        RunError: it fails only on the examples; with the error's type.
     """
-    failure = explanation = None
+    failure = ""
+    explanation = None
     try:
         return call(*arguments)
     except RAISED_BY_USERS as error:
         failure = type(error).__name__
+
     try:
         call(*tree_map(_zeros, list(arguments)))
     except RAISED_BY_USERS as error:
         explanation = reason(error)
-    if explanation is not None:  # raised here, errors that do not carry the other ones along
+
+    # Outside of `except`: an error raised in it would carry the other one, with its message, along.
+    if explanation is not None:
         problem = f"{what} fails on zeros of the batch's shapes too: {explanation}"
         raise ScenarioError(problem, code="training-loop.fails-on-zeros")
     raise withheld(what, failure)
 
 
 def withheld(what: str, failure: str) -> RunError:
-    """Return the error of a user's code that failed on private examples, by its type alone."""
+    """Return the error of a user's code that failed on private examples, with nothing but its type."""
     return RunError(
         f"{what} raised {failure} on private examples (its message is withheld, for it may contain them); try it on "
         "made-up ones, of every size and class",

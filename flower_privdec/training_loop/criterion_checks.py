@@ -1,8 +1,9 @@
 """Tries a training loop's criterion on made-up examples before its first step is paid for.
 
-How a loop splits a batch into the model's inputs and the criterion's targets is known once it calls them. So the usual
-ways are tried before, on random numbers of the shapes of one item; and if the loop then calls them with other shapes,
-these are tried before its first step, which is when the first batch is paid for.
+A criterion that does not add up over examples (`tasks.additivity`) is not what the loop minimises once each example is
+alone. How a loop splits a batch into the model's inputs and the criterion's targets is known only once it calls them.
+So the usual ways are tried before, on random numbers of the shapes of one item; and if the loop then calls them with
+other shapes, these are tried before its first step, which is when the first batch is paid for.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class CriterionTrial:
                 batch = tree_map(_blank, collate([loader.dataset[0]]))
         except RAISED_BY_USERS:  # which the first batch will raise, without its message
             return
+
+        # An unlikely way counts only if no likely one works at all.
         calls = list(usual_calls(batch, self._module))
         for likely in (True, False):
             refusals = []
@@ -76,6 +79,7 @@ class CriterionTrial:
         ways = [targets]
         if targets and isinstance(targets[0], Tensor) and targets[0].ndim == 1:
             ways.append([targets[0][:, None], *targets[1:]])
+
         refusals: list[ScenarioError | None] = []
         for way in ways:
             try:
@@ -96,6 +100,7 @@ class CriterionTrial:
         if trial is None:
             trial = self._tried_on(args, kwargs, targets)
             self._trials.append((kind, trial))
+
         refuse(trial, f"the criterion ({name_of(self._criterion)})")
         if trial.counts and not self._said:
             self._said = True
@@ -137,9 +142,10 @@ def usual_calls(batch: Any, module: nn.Module) -> Iterator[Call]:
     """
     if isinstance(batch, list | tuple) and len(batch) == 1:
         (batch,) = batch
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor):  # an autoencoder
         yield [batch], {}, [batch], True
         return
+
     if isinstance(batch, Mapping):
         names = [name for name in TARGET_NAMES if name in batch]
         others = [name for name in reversed(list(batch)) if name not in names]
@@ -152,8 +158,11 @@ def usual_calls(batch: Any, module: nn.Module) -> Iterator[Call]:
             for value in inputs.values():
                 yield [value], {}, [batch[target]], target in names
         return
+
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         return
+
+    # The first entries are the inputs, the others the targets.
     for count in range(1, len(batch)):
         yield list(batch[:count]), {}, list(batch[count:]), True
         if count == 1 and isinstance(batch[0], Mapping):
@@ -174,17 +183,28 @@ def _names_of(module: nn.Module) -> set[str] | None:
 
 
 def _outputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> Any:
-    """Return what a model gives for random inputs, with its weights moved at random but for the first seed."""
+    """Return what a model gives for random inputs, with its weights moved at random except for the first seed.
+
+    Models often begin with outputs that are all alike, for which a criterion may add up by chance.
+    """
     generator = torch.Generator().manual_seed(seed)
     moved = fix_norms(copy.deepcopy(module))
     made_up_args, made_up_kwargs = tree_map(lambda leaf: _made_up(leaf, generator), (list(args), dict(kwargs)))
     with torch.no_grad():
-        for parameter in moved.parameters() if seed != SEEDS[0] else ():
-            if parameter.requires_grad and parameter.is_floating_point():
-                usual = 1.0 if parameter.ndim < 2 else (len(parameter) / parameter.numel()) ** 0.5
-                parameter.add_(SHAKEN * usual * torch.randn(parameter.shape, generator=generator).to(parameter))
+        if seed != SEEDS[0]:
+            _shake(moved, generator)
         torch.manual_seed(seed)
         return moved(*made_up_args, **made_up_kwargs)
+
+
+def _shake(module: nn.Module, generator: torch.Generator) -> None:
+    """Move a module's weights by SHAKEN of their usual size."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            usual = 1.0
+            if parameter.ndim >= 2:
+                usual = (len(parameter) / parameter.numel()) ** 0.5  # one over the root of a unit's inputs
+            parameter.add_(SHAKEN * usual * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 
 def _made_up(leaf: Any, generator: torch.Generator) -> Any:
@@ -205,7 +225,8 @@ def _blank(leaf: Any) -> Any:
 def _kind(arguments: Any) -> Any:
     """Return what two calls have in common that need one trial: the kinds of their arguments, and their shapes."""
     leaves, spec = tree_flatten(arguments)
-    return spec, [(leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    kinds = [(leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return spec, kinds
 
 
 def check_finite(dataset: Any) -> None:
@@ -218,8 +239,10 @@ def check_finite(dataset: Any) -> None:
             the data.
     """
     for tensor, rows in _tensors_of(dataset, None):
+        if _is_finite(tensor):
+            continue
         # Rows are copied only if there is something to look for among them.
-        if not _is_finite(tensor) and (rows is None or not _is_finite(tensor[rows.to(tensor.device)])):
+        if rows is None or not _is_finite(tensor[rows.to(tensor.device)]):
             raise ScenarioError(
                 "the dataset's tensors hold NaN or infinity, and an example whose gradient is no number would be paid "
                 "for and add nothing: put a number there (for a missing value, and a mask beside it), or leave these "
@@ -229,7 +252,10 @@ def check_finite(dataset: Any) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+    if tensor.numel() == 0:
+        return True
+    ends = torch.stack(torch.aminmax(tensor))  # of which NaN is both, and which takes no copy
+    return bool(torch.isfinite(ends).all())
 
 
 def _tensors_of(dataset: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -249,7 +275,8 @@ def _tensors_of(dataset: Any, rows: Tensor | None) -> Iterator[tuple[Tensor, Ten
 @contextmanager
 def _unchanged_generators(module: nn.Module) -> Iterator[None]:
     """Leave all generators as they were, whatever the model or the dataset draws."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python = random.getstate()
+    legacy = np.random.get_state()  # noqa: NPY002
     on_gpu = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=list(on_gpu)):

@@ -4,9 +4,9 @@ Each item must be one example: read alone, drawn once, in a row that the others 
 bounds what one item of a dataset changes. If items read others (pairs, triplets, standardisation by the data's own
 mean), or one occurs several times, one example changes several rows of a batch, each of which is clipped on its own.
 
-`separate_items` knows kinds of datasets whose items are apart by construction. Of every other one some items are read
-again here, from a copy in which one example stands in the place of all. That finds mistakes and proves nothing: ε then
-holds if item i reads example i only, which is said beside it.
+`separate_items` knows kinds of datasets whose items are apart by construction. For every other dataset some items are
+read again here, from a copy in which one example stands in the place of all (`stand_ins`). That finds mistakes and
+proves nothing: ε then holds if item i reads only example i, which is said beside it.
 
 What these checks cannot see: what an item does too rarely, statistics of the data that were computed before the dataset
 was made, copies of an example under another index, other files, and what a loop does to a batch that it was given.
@@ -52,7 +52,7 @@ class LoaderExamples:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> LoaderExamples:
-        """Return what is known of a loader's examples before one is read.
+        """Look at a loader's examples before one is read.
 
         Raises:
             ScenarioError: an item occurs twice.
@@ -76,8 +76,11 @@ class LoaderExamples:
         """
         items = self._items
         count = max(2, PROBES // max(1, len(items.owners)))
-        probes = [_spaced(np.flatnonzero(items.owner == number), count) for number in range(len(items.owners))]
-        _check_repeats(_tried(items, [place for some in probes for place in some], self._places))
+        probes: list[int] = []
+        for number in range(len(items.owners)):
+            probes += _spaced(np.flatnonzero(items.owner == number), count)
+        _check_repeats(_tried(items, probes, self._places))
+
         dataset = self._loader.dataset
         collate = self._loader.collate_fn
         if collate is default_collate:
@@ -92,6 +95,8 @@ class LoaderExamples:
             RunError: it fails; the message is withheld.
         """
         dataset: Any = self._loader.dataset
+
+        # Some items: together, one by one, and one by one in the other order, which shows a state that is carried on.
         failure = ""
         try:
             with same_random_numbers(_SEED):
@@ -102,10 +107,13 @@ class LoaderExamples:
                 backwards = [copied(collate([copied(probe)])) for probe in reversed(probes)]
         except RAISED_BY_USERS as error:
             failure = type(error).__name__
-        if failure:  # raised here, an error that does not carry the other one along
+        # Outside of `except`: an error raised in it would carry the other one, with its message, along.
+        if failure:
             raise withheld("the dataset or the collate_fn", failure)
+
         if not all(self._reads_one(collate, index, probe) for index, probe in zip(indices, probes, strict=True)):
             raise mixed_batch()
+
         if all(map(same, forwards, reversed(backwards))):
             for lists_of_items in (False, True):
                 try:
@@ -116,7 +124,7 @@ class LoaderExamples:
         raise mixed_batch()
 
     def _reads_one(self, collate: Collate, index: int, item: Any) -> bool:
-        """Return whether a `collate_fn` makes the same of an item though one example stands for all it reaches."""
+        """Return whether a `collate_fn` makes the same of an item if one example stands for all that it reaches."""
         rows = len(self._items.ids)
 
         def read(copy: Any) -> Any:
@@ -129,22 +137,26 @@ class LoaderExamples:
             repeats = same(expected, StandIn(collate, rows).read(read, _SEED)[0])
         except RAISED_BY_USERS:  # the copy fails, and what it was made of does not
             return True
-        for seed in range(_SEED, _SEED + (DRAWS if drew or not repeats else 1)):
+
+        # Once if nothing is drawn; else under many seeds, since it may reach others only now and then.
+        draws = DRAWS if drew or not repeats else 1
+        for seed in range(_SEED, _SEED + draws):
             expected, _ = plain.read(read, seed)
             try:
                 batch, _ = alone.read(read, seed)
             except RAISED_BY_USERS:
                 return False
-            if (repeats and not same(batch, expected)) or any(
-                self._is_another(index, watch) for watch in alone.watched
-            ):
+            if repeats and not same(batch, expected):
+                return False
+            if any(self._is_another(index, watch) for watch in alone.watched):
                 return False
         return True
 
     def _is_another(self, index: int, watch: ReadWatch) -> bool:
         """Return whether an example of these other than one item's was read from a dataset."""
         ids = look(watch.dataset, self._places).ids
-        return any(ids[place] in self._items.ids and ids[place] != self._items.ids[index] for place in watch.read)
+        own = self._items.ids[index]
+        return any(ids[place] in self._items.ids and ids[place] != own for place in watch.read)
 
 
 def assumption_of(unproved: tuple[str, ...]) -> str:
@@ -189,6 +201,7 @@ def _tried(items: Items, probes: list[int], places: ItemPlaces) -> np.ndarray:
         own = sorted({int(items.own[probe]) for probe in probes if items.owner[probe] == number})
         within = _Trial(owner, places).of(own) if own else None
         if within is not None:
+            # Take the numbers by which more items turn out to be one example.
             used = items.owner == number
             followed = within[items.own[used]]
             if len(np.unique(followed)) < len(np.unique(ids[used])):
@@ -230,7 +243,12 @@ class _Trial:
         return self._examples_within(reads, integers, len(probes))
 
     def _alone(self, index: int, others: list[int]) -> StandIn | None:
-        """Return the copy in which an item is the same though one example stands for all; None if none can be made."""
+        """Return the copy in which an item stays the same while one example stands for all; None if none can be made.
+
+        Raises:
+            ScenarioError: the item is another one in each such copy, so it reads other examples.
+            RunError: the item cannot be read.
+        """
         dataset = self._dataset
         rows = len(dataset)
         name = type(dataset).__name__
@@ -248,6 +266,7 @@ class _Trial:
         if failure:
             self._check_readable(index)
             return None  # the copy fails, and the dataset does not
+
         repeats = same(expected, fresh)
         if repeats and len(others) > 1 and not self._is_same_after(read, others):
             raise _reads_others(index, name)
@@ -257,12 +276,13 @@ class _Trial:
         draws = DRAWS if drew or not repeats else 1
         for row in dict.fromkeys(row for row in candidates if 0 <= row < rows):
             alone = StandIn(dataset, rows, row)
-            if self._is_unchanged(alone, read, draws, repeats):
-                expects = {row, *candidates}
-                strays = any(not watch.read <= expects and len(watch.dataset) == rows for watch in alone.watched)
-                if strays and repeats and self._depends_on_row(read, expected, row):
-                    break  # it has a row of its own, and another one's item
-                return alone
+            if not self._is_unchanged(alone, read, draws, repeats):
+                continue
+            expects = {row, *candidates}
+            strays = any(not watch.read <= expects and len(watch.dataset) == rows for watch in alone.watched)
+            if strays and repeats and self._depends_on_row(read, expected, row):
+                break  # it has a row of its own, and another one's item
+            return alone
         raise _reads_others(index, name)
 
     def _depends_on_row(self, read: Read, expected: Any, row: int) -> bool:
@@ -283,7 +303,9 @@ class _Trial:
                 item, _ = alone.read(read, seed)
             except RAISED_BY_USERS:
                 return False
-            if (repeats and not same(item, expected)) or any(len(watch.read) > 1 for watch in alone.watched):
+            if repeats and not same(item, expected):
+                return False
+            if any(len(watch.read) > 1 for watch in alone.watched):
                 return False
         return True
 
@@ -304,7 +326,8 @@ class _Trial:
                 self._dataset[index]
         except RAISED_BY_USERS as error:
             failure = type(error).__name__
-        if failure:  # raised here, an error that does not carry the other one along
+        # Outside of `except`: an error raised in it would carry the other one, with its message, along.
+        if failure:
             raise withheld("the dataset", failure)
 
     def _examples_within(
@@ -319,6 +342,8 @@ class _Trial:
             ids = _tried(look(dataset, self._places), [row for _, row in pairs], self._places)
             if len(pairs) < probes:  # an item may do without it
                 continue
+
+            # Which item reads which row: its own number, or what an array of as many numbers says.
             is_followed = False
             for numbers in (np.arange(count), *integers):
                 fits = numbers.min() >= 0 and numbers.max() < len(ids)
@@ -350,7 +375,7 @@ def _reads_others(index: int, name: str) -> ScenarioError:
 def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
     """Put a GroupNorm in the place of each BatchNorm of a model (Wu and He 2018), in place, and return the model.
 
-    One that is frozen stays. Each other keeps its weight, bias and eps, and takes the most groups, up to `groups`, that
+    A frozen one stays. Each other one keeps its weight, bias and eps, and takes the most groups, up to `groups`, that
     divide the channels and leave two or more in each. Running statistics go: all peers must do so before they exchange
     models.
 
@@ -362,7 +387,7 @@ def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
         ScenarioError: the model is none, `groups` is no whole number or below 1, or a lazy layer does not know its
             channels yet.
 
-    LoaderExamples:
+    Examples:
         >>> group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups
         4
     """
@@ -391,6 +416,7 @@ def _grouped(norm: nn.Module, groups: int) -> nn.Module:
             f"{type(norm).__name__} does not know its channels yet: call the model on one batch first",
             code="training-loop.lazy-norm",
         )
+
     channels = int(norm.num_features)
     count = max(n for n in range(1, groups + 1) if channels % n == 0 and (n == 1 or channels // n > 1))
     replacement = nn.GroupNorm(count, channels, eps=norm.eps, affine=norm.affine).train(norm.training)

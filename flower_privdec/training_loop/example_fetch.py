@@ -56,6 +56,7 @@ class ExamplesAlone(Dataset[Any]):
             is_proved: whether items are proved to be apart, so that none is written into another's memory.
             lists_of_items: see `merged`.
         """
+        # Past `__setattr__`, which sets attributes of the dataset.
         self.__dict__.update(
             _dataset=dataset,
             _collate=collate,
@@ -76,6 +77,7 @@ class ExamplesAlone(Dataset[Any]):
             index = torch.from_numpy(self._rows.index[np.asarray(indices)])
             taken = [tensor[index] for tensor in self._rows.tensors]
             return taken if self._rows.is_tuple else taken[0]
+
         try:
             if self._collate is default_collate:
                 return _stacked([self._taken(self._dataset[index]) for index in indices])
@@ -155,6 +157,7 @@ def merged(batches: list[Any], lists_of_items: bool) -> Any:
     first = batches[0]
     if any(type(batch) is not type(first) for batch in batches):
         raise MisfitError
+
     if isinstance(first, Tensor):
         return _joined(batches, torch.cat)
     if isinstance(first, np.ndarray):
@@ -176,7 +179,9 @@ def merged(batches: list[Any], lists_of_items: bool) -> Any:
         if lists_of_items and type(first) is list and len(first) == 1:
             return [batch[0] for batch in batches]
         columns = [merged([batch[place] for batch in batches], lists_of_items) for place in range(len(first))]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+        if hasattr(first, "_fields"):  # a named tuple
+            return type(first)(*columns)
+        return type(first)(columns)
 
     if all(same(first, batch) for batch in batches):
         return first

@@ -1,4 +1,9 @@
-"""`fit_privately`: example-level privacy for scikit-learn's linear models, by DP-SGD on the engine's closed forms."""
+"""`fit_privately`: example-level privacy for scikit-learn's linear models, by DP-SGD on the engine's closed forms.
+
+`_objective` reads from the model's settings what it minimises, and refuses settings that it cannot honour. A step then
+adds the clipped gradients of a Poisson batch (`gradients.StackedKernel`), noise and the model's L2 penalty. Batches,
+payments and the budget are those of the torch loop (`loop_budget`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.gradients.protocol import RowsOfBatch
 from flower_privdec.privacy.accountant.accounting import loose_delta
-from flower_privdec.privacy.noise import build_deployed_noise, build_noise
+from flower_privdec.privacy.noise import NoiseSource, build_deployed_noise, build_noise
 from flower_privdec.tasks.losses import LOSSES, Loss
 from flower_privdec.training_loop.loop_budget import LINES, PEER, PrivacyBudget, seed_of
 from flower_privdec.training_loop.loop_checks import check_options
@@ -67,7 +72,7 @@ def fit_privately(
     insecure_seed: int | None = None,
     report: Callable[[str], None] = print,
 ) -> PrivacyBudget:
-    """Train a linear model of scikit-learn from its coefficients on, with privacy for each example.
+    """Train a linear model of scikit-learn, starting at its coefficients, with privacy for each example.
 
         w ← w - η ((Σ_b g_b min(1, C / |g_b|) + σ C N(0, I)) / expected batch + the model's L2 penalty)
 
@@ -76,7 +81,7 @@ def fit_privately(
 
     Args:
         model: LogisticRegression, LinearRegression, Ridge, SGDClassifier or SGDRegressor, with the penalty L2 or none.
-            Its `coef_` and `intercept_` are where it starts, zeros where it has none, and hold the result. The loss
+            Its `coef_` and `intercept_` are where it starts (zeros if it has none), and hold the result. The loss
             is the model's: log loss (of several classes softmax for LogisticRegression, one against all for
             SGDClassifier, averaged), for two classes hinge and squared hinge too, or (ŷ - y)². `class_weight` is a
             dict of public weights, by which losses are multiplied before gradients are clipped. Settings that say
@@ -89,11 +94,11 @@ def fit_privately(
         classes: all labels of a classifier, public and the same at all peers.
         epsilon: the budget over all rounds; None for no limit.
         rounds, local_epochs: how often this is called, and how many passes over the examples each call takes.
-        noise_multiplier: noise std over clip norm, in the place of rounds.
+        noise_multiplier: noise std over clip norm, in place of rounds.
         clip_norm: C, of an example's gradient in coefficients and intercepts together.
         learning_rate: η.
         batch_size: the expected size of a Poisson batch.
-        insecure_seed: INSECURE: batches and noise from a seed. For tests alone.
+        insecure_seed: INSECURE: batches and noise from a seed. Only for tests.
         report: called with a line on ε, its unit and what was charged; and before, with a warning if δ is too large.
 
     Returns:
@@ -101,7 +106,7 @@ def fit_privately(
 
     Raises:
         ScenarioError: a model, data or option that cannot be private, with the remedy.
-        BudgetError: before an example is read, when the budget is spent.
+        BudgetError: before an example is read, if the budget is spent.
 
     Privacy: unit one example, adjacency zero-out, against an adversary who sees the coefficients after every step; each
         step is charged before its batch is drawn. The number of examples is public. Not covered: what was computed of
@@ -109,13 +114,26 @@ def fit_privately(
 
     Deviations: the divisor is the expected batch, not the drawn one.
     """
-    options: dict[str, Any] = {"rounds": rounds, "local_epochs": local_epochs, "batch_size": batch_size}
-    options |= {"epsilon": epsilon, "delta": delta, "noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
-    options |= {"learning_rate": learning_rate, "insecure_seed": insecure_seed}
-    check_options({**options, "ledger": ledger, "report": report})
+    check_options(
+        {
+            "ledger": ledger,
+            "delta": delta,
+            "epsilon": epsilon,
+            "rounds": rounds,
+            "local_epochs": local_epochs,
+            "noise_multiplier": noise_multiplier,
+            "clip_norm": clip_norm,
+            "learning_rate": learning_rate,
+            "batch_size": batch_size,
+            "insecure_seed": insecure_seed,
+            "report": report,
+        }
+    )
     size = _count_of(x)
     objective = _objective(model, classes, size)
-    count = local_epochs * math.ceil(size / min(batch_size, size))
+
+    # The budget, with the noise that it asks for.
+    count = local_epochs * math.ceil(size / min(batch_size, size))  # steps of this call
     steps = None if rounds is None else rounds * count
     budget = PrivacyBudget.of(ledger, size, batch_size, epsilon, delta, steps, noise_multiplier, insecure_seed)
     if budget.remaining_steps(budget.entries()) < 1:
@@ -124,19 +142,11 @@ def fit_privately(
             f"{budget.statement(budget.entries())}",
             code="ledger.budget-spent",
         )
+
     features = _features(x)
     targets = objective.targets(y, size)
     row, kernel = objective.row(model, features.shape[1], targets)
-    seed = seed_of(insecure_seed)
-    noise = build_deployed_noise(hardened=False) if seed is None else build_noise({0: seed}, row.device)
-    clip = row.new_tensor([clip_norm])
-    one = row.new_ones(1)
-    std = budget.release.noise_multiplier * clip
-    watch = budget.watch
-    behind = 0 if watch is None else watch.behind
-    penalty = torch.zeros_like(row)
-    penalty[:, : objective.outputs * features.shape[1]] = objective.l2
-    penalty[:, objective.outputs * features.shape[1] :] = objective.l2_intercept
+    penalty = objective.penalty(row, features.shape[1])
     shrinks = learning_rate * float(penalty.max())
     if not shrinks < 2:
         raise ScenarioError(
@@ -144,29 +154,53 @@ def fit_privately(
             "would grow without end: it must be < 2; lower the learning rate or alpha, or raise C",
             code=MODEL,
         )
-    if warning := loose_delta(delta, size):
+    warning = loose_delta(delta, size)
+    if warning:
         report(f"warning: {warning}")
+
+    seed = seed_of(insecure_seed)
+    noise: NoiseSource
+    if seed is None:
+        noise = build_deployed_noise(hardened=False)
+    else:
+        noise = build_noise({0: seed}, row.device)
+    clip = row.new_tensor([clip_norm])
+    one = row.new_ones(1)
+    std = budget.release.noise_multiplier * clip
+    watch = budget.watch
+    behind = 0 if watch is None else watch.behind
+
     for block, first in budget.paid(count, max(1, count // LINES), report):
         for number, drawn in enumerate(budget.draw(block, first, seed), start=first):
+            added = torch.from_numpy(drawn[: len(drawn) - behind])
             total = torch.zeros_like(row)
-            index = torch.from_numpy(drawn[: len(drawn) - behind])
-            if len(index):
-                batch = RowsOfBatch(features[index][None], targets[index][None], row.new_ones(1, len(index)))
+            if len(added):
+                batch = RowsOfBatch(features[added][None], targets[added][None], row.new_ones(1, len(added)))
                 kernel.add_clipped_(total, row, batch, clip, one)
             clean = total.clone()
             noise.add_(total, std, number, PEER)
+
             if watch is not None:
                 shown = torch.from_numpy(drawn[len(drawn) - behind :])
-                alone = row.new_ones(behind)
-                points = row.expand(behind, -1).clone()
-                gradients = row.new_zeros(behind, row.shape[1])
-                batch = RowsOfBatch(features[shown][:, None], targets[shown][:, None], alone[:, None])
-                kernel.add_clipped_(gradients, points, batch, clip * alone, alone)
+                gradients = _gradients(kernel, row, features[shown], targets[shown], clip)
                 watch.show(gradients / clip)
                 watch.released(clean[0] / clip, total[0] / clip, budget.release.noise_multiplier)
+
             row -= learning_rate * (total / budget.release.batch_size + penalty * row)
+
     objective.put(model, row, features.shape[1])
     return budget
+
+
+def _gradients(kernel: GradientKernel, row: Tensor, features: Tensor, targets: Tensor, clip: Tensor) -> Tensor:
+    """Return the clipped gradient of each of some examples, [b, d]: as if each were a peer's whole batch."""
+    b = len(features)
+    ones = row.new_ones(b)
+    points = row.expand(b, -1).clone()
+    gradients = row.new_zeros(b, row.shape[1])
+    batch = RowsOfBatch(features[:, None], targets[:, None], ones[:, None])
+    kernel.add_clipped_(gradients, points, batch, clip * ones, ones)
+    return gradients
 
 
 @dataclass
@@ -178,9 +212,9 @@ class _Objective:
         l2: half of it times the squared norm of the coefficients is added to the mean loss.
         classes: sorted; None for a regression.
         has_intercept: whether there are intercepts.
-        outputs: how many there are; of a regression known with its targets.
+        outputs: how many there are; for a regression known with its targets.
         class_weights: by which the losses of each class's examples are multiplied, in the order of `classes`.
-        l2_intercept: the same as `l2`, of the intercepts.
+        l2_intercept: the same as `l2`, for the intercepts.
     """
 
     loss: str
@@ -225,6 +259,7 @@ class _Objective:
             raise ScenarioError(
                 f"y has the shape {values.shape}, and x {examples} rows: give one target each", code=DATA
             )
+
         if self.classes is None:
             if values.dtype.kind not in "fiub":
                 raise ScenarioError(f"y is of type {values.dtype}: a regression's targets must be numbers", code=DATA)
@@ -233,6 +268,7 @@ class _Objective:
             self.outputs = numbers.shape[1]
             self.l2 /= self.outputs  # over which the loss is averaged
             return numbers
+
         if not np.isin(values, self.classes).all():
             raise ScenarioError("y has a label that is none of classes: name all that any peer may have", code=DATA)
         labels = torch.from_numpy(np.searchsorted(self.classes, values).astype(np.int64))
@@ -259,22 +295,39 @@ class _Objective:
             values.append(torch.from_numpy(given.reshape(-1).copy()))
         return torch.cat(values)[None], build_kernel(module, self.weighted_loss(), [width], kind="stacked")
 
+    def penalty(self, row: Tensor, width: int) -> Tensor:
+        """Return the weight of the L2 penalty of each number of a row, [1, d]."""
+        coefficients = self.outputs * width
+        penalty = torch.zeros_like(row)
+        penalty[:, :coefficients] = self.l2
+        penalty[:, coefficients:] = self.l2_intercept
+        return penalty
+
     def put(self, model: Any, row: Tensor, width: int) -> None:
         """Let the model have a row's coefficients and intercepts, in scikit-learn's shapes."""
         values = row[0].numpy()
         split = self.outputs * width
         coefficients = values[:split].reshape(self.outputs, width)
         intercepts = values[split:].copy()
+
+        # A regression of one output has coefficients [features]; SGDRegressor keeps an array of intercepts even so.
         is_flat = self.classes is None and self.outputs == 1
-        by_sgd = _is(model, "SGDRegressor")  # which has one output, and an array of intercepts for it
-        model.coef_ = coefficients.reshape(-1).copy() if is_flat or by_sgd else coefficients.copy()
-        scalar = is_flat and not by_sgd
-        model.intercept_ = (float(intercepts[0]) if scalar else intercepts) if self.has_intercept else 0.0
+        by_sgd = _is(model, "SGDRegressor")
+        if is_flat or by_sgd:
+            model.coef_ = coefficients.reshape(-1).copy()
+        else:
+            model.coef_ = coefficients.copy()
+
+        if not self.has_intercept:
+            model.intercept_ = 0.0 if self.classes is None else np.zeros(self.outputs)
+        elif is_flat and not by_sgd:
+            model.intercept_ = float(intercepts[0])
+        else:
+            model.intercept_ = intercepts
+
         model.n_features_in_ = width
         if self.classes is not None:
             model.classes_ = self.classes
-            if not self.has_intercept:
-                model.intercept_ = np.zeros(self.outputs)
 
 
 def _is(model: Any, name: str) -> bool:
@@ -282,8 +335,12 @@ def _is(model: Any, name: str) -> bool:
 
 
 def _count_of(x: Any) -> int:
-    """Return how many examples there are, which is public; raises ScenarioError where there are none."""
-    count = x.shape[0] if getattr(x, "shape", ()) else len(x) if hasattr(x, "__len__") else 0
+    """Return how many examples there are, which is public; raises ScenarioError if there are none."""
+    count = 0
+    if getattr(x, "shape", ()):
+        count = x.shape[0]
+    elif hasattr(x, "__len__"):
+        count = len(x)
     if count == 0:
         raise ScenarioError("x has no examples: it must be [examples, features], of numbers", code=DATA)
     return int(count)
@@ -327,6 +384,7 @@ def _objective(model: Any, classes: Any, examples: int) -> _Objective:
     kind = next((kind for kind in KINDS if _is(model, kind)), "")
     if not kind or _is(model, "LogisticRegressionCV"):
         raise ScenarioError(f"model is a {type(model).__name__}: it must be one of {', '.join(KINDS)}", code=MODEL)
+
     settings = model.get_params()
     _check_settings(model, settings)
     alpha = _l2_of(kind, settings, examples)
@@ -335,7 +393,8 @@ def _objective(model: Any, classes: Any, examples: int) -> _Objective:
         loss = settings.get("loss", "squared_error")
         if loss != "squared_error" or classes is not None:
             raise ScenarioError(f"a regression needs loss='squared_error' (not {loss!r}) and no classes", code=MODEL)
-        return _Objective("mse", 2 * alpha / (examples if kind == "Ridge" else 1), None, has_intercept)
+        divisor = examples if kind == "Ridge" else 1  # Ridge adds losses up, the others average them
+        return _Objective("mse", 2 * alpha / divisor, None, has_intercept)
 
     labels = np.unique(np.asarray([] if classes is None else classes))
     loss = settings.get("loss", "log_loss")
@@ -347,6 +406,7 @@ def _objective(model: Any, classes: Any, examples: int) -> _Objective:
             f"loss={loss!r} of {count} classes must be 'log_loss', or for two classes one of {', '.join(MARGINS)}",
             code=MODEL,
         )
+
     weights = _class_weights(settings.get("class_weight"), labels)
     if count == 2:
         objective = _Objective(MARGINS[loss], alpha, labels, has_intercept, class_weights=weights)
@@ -374,6 +434,7 @@ def _check_settings(model: Any, settings: Mapping[str, Any]) -> None:
             "the rate is that of fit_privately(learning_rate=...)",
             code=MODEL,
         )
+
     defaults = inspect.signature(type(model).__init__).parameters
     for name, value in settings.items():
         if name in HONOURED or name in WITHOUT_EFFECT or name in FIXED:
@@ -402,6 +463,7 @@ def _l2_of(kind: str, settings: Mapping[str, Any], examples: int) -> float:
             f"{wrong} has no gradient that is clipped apart: take penalty='l2' (l1_ratio=0), or none",
             code=MODEL,
         )
+
     name = "C" if kind == "LogisticRegression" else "alpha"
     if penalty is None or name not in settings:
         return 0.0

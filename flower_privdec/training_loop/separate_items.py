@@ -3,7 +3,10 @@
 Example-level privacy bounds what one *item* of a dataset changes. For the kinds that are recognised here an item is a
 row of an array, a table or a list, or a file of its own, so that nothing that stands in another item can reach it: it
 is *proved*. Code of a user's own, such as a dataset class or a transform, may read what it likes. Then ε holds if item
-i reads example i only, and every summary says so.
+i reads only example i, and every summary says so.
+
+`look` goes through the wrappers of torch, and returns the `Items`: which example each one is (by where it lies in
+memory), what is not proved, and whose items can be read to try them (`example_checks`).
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ class ItemPlaces:
 
 
 def look(dataset: Any, places: ItemPlaces) -> Items:
-    """Return what is known of a dataset's items, through the wrappers of torch."""
+    """Look at a dataset's items, through the wrappers of torch, without reading one."""
     kind = type(dataset)
     if kind is TensorDataset:
         return _of_tensors(dataset, dataset.tensors, places)
@@ -111,6 +114,7 @@ def look(dataset: Any, places: ItemPlaces) -> Items:
         return _of_array(dataset, places)
     if kind in (list, tuple):
         return _of_list(dataset, places)
+    # A class derived from Subset that reads as Subset does is one, too.
     if getattr(kind, "__getitem__", None) is Subset.__getitem__:
         return _of_subset(dataset, places)
     if getattr(kind, "__getitem__", None) is ConcatDataset.__getitem__:
@@ -158,8 +162,9 @@ def share_rows(arrays: Sequence[Tensor | np.ndarray]) -> bool:
 
     Each is taken to have its own rows apart, see `are_rows_apart`, or to be one row for all items.
     """
-    layouts = [layout for array in arrays if (layout := _layout(array)) is not None]
-    return any(_share(one, other) for one, other in combinations(layouts, 2))
+    layouts = [_layout(array) for array in arrays]
+    not_empty = [layout for layout in layouts if layout is not None]
+    return any(_share(one, other) for one, other in combinations(not_empty, 2))
 
 
 @dataclass(frozen=True)
@@ -271,6 +276,8 @@ def _of_list(dataset: Sequence[Any], places: ItemPlaces) -> Items:
     spans: list[tuple[int, int, int]] = []
     if not all(_is_plain(item, number, spans) for number, item in enumerate(dataset)):
         return Items.opaque(ids, dataset, f"a {name} of {type(dataset[0]).__name__}")
+
+    # Spans in order of memory: one that begins before an earlier one ends shares memory with it.
     spans.sort()
     reach = 0
     owner = -1
@@ -375,13 +382,15 @@ def _of_table(dataset: Any, places: ItemPlaces) -> Items:
     table = dataset.data
     numbers = []
     done = 0
-    for chunk in table.column(0).chunks if table.num_columns else []:
+    chunks = table.column(0).chunks if table.num_columns else []
+    for chunk in chunks:
         buffers = [buffer.address for buffer in chunk.buffers() if buffer is not None]
         if buffers:  # the same memory, whichever selection or concatenation it stands in
             numbers.append(places.ids(("buffer", buffers[-1]), chunk.offset + np.arange(len(chunk))))
         else:
             numbers.append(places.ids(("table", id(dataset)), done + np.arange(len(chunk))))
         done += len(chunk)
+
     ids = np.concatenate(numbers) if numbers else places.of(dataset, table.num_rows)
     if dataset._indices is not None:
         ids = ids[dataset._indices.column(0).to_numpy().astype(np.int64)]
@@ -395,6 +404,7 @@ def _of_torchvision(dataset: Any, places: ItemPlaces) -> Items:
     name = type(dataset).__name__
     places.held.append(dataset)
     unproved = []
+
     ids: np.ndarray | None
     if is_of(dataset, "torchvision.datasets", OF_FILES):
         ids = np.array([places.ids(("file", str(sample[0])), range(1))[0] for sample in dataset.samples])
@@ -406,6 +416,7 @@ def _of_torchvision(dataset: Any, places: ItemPlaces) -> Items:
         ids = row_addresses(data) if is_array else None
         if ids is None or not are_rows_apart(data):
             unproved.append(name)
+
     transforms = [vars(dataset).get(role) for role in ("transform", "target_transform", "transforms")]
     if not all(map(_is_transform_of_an_item, transforms)):
         unproved.append(f"the transform of {name}")

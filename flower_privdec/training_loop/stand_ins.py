@@ -1,9 +1,12 @@
 """Copies of a user's dataset in which one example stands in the place of all, to see whether an item notices.
 
-An item that reads its own example only is the same in such a copy. One that reads others (pairs, mixup, scaling by the
+An item that reads only its own example is the same in such a copy. One that reads others (pairs, mixup, scaling by the
 data's own mean) changes. The copy reaches what a dataset holds: arrays, lists, tables, other datasets, objects and the
 functions that these call, with what such functions close over and the globals of their module. Datasets within are
-watched, since an item may read them in another order than its own.
+watched (`ReadWatch`), since an item may read them in another order than its own.
+
+The copy is as shallow as it can be: `_of` returns the value itself if there is nothing to replace in it, and what
+cannot be copied stays as it is. So a copy may miss something, and never breaks the dataset.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ class StandIn:
         for watch in self.watched:
             watch.read.clear()
         with same_random_numbers(seed), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of arrays that may not be written to, as one row in the place of all
+            # Of arrays that may not be written to, as one row in the place of all.
+            warnings.simplefilter("ignore")
             for generator in self._generators:
                 _reseed(generator, seed)
             before = self._states()
@@ -97,6 +101,7 @@ class StandIn:
         return self._done[id(value)][1]
 
     def _new(self, value: Any, depth: int) -> Any:
+        """Return the copy of a value, by its kind; the order of the kinds matters, for some are several."""
         if isinstance(value, GENERATORS):
             return self._generator(value)
         if value is not self._top and is_dataset(value) and self._row is not None:
@@ -111,11 +116,17 @@ class StandIn:
                 return one_row
         if isinstance(value, Tensor | np.ndarray):
             return value
+
+        # Collections, with copies of what is in them unless they are long.
         if type(value) in (list, tuple, set):
             is_long = len(value) > LONG
             return type(value)(value if is_long else [self._of(part, depth) for part in value])
         if type(value) is dict:
-            return dict(value) if len(value) > LONG else {key: self._of(part, depth) for key, part in value.items()}
+            if len(value) > LONG:
+                return dict(value)
+            return {key: self._of(part, depth) for key, part in value.items()}
+
+        # What can be called, and objects.
         if isinstance(value, functools.partial):
             arguments = [self._of(part, depth) for part in value.args]
             return functools.partial(self._of(value.func, depth), *arguments, **self._of(value.keywords, depth))
@@ -124,7 +135,8 @@ class StandIn:
         if isinstance(value, types.FunctionType):
             return self._function(value, depth)
         if type(value) in (property, staticmethod, classmethod):
-            return type(value)(self._of(value.fget if isinstance(value, property) else value.__func__, depth))
+            function = value.fget if isinstance(value, property) else value.__func__
+            return type(value)(self._of(function, depth))
         return self._object(value, depth)
 
     def _generator(self, value: Any) -> Any:
@@ -145,6 +157,7 @@ class StandIn:
             if value is not self._top and all(isinstance(part, tuple | list | dict) for part in value):
                 self.lists.append(value)
             return
+
         array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
         if array.ndim == 1 and array.dtype.kind in "iu":
             self.integers.append(array.astype(np.int64))
@@ -155,6 +168,7 @@ class StandIn:
         rows = self._rows
         if row is None or len(value) != rows:
             return None
+
         if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim:
             return value[row : row + 1].expand_as(value)
         if isinstance(value, np.ndarray) and value.ndim:
@@ -176,7 +190,7 @@ class StandIn:
         return None
 
     def _watched(self, value: Any, depth: int) -> Any:
-        """Return what takes the place of a dataset within: its items as they are, but noted, and else one row."""
+        """Return what takes the place of a dataset within: its items are its own, but noted; all else has one row."""
         behind = self._table(value, depth) if is_table(value) else self._object(value, depth)
         within = StandIn(value, len(value))
         self._generators += within._generators
@@ -203,13 +217,14 @@ class StandIn:
                 cells.append(types.CellType(self._of(cell.cell_contents, depth)))
             except ValueError:  # an empty one
                 cells.append(cell)
+
         names = {name for code in _codes(value.__code__) for name in code.co_names}
         globals_of = value.__globals__
         named = {name: self._of(globals_of[name], depth) for name in names & globals_of.keys()}
         defaults = self._of(value.__defaults__, depth)
-        function = types.FunctionType(
-            value.__code__, {**globals_of, **named}, value.__name__, defaults, tuple(cells) or None
-        )
+        globals_of_copy = {**globals_of, **named}
+        closure = tuple(cells) or None
+        function = types.FunctionType(value.__code__, globals_of_copy, value.__name__, defaults, closure)
         function.__kwdefaults__ = self._of(value.__kwdefaults__, depth)
         return function
 
@@ -224,10 +239,13 @@ class StandIn:
         if new is value or type(new) is not type(value):
             return value
         self._done[id(value)] = (value, new)
+
         attributes = dict(getattr(value, "__dict__", {}))
-        for name in (name for kind in type(value).__mro__ for name in _slots_of(kind)):
-            if hasattr(value, name):
-                attributes[name] = getattr(value, name)
+        for kind in type(value).__mro__:
+            for name in _slots_of(kind):
+                if hasattr(value, name):
+                    attributes[name] = getattr(value, name)
+
         for name, part in attributes.items():
             copied_part = self._of(part, depth)
             if copied_part is not part:
@@ -236,7 +254,10 @@ class StandIn:
         return new
 
     def _set_class(self, new: Any, depth: int) -> None:
-        """Let an object's methods, if its class is a user's, read copies of globals and of class attributes."""
+        """Let an object's methods, if its class is a user's, read copies of globals and of class attributes.
+
+        The object gets a class derived from its own, in which these are replaced.
+        """
         kind = type(new)
         of_users = [base for base in kind.__mro__ if not is_of_library(base)]
         attributes: dict[str, Any] = {}
@@ -249,8 +270,10 @@ class StandIn:
                     attributes[name] = copied_part
         if not attributes:
             return
+
+        body = {**attributes, "__module__": kind.__module__, "__slots__": ()}
         try:
-            new.__class__ = type(kind.__name__, (kind,), {**attributes, "__module__": kind.__module__, "__slots__": ()})
+            new.__class__ = type(kind.__name__, (kind,), body)
         except TypeError:  # a class that may not be derived from, or with another layout
             return
 
@@ -259,13 +282,13 @@ class ReadWatch:
     """Notes which items of a dataset are read.
 
     Attributes:
-        dataset: which.
+        dataset: the dataset.
         stand_in: takes its place: an object of its class, whose items are the dataset's.
         read: the indices of items that were read.
     """
 
     def __init__(self, dataset: Any, items: Any, behind: Any) -> None:
-        """ReadWatch a dataset.
+        """Watch a dataset.
 
         Args:
             items: a copy of it, whose items are read.
@@ -317,7 +340,9 @@ def is_dataset(value: Any) -> bool:
 
 def is_of_library(value: Any) -> bool:
     """Return whether a class or function is a library's, and holds nothing of a user's."""
-    return (getattr(value, "__module__", None) or "").partition(".")[0] in LIBRARIES
+    module = getattr(value, "__module__", None) or ""
+    library, _, _ = module.partition(".")
+    return library in LIBRARIES
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
@@ -357,7 +382,8 @@ def _reseed(generator: Any, seed: int) -> None:
 @contextmanager
 def same_random_numbers(seed: int) -> Iterator[None]:
     """Draw a seed's random numbers inside, and leave the generators as they were."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python = random.getstate()
+    legacy = np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002

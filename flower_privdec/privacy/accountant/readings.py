@@ -108,7 +108,7 @@ def points_of(epsilon_at: Callable[[float], float], deltas: Sequence[float] = DE
 
 
 def of_group(releases: Iterable[Release], examples: int) -> tuple[Release, ...] | None:
-    """Return releases that bound what k examples of one peer show together, or None if no such bound is known.
+    """Return releases that bound what k examples of one peer show together; None if no such bound is known.
 
     Proof. Noise of variance σ² is a sum of k independent noises of variance σ² / k. So a step's sum is a function of k
     sums, one for each of the k examples, which holds its share of that example and noise of its own; and publishing

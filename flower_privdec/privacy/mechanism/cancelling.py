@@ -5,28 +5,40 @@ In a step each active peer i releases, in the units of the rows that are exchang
     s_i Σ_b clip(∇f_i, C_i) + D_i ξ_i + Σ_j ± c_ij ζ_ij                 (+ for i < j, - for i > j)
 
 with normals ξ_i of its own and ζ_ij that both ends of a pair draw from a secret that only they have. Every exchange
-that conserves Σ_i x_i then leaves the own noise alone in the sum. Peers that are active in a step have pairs in it.
+that conserves Σ_i x_i then leaves only the own noise in the sum. Peers that are active in a step have pairs in it.
+
+`PairPlan` is what all peers know of a run's noise. `solve_pairs` finds it for a step: how large the pairs' noise is
+follows from a *strength* (`best_strength`), and then the own noise is the least with which the proof below holds.
+
+| symbol | name here | is |
+|---|---|---|
+| V_i | `needed` | the noise that peer i would need by itself |
+| D_i | `own` (over V_i) | the noise of its own that it adds |
+| c_ij | `pair`; `squares` for c_ij² | the noise that a pair draws |
+| q | `colluding` | how many peers share all that they know |
+| H | `chosen`, a row of `sets` | the honest peers that q colluders leave |
+| d | `variances` | D², as the unknown of a search |
 
 Privacy. An observer sees all messages and has all secrets of up to q colluding peers. It can subtract what colluders
 drew, so from the honest peers H of a step it learns, coordinate by coordinate, their sums plus normals of covariance
 
     Σ_H = D² + L_H,     L_H the Laplacian of the c_ij² among H
 
-and nothing else: later exchanges are functions of these. Zeroing out one example of peer i moves coordinate i of that
-vector alone, by v with |v| <= |s_i| C_i where the example is drawn, whatever the other peers drew. Whitened by
-Σ_H^{-1/2}, the shift has the length |v| sqrt([Σ_H^{-1}]_ii). So the step is the same sampled Gaussian as without pairs
-(see `events`), with noise V_i = [Σ_H^{-1}]_ii^{-1/2} in place of D_i. Steps draw independent numbers, so they compose
-as before. Fewer than q colluders know less, so the sets of exactly q are the worst. A peer whose budget is spent
-releases its noise without an example, which changes no covariance. Where peers of a step release nothing, what is seen
-has a submatrix of Σ_H, the inverse of which is smaller on the rest. If all others collude, D_i is left. ∎
+and nothing else: later exchanges are functions of these. Zeroing out one example of peer i moves only coordinate i of
+that vector, by v with |v| <= |s_i| C_i if the example is drawn, whatever the other peers drew. Whitened by Σ_H^{-1/2},
+the shift has the length |v| sqrt([Σ_H^{-1}]_ii). So the step is the same sampled Gaussian as without pairs (see
+`events`), with noise V_i = [Σ_H^{-1}]_ii^{-1/2} in place of D_i. Steps draw independent numbers, so they compose as
+before. Fewer than q colluders know less, so the sets of exactly q are the worst. A peer whose budget is spent releases
+its noise without an example, which changes no covariance. If peers of a step release nothing, what is seen has a
+submatrix of Σ_H, the inverse of which is smaller on the rest. If all others collude, D_i is left. ∎
 
-Sizes that are private. V_i then is that of a peer with `data.at_least` examples. One with more has the same s_i C_i,
+Sizes that are private. V_i then is that of a peer with `data.at_least` examples. A peer with more has the same s_i C_i,
 for Poisson batches are divided by their expected size, and draws an example with a smaller chance. Its step is a
 mixture of the step at the larger chance and of that without the example, and divergences are convex. ∎
 
 Peers that restart. On a network a peer may take a step again, by another process, or lack a pair's draw. Let a *node*
 be one release of a step by one process. Two rules are enforced (`noise.pair_noise`): (a) each draw is added by one node
-of either end at most, for secrets live and die with a process (with a session, of relayed Flower nodes: see
+of either end at most, for secrets live and die with a process (for relayed Flower nodes with a session: see
 `flower.pair_keys`), which takes a step once; (b) a node that does not share the draw of a pair adds as much noise of
 its own. Then each node of peer i has noise V_i as if all nodes were independent, so a step that is charged twice may be
 taken twice. For let w_k be the weights on the nodes of peer k. Any sum over the honest nodes with these weights has the
@@ -37,7 +49,7 @@ variance
 
 the first by Cauchy and Schwarz, since by (a) each node has one partner in a pair at most, the second by the definition
 of V_i. Hence the covariance of all nodes less V_i² on those of i is that of some noise: independent noise V_i at each
-of them is left if it is known. ∎ Peers that run twice, were restored, or draw apart forever cost accuracy alone.
+of them is left if it is known. ∎ Peers that run twice, were restored, or draw apart forever cost only accuracy.
 
 Source: Allouah et al. 2024 (Decor, arXiv:2405.01031) for the mechanism; the covariance argument is our own.
 """
@@ -54,21 +66,31 @@ import numpy as np
 
 from flower_privdec.common.errors import RunError
 
+# Solving a step.
 LARGEST_WORK = 2e8  # of the eigenvalues of all honest sets of a step, in m³: beyond it they are bounded
+LARGEST_SHAPED = 5e6  # of that work, up to which peers have factors of their own: it is done some thirty times
 AT_ONCE = 2**22  # numbers of the matrices that are decomposed at once
 MARGIN = 1e-9  # of squares, above the rounding of eigenvalues: no peer has less noise than it needs
 ROUNDING = 1e-14  # of eigenvalues, over the largest
 HALVINGS = 60
-LARGEST_SHAPED = 5e6  # of that work, up to which peers have factors of their own: it is done some thirty times
 SPARED = 1.03  # times the least noise in the sum: for that much more, own noise is left if all others collude
+
+# The search for a shape of own noise (`_shape`).
 RELAXED = 0.995  # of the noise that peers need: they have it with the largest own noise by itself
-LAST_GAP, BARRIERS, NEWTON_STEPS, LEAST_STEP = 3e-3, 8, 3, 1e-3  # the last share of Σ d that is not yet gained
+LAST_GAP = 3e-3  # the share of Σ d that is not yet gained when the search ends
+BARRIERS = 8
+NEWTON_STEPS = 3  # at each barrier
+LEAST_STEP = 1e-3  # of Newton's: a smaller one is left out
 BOOSTS = (1.005, 1.02, 1.1, 1.5, math.inf)  # of a shape, until it is enough
 GRID = 2.0**12  # to which a shape is rounded, as factors of V
+
+# The choice of a strength. With this horizon 16 peers on directed-exponential take strength 1 at one mixing step and
+# 1.4 at two; an MLP on MNIST did best at 1 (of 0.5 to 4), and at 1 to 2 (of 0.5 to 2).
 STRENGTHS = tuple(float(2 ** (number / 2)) for number in range(-4, 9))  # 1/4 to 16
-HORIZON = 64  # rounds: 16 peers on directed-exponential then take strength 1 at one mixing step and 1.4 at two;
-# an MLP on MNIST did best at 1 (of 0.5 to 4), and at 1 to 2 (of 0.5 to 2)
+HORIZON = 64  # rounds
 LEFT_BY_RESTART = 3.0  # times all that a peer draws with others in a step
+
+# The plan of a run.
 DIGITS = 12  # to which the noise of two steps is compared
 RECORDED = (0, 1, 2, 3, 4)  # numbers of colluders whose cost is recorded, beside powers of two
 RECORDED_DIGITS = 5
@@ -80,8 +102,8 @@ class PairNoise:
     """The noise of one step.
 
     Attributes:
-        own: D_i / V_i in (0, 1], which need not be the same for all, float64 [n_peers]; 1 where a peer has no pair.
-        pair: c_ij of each pair in the units of V, float64 [E]; 0 where one of the two is idle.
+        own: D_i / V_i in (0, 1], which need not be the same for all, float64 [n_peers]; 1 for a peer without a pair.
+        pair: c_ij of each pair in the units of V, float64 [E]; 0 if one of the two is idle.
     """
 
     own: np.ndarray
@@ -107,20 +129,23 @@ def solve_pairs(needed: np.ndarray, edges: np.ndarray, colluding: int, strength:
     λ_2(L) |y|² <= y' L y = y' L_H y + Σ_i y_i² Σ_{colluding j} c_ij².
 
     Args:
-        needed: V, the noise that each peer would need by itself, float64 [n_peers]; 0 where it is idle.
+        needed: V, the noise that each peer would need by itself, float64 [n_peers]; 0 if it is idle.
         edges: the pairs that share a secret, int64 [E, 2].
         colluding: q.
         strength: standard deviation of all that a peer draws with others, over V.
     """
     needed = np.asarray(needed, dtype=np.float64)
+
+    # The pairs' noise, of those whose ends are both active.
     both = (needed[edges] > 0).all(axis=1)
     ends = edges[both]
-    degrees = np.bincount(edges[both].ravel(), minlength=len(needed))
+    degrees = np.bincount(ends.ravel(), minlength=len(needed))
     pair = np.zeros(len(edges))
-    own = np.ones(len(needed))
     pair[both] = strength * np.sqrt(needed[ends].prod(axis=1)) / degrees[ends].prod(axis=1) ** 0.25
-    squares = np.zeros((len(needed), len(needed)))
-    squares[ends[:, 0], ends[:, 1]] = squares[ends[:, 1], ends[:, 0]] = pair[both] ** 2
+
+    # The own noise, of each connected part by itself.
+    own = np.ones(len(needed))
+    squares = _squares(len(needed), ends, pair[both])
     for members in _connected_parts(squares > 0):
         needs = needed[members]
         between = squares[np.ix_(members, members)]
@@ -128,14 +153,24 @@ def solve_pairs(needed: np.ndarray, edges: np.ndarray, colluding: int, strength:
     return PairNoise(own, pair)
 
 
+def _squares(n: int, edges: np.ndarray, pair: np.ndarray) -> np.ndarray:
+    """Return c_ij² as a symmetric matrix [n, n], from the noise of each pair."""
+    squares = np.zeros((n, n))
+    squares[edges[:, 0], edges[:, 1]] = pair**2
+    squares[edges[:, 1], edges[:, 0]] = pair**2
+    return squares
+
+
 def _connected_parts(joined: np.ndarray) -> list[np.ndarray]:
     """Return the members of each connected part with two members or more."""
+    # Each peer takes the least label among itself and its neighbours, until nothing changes.
     label = np.arange(len(joined))
     for _ in range(len(joined)):
         least = np.minimum(label, np.where(joined, label, len(joined)).min(axis=1))
         if np.array_equal(least, label):
             break
         label = least
+
     parts = [np.flatnonzero(label == one) for one in np.unique(label)]
     return [part for part in parts if len(part) > 1]
 
@@ -143,7 +178,8 @@ def _connected_parts(joined: np.ndarray) -> list[np.ndarray]:
 def _own_noise(needed: np.ndarray, squares: np.ndarray, colluding: int) -> np.ndarray:
     """Return the own noise D of a connected part, from V and the c_ij² of its members."""
     honest = len(needed) - colluding
-    is_symmetric = np.ptp(needed) == 0 and np.ptp(squares[~np.eye(len(needed), dtype=bool)]) == 0
+    between_peers = squares[~np.eye(len(needed), dtype=bool)]
+    is_symmetric = np.ptp(needed) == 0 and np.ptp(between_peers) == 0  # then all sets are alike
     count = 1 if is_symmetric else math.comb(len(needed), honest)
     if count * honest**3 > LARGEST_WORK:
         return math.sqrt(_bounded_square(needed, squares, colluding)) * needed
@@ -179,8 +215,11 @@ def _spared(shaped: np.ndarray, uniform: np.ndarray, needed: np.ndarray) -> np.n
     high = 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        is_allowed = float(np.square(np.maximum(shaped, middle * needed)).sum()) <= allowed
-        low, high = (middle, high) if is_allowed else (low, middle)
+        in_sum = float(np.square(np.maximum(shaped, middle * needed)).sum())
+        if in_sum <= allowed:
+            low = middle
+        else:
+            high = middle
     spared: np.ndarray = np.maximum(shaped, low * needed)
     return spared
 
@@ -188,8 +227,9 @@ def _spared(shaped: np.ndarray, uniform: np.ndarray, needed: np.ndarray) -> np.n
 def _honest_sets(members: int, honest: int, count: int) -> list[np.ndarray]:
     """Return the first sets that colluders leave of a part, int64 [AT_ONCE or fewer, honest] at a time."""
     sets = islice(combinations(range(members), honest), count)
+    at_once = max(1, AT_ONCE // honest**2)
     batches = []
-    while batch := list(islice(sets, max(1, AT_ONCE // honest**2))):
+    while batch := list(islice(sets, at_once)):
         batches.append(np.array(batch))
     return batches
 
@@ -205,7 +245,8 @@ def _least_square(
     largest = 0.0
     ratios = np.square(needed / shape)
     for chosen in sets:
-        values, vectors = np.linalg.eigh(_scaled_laplacian(shape[chosen], squares[chosen[:, :, None], chosen[:, None]]))
+        between = squares[chosen[:, :, None], chosen[:, None]]  # [sets, peers, peers]
+        values, vectors = np.linalg.eigh(_scaled_laplacian(shape[chosen], between))
         values = np.clip(values - ROUNDING * values[:, -1:], 0.0, None)  # never above the true ones
         shares = vectors**2 * ratios[chosen][:, :, None]  # [sets, peers, eigenvalues]
         values = values[:, None]
@@ -240,21 +281,26 @@ def _shape(
     if least.max() < math.sqrt(SPARED):
         return None
 
+    # The bounds: of d from below and above, and of the noise that is left from below.
     honest = sets[0].shape[1]
     upper = needed**2
     lower = needed**2 / honest
     relaxed = needed**2 * RELAXED
+    bounds = (lower, upper, relaxed)
     constraints = sum(chosen.size for chosen in sets) + 2 * len(needed)
+
+    # From within all bounds along barriers that get lower, halving steps that would leave them.
     variances = upper * (1 + RELAXED) / 2
     for gap in np.geomspace(1.0, LAST_GAP, BARRIERS):
         weight = gap * float(variances.sum()) / constraints
         for _ in range(NEWTON_STEPS):
-            step = _newton_step(variances, squares, sets, (lower, upper, relaxed), weight)
+            step = _newton_step(variances, squares, sets, bounds, weight)
             size = 1.0
-            while size > LEAST_STEP and not _is_inside(variances + size * step, squares, sets, (lower, upper, relaxed)):
+            while size > LEAST_STEP and not _is_inside(variances + size * step, squares, sets, bounds):
                 size /= 2
             if size > LEAST_STEP:
                 variances = variances + size * step
+
     ratios = np.sqrt(variances) / needed
     return np.asarray(np.ceil(ratios * GRID) / GRID * needed)  # the roundings of two machines give one shape
 
@@ -281,7 +327,11 @@ def _is_inside(variances: np.ndarray, squares: np.ndarray, sets: Sequence[np.nda
     lower, upper, relaxed = bounds
     if (variances <= lower).any() or (variances >= upper).any():
         return False
-    return all((noise_left(variances, squares, chosen)[1] > relaxed[chosen]).all() for chosen in sets)
+    for chosen in sets:
+        _, left = noise_left(variances, squares, chosen)
+        if not (left > relaxed[chosen]).all():
+            return False
+    return True
 
 
 def _newton_step(
@@ -295,6 +345,7 @@ def _newton_step(
     lower, upper, relaxed = bounds
     gradient = 1 - weight / (variances - lower) + weight / (upper - variances)
     curvature = np.diag(weight / (variances - lower) ** 2 + weight / (upper - variances) ** 2)
+
     for chosen in sets:
         inverse, left = noise_left(variances, squares, chosen)
         harmonic = inverse * left[:, :, None]  # x of each peer i, in the row i
@@ -307,6 +358,7 @@ def _newton_step(
         bent -= slopes.transpose(0, 2, 1) @ ((force / left)[:, :, None] * slopes)
         second = pulled.transpose(0, 2, 1) @ pulled + 2 * bent
         np.add.at(curvature, (chosen[:, :, None], chosen[:, None]), second)
+
     step: np.ndarray = np.linalg.solve(curvature, -gradient)
     return step
 
@@ -330,9 +382,7 @@ def _bounded_left(
         edges: the pairs, int64 [E, 2].
         numbers: q of each bound.
     """
-    n = len(needed)
-    squares = np.zeros((n, n))
-    squares[edges[:, 0], edges[:, 1]] = squares[edges[:, 1], edges[:, 0]] = profile.pair**2
+    squares = _squares(len(needed), edges, profile.pair)
     bounds = [profile.own.copy() for _ in numbers]
     for members in _connected_parts(squares > 0):
         part = squares[np.ix_(members, members)]
@@ -371,7 +421,10 @@ def _least(worst: Callable[[float], float]) -> float:
     high = 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if worst(middle) <= 1 else (middle, high)
+        if worst(middle) <= 1:
+            high = middle
+        else:
+            low = middle
     return min(1.0, high * (1 + MARGIN))
 
 
@@ -392,10 +445,10 @@ class Trade:
 
     Attributes:
         strength: see `solve_pairs`.
-        mean: of the noise in the mean model, where independent noise has 1 / n.
+        mean: of the noise in the mean model; independent noise has 1 / n.
         models: of the noise of pairs in the peers' models at their steps.
         restart: of what a peer that restarts leaves in the mean, once: it and its neighbours draw apart in the step
-            that it takes again, and they alone in the last one, for which its budget is spent.
+            that it takes again, and only they in the last one, for which its budget is spent.
     """
 
     strength: float
@@ -404,7 +457,7 @@ class Trade:
     restart: float
 
     def error(self, *, deployed: bool) -> float:
-        """Return what is least at the best strength: noise in the mean stays for about HORIZON rounds.
+        """Return the figure that is least at the best strength: noise in the mean stays for about HORIZON rounds.
 
         Args:
             deployed: whether peers are processes of their own, of which one may restart in that time.
@@ -420,13 +473,14 @@ def trades(needed: np.ndarray, edges: np.ndarray, colluding: int, left: float) -
         left: see `disagreement_left`.
     """
     active = needed > 0
+    peers = max(1, int(active.sum()))
     unit = float(np.square(needed[active]).mean()) if active.any() else 1.0
     results = []
     for strength in STRENGTHS:
         own = solve_pairs(needed, edges, colluding, strength).own
-        peers = max(1, int(active.sum()))
         mean = float(np.square(own * needed).sum() / unit / peers**2)
-        results.append(Trade(strength, mean, strength**2 * left, LEFT_BY_RESTART * strength**2 / peers**2))
+        restart = LEFT_BY_RESTART * strength**2 / peers**2
+        results.append(Trade(strength, mean, models=strength**2 * left, restart=restart))
     return results
 
 
@@ -443,7 +497,7 @@ class PairPlan:
         edges: the pairs that share a secret, int64 [E, 2], the lower id first.
         colluding: q.
         strength: see `solve_pairs`.
-        trades: what other strengths give in the first step; empty where the scenario gives the strength.
+        trades: what other strengths give in the first step; empty if the scenario gives the strength.
         needed: V of every step in the units of what the network conserves, float64 [steps, n_peers].
         weights: how often a row of each peer counts in what the network conserves, float64 [n_peers].
         same_rates: whether all learning rates are equal, so that an algorithm may leave them out.
@@ -473,25 +527,24 @@ class PairPlan:
         """Return the noise that each peer has left against any so many colluders, over V, float64 [steps, n_peers].
 
         Returns:
-            [Σ_H^{-1}]_ii^{-1/2} / V_i, the least over all sets H that the colluders leave; 1 where a peer is idle. None
-            where these sets are too many for a tenth of LARGEST_WORK.
+            [Σ_H^{-1}]_ii^{-1/2} / V_i, the least over all sets H that the colluders leave; 1 for an idle peer. None if
+            these sets are too many for a tenth of LARGEST_WORK.
         """
         profile_of, profiles = self._solved
         n = self.needed.shape[1]
-        first = [int(np.argmax(profile_of == number)) for number in range(len(profiles))]
         honest = n - colluding
-        if math.comb(n, honest) * honest**3 * len(profiles) > LARGEST_WORK / 10:  # for each number of colluders
+        n_sets = math.comb(n, honest)
+        # A tenth, for this is done for each number of colluders.
+        if n_sets * honest**3 * len(profiles) > LARGEST_WORK / 10:
             return None
+
         left = np.full((len(profiles), n), np.inf)
-        for number, (step, profile) in enumerate(zip(first, profiles, strict=True)):
+        for number, (step, profile) in enumerate(zip(self._first_steps(), profiles, strict=True)):
             needed = _relative(self.needed[step])
             own = np.where(needed > 0, profile.own * needed, 1.0)
-            squares = np.zeros((n, n))
-            squares[self.edges[:, 0], self.edges[:, 1]] = squares[self.edges[:, 1], self.edges[:, 0]] = profile.pair**2
             units = np.where(needed > 0, needed, 1.0)
-            sets = combinations(range(n), honest)
-            while batch := list(islice(sets, max(1, AT_ONCE // honest**2))):
-                chosen = np.array(batch)
+            squares = _squares(n, self.edges, profile.pair)
+            for chosen in _honest_sets(n, honest, n_sets):
                 part = squares[chosen[:, :, None], chosen[:, None]]
                 diagonal = own[chosen] ** 2 + part.sum(axis=2)
                 covariances = np.eye(honest) * diagonal[:, None] - part
@@ -511,14 +564,26 @@ class PairPlan:
         n = self.needed.shape[1]
         recorded = {*RECORDED, *(2**power for power in range(3, n.bit_length()))}
         numbers = {number for number in recorded if number < n - 1} | {self.colluding}
-        exact = {colluding: self.left(colluding) for colluding in sorted(numbers)}
-        bounds = self._left_at_least([colluding for colluding, left in exact.items() if left is None])
 
-        left = dict[int, np.ndarray]()
-        for colluding, computed in exact.items():
+        # Exactly if that can be computed, else a bound.
+        exact: dict[int, np.ndarray] = {}
+        others = []
+        for colluding in sorted(numbers):
+            computed = self.left(colluding)
+            if computed is None:
+                others.append(colluding)
+            else:
+                exact[colluding] = computed
+        bounds = exact | self._left_at_least(others)
+
+        left: dict[int, np.ndarray] = {}
+        for colluding in sorted(numbers):
             # Few digits, rounded down, so that equal peers stay equal and few mechanisms are composed.
-            least = _rounded_down((bounds[colluding] if computed is None else computed) * (1 - MARGIN))
-            left[colluding] = np.maximum(least, 1.0 if colluding <= self.colluding else self.own)
+            least = _rounded_down(bounds[colluding] * (1 - MARGIN))
+            if colluding <= self.colluding:
+                left[colluding] = np.maximum(least, 1.0)
+            else:
+                left[colluding] = np.maximum(least, self.own)
         return left
 
     def _left_at_least(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
@@ -526,25 +591,37 @@ class PairPlan:
         if not numbers:
             return {}
         profile_of, profiles = self._solved
-        first = [int(np.argmax(profile_of == number)) for number in range(len(profiles))]
-        by_profile = [
-            _bounded_left(_relative(self.needed[step]), profile, self.edges, numbers)
-            for step, profile in zip(first, profiles, strict=True)
-        ]
-        return {number: np.stack([bounds[i] for bounds in by_profile])[profile_of] for i, number in enumerate(numbers)}
+        by_profile = []
+        for step, profile in zip(self._first_steps(), profiles, strict=True):
+            by_profile.append(_bounded_left(_relative(self.needed[step]), profile, self.edges, numbers))
+
+        left = {}
+        for i, number in enumerate(numbers):
+            of_profiles = np.stack([bounds[i] for bounds in by_profile])
+            left[number] = of_profiles[profile_of]
+        return left
+
+    def _first_steps(self) -> list[int]:
+        """Return the first step of each of the different ones."""
+        profile_of, profiles = self._solved
+        return [int(np.argmax(profile_of == number)) for number in range(len(profiles))]
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[PairNoise]]:
-        """Return the different steps, each solved for the largest V = 1, and which of them every step is."""
-        relative = np.round(self.needed / np.maximum(self.needed.max(axis=1, keepdims=True), 1e-300), DIGITS)
+        """Return which of the different steps every step is, and these, each solved for the largest V = 1."""
+        largest = np.maximum(self.needed.max(axis=1, keepdims=True), 1e-300)
+        relative = np.round(self.needed / largest, DIGITS)
         different, profile_of = np.unique(relative, axis=0, return_inverse=True)
         solved = [solve_pairs(row, self.edges, self.colluding, self.strength) for row in different]
         return profile_of.ravel(), solved
 
     def _factor(self, step: int, name: str) -> float:
         """Return the noise of a sum of a step over that of the step."""
-        kind = self.factors[0 if self.kind_of is None else int(self.kind_of[step])]
-        return 1.0 if kind is None else kind.get(name) or 1.0
+        number = 0 if self.kind_of is None else int(self.kind_of[step])
+        kind = self.factors[number]
+        if kind is None:
+            return 1.0
+        return kind.get(name) or 1.0
 
     def for_batches(self, times: np.ndarray) -> PairPlan:
         """Return the plan for peers whose batches are other times as large as those that it was made for, [n_peers]."""
@@ -559,12 +636,14 @@ class PairPlan:
             name: of the sum that it is added to.
 
         Raises:
-            RunError: their noise has not the proportions that were planned.
+            RunError: their noise does not have the proportions that were planned.
         """
         profile_of, profiles = self._solved
         largest = self.needed[step].max()
         if largest == 0:
             return np.zeros(len(self.edges))
+
+        # By how much the step is larger than planned: the same for all peers, or the noise would not cancel.
         scales = std * self.weights[peers] / (self.own[step, peers] * self.needed[step, peers])
         wanted = scales.mean() if self.same_rates else self._factor(step, name)
         if (np.abs(scales - wanted) > SAME_SCALE * wanted).any():

@@ -1,8 +1,11 @@
-"""What a private step releases, said by its algorithm: noise, calibration, ε, the ledger and the plan follow from it.
+"""What a private step releases, as its algorithm declares it: noise, calibration, ε, ledger and plan follow from it.
 
-Unit and adjacency: one example of one peer, *zero-out* (see `events`). A step may publish several sums over the
-same examples, each clipped example by example and noised by itself. What an algorithm does not declare must not
-leave the peer, and an algorithm that declares nothing has ε = ∞.
+Unit and adjacency: one example of one peer, *zero-out* (see `events`). A step may publish several sums over the same
+examples, each clipped example by example and noised by itself. What an algorithm does not declare must not leave the
+peer, and an algorithm that declares nothing has ε = ∞.
+
+`Declares` is all that privacy knows of an algorithm. It asks the algorithm for a `Declaration` of each step, and
+`joint_release` turns that into the one release that a step costs.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ class Drawing:
         rate: q in (0, 1], an example's chance to be in a step's batch.
         size: J, the peer's number of examples.
         batch: b, expected (poisson) or exact: what a step divides its sum by.
-        answered: how many neighbours the peer answers in each round; shorter than the run, it repeats. Empty where the
-            algorithm sends no replies.
+        answered: how many neighbours the peer answers in each round; if it is shorter than the run, it repeats. Empty
+            if the algorithm sends no replies.
     """
 
     sampling: str
@@ -42,16 +45,22 @@ class Drawing:
 
     def neighbours(self, round_index: int) -> int:
         """Return how many neighbours the peer answers in a round."""
-        return self.answered[round_index % len(self.answered)] if self.answered else 0
+        if not self.answered:
+            return 0
+        return self.answered[round_index % len(self.answered)]
 
     @property
     def most(self) -> int:
-        """Return the most examples of a step; in a Poisson batch but for a chance of 2^-64 (Bernstein's inequality)."""
+        """Return the most examples of a step; of a Poisson batch except with a chance of 2^-64 (by Bernstein)."""
+        if self.sampling == "full":
+            return self.size
         if self.sampling == "poisson":
             mean = self.size * self.rate
             rare = -math.log(RARE)
-            return min(self.size, math.ceil(mean + rare / 3 + math.sqrt(rare**2 / 9 + 2 * mean * rare)))
-        return self.size if self.sampling == "full" else min(self.size, -int(-self.batch // 1))
+            most = math.ceil(mean + rare / 3 + math.sqrt(rare**2 / 9 + 2 * mean * rare))
+        else:
+            most = -int(-self.batch // 1)  # rounded up
+        return min(self.size, most)
 
 
 def rounding_error(terms: int, unit: float) -> float:
@@ -60,6 +69,7 @@ def rounding_error(terms: int, unit: float) -> float:
     Args:
         unit: u, half of what the number type rounds 1 by.
     """
+    # A sum of n terms of at most 1 is wrong by at most n u / (1 - n u) times n; two of them by twice that.
     return terms * unit / (1 - min(terms * unit, 0.5)) * 2 * terms
 
 
@@ -77,7 +87,7 @@ class ReleasedSum:
         over: `batch`, or `all` the peer's examples, whatever the batch.
         to: the recipients: `all` who see the peer's messages; each `neighbour` a sum of its own, noised separately;
             or `self`, for a sum that stays on the peer, is not noised and costs nothing.
-        receivers: how many are sent one each, of a sum to each neighbour; 0 where there is none in that round.
+        receivers: how many are sent one each, of a sum to each neighbour; 0 if there is none in that round.
     """
 
     name: str = "gradient"
@@ -108,7 +118,7 @@ class ReleasedSum:
 
     @property
     def seen(self) -> bool:
-        """Whether anybody sees it."""
+        """Return whether anyone sees it."""
         return self.to != "self" and self.receivers > 0
 
 
@@ -152,9 +162,15 @@ def changed_since_declared(cls: type, *, harmless: Sequence[str] = ()) -> bool:
         cls: whose `released` may be defined in any class of its method resolution order.
         harmless: attributes on which no release depends.
     """
-    nearer = takewhile(lambda one: "released" not in vars(one), cls.__mro__)
-    own = [(name, value) for one in nearer for name, value in vars(one).items() if name not in harmless]
-    return any(callable(value) or not name.startswith("__") for name, value in own)
+    # The classes that come before the one that defines `released`.
+    for nearer in takewhile(lambda one: "released" not in vars(one), cls.__mro__):
+        for name, value in vars(nearer).items():
+            if name in harmless:
+                continue
+            # A class always has some names with underscores, such as __doc__; only a method under one changes anything.
+            if callable(value) or not name.startswith("__"):
+                return True
+    return False
 
 
 def one_sum(algorithm: object, step: int, drawing: Drawing) -> Declaration:
@@ -179,6 +195,7 @@ def joint_release(sums: Declaration, drawing: Drawing) -> Release | None:
     """
     if sums is None:
         return Release("full", 1.0, drawing.size, drawing.size, 0.0)
+
     if len({part.name for part in sums}) < len(sums):
         raise ScenarioError(
             f"sums {[part.name for part in sums]} of one step must have a name each", code="release.names"
@@ -193,15 +210,16 @@ def joint_release(sums: Declaration, drawing: Drawing) -> Release | None:
         )
     if drawing.sampling == "shuffle" and any(part.idle for part in visible):
         raise ScenarioError(
-            "data.batch.sampling='shuffle' has no proved privacy where a step shows examples that it does not draw, as "
+            "data.batch.sampling='shuffle' has no proved privacy if a step shows examples that it does not draw, as "
             "variance reduction's table does; use poisson (or uniform)",
             code="release.shuffle-table",
         )
+
     drawn = _together(visible, [part.drawn for part in visible])
     idle = _together(visible, [part.idle for part in visible])
 
-    # One neighbour is sent one of the sums that are for each, so an example moves what it receives by less. The release
-    # keeps one ratio of idle to drawn, so the smaller of the two reductions counts.
+    # One neighbour is sent only one of the sums that go to each, so an example moves what it receives by less. The
+    # release keeps one ratio of idle to drawn, so the smaller of the two reductions counts.
     to_one = [replace(part, receivers=1) for part in visible]
     one_neighbour = drawn / _together(to_one, [part.drawn for part in to_one])
     if idle > 0:
@@ -223,4 +241,6 @@ def joint_release(sums: Declaration, drawing: Drawing) -> Release | None:
 
 
 def _together(sums: Sequence[ReleasedSum], moves: Sequence[float]) -> float:
-    return math.sqrt(sum(part.receivers * (move / part.noise) ** 2 for part, move in zip(sums, moves, strict=True)))
+    """Return by how much an example moves all receivers' sums together, each over its noise."""
+    squares = [part.receivers * (move / part.noise) ** 2 for part, move in zip(sums, moves, strict=True)]
+    return math.sqrt(sum(squares))
