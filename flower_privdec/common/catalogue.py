@@ -265,35 +265,13 @@ def unfit(metric: str, loss: str, targets: Targets) -> str | None:
 FEATURES = Choice(
     {"scattering": "wavelet scattering of images, whitened on drawn pen strokes if asked; nothing private goes in"}
 )
-MODELS = Choice(
-    {
-        "linear": "softmax regression, or one output for a margin loss",
-        "softmax": "linear by the name it has with cross-entropy",
-        "mlp": "fully connected",
-        "cnn": "convolutions, 2 x 2 max pooling, fully connected",
-        "cnn-small": "two 3x3 convolutions of 16 and 32 channels, fully connected 64",
-        "cnn-dyn-d2p": "Dyn-D2P's shallow CNN: two convolutions and two linear layers (sizes not in the paper)",
-        "cnn-pdsl": "PDSL's CNN for MNIST: two 3x3 convolutions with pooling and one linear layer",
-        "cnn-feddeper": "FedDeper's CNN for MNIST: 32 and 64 3x3 filters, fully connected 1024 and 512",
-        "resnet18-gn": "ResNet-18 with GroupNorm for small images",
-        "text": "mean of the embeddings of tokens, of which 0 pads, fully connected",
-    }
-)
-_CNN = {"channels": [16, 32], "kernel": 3, "hidden": [64], "activation": "relu", "pool": True}
-MODEL_OPTIONS: Mapping[str, Mapping[str, Any]] = MODELS.bind(
-    {
-        "linear": {"bias": True},
-        "softmax": {"bias": True},
-        "mlp": {"hidden": [100], "activation": "relu"},
-        "cnn": _CNN,
-        "cnn-small": _CNN,
-        "cnn-dyn-d2p": _CNN | {"channels": [10, 20], "kernel": 5, "hidden": [50]},
-        "cnn-pdsl": _CNN | {"hidden": []},
-        "cnn-feddeper": _CNN | {"channels": [32, 64], "hidden": [1024, 512]},
-        "resnet18-gn": {"groups": 32, "width": 64},
-        "text": {"width": 32, "hidden": [], "activation": "relu"},
-    }
-)
+
+
+class ModelKeys(Section):
+    """The keys that belong to a model: none, unless its own Section declares some."""
+
+
+MODELS: Registry[RegisteredPart] = Registry("model.name", "flower_privdec.models", ModelKeys)
 ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})
 INITS = Choice({"default": "torch's own, keyed by the seed", "zeros": "every parameter 0"})
 FLOWER_MODES = Choice(

@@ -278,7 +278,9 @@ class PartField:
         own: returns the form of a user's part by the section's plain data; it raises ScenarioError.
         usual_own: the form of a user's part without keys, for the JSON schema; None if users have no part here.
         more: a section whose keys stand behind those of a named part.
-        default: the name of a part whose section gives none; empty if it must.
+        default: the name of the part, for a section that gives none; empty if there is no default.
+        nameless: the form of a section that gives no name, if that is allowed.
+        stray: the code of the error of a key that belongs to other parts.
         unknown: what pydantic calls the error of an unknown name.
     """
 
@@ -290,6 +292,8 @@ class PartField:
         usual_own: Callable[[], type[Section]] | None = None,
         more: type[Section] | None = None,
         default: str = "",
+        nameless: type[Section] | None = None,
+        stray: str = "scenario.extra_forbidden",
         unknown: Literal["literal_error", "union_tag_invalid"] = "literal_error",
     ) -> None:
         self.registry = registry
@@ -297,12 +301,16 @@ class PartField:
         self._usual_own = usual_own
         self._more = more
         self._default = default
+        self._nameless = nameless
+        self.stray = stray
         self._unknown = unknown
 
     def forms(self) -> list[type[Section]]:
         """Return every form: one for each section of a named part, then that of a user's own."""
         named = dict.fromkeys(self.registry.form(name, self._more) for name in self.registry)
-        return [*named, *([] if self._usual_own is None else [self._usual_own()])]
+        own = [] if self._usual_own is None else [self._usual_own()]
+        nameless = [] if self._nameless is None else [self._nameless]
+        return [*named, *own, *nameless]
 
     def form_of(self, data: Any) -> type[Section] | None:
         """Return the form that plain data choose; None if they choose none."""
@@ -310,6 +318,8 @@ class PartField:
             return None
         if self._own is not None and "module" in data:
             return self._own(data)
+        if "name" not in data and self._nameless is not None:
+            return self._nameless
         name = data.get("name", self._default)
         return self.registry.form(name, self._more) if isinstance(name, str) and name in self.registry else None
 
@@ -320,10 +330,10 @@ class PartField:
             raise PydanticKnownError("model_attributes_type")
         if self._own is not None and "module" in value:
             return self._validated_own(value, self._own)
-        if "name" not in value:
-            if not self._default:
-                raise PydanticKnownError("union_tag_not_found", {"discriminator": "'name'"})
+        if "name" not in value and self._default:
             value = {"name": self._default, **value}
+        if "name" not in value and self._nameless is None:
+            raise PydanticKnownError("union_tag_not_found", {"discriminator": "'name'"})
 
         form = self.form_of(value)
         if form is None:

@@ -235,7 +235,7 @@ def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int, n
     """
     section = model_section(scenario)
     return build_model(
-        section.name or str(section.module),
+        str(section.target),
         input_shape,
         outputs,
         seed=scenario.seed_of("model"),

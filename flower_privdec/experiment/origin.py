@@ -147,7 +147,7 @@ def origin_facts(runs: Sequence[TrainedRun], models: Mapping[str, Tensor]) -> st
 def model_section(scenario: Scenario) -> Any:
     """Return the section that names a scenario's model: its own, or that of the run that it starts from."""
     section = scenario.model
-    if section.name is None and section.module is None:
+    if section.target is None:
         return model_section(load_scenario(_folder(str(section.origin)) / "scenario.yaml"))
     return section
 

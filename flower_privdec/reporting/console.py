@@ -25,7 +25,6 @@ from flower_privdec.reporting import wording
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 from flower_privdec.scenario.loading import file_form
-from flower_privdec.scenario.sections import ModelSection
 
 # `KEY: ... left out, WHAT;` of a docstring's Attributes: what a key is where a scenario leaves it out.
 LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
@@ -48,25 +47,13 @@ def _yaml_lines(section: Section, data: dict[str, Any], indent: str) -> Iterator
             yield from _yaml_lines(inner, value, f"{indent}  ")
         else:
             yield indent + _yaml_line(key, value)
-    values = _options(section)
-    described = _described_defaults(section)
-    if isinstance(section, ModelSection):  # whose keys are those of all models
-        described = {key: text for key, text in described.items() if key in values}
-    comments = {key: f"{key}: left out, {text}" for key, text in described.items()}
-    comments |= {key: _yaml_line(key, value) for key, value in values.items() if value is not None}
+    comments = {key: f"{key}: left out, {text}" for key, text in _described_defaults(section).items()}
     yield from (f"{indent}# {line}" for key, line in comments.items() if getattr(section, key) is None)
 
 
 def _yaml_line(key: str, value: Any) -> str:
     sequence = yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=True)
     return f"{key}: {sequence.strip()[1:-1]}"
-
-
-def _options(section: Section) -> dict[str, Any]:
-    """Return the options of a named model, with their defaults; None where these follow from others."""
-    if isinstance(section, ModelSection) and section.name is not None:
-        return dict(catalogue.MODEL_OPTIONS[section.name])
-    return {}
 
 
 def _described_defaults(section: Section) -> dict[str, str]:
@@ -342,7 +329,7 @@ def parts() -> dict[str, dict[str, str]]:
         "participations": dict(catalogue.PARTICIPATIONS.lines),
         "losses": dict(catalogue.LOSSES.lines),
         "metrics": dict(catalogue.METRICS.lines),
-        "models": _lines(catalogue.MODELS.lines, catalogue.MODEL_OPTIONS.__getitem__),
+        "models": _lines(catalogue.MODELS.lines, catalogue.MODELS.keys_of),
         "activations": dict(catalogue.ACTIVATIONS.lines),
         "inits": dict(catalogue.INITS.lines),
         "datasets": dict(catalogue.DATASETS.lines),

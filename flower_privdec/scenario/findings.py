@@ -128,9 +128,13 @@ def _tags(model: type[BaseModel]) -> Sequence[Any]:
     return choices[0] if choices else get_args(field.annotation)
 
 
+def _part_of(field: FieldInfo) -> PartField | None:
+    return next((extra for extra in field.metadata if isinstance(extra, PartField)), None)
+
+
 def _forms_of(field: FieldInfo, data: Any = None) -> list[type[BaseModel]]:
     """Return the section models a field may hold; only the one that plain data choose, if they choose a part."""
-    part = next((extra for extra in field.metadata if isinstance(extra, PartField)), None)
+    part = _part_of(field)
     if part is None:
         return _sections_of(field.annotation)
     chosen = part.form_of(data)
@@ -159,7 +163,8 @@ def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) ->
     """Return that a section has no such key, and which one was probably meant."""
     where = error["loc"]
     key = str(where[-1])
-    names = list(_model_at(where[:-1], root, data).model_fields)
+    fields = _model_at(where[:-1], root, data).model_fields
+    names = [field.alias or name for name, field in fields.items()]
 
     # Keys that belong to other choices of the same section. A section that is always the same has no other choice.
     section = root.model_fields.get(str(where[0]))
@@ -243,5 +248,20 @@ def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Pl
             sentence = f"{', '.join(map(repr, absent))} are missing; add them"
     more = f" (and {len(findings) - n_named} more)" if len(findings) > n_named else ""
     place = places.of(loc or key_of(sentence))  # a rule across sections begins with the key it blames
-    rule = first.get("ctx", {}).get("error")
-    return ScenarioError(place + sentence + more, code=getattr(rule, "code", f"scenario.{first['type']}"))
+    return ScenarioError(place + sentence + more, code=_code(first, root))
+
+
+def _code(error: Any, root: type[BaseModel]) -> str:
+    """Return the code of an error: that of our own rule, or pydantic's type below "scenario"."""
+    rule = error.get("ctx", {}).get("error")
+    code = getattr(rule, "code", "")
+    if code:
+        return str(code)
+
+    where = error["loc"]
+    if error["type"] == "extra_forbidden":
+        field = root.model_fields.get(str(where[0]))
+        part = _part_of(field) if field else None
+        if part is not None and any(where[-1] in form.model_fields for form in part.forms()):
+            return part.stray
+    return f"scenario.{error['type']}"

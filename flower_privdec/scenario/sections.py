@@ -25,6 +25,7 @@ from flower_privdec.common.catalogue import (
     LEAST_WEIGHT,
     LOSS_KINDS,
     METRIC_KINDS,
+    MODELS,
     MOST_WEIGHT,
     TOPOLOGIES,
     USUAL_METRICS,
@@ -326,67 +327,71 @@ class FeaturesSection(Section):
 
 
 class ModelSection(Section):
-    """The model every peer trains.
+    """The model every peer trains; without a name and a module, that of the run from which it starts.
 
     Attributes:
         from: the folder of a finished run whose mean model this one starts from; name may be left out then. On the
-            same data it must be private where this run is, and both are charged in its ledger.
-        name: of a model that `privdec list` describes; left out where module is given.
+            same data it must be private if this run is, and both are charged in its ledger.
         init: torch's own initial parameters, drawn by the seed, or all zero.
-        bias: whether each output has one, of linear and softmax; left out, true.
-        hidden: widths of the hidden layers, of mlp, text and the models named cnn; left out, [100] for mlp, [64] for
-            cnn and none for text.
-        activation: of mlp, text and the models named cnn; left out, relu.
-        channels: of each convolution, of the models named cnn; left out, [16, 32] for cnn.
-        kernel: side of each convolution in pixels, of the models named cnn; left out, 3 for cnn.
-        pool: whether the largest of 2 x 2 pixels is kept after each convolution, of the models named cnn.
-        groups: of channels that are normalised together, of resnet18-gn; left out, 32.
-        width: channels of the first stage, of resnet18-gn; left out, 64; or numbers a token is turned into, of text;
-            left out, 32.
-        module: your own, as `package.module:factory`, imported from where the command runs.
-        arguments: what the factory is called with, by name.
     """
 
     origin: PathText | None = Field(default=None, alias="from")
-    name: Annotated[str, catalogue.MODELS] | None = None
     init: Annotated[str, catalogue.INITS] = "default"
-    bias: bool | None = None
-    hidden: list[Count] | None = None
-    activation: Annotated[str, catalogue.ACTIVATIONS] | None = None
-    channels: list[Count] | None = None
-    kernel: Count | None = None
-    pool: bool | None = None
-    groups: Count | None = None
-    width: Count | None = None
-    module: str | None = None
-    arguments: dict[str, Any] = Field(default_factory=dict)
 
-    def _check(self) -> None:
-        both = self.name is not None and self.module is not None
-        if both or (self.name is None and self.module is None and self.origin is None):
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        named = data.get("name") is not None
+        own = data.get("module") is not None
+        if named == own and (named or data.get("from") is None):
             raise ArgumentError("give either a model's name, or module: package.module:factory", code="model.one-of")
-        if self.module is not None and ":" not in self.module:
-            raise ArgumentError(f"module={self.module!r} must be 'package.module:factory'", code="code.name")
-        if self.module is None and self.arguments:
+        if not own and data.get("arguments"):
             raise ArgumentError(
                 "arguments belong to a module of your own: remove them, or give module", code="model.arguments"
             )
-        keys = set(self._given())
-        own = catalogue.MODEL_OPTIONS.get(self.name or "", ())
-        for key in sorted(keys - set(own)):
-            takers = ", ".join(name for name, options in catalogue.MODEL_OPTIONS.items() if key in options)
-            raise ArgumentError(
-                f"{key} belongs to {takers}, not to {self.name or self.module or self.origin}: remove it",
-                code="scenario.other-choice",
-            )
+        return data
 
-    def _given(self) -> dict[str, Any]:
-        every = {option for options in catalogue.MODEL_OPTIONS.values() for option in options}
-        return self.model_dump(include=every, exclude_none=True)
+    @property
+    def target(self) -> str | None:
+        """The model's name, or the module of a user's own; None if it is that of the run from which it starts."""
+        target: str | None = getattr(self, "name", None) or getattr(self, "module", None)
+        return target
 
     def options(self) -> dict[str, Any]:
-        """Return the options given for the model itself."""
-        return self._given() if self.module is None else {"arguments": self.arguments}
+        """Return the keys of the model itself, as `build_model` takes them."""
+        return self.model_dump(exclude={"name", "module", "origin", "init"}, exclude_none=True)
+
+
+class OwnModelSection(ModelSection):
+    """A model of your own.
+
+    Attributes:
+        module: where it is, as `package.module:factory`, imported from where the command runs: a function that returns
+            a torch module, or a `flower_privdec.models.Model`.
+        arguments: what the function is called with, by name; or the keys of the Model.
+    """
+
+    module: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    def _check(self) -> None:
+        if ":" not in self.module:
+            raise ArgumentError(f"module={self.module!r} must be 'package.module:factory'", code="code.name")
+
+
+ModelChoice = Annotated[
+    ModelSection,
+    PartField(
+        MODELS,
+        own=lambda data: OwnModelSection,
+        usual_own=lambda: OwnModelSection,
+        more=ModelSection,
+        nameless=ModelSection,
+        stray="scenario.other-choice",
+    ),
+]
 
 
 TAKEN = {  # what else stands beside metrics in a run's files
@@ -1063,7 +1068,7 @@ class Scenario(LocatedFile):
     data: DataSection
     features: FeaturesSection | None = None
     task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
-    model: ModelSection
+    model: ModelChoice
     algorithm: AlgorithmChoice
     topology: TopologyChoice
     participation: ParticipationSection = ParticipationSection()

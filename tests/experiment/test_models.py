@@ -10,9 +10,9 @@ import torch
 from raising import raises
 from torch import nn
 
+from flower_privdec.common.catalogue import MODELS
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.models import (
-    MODELS,
     build_model,
     check_model,
     flatten,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from flower_privdec.algorithms.proximal import REGULARIZER_KEYS
 from flower_privdec.common import catalogue
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.models import _BUILDERS, build_model
+from flower_privdec.models import build_model
 from flower_privdec.reporting.console import parts
 from flower_privdec.scenario import Scenario, algorithm_sections, parse_scenario
 
@@ -173,12 +172,6 @@ def test_what_the_schema_accepts_is_listed() -> None:
     assert set(accepted) == choices
 
 
-@pytest.mark.parametrize("name", list(catalogue.MODELS))
-def test_a_models_options_are_its_builders_arguments(name: str) -> None:
-    parameters = inspect.signature(_BUILDERS[name]).parameters.values()
-    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == list(catalogue.MODEL_OPTIONS[name])
-
-
 def test_a_cnn_of_ones_own_measures_is_built(build: Build) -> None:
     experiment = build("model={name: cnn, channels: [2], kernel: 3, hidden: [5], pool: true}")
     assert experiment.initial.numel() == (2 * 9 + 2) + (2 * 4 * 4 * 5 + 5) + (5 * 10 + 10)
@@ -203,7 +196,7 @@ def test_the_catalogue_and_the_builders_have_equal_names() -> None:
 OPTIONS = {
     "algorithms": algorithm_sections.ALGORITHMS.keys_of,
     "topologies": catalogue.TOPOLOGIES.keys_of,
-    "models": catalogue.MODEL_OPTIONS.__getitem__,
+    "models": catalogue.MODELS.keys_of,
 }
 
 

@@ -13,7 +13,7 @@ from raising import raises
 from tiny_scenario import Build, Tiny
 
 from flower_privdec import testing
-from flower_privdec.common.catalogue import TOPOLOGIES
+from flower_privdec.common.catalogue import MODELS, TOPOLOGIES
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.reporting.console import parts, print_parts
@@ -83,6 +83,33 @@ class StepsGraph(Graph):
 
     def build(self, n_peers, seed):
         return [{(peer + step) % n_peers for step in (1, self.section.ahead)} for peer in range(n_peers)]
+'''
+MODEL = '''
+from torch import nn
+
+from flower_privdec.common.catalogue import ModelKeys
+from flower_privdec.common.fields import Count
+from flower_privdec.models import Model
+
+
+class TwoLayersModel(Model):
+    """Two linear layers."""
+
+    name = "two-layers"
+    line = "two linear layers, without anything between"
+
+    class Section(ModelKeys):
+        """Two linear layers.
+
+        Attributes:
+            between: numbers between the layers.
+        """
+
+        between: Count = 3
+
+    def build(self, shape, n_outputs, n_tokens):
+        between = self.section.between
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(between), nn.Linear(between, n_outputs))
 '''
 PLAIN = ["privacy=none", "data.batch={sampling: full}"]  # no draw, whose keys differ with the scenario
 
@@ -201,3 +228,30 @@ def test_wrong_arguments_of_a_users_graph_are_refused_in_one_line(build: Build) 
     ) as refused:
         build('topology={module: "steps_graph:StepsGraph", arguments: {ahead: 0}}')
     assert "\n" not in str(refused.value)
+
+
+# --- a model ---
+
+
+@pytest.fixture
+def two_layers(tmp_path: Path) -> Iterator[None]:
+    with both_doors(MODELS, tmp_path, "two_layers", MODEL):
+        yield
+
+
+BUILT_IN_MODEL = "model={name: two-layers, between: 4}"
+OWN_MODEL = 'model={module: "two_layers:TwoLayersModel", arguments: {between: 4}}'
+
+
+@pytest.mark.usefixtures("two_layers")
+def test_one_file_is_a_model_by_both_doors(build: Build, tiny: Tiny) -> None:
+    models = [build(setting, *PLAIN).initial for setting in (BUILT_IN_MODEL, OWN_MODEL)]
+    assert torch.equal(*models)
+    assert models[0].numel() == (64 * 4 + 4) + (4 * 10 + 10)
+
+    assert parts()["models"]["two-layers"] == "two linear layers, without anything between (between: 3)"
+    assert "| `model.between` | whole number | `3` | ≥ 1 | numbers between the layers. |" in scenario_reference()
+    with raises(ScenarioError, "scenario.other-choice", "it belongs to two-layers"):
+        tiny("model.between=4")
+    with raises(ScenarioError, "scenario.literal_error", "did you mean 'two-layers'"):
+        tiny("model.name=two-layer")

@@ -140,11 +140,11 @@ def table(model: type[BaseModel], path: str) -> Iterator[str]:
 def titled(place: str, section: type[BaseModel]) -> str:
     """Return a section's heading: its path, and the names that select it."""
     properties = section.model_json_schema()["properties"]
-    if place in ("algorithm", "topology", "task.loss", "task.metrics") and "module" in properties:
+    if place in ("algorithm", "topology", "model", "task.loss", "task.metrics") and "module" in properties:
         return f"{place}: your own"
     named = properties.get("name", {})
     names = named.get("enum", [named["const"]] if "const" in named else [])
-    chosen = place in ("algorithm", "topology", "privacy.noise.secrets") and bool(names)
+    chosen = place in ("algorithm", "topology", "privacy.noise.secrets", "model") and bool(names)
     return f"{place}: {', '.join(names)}" if chosen else place
 
 

@@ -1,19 +1,22 @@
-"""Models a scenario can name; parameters flattened to one row and back."""
+"""Models a scenario can name; parameters flattened to one row and back.
+
+Each model is a class in a file of this room. To add one, put a file here, or name its class as your own.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import UninitializedParameter
 
-from flower_privdec.common.catalogue import ACTIVATIONS, INITS, MODEL_OPTIONS, MODELS
+from flower_privdec.common.catalogue import ACTIVATIONS, INITS, MODELS, ModelKeys
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import is_given, load_own, users_code
@@ -54,14 +57,13 @@ def build_model(
     if not shape or min(shape) < 1 or n_classes < 1:
         raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive", code="model.shape")
     where = _place(name)
-    factory = _own(name, arguments or {}) if ":" in name else _named(name, shape, n_classes, n_tokens, options)
-    if ":" not in name:  # it is counted without its parameters
-        try:
-            with torch.device("meta"):
-                count = parameter_count(factory())
-        except RuntimeError as error:  # more than a size can count
-            raise ScenarioError(f"{where} has more parameters than can be counted; use a smaller one") from error
-        check_room(4 * count, f"{where}: one copy of its {count:,} parameters", "use a smaller model")
+    is_own = ":" in name
+    if is_own:
+        factory = _own(name, shape, n_classes, n_tokens, arguments or {})
+    else:
+        factory = _named(name, shape, n_classes, n_tokens, options)
+
+        check_size(factory, where)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_generator(seed, "model").integers(2**63)))
         module = factory()
@@ -78,6 +80,26 @@ def build_model(
             for parameter in trained(module).values():
                 parameter.zero_()
     return module
+
+
+def check_size(factory: Callable[[], nn.Module], where: str) -> None:
+    """Refuse a model whose parameters do not fit into memory, before they are made.
+
+    On the device `meta` a parameter has a shape and no numbers. Lazy layers have no shape before they see an input, so
+    a model with some of them is not counted.
+
+    Raises:
+        ScenarioError: with the number of parameters.
+    """
+    try:
+        with torch.device("meta"):
+            module = factory()
+            if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
+                return
+            count = parameter_count(module)
+    except RuntimeError as error:  # more than a size can count
+        raise ScenarioError(f"{where} has more parameters than can be counted; use a smaller one") from error
+    check_room(4 * count, f"{where}: one copy of its {count:,} parameters", "use a smaller model")
 
 
 def check_model(module: nn.Module, where: str = "model") -> None:
@@ -194,109 +216,59 @@ def unflatten(module: nn.Module, row: Tensor) -> nn.Module:
     return module
 
 
-def _linear(shape: Shape, n_classes: int, *, bias: bool) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), n_classes, bias=bias))
+class Model:
+    """A model that a scenario can name: a class with its name, its line and its keys, which builds a module.
+
+    It takes part as a built-in if its file lies in `flower_privdec/models`, and as a user's own by its module.
+
+    Args:
+        section: its keys.
+
+    Attributes:
+        name: what a scenario calls it.
+        line: what `privdec list` says of it.
+        Section: declares its keys.
+        takes_tokens: whether its inputs are whole numbers, of which there are n_tokens.
+    """
+
+    name: str = ""
+    line: str = ""
+    Section: ClassVar[type[ModelKeys]] = ModelKeys
+    takes_tokens: ClassVar[bool] = False
+
+    def __init__(self, section: Any) -> None:
+        self.section = section
+
+    def build(self, shape: Shape, n_outputs: int, n_tokens: int | None) -> nn.Module:
+        """Return the module, with the parameters that torch draws.
+
+        Args:
+            shape: of one example, [channels, height, width] or [features].
+            n_outputs: how many numbers it turns an example into.
+            n_tokens: inputs are whole numbers 0..n_tokens-1; None if they are real numbers.
+        """
+        raise NotImplementedError
 
 
-def _mlp(shape: Shape, n_classes: int, *, hidden: Sequence[int], activation: str) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), *_dense(math.prod(shape), hidden, n_classes, activation))
-
-
-def _cnn(
-    shape: Shape,
-    n_classes: int,
-    *,
-    channels: Sequence[int],
-    kernel: int,
-    hidden: Sequence[int],
-    activation: str,
-    pool: bool,
-) -> nn.Module:
-    size, height, width = _image(shape)
-    layers: list[nn.Module] = []
-    for count in channels:
-        layers += [nn.Conv2d(size, count, kernel, padding=kernel // 2), _activation(activation)]
-        layers += [nn.MaxPool2d(2)] if pool else []
-        size = count
-        height = height // (1 + pool)
-        width = width // (1 + pool)
-    if min(height, width) < 1:
-        raise ScenarioError(
-            f"model.channels={list(channels)} has {len(channels)} poolings of 2 x 2, too many for images of "
-            f"{shape[1]} x {shape[2]} pixels: give fewer, or set model.pool to false",
-            code="model.pooling",
-        )
-    return nn.Sequential(*layers, nn.Flatten(), *_dense(size * height * width, hidden, n_classes, activation))
-
-
-def _resnet18_gn(shape: Shape, n_classes: int, *, groups: int, width: int) -> nn.Module:
-    channels = _image(shape)[0]
-    if width % groups:
-        raise ScenarioError(
-            f"model.width={width} must be a multiple of model.groups={groups}: change one of them", code="model.groups"
-        )
-    layers: list[nn.Module] = [_conv_norm(channels, width, 3, 1, groups), nn.ReLU()]
-    size = width
-    for stage in range(4):
-        for stride in (1 if stage == 0 else 2, 1):
-            layers.append(_ResidualBlock(size, width * 2**stage, stride, groups))
-            size = width * 2**stage
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size, n_classes))
-
-
-class _Text(nn.Module):
-    """The mean of the embeddings of all tokens but 0, which pads, through linear layers."""
-
-    def __init__(
-        self, shape: Shape, n_classes: int, n_tokens: int, *, width: int, hidden: Sequence[int], activation: str
-    ) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(n_tokens, width)
-        self.layers = nn.Sequential(*_dense(width, hidden, n_classes, activation))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        words = self.embedding(tokens.flatten(1))
-        is_word = (tokens.flatten(1) != 0).unsqueeze(2).to(words)
-        outputs: Tensor = self.layers((words * is_word).sum(1) / is_word.sum(1).clamp(min=1))
-        return outputs
-
-
-class _ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with GroupNorm beside a shortcut (He et al. 2016)."""
-
-    def __init__(self, size: int, out: int, stride: int, groups: int) -> None:
-        super().__init__()
-        self.first = _conv_norm(size, out, 3, stride, groups)
-        self.second = _conv_norm(out, out, 3, 1, groups)
-        same = stride == 1 and size == out
-        self.shortcut = nn.Identity() if same else _conv_norm(size, out, 1, stride, groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(torch.relu(self.first(x)))
-        return torch.relu(y + self.shortcut(x))
-
-
-def _conv_norm(size: int, out: int, kernel: int, stride: int, groups: int) -> nn.Sequential:
-    convolution = nn.Conv2d(size, out, kernel, stride, padding=kernel // 2, bias=False)
-    return nn.Sequential(convolution, nn.GroupNorm(groups, out))
-
-
-def _dense(size: int, hidden: Sequence[int], n_classes: int, activation: str) -> list[nn.Module]:
+def dense_layers(size: int, hidden: Sequence[int], n_outputs: int, activation: str) -> list[nn.Module]:
+    """Return linear layers from `size` numbers through the hidden widths to the outputs, an activation between two."""
     layers: list[nn.Module] = []
     for width in hidden:
         if width < 1:
             raise ScenarioError(f"model.hidden={list(hidden)} must be positive widths", code="model.widths")
-        layers += [nn.Linear(size, width), _activation(activation)]
+        layers += [nn.Linear(size, width), activation_layer(activation)]
         size = width
-    return [*layers, nn.Linear(size, n_classes)]
+    return [*layers, nn.Linear(size, n_outputs)]
 
 
-def _activation(name: str) -> nn.Module:
+def activation_layer(name: str) -> nn.Module:
+    """Return a layer of the activation of a name."""
     ACTIVATIONS.check(name, "model.activation")
     return _ACTIVATIONS[name]()
 
 
-def _image(shape: Shape) -> Shape:
+def image_shape(shape: Shape) -> Shape:
+    """Return the shape of an image; refuse examples that are none."""
     if len(shape) != 3:
         raise ScenarioError(
             f"model.name: a convolutional model takes images [channels, height, width], and examples here are "
@@ -306,44 +278,32 @@ def _image(shape: Shape) -> Shape:
     return shape
 
 
-_BUILDERS: dict[str, Callable[..., nn.Module]] = MODELS.bind(
-    {
-        "linear": _linear,
-        "softmax": _linear,
-        "mlp": _mlp,
-        "cnn": _cnn,
-        "cnn-small": _cnn,
-        "cnn-dyn-d2p": _cnn,
-        "cnn-pdsl": _cnn,
-        "cnn-feddeper": _cnn,
-        "resnet18-gn": _resnet18_gn,
-        "text": _Text,
-    }
-)
-
-
 def _named(
     name: str, shape: Shape, n_classes: int, n_tokens: int | None, options: dict[str, Any]
 ) -> Callable[[], nn.Module]:
     MODELS.check(name, "model.name")
-    if n_tokens is None and name == "text":
+    part: Any = MODELS[name]
+    if n_tokens is None and part.takes_tokens:
         raise ScenarioError(
-            "model.name='text' is for tokens: use linear or mlp for numbers, or give data.vocabulary",
+            f"model.name={name!r} is for tokens: use linear or mlp for numbers, or give data.vocabulary",
             code="model.tokens",
         )
-    if n_tokens is not None and name != "text":
+    if n_tokens is not None and not part.takes_tokens:
         raise ScenarioError(
             f"model.name={name!r} is for numbers and the data are tokens: use text, or your own module",
             code="model.tokens",
         )
-    valid = MODEL_OPTIONS[name]
+
+    valid = part.Section.model_fields
     for option in options:
         if option not in valid:
             raise ScenarioError(
                 f"model.{option} is no option of {name}: its options are {', '.join(valid)}", code="model.option"
             )
-    tokens = () if n_tokens is None else (n_tokens,)
-    return partial(_BUILDERS[name], shape, n_classes, *tokens, **{**valid, **options})
+
+    # Values are not validated again: those of a scenario were, and a model checks what it takes from Python.
+    model: Model = part(part.Section.model_construct(**options))
+    return partial(model.build, shape, n_classes, n_tokens)
 
 
 def _place(name: str) -> str:
@@ -351,13 +311,19 @@ def _place(name: str) -> str:
     return "model" if is_given(name) else f"model.{'module' if ':' in name else 'name'}={name!r}"
 
 
-def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    function = load_own(target, "model.module", must_be="a function that returns a torch.nn.Module")
+def _own(
+    target: str, shape: Shape, n_outputs: int, n_tokens: int | None, arguments: Mapping[str, Any]
+) -> Callable[[], nn.Module]:
+    part = load_own(target, "model.module", must_be="a function that returns a torch.nn.Module")
 
     def build() -> nn.Module:
         with users_code(f"{_place(target)} could not be built with {dict(arguments)}", code="code.fails"):
-            model: nn.Module = function(**arguments)
-        return model
+            module: nn.Module
+            if isinstance(part, type) and issubclass(part, Model):
+                module = part(part.Section.model_validate(dict(arguments))).build(shape, n_outputs, n_tokens)
+            else:
+                module = part(**arguments)
+        return module
 
     return build
 
