@@ -436,10 +436,12 @@ class Relay(ScenarioStrategy):
     ) -> Iterable[Message]:
         """Deliver to each node the rows its peers' pending exchange needs."""
         self._since = time.perf_counter()
-        is_first = server_round == 1
         until = self._evaluations(self._round)[0]
-        begin = self._round if is_first else -1
-        announced = self._pair_keys(grid) if is_first else {}
+        begin = -1
+        announced: dict[int, ConfigRecord] = {}
+        if server_round == 1:
+            begin = self._round
+            announced = self._pair_keys(grid)
 
         messages = []
         for node, peers in self.nodes:

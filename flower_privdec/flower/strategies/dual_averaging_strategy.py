@@ -62,18 +62,27 @@ class DualAveragingStrategy(Gossip):
     def _told_to_all(self, n_peers: int) -> dict[str, Any]:
         """Return the regularized step, which each peer takes itself."""
         h = self.section.regularizer
-        weight = h.weight or 0.0
-        l2 = weight if h.strongly_convex else 0.0
-        l1 = weight if h.kind == "l1" else h.l1_weight or 0.0
+
+        # `weight` is the l2 weight of l2 and elastic-net, and the l1 weight of l1.
+        l2 = 0.0
+        l1 = h.l1_weight or 0.0
+        if h.strongly_convex:
+            l2 = h.weight or 0.0
+        if h.kind == "l1":
+            l1 = h.weight or 0.0
+
+        def bound(value: float | None, unbounded: float) -> float:
+            return unbounded if value is None else value
+
         n_active = self._sampled(self.fraction_train, self.min_train_nodes, n_peers)
         step = DualStep(
             self.section.schedule == "strongly-convex",
             self.section.gamma,
             l2=l2,
             l1=l1,
-            lower=-math.inf if h.lower is None else h.lower,
-            upper=math.inf if h.upper is None else h.upper,
-            radius=math.inf if h.radius is None else h.radius,
+            lower=bound(h.lower, -math.inf),
+            upper=bound(h.upper, math.inf),
+            radius=bound(h.radius, math.inf),
             chance=n_active / n_peers,
         )
         return {"dual": step.to_json()}

@@ -101,7 +101,10 @@ class FedDeperStrategy(PushSum):
         if not self._over_server:
             return super()._first_round()
         last = max(self.reports[peer].round_index for peer in self.network.there)
-        self._model = self._restored(last) if last else self._run.initial
+        if last == 0:
+            self._model = self._run.initial
+        else:
+            self._model = self._restored(last)
         return last + 1
 
     def _restored(self, last: int) -> ArrayRecord:

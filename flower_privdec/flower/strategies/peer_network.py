@@ -526,7 +526,9 @@ def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[i
         By peer: float64 [size + 1], or masked, uint64 [2, size + 1]. What is of another shape or type, or not finite,
         is left out, and named in the log.
     """
-    wanted = ("uint64", (2, size + 1)) if sealed else ("float64", (size + 1,))
+    wanted: tuple[str, tuple[int, ...]] = ("float64", (size + 1,))
+    if sealed:
+        wanted = ("uint64", (2, size + 1))
     masses: dict[int, np.ndarray] = {}
     for peer, reply in replies.items():
         record = record_in(reply.content, MASS, ArrayRecord)
