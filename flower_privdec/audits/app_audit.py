@@ -37,7 +37,8 @@ def audit_app(
     check_whole({"n_nodes": n_nodes, "trials": trials, "one_run": one_run})
     if trials < 8:
         raise ScenarioError(f"trials={trials} must be >= 8", code="audit.trials")
-    total = 1 if one_run is not None else trials
+
+    total = trials if one_run is None else 1
     attack: LoopAudit | UpdateAudit
     with TemporaryDirectory() as place, ExitStack() as closing:
         closing.callback(logging.disable, logging.root.manager.disable)
@@ -46,6 +47,7 @@ def audit_app(
             attack = closing.enter_context(auditing_updates(seed=seed))
         else:
             attack = closing.enter_context(auditing(one_run, seed=seed))
+
         for count in range(0, total, n_nodes):
             on_trials(count, total)
             folder = Path(place) / f"run-{count}"
@@ -54,6 +56,7 @@ def audit_app(
                 with chdir(folder):
                     run(folder / "nodes")
             except PrivdecError:
+                # Flower may have put an error of its own in the place of why the attack refused a ledger.
                 if attack.refusal is not None:
                     raise attack.refusal from None
                 raise

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.audits.bounds import epsilon_from_scores
-from flower_privdec.audits.canaries import Canaries, Observer, audited_plan, run_once, with_canaries
+from flower_privdec.audits.canaries import Canaries, audited_plan, with_canaries
 from flower_privdec.audits.noise_check import too_small
+from flower_privdec.audits.observer import Observer, run_once
 from flower_privdec.audits.replica import replica_scores
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment
@@ -37,7 +38,7 @@ class AuditedPeers:
 
     Attributes:
         peers: their global ids.
-        claimed_epsilon: the paper's formula's, where it gave the noise.
+        claimed_epsilon: the paper's formula's; None unless it gave the noise.
         epsilon: the accountant's, an upper bound, at `delta`.
         delta: δ.
         canary_lower_bound: what canaries in the real steps show.
@@ -99,10 +100,11 @@ class Audit:
         """The result in one line."""
         if self.holds:
             return "no attack refutes the printed ε"
-        refuted = [
+
+        faults = [
             f"ε = {group.epsilon:.4g} is refuted: at least {group.shown:.4g}" for group in self.groups if group.violated
         ]
-        return "; ".join([*refuted, *self.defects.values()])
+        return "; ".join([*faults, *self.defects.values()])
 
     def to_json(self) -> dict[str, Any]:
         """Return the audit as a JSON object: at the top the larger lower bound of its first group."""
@@ -141,9 +143,9 @@ def audit(
     """Attack every peer of a scenario, and return what the attacks show of its ε.
 
     Args:
-        experiment: with privacy; its ledger is not touched. trials: how many canaries are looked for, at least: each
-        run of the scenario has one at each peer. An ε of 4 takes
-            some 1,000 to be shown, and each further unit e times as many.
+        experiment: with privacy; its ledger is not touched.
+        trials: how many canaries are looked for, at least: each run of the scenario has one at each peer. An ε of 4
+            takes some 1,000 to be shown, and each further unit e times as many.
         replica: how many trials of the declared releases without a model, with an example and as many without.
         seed: keys coins, batches and noise; two audits of one seed are the same.
         confidence: the chance, at least, with which all lower bounds hold together.
@@ -157,12 +159,15 @@ def audit(
             raise ScenarioError(f"{name}={value} must be >= {least}", code="audit.trials")
     if not 0.5 <= confidence < 1:
         raise ScenarioError(f"confidence={confidence} must be in [0.5, 1)", code="audit.confidence")
+
     canaries = with_canaries(experiment)
     plan = audited_plan(experiment)
     defects = ledger_defects(canaries, plan, seed)
+
     observers: list[Observer] = []
     presences: list[np.ndarray] = []
-    while (count := len(presences) * len(experiment.own.peers)) < trials:
+    n_peers = len(experiment.own.peers)
+    while (count := len(presences) * n_peers) < trials:
         on_trials(count, trials)
         present, observer = run_once(canaries, seed, len(presences))
         presences.append(present)
@@ -170,13 +175,16 @@ def audit(
         defects |= observer.defects
     on_trials(trials, trials)
     defects |= noise_defects(observers)
-    there = np.array(presences)
+
+    there = np.array(presences)  # [runs, peers], as the scores
     scores = np.array([observer.scores for observer in observers])
     by_cost: dict[tuple[object, ...], list[int]] = {}
     for row, account in enumerate(plan.accounts):
         by_cost.setdefault((account.spends, account.delta), []).append(row)
+
+    # Each group has two lower bounds, and all of them have to hold together.
     level = 1 - (1 - confidence) / (2 * len(by_cost))
-    rounds = experiment.scenario.rounds
+    epsilons = plan.epsilons(experiment.scenario.rounds)
     groups = []
     for rows in by_cost.values():
         account = plan.accounts[rows[0]]
@@ -188,7 +196,7 @@ def audit(
             AuditedPeers(
                 peers=tuple(int(experiment.own.peers[row]) for row in rows),
                 claimed_epsilon=None if claim is None else claim.epsilon,
-                epsilon=plan.epsilons(rounds)[rows[0]],
+                epsilon=epsilons[rows[0]],
                 delta=account.delta,
                 canary_lower_bound=epsilon_from_scores(score[~with_it], score[with_it], account.delta, level),
                 trials=score.size,
@@ -198,7 +206,7 @@ def audit(
             )
         )
     groups.sort(key=lambda group: group.epsilon - group.shown)
-    return Audit(tuple(groups), confidence, defects, rounds)
+    return Audit(tuple(groups), confidence, defects, experiment.scenario.rounds)
 
 
 def _all(account: Account) -> tuple[Release, ...]:
@@ -208,26 +216,29 @@ def _all(account: Account) -> tuple[Release, ...]:
 
 
 def ledger_defects(canaries: Canaries, plan: Protection, seed: int) -> dict[str, str]:
-    """Run once with a ledger, and return where it charged less than what an observer saw cost."""
+    """Run once with a ledger, and return whether it charged less than what an observer saw cost."""
     with tempfile.TemporaryDirectory() as folder:
         observer = run_once(canaries, seed, -1, Path(folder))[1]
         entries = read_entries(folder, canaries.experiment.public.name)
+
     charged: dict[int, list[Release]] = {}
-    for charge in (charge for entry in entries for charge in entry.charges):
-        for peer in charge.peers:
-            charged.setdefault(peer, []).extend(charge.releases)
+    for entry in entries:
+        for charge in entry.charges:
+            for peer in charge.peers:
+                charged.setdefault(peer, []).extend(charge.releases)
+
     for row, peer in enumerate(canaries.experiment.own.peers.tolist()):
-        seen = [release.times(count) for release, count in observer.cost[row].items()]
         account = plan.accounts[row]
-        paid = epsilon(towards(charged.get(peer, ()), account.adversary), account.delta)
+        seen = [release.times(count) for release, count in observer.cost[row].items()]
         cost = epsilon(seen, account.delta)
+        paid = epsilon(towards(charged.get(peer, ()), account.adversary), account.delta)
         if paid < cost * (1 - 1e-9):
             return {"ledger": f"the ledger charges peer {peer} ε = {paid:.4g} for releases that cost {cost:.4g}"}
     return {}
 
 
 def noise_defects(observers: list[Observer]) -> dict[str, str]:
-    """Return by how much noise is smaller than planned, where that is no chance."""
+    """Return by how much noise is smaller than planned, if that is no chance; else nothing."""
     for kind in ("noise", "left"):
         parts = [part.ravel() for observer in observers for part in getattr(observer, kind)]
         wrong = too_small(float(sum((part**2).sum() for part in parts)), sum(map(len, parts)))

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
-CANDIDATES = 64  # thresholds that are tried on the first half of the trials
+CANDIDATES = 64  # thresholds in each of four rows of them, tried on the first half of the trials
+
+
+class Test(NamedTuple):
+    """A guess from a score whether the example was there: `score >= threshold` if above, else `score < threshold`."""
+
+    above: bool
+    threshold: float
 
 
 def epsilon_from_scores(absent: np.ndarray, present: np.ndarray, delta: float, confidence: float) -> float:
@@ -23,19 +31,38 @@ def epsilon_from_scores(absent: np.ndarray, present: np.ndarray, delta: float, c
         confidence: the chance, at least, with which the result is a lower bound.
 
     Returns:
-        ε >= 0; 0 where nothing is shown.
+        ε >= 0; 0 if nothing is shown.
     """
-    halves = [(scores[: len(scores) // 2], scores[len(scores) // 2 :]) for scores in (absent, present)]
-    (first_absent, second_absent), (first_present, second_present) = halves
-    if not min(map(len, (first_absent, first_present))):
+    first_absent, second_absent = _halves(absent)
+    first_present, second_present = _halves(present)
+    if not min(len(first_absent), len(first_present)):
         return 0.0
-    pooled = np.sort(np.concatenate([first_absent, first_present]))
-    count = len(pooled)  # a δ is exceeded far out, where few trials are: so as many thresholds for each tenth of those
-    tails = np.concatenate([np.geomspace(1, count, CANDIDATES) - 1, np.linspace(0, count - 1, CANDIDATES)]).astype(int)
-    thresholds = np.unique(pooled[np.unique(np.concatenate([tails, len(pooled) - 1 - tails]))])
-    tests = [(above, float(t)) for above in (True, False) for t in thresholds]
+
+    tests = [
+        Test(above, float(threshold))
+        for above in (True, False)
+        for threshold in _thresholds(np.concatenate([first_absent, first_present]))
+    ]
     best = max(tests, key=lambda test: _bound_of(test, first_absent, first_present, delta, confidence))
     return max(0.0, _bound_of(best, second_absent, second_present, delta, confidence))
+
+
+def _halves(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first half of some scores and the second, which may be one longer."""
+    middle = len(scores) // 2
+    return scores[:middle], scores[middle:]
+
+
+def _thresholds(scores: np.ndarray) -> np.ndarray:
+    """Return the thresholds that are tried: some of the scores, ascending."""
+    count = len(scores)
+    evenly = np.linspace(0, count - 1, CANDIDATES)
+    # A δ is exceeded far out, where few trials are: there must be as many thresholds for each tenth of those.
+    far_out = np.geomspace(1, count, CANDIDATES) - 1
+
+    from_below = np.concatenate([far_out, evenly]).astype(int)
+    places = np.unique(np.concatenate([from_below, count - 1 - from_below]))
+    return np.unique(np.sort(scores)[places])
 
 
 def epsilon_at_zero(absent: np.ndarray, present: np.ndarray, delta: float, confidence: float) -> float:
@@ -47,25 +74,34 @@ def epsilon_at_zero(absent: np.ndarray, present: np.ndarray, delta: float, confi
     """
     if not min(len(absent), len(present)):
         return 0.0
-    return max(0.0, _bound_of((True, 0.0), absent, present, delta, confidence))
+    return max(0.0, _bound_of(Test(above=True, threshold=0.0), absent, present, delta, confidence))
 
 
-def _bound_of(
-    test: tuple[bool, float], absent: np.ndarray, present: np.ndarray, delta: float, confidence: float
-) -> float:
-    """Return log((hit - δ) / false alarm) at the ends of both intervals that count against the attack."""
-    above, threshold = test
-    hits, alarms = (present, absent) if above else (absent, present)
-    chosen = (hits >= threshold, alarms >= threshold) if above else (hits < threshold, alarms < threshold)
-    error = (1 - confidence) / 2
-    hit = _least(int(chosen[0].sum()), len(hits), error)
-    alarm = 1 - _least(int((~chosen[1]).sum()), len(alarms), error)
-    return math.log((hit - delta) / alarm) if hit > delta else -math.inf
+def _bound_of(test: Test, absent: np.ndarray, present: np.ndarray, delta: float, confidence: float) -> float:
+    """Return log((hit - δ) / false alarm), each chance at the end of its interval that counts against the attack.
+
+    Below a threshold the test looks for trials without the example, by the other direction of the definition.
+    """
+    if test.above:
+        hits = present >= test.threshold
+        alarms = absent >= test.threshold
+    else:
+        hits = absent < test.threshold
+        alarms = present < test.threshold
+
+    error = (1 - confidence) / 2  # both intervals have to hold
+    hit = _least_chance(int(hits.sum()), len(hits), error)
+    alarm = 1 - _least_chance(int((~alarms).sum()), len(alarms), error)
+    if hit <= delta:
+        return -math.inf
+    return math.log((hit - delta) / alarm)
 
 
-def _least(count: int, of: int, error: float) -> float:
+def _least_chance(count: int, of: int, error: float) -> float:
     """Return the lower end of Clopper and Pearson's one-sided interval for a chance."""
-    return float(stats.beta.ppf(error, count, of - count + 1)) if count else 0.0
+    if count == 0:
+        return 0.0
+    return float(stats.beta.ppf(error, count, of - count + 1))
 
 
 def epsilon_from_guesses(canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
@@ -86,17 +122,20 @@ def epsilon_from_guesses(canaries: int, guesses: int, right: int, delta: float, 
     """
     if not right or _chance(canaries, guesses, right, 0.0, delta) > 1 - confidence:
         return 0.0
-    low = 0.0
-    high = 64.0
+
+    low = 0.0  # so many right guesses are too unlikely here
+    high = 64.0  # here they need not be
     while high - low > 1e-6:
         middle = (low + high) / 2
-        fails = _chance(canaries, guesses, right, middle, delta) <= 1 - confidence
-        low, high = (middle, high) if fails else (low, middle)
+        if _chance(canaries, guesses, right, middle, delta) <= 1 - confidence:
+            low = middle
+        else:
+            high = middle
     return low
 
 
 def _chance(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Return the most chance of `right` or more right guesses under (ε, δ)."""
+    """Return the maximum probability of at least `right` correct guesses under (ε, δ)."""
     rate = 1 / (1 + math.exp(-epsilon))
     at_least = float(stats.binom.sf(right - 1, guesses, rate))
     below = stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, rate)  # of right - 1, right - 2, ..., 0

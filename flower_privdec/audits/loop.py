@@ -34,7 +34,9 @@ class WatchedLoop:
     """
 
     def __init__(self, budget: PrivacyBudget, inside: np.ndarray, noise: NoiseCheck) -> None:
-        self.behind, self.inside, self.scores = len(inside), inside, np.zeros(len(inside))
+        self.behind = len(inside)
+        self.inside = inside
+        self.scores = np.zeros(len(inside))
         self.budget = budget
         self._noise = noise
         self._gradients: Tensor | None = None
@@ -42,8 +44,10 @@ class WatchedLoop:
 
     def drawn(self, batch: np.ndarray) -> np.ndarray:
         """See LoopWatch: without the canaries that are out, and all of them behind."""
-        there = batch[(batch >= self.behind) | self.inside[np.minimum(batch, self.behind - 1)]]
-        return np.concatenate([there, np.arange(self.behind)])
+        is_canary = batch < self.behind
+        is_out = is_canary.copy()
+        is_out[is_canary] = ~self.inside[batch[is_canary]]
+        return np.concatenate([batch[~is_out], np.arange(self.behind)])
 
     def show(self, gradients: Tensor) -> None:
         """See LoopWatch."""
@@ -90,6 +94,8 @@ class LoopAudit:
         if path in self.loops:
             self.loops[path].budget = budget
             return self.loops[path]
+
+        # A refusal is kept too: the code around the loop may swallow it, and the audit's result would then be of less.
         if budget.entries():
             self.refusal = ScenarioError(
                 f"ledger={path} has payments of real training, which an audit would add to: give a new file, and "
@@ -103,6 +109,7 @@ class LoopAudit:
             )
         if self.refusal is not None:
             raise self.refusal
+
         self.loops[path] = WatchedLoop(budget, self.coins(len(self.loops)), self._noise)
         return self.loops[path]
 
@@ -123,9 +130,11 @@ class LoopAudit:
                 "`with`, in the same thread",
                 code="audit.no-step",
             )
+
         spent = max(loop.budget.epsilon(loop.budget.entries()) for loop in loops)
-        scores, inside = (np.concatenate([getattr(loop, name) for loop in loops]) for name in ("scores", "inside"))
         delta = max(loop.budget.delta for loop in loops)
+        scores = np.concatenate([loop.scores for loop in loops])
+        inside = np.concatenate([loop.inside for loop in loops])
         return replace(guessed(scores, inside, spent, delta, self._confidence), defects=self._noise.result())
 
 

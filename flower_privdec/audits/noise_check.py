@@ -20,7 +20,9 @@ class NoiseCheck:
 
     def __init__(self) -> None:
         self.defects: dict[str, str] = {}
-        self._squares, self._count, self._draws = 0.0, 0, dict[bytes, str]()
+        self._squares = 0.0  # Σ of the squares of all numbers
+        self._count = 0
+        self._draws: dict[bytes, str] = {}  # the release that had a draw, by the draw's first numbers
 
     def see(self, noise: np.ndarray, name: str) -> None:
         """Look at one draw.
@@ -31,19 +33,24 @@ class NoiseCheck:
         """
         self._squares += float((noise**2).sum())
         self._count += noise.size
-        other = self._draws.setdefault(np.round(noise[:COMPARED], 6).tobytes(), name)
-        if other is not name and noise.size >= COMPARED:
-            self.defects.setdefault("noise reused", f"two releases have the same noise: {other}; {name}")
+
+        draw = np.round(noise[:COMPARED], 6).tobytes()
+        first = self._draws.setdefault(draw, name)
+        if first is not name and noise.size >= COMPARED:
+            self.defects.setdefault("noise reused", f"two releases have the same noise: {first}; {name}")
 
     def result(self) -> dict[str, str]:
-        """Return all defects: also noise that is not as large as planned, where that is no chance."""
-        most = "what is released is further from the clipped sum than the planned noise would leave it"
-        far = self._count > 0 and stats.chi2.sf(self._squares, self._count) < FALSE_ALARM
-        return self.defects | too_small(self._squares, self._count) | ({"not clipped": most} if far else {})
+        """Return all defects, and whether noise is larger or smaller than planned by more than chance."""
+        defects = self.defects | too_small(self._squares, self._count)
+        if self._count and stats.chi2.sf(self._squares, self._count) < FALSE_ALARM:
+            defects["not clipped"] = (
+                "what is released is further from the clipped sum than the planned noise would leave it"
+            )
+        return defects
 
 
 def too_small(squares: float, count: int) -> dict[str, str]:
-    """Return by how much noise is too small, where that is no chance.
+    """Return by how much noise is too small, if that is no chance; else nothing.
 
     Args:
         squares: the sum of the squares of independent numbers that should be standard normal.

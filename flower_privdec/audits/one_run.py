@@ -64,9 +64,11 @@ class OneRun:
         """The result in one line."""
         if self.holds:
             return "no attack refutes the printed ε"
-        refuted = self.epsilon_lower_bound > self.epsilon
-        text = f"ε = {self.epsilon:.4g} is refuted: at least {self.epsilon_lower_bound:.4g}"
-        return "; ".join([text] * refuted + list(self.defects.values()))
+
+        faults = list(self.defects.values())
+        if self.epsilon_lower_bound > self.epsilon:
+            faults.insert(0, f"ε = {self.epsilon:.4g} is refuted: at least {self.epsilon_lower_bound:.4g}")
+        return "; ".join(faults)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as a JSON object."""
@@ -118,7 +120,11 @@ class _Watcher:
     def _gradients(self, step: PrivateStep, row: int, place: int) -> Tensor:
         """Return the clipped gradients of a peer's canaries at its model in the step, in clip norms, [c, d]."""
         count = self.canaries.weight.shape[1]
-        clip = torch.ones(count, dtype=self.cohort.dtype, device=self.cohort.device)
+        norm = torch.ones(count, dtype=self.cohort.dtype, device=self.cohort.device)
+        if step.clip_norm is not None:
+            norm = norm * step.clip_norm[row]
+
+        # As if each canary were a peer with a batch of one example, all at this peer's model.
         points = step.params[row].expand(count, -1)
         divisor = None if step.divisor is None else step.divisor[row].expand(count)
         batch = Batch(
@@ -127,7 +133,6 @@ class _Watcher:
             self.canaries.weight[place].unsqueeze(1),
             self.canaries.index[place].unsqueeze(1),
         )
-        norm = clip if step.clip_norm is None else clip * step.clip_norm[row]
         out = torch.zeros_like(points)
         self.cohort.kernel.add_clipped_(out, points, batch, norm, 1 / norm, divisor)
         return out
@@ -139,6 +144,7 @@ def _randomized(experiment: Experiment, canaries: int, seed: int) -> tuple[Examp
     public = experiment.public
     if isinstance(examples.x, SparseRows) or isinstance(public.x, SparseRows):
         raise ScenarioError("an audit in one run needs dense data; leave --one-run out", code="audit.sparse")
+
     x = examples.x.clone()
     y = examples.y.clone()
     draws = keyed_generator(seed, "audit canaries in one run")
@@ -148,9 +154,12 @@ def _randomized(experiment: Experiment, canaries: int, seed: int) -> tuple[Examp
         if public.n_tokens is not None:
             x[first] = torch.from_numpy(draws.integers(public.n_tokens, size=shape))
         else:
+            # As large as features get, so that clipping leaves a canary as much of its gradient as of any example's.
             signs = torch.from_numpy(draws.choice([-1.0, 1.0], size=shape)).to(x)
             x[first] = signs * float(public.x.abs().max())
-        y[first] = public.y[torch.from_numpy(draws.integers(len(public.y), size=canaries))].to(y)
+
+        targets = torch.from_numpy(draws.integers(len(public.y), size=canaries))
+        y[first] = public.y[targets].to(y)
     return replace(examples, x=x, y=y), x
 
 
@@ -175,22 +184,32 @@ def audit_in_one_run(experiment: Experiment, *, canaries: int = 100, seed: int =
         raise ScenarioError(
             f"--one-run {canaries} must be from {GUESSED} to {least}, what the smallest peer holds", code="audit.trials"
         )
-    examples, x = _randomized(experiment, canaries, seed)
+
+    rows = len(own.peers)
+    inside = keyed_generator(seed, "audit coins in one run").random((rows, canaries)) < 0.5
     keys = {peer: digest(32, "audit in one run", seed, peer) for peer in own.peers.tolist()}
-    inside = keyed_generator(seed, "audit coins in one run").random((len(own.peers), canaries)) < 0.5
-    whole = replace(own, examples=examples, keys=keys, sampler=own.sampler.like(keys=keys))
-    everything = replace(experiment, own=whole).cohort().data.examples(np.arange(len(own.peers)), 0, canaries)
-    outside = x.clone()
+    examples, x = _randomized(experiment, canaries, seed)
+
+    # The observer knows all canaries; the cohort that trains has only those that are in.
+    everything = replace(own, examples=examples, keys=keys, sampler=own.sampler.like(keys=keys))
+    known = replace(experiment, own=everything).cohort().data.examples(np.arange(rows), 0, canaries)
+
+    not_a_number = torch.nan if x.is_floating_point() else -1
+    trained_on = x.clone()
     for part, coins in zip(examples.parts, inside, strict=True):
-        outside[torch.from_numpy(part[:canaries][~coins])] = torch.nan if x.is_floating_point() else -1
-    cohort = replace(experiment, own=replace(whole, examples=replace(examples, x=outside))).cohort()
+        out = torch.from_numpy(part[:canaries][~coins])
+        trained_on[out] = not_a_number
+    cohort = replace(experiment, own=replace(everything, examples=replace(examples, x=trained_on))).cohort()
     cohort.apart = True
-    watcher = _Watcher(experiment, cohort, everything, np.zeros(inside.shape))
+
+    watcher = _Watcher(experiment, cohort, known, np.zeros(inside.shape))
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     with STEPS.open_to(watcher):
         engine.rounds(experiment.scenario.rounds)
+
+    epsilon = max(plan.epsilons(experiment.scenario.rounds))
     delta = max(account.delta for account in plan.accounts)
-    return guessed(watcher.scores, inside, max(plan.epsilons(experiment.scenario.rounds)), delta, confidence)
+    return guessed(watcher.scores, inside, epsilon, delta, confidence)
 
 
 def guessed(scores: np.ndarray, inside: np.ndarray, epsilon: float, delta: float, confidence: float) -> OneRun:
@@ -201,10 +220,13 @@ def guessed(scores: np.ndarray, inside: np.ndarray, epsilon: float, delta: float
         epsilon, delta: as printed.
     """
     order = np.argsort(scores.ravel())
-    half = inside.size // GUESSED // 2
     coins = inside.ravel()[order]
+    half = inside.size // GUESSED // 2
+    guessed_out = coins[:half]
+    guessed_in = coins[len(coins) - half :]
+
     guesses = 2 * half
-    right = int((~coins[:half]).sum() + coins[len(coins) - half :].sum())
+    right = int((~guessed_out).sum() + guessed_in.sum())
     return OneRun(
         epsilon=epsilon,
         delta=delta,
@@ -224,7 +246,8 @@ def coefficients(gradients: Tensor, released: Tensor, noise: float | Tensor, rat
         gradients: clipped, [c, d]; released: [d]; both in clip norms, as the noise's standard deviation.
         rate: of sampling.
     """
+    chance = rate / 2  # of being in, by the coin, and drawn
     inner = gradients @ gradients.T
-    inner.diagonal().add_(noise**2 / (rate / 2 * (1 - rate / 2)))
+    inner.diagonal().add_(noise**2 / (chance * (1 - chance)))
     solution: Tensor = torch.linalg.solve(inner, gradients @ released)
     return solution

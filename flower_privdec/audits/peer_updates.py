@@ -91,13 +91,20 @@ class UpdateAudit:
     ) -> np.ndarray:
         """See UpdateObserver."""
         peer = self.peers[ledger.path.absolute()]
-        length = float(np.linalg.norm(update.astype(np.float64)))
-        expected = update.astype(np.float64) * min(1.0, clip_norm / length) if length else np.zeros(len(update))
         seen = release(clip_norm, noise, update if peer.inside else np.zeros_like(update))
+
+        # The observer clips the update itself, so that a release that is clipped less stands out.
+        expected = update.astype(np.float64)
+        length = float(np.linalg.norm(expected))
+        if length > clip_norm:
+            expected *= clip_norm / length
+
         std = noise * clip_norm
-        drawn = seen - expected * peer.inside
         peer.score += float(seen @ expected - expected @ expected / 2) / std**2
-        peer.steps, peer.entries = peer.steps + 1, list(ledger.entries)
+        peer.steps += 1
+        peer.entries = list(ledger.entries)
+
+        drawn = seen - expected if peer.inside else seen
         self._noise.see(drawn / std, f"step {peer.steps} of {ledger.path.parent.name}")
         return seen
 
@@ -118,12 +125,17 @@ class UpdateAudit:
                 "and run the app inside auditing_updates(), in the same thread",
                 code="audit.no-step",
             )
-        delta = max(peer.delta for peer in peers)
+
         defects = self._noise.result()
         short = [peer for peer in peers if sum(release.steps for release in releases_in(peer.entries)) < peer.steps]
         if short:
             defects["ledger"] = f"{len(short)} peers' ledgers were charged for fewer updates than were released"
+
+        # Most ledgers are charged alike, and an ε takes long to compute.
         different = {(releases_in(peer.entries), peer.delta): peer for peer in peers}
+        largest = max(peer.epsilon for peer in different.values())
+
+        delta = max(peer.delta for peer in peers)
         scores = np.array([peer.score for peer in peers])
         inside = np.array([peer.inside for peer in peers])
         absent = scores[~inside]
@@ -131,7 +143,7 @@ class UpdateAudit:
         level = (1 + self._confidence) / 2  # of two bounds together
         shown = [bound(absent, present, delta, level) for bound in (epsilon_at_zero, epsilon_from_scores)]
         return OneRun(
-            epsilon=max(peer.epsilon for peer in different.values()),
+            epsilon=largest,
             delta=delta,
             epsilon_lower_bound=max(shown),
             canaries=len(peers),

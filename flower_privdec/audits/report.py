@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from flower_privdec.audits.app_audit import audit_app
-from flower_privdec.audits.audit import CANARIES, REPLICA, Audit, audit
+from flower_privdec.audits.audit import CANARIES, REPLICA, Audit, AuditedPeers, audit
 from flower_privdec.audits.one_run import OneRun, audit_in_one_run
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges, setting
@@ -24,10 +24,12 @@ from flower_privdec.reporting.plots import DASHES, SERIES, new_figure, save_pict
 from flower_privdec.reporting.progress import rounds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PICTURES = (".svg", ".png", ".pdf")
-BINS, MOST_DRAWN = 60, 12  # of a histogram; groups of peers in a picture
+BINS = 60  # of a histogram
+MOST_DRAWN = 12  # groups of peers in a picture
 HEADS = ["peers", "δ", "claimed ε", "printed ε", "canaries: ε ≥", "replica: ε ≥"]
 
 
@@ -57,9 +59,12 @@ def print_audit(
     if one_run is not None:
         print_one_run(audit_in_one_run(experiment, canaries=one_run, seed=seed), as_json)
         return
+
     with rounds(experiment.scenario.name, "canary") as show:
         result = audit(experiment, trials=trials, replica=replica, seed=seed, on_trials=show)
-    typer.echo(json.dumps(result.to_json(), indent=2) if as_json else audit_text(result))
+
+    text = json.dumps(result.to_json(), indent=2) if as_json else audit_text(result)
+    typer.echo(text)
     if plot is not None:
         save_picture(lambda: draw_audit(result), plot, "plot")
     if not result.holds:
@@ -99,13 +104,12 @@ def print_one_run(result: OneRun, as_json: bool) -> None:
     Raises:
         RunError: the printed ε is refuted, or something is not as planned.
     """
-    typer.echo(
-        json.dumps(result.to_json(), indent=2)
-        if as_json
-        else f"{result.method}: {result.right:,} of {result.guesses:,} guesses right, of {result.canaries:,} canaries\n"
-        f"ε is at least {result.epsilon_lower_bound:.2f}, and printed as {epsilon_text(result.epsilon)}, at "
-        f"δ = {setting(result.delta)}"
-    )
+    if as_json:
+        typer.echo(json.dumps(result.to_json(), indent=2))
+    else:
+        guesses = f"{result.right:,} of {result.guesses:,} guesses right, of {result.canaries:,} canaries"
+        printed = f"printed as {epsilon_text(result.epsilon)}, at δ = {setting(result.delta)}"
+        typer.echo(f"{result.method}: {guesses}\nε is at least {result.epsilon_lower_bound:.2f}, and {printed}")
     if not result.holds:
         raise RunError(f"audit: {result.verdict}", code="audit.refuted")
 
@@ -114,48 +118,58 @@ def draw_audit(result: Audit) -> Figure:
     """Draw ε as claimed, printed and shown, by group, and the likelihood ratios of the first; within `drawing`."""
     figure = new_figure(9.0, 3.2)
     bounds, ratios = figure.subplots(1, 2)
-    shown = result.groups[:MOST_DRAWN]
-    rows = range(len(shown))
-    for series, (marker, label, values) in enumerate(
-        [
-            ("|", "printed", [group.epsilon for group in shown]),
-            (">", "replica: at least", [group.replica_lower_bound for group in shown]),
-            (">", "canaries: at least", [group.canary_lower_bound for group in shown]),
-            ("x", "claimed", [math.nan if group.claimed_epsilon is None else group.claimed_epsilon for group in shown]),
-        ]
-    ):
-        if not all(map(math.isnan, values)):
-            size = 14 if marker == "|" else 6
-            bounds.plot(values, rows, marker, color=SERIES[series], markersize=size, markeredgewidth=2, label=label)
-    bounds.set_yticks(rows, [f"peers {peer_ranges(set(group.peers))}" for group in shown])
-    bounds.set_ylim(len(shown) - 0.5, -0.5)
-    bounds.set_xlim(left=0)
-    bounds.set_title("ε", loc="left", fontsize=10.5)
-    scores = [part[np.isfinite(part)] for part in shown[0].scores]
-    edges = np.histogram_bin_edges(np.concatenate(scores), BINS)
-    for series, (part, label) in enumerate(zip(scores, ("without the example", "with it"), strict=True)):
-        ratios.hist(part, edges, histtype="step", color=SERIES[series], linestyle=tuple(DASHES)[series], label=label)
-    ratios.set_yscale("log")
-    ratios.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    ratios.set_title("log likelihood ratio of the replica's trials", loc="left", fontsize=10.5)
+    _draw_bounds(bounds, result.groups[:MOST_DRAWN])
+    _draw_ratios(ratios, result.groups[0].scores)
     for axes in (bounds, ratios):
         axes.legend(frameon=False, fontsize=8.5, loc="best")
     return figure
 
 
+def _draw_bounds(axes: Axes, groups: Sequence[AuditedPeers]) -> None:
+    """Draw a line for each group, from the top, with its ε as claimed, as printed and as shown."""
+    claimed = [math.nan if group.claimed_epsilon is None else group.claimed_epsilon for group in groups]
+    marked = [
+        ("|", "printed", [group.epsilon for group in groups]),
+        (">", "replica: at least", [group.replica_lower_bound for group in groups]),
+        (">", "canaries: at least", [group.canary_lower_bound for group in groups]),
+        ("x", "claimed", claimed),
+    ]
+    for (marker, label, values), color in zip(marked, SERIES, strict=False):
+        if all(map(math.isnan, values)):
+            continue
+        size = 14 if marker == "|" else 6
+        axes.plot(values, range(len(groups)), marker, color=color, markersize=size, markeredgewidth=2, label=label)
+
+    axes.set_yticks(range(len(groups)), [f"peers {peer_ranges(set(group.peers))}" for group in groups])
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.set_title("ε", loc="left", fontsize=10.5)
+
+
+def _draw_ratios(axes: Axes, scores: tuple[np.ndarray, np.ndarray]) -> None:
+    """Draw the histograms of scores without and with the example."""
+    finite = [part[np.isfinite(part)] for part in scores]
+    edges = np.histogram_bin_edges(np.concatenate(finite), BINS).tolist()
+    labels = ("without the example", "with it")
+    for part, label, color, dash in zip(finite, labels, SERIES, DASHES, strict=False):
+        axes.hist(part, edges, histtype="step", color=color, linestyle=dash, label=label)
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.set_title("log likelihood ratio of the replica's trials", loc="left", fontsize=10.5)
+
+
 def audit_text(result: Audit) -> str:
     """Return an audit as a table, with what its figures are."""
-    rows = [
-        [
-            peer_ranges(set(group.peers)),
-            setting(group.delta),
-            "–" if group.claimed_epsilon is None else epsilon_text(group.claimed_epsilon),
-            epsilon_text(group.epsilon),
-            f"{group.canary_lower_bound:.2f}",
-            f"{group.replica_lower_bound:.2f}",
-        ]
-        for group in result.groups
-    ]
+    rows = []
+    for group in result.groups:
+        claimed = "–"
+        if group.claimed_epsilon is not None:
+            claimed = epsilon_text(group.claimed_epsilon)
+        peers = peer_ranges(set(group.peers))
+        shown = [f"{bound:.2f}" for bound in (group.canary_lower_bound, group.replica_lower_bound)]
+        rows.append([peers, setting(group.delta), claimed, epsilon_text(group.epsilon), *shown])
+
     first = result.groups[0]
     notes = [
         f"{CANARIES}: {first.trials:,} trials of {result.rounds:,} rounds; {REPLICA}: {first.replica_trials:,} trials",

@@ -23,7 +23,8 @@ from variants import VARIANTS, settings_for
 
 from flower_privdec.audits.audit import Audit, AuditedPeers, audit
 from flower_privdec.audits.bounds import epsilon_from_guesses, epsilon_from_scores
-from flower_privdec.audits.canaries import Signs, run_once, with_canaries
+from flower_privdec.audits.canaries import Signs, with_canaries
+from flower_privdec.audits.observer import run_once
 from flower_privdec.audits.one_run import audit_in_one_run
 from flower_privdec.audits.replica import replica_scores
 from flower_privdec.audits.report import draw_audit

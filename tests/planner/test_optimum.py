@@ -13,16 +13,16 @@ from tiny_scenario import Build
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model
-from flower_privdec.planner.plan import (
+from flower_privdec.planner.optimal_rounds import (
     Objective,
     find_constants,
     heterogeneity,
-    make_plan,
-    noise_std,
     optimum,
     public_sample,
     smoothness,
 )
+from flower_privdec.planner.peers import noise_std
+from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.mechanism.paper import moments_sigma
 from flower_privdec.reporting import console
 from flower_privdec.scenario import load_scenario

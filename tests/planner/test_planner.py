@@ -20,16 +20,11 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import memory_estimate
 from flower_privdec.experiment.memory_estimate import memory_need, outputs_per_example, table_bytes
 from flower_privdec.models import build_model
-from flower_privdec.planner import plan as planner
-from flower_privdec.planner.plan import (
-    best_signal,
-    cost_warnings,
-    make_plan,
-    network_warnings,
-    noise_std,
-    peer_rows,
-    privacy_warnings,
-)
+from flower_privdec.planner.pairs import pair_facts
+from flower_privdec.planner.peers import noise_std, peer_rows
+from flower_privdec.planner.plan import make_plan
+from flower_privdec.planner.timing import estimate_seconds
+from flower_privdec.planner.warnings import best_signal, cost_warnings, network_warnings, privacy_warnings
 from flower_privdec.privacy.mechanism.paper import gdp_mu, gdp_mu_0
 from flower_privdec.reporting import console
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
@@ -219,7 +214,7 @@ def test_best_signal_follows_its_formula(build: Build) -> None:
             [PAPER, "privacy.schedule={noise: [2, 1]}", "privacy.epsilon=0.3"],
             "Proposition 4 of Dyn-D2P is a limit for K far above",
         ),
-        (["data.batch.sampling=uniform"], "uniform costs ε = 3.00 where poisson at the same noise costs 1.22"),
+        (["data.batch.sampling=uniform"], "uniform costs ε = 3.00, and poisson at the same noise costs 1.22"),
     ],
 )
 def test_unsound_privacy_is_warned_of(build: Build, settings: list[str], expected: str) -> None:
@@ -307,8 +302,8 @@ def test_text_shows_best_rounds_curve_and_tables(build: Build, capsys: pytest.Ca
 def test_a_compiling_first_round_does_not_distort_the_estimate(build, monkeypatch):
     """A new user's first plan compiles kernels: 5 s once, and not in each of a hundred rounds."""
     takes = iter([100.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25])
-    monkeypatch.setattr(planner, "_timed", lambda experiment, work: (work(), next(takes))[1])
-    seconds, share = planner.estimate_seconds(build("rounds=100", "evaluation.every=50"))
+    monkeypatch.setattr("flower_privdec.planner.timing._timed", lambda experiment, work: (work(), next(takes))[1])
+    seconds, share = estimate_seconds(build("rounds=100", "evaluation.every=50"))
     assert seconds == pytest.approx(100 * 0.5 + 2 * 0.25)
     assert share == pytest.approx(0.5 / 50.5)
 
@@ -324,18 +319,18 @@ def test_time_is_estimated_with_pairs_for_other_batches(build: Build, table: str
     lines = [vr(table), f"algorithm.learning_rate={rates}", sizes, CANCELLING, "data.batch={rate: 0.2}"]
     if table == "blocks":
         lines[-1] = "data.batch={sampling: blocks, size: 4}"
-    seconds, _ = planner.estimate_seconds(build(*lines))
+    seconds, _ = estimate_seconds(build(*lines))
     assert seconds > 0
 
 
 def test_noise_in_the_mean_is_nearly_minimal(build: Build) -> None:
     """Budgets that differ: the solver and the linear programs of the plan know nothing of each other."""
     experiment = build("privacy.epsilon=[1, 2, 4, 8]", CANCELLING)
-    facts = planner.pair_facts(experiment)
+    facts = pair_facts(experiment)
     assert facts["least_mean_noise"] <= facts["mean_noise"] <= 1.05 * facts["least_mean_noise"]
     assert "these pairs allow no less than" in console.plan_text(make_plan(experiment), verbose=True)
 
 
 def test_a_bound_over_too_many_sets_is_left_out(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_privdec.planner.pairwise.LARGEST_SHAPED", 0)
-    assert planner.pair_facts(build(CANCELLING))["least_mean_noise"] is None
+    assert pair_facts(build(CANCELLING))["least_mean_noise"] is None

@@ -18,7 +18,7 @@ from flower_privdec.engine.run import run
 from flower_privdec.experiment import evaluation
 from flower_privdec.experiment.evaluation import evaluate, held_labels, try_on_shards
 from flower_privdec.experiment.recorder import traffic
-from flower_privdec.planner.plan import network_warnings
+from flower_privdec.planner.warnings import network_warnings
 from flower_privdec.reporting import plots
 from flower_privdec.reporting.wording import own_labels, sent
 from flower_privdec.studies.cells import expand

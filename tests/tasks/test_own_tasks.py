@@ -22,7 +22,7 @@ from flower_privdec.cli import main
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
-from flower_privdec.planner.plan import optimum
+from flower_privdec.planner.optimal_rounds import optimum
 from flower_privdec.reporting.console import print_summary
 from flower_privdec.scenario import load_scenario
 from flower_privdec.scenario.loading import own_parts
