@@ -163,8 +163,7 @@ def test_an_audit_repeats_by_its_seed() -> None:
     assert one["groups"] != other["groups"] or one == other  # the figures of few trials may agree
 
 
-@pytest.mark.parametrize("colluding", [0, 1, 2])
-@pytest.mark.parametrize("topology", ["complete", "directed-exponential"])
+@pytest.mark.parametrize(("colluding", "topology"), [(0, "complete"), (1, "directed-exponential"), (2, "complete")])
 def test_colluders_subtract_shared_noise_and_leave_the_planned_rest(colluding: int, topology: str) -> None:
     """The mean log ratio of both worlds is a replica's, within five standard errors; all is as planned."""
     noise = f"privacy.noise={{kind: cancelling, colluding: {colluding}, secrets: complete}}"

@@ -15,7 +15,7 @@ from tools.battery.levels import LEVELS, NAMES, applies
 from tools.battery.refused import known
 from tools.battery.rows import Case
 
-CASES, ROWS = 30, 2  # of each case
+CASES, ROWS = 20, 2  # of each case
 
 
 @cache
