@@ -13,36 +13,12 @@ from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.core import Algorithm, Mix, State
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.graph.topology import DirectedExponential
-from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.scenario import DescentSection
+from tools.battery import parts
 
 
-class HeavyBall(SGP):
-    """Push-sum of models that keep a share of their last step: u ← β u - γ g̃(x / w), x ← x + u."""
-
-    class Section(DescentSection):
-        """The keys of its own."""
-
-        beta: float = 0.5
-
-    slots = 2
-    released = one_sum
-
-    def __init__(self, section: Any) -> None:
-        super().__init__(section)
-        self.beta = section.beta
-        self.program = (self.descend, Mix(("x", "w")))
-
-    def initial(self, cohort: Cohort) -> dict[str, Tensor]:
-        """Return push-sum's rows and no speed."""
-        rows = super().initial(cohort)
-        return rows | {"speed": torch.zeros_like(rows["x"])}
-
-    def descend(self, cohort: Cohort, state: State) -> None:
-        """Renew the speed, and move by it."""
-        speed = state.rows["speed"].mul_(self.beta)
-        cohort.add_step_(speed, state.rows["x"], state.round_index, divisor=state.rows["w"])
-        state.rows["x"] += speed
+class HeavyBall(parts.HeavyBall):
+    """Momentum over push-sum, under the name of a module that only tests have."""
 
 
 class Stumbling(HeavyBall):
