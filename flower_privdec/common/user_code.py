@@ -78,7 +78,7 @@ def give(value: Any, label: str, content: bytes, tell: Callable[[], bytes] | Non
     prefix = f"{PYTHON}:{label}_"
 
     for other in list(_given.values()):
-        # The length tells the label `net` from `net_2`, whose names begin alike.
+        # The length tells the label "net" from "net_2", whose names begin alike.
         has_this_label = other.target.startswith(prefix) and len(other.target) == len(prefix) + TOKEN_DIGITS
         if other.content == content and has_this_label:
             return other

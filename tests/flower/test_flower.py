@@ -79,7 +79,7 @@ def test_runtimes_share_no_noise_unless_portable(
     assert torch.allclose(*rows) == (host == "cohort")
 
 
-def test_a_cohort_that_draws_anew_pays_for_an_epoch_once(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_cohort_drawing_anew_pays_an_epoch_once(tiny: Tiny, tmp_path: Path) -> None:
     """Rounds of one epoch, an evaluation after each: shuffling anew in every message would cost an epoch each."""
     settings = ["compute.generator=system", "data.batch={sampling: shuffle, size: 5}", "evaluation.every=1", "rounds=4"]
     scenario = tiny(*settings)

@@ -251,7 +251,7 @@ def test_auto_mode_follows_from_where_the_nodes_run(tmp_path: Path) -> None:
     assert [chosen(grid, "sharded") for grid in (LocalGrid(client_app(), 2), elsewhere)] == [Sharded] * 2
 
 
-def test_deployed_shards_run_without_naming_a_mode_and_are_asked_once(
+def test_deployed_shards_need_no_mode_and_are_asked_once(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[str]()

@@ -415,7 +415,7 @@ def test_only_portable_runs_draw_alike_on_every_machine(tiny: Tiny, monkeypatch:
     assert there["portable"][2] != here["portable"][2]  # so that a ledger charges it again
 
 
-def test_keys_follow_from_images_and_not_from_how_features_round(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_follow_images_not_the_rounding_of_features(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     features = ("data.dataset=digits", "features={kind: scattering, scales: 1, pool: 2, groups: 0}")
 
     def drawn(generator: str) -> OwnParts:

@@ -177,7 +177,7 @@ def test_errors_know_the_keys_of_a_new_algorithm(tiny: Tiny) -> None:
     ],
     ids=["no name", "no line", "a name that is taken"],
 )
-def test_a_built_in_without_a_name_of_its_own_is_refused(tmp_path: Path, text: str, code: str) -> None:
+def test_a_built_in_without_its_own_name_is_refused(tmp_path: Path, text: str, code: str) -> None:
     with both_doors(ALGORITHMS, tmp_path, "half_push", text), raises(ArgumentError, code, "HalfPush"):
         list(ALGORITHMS)
 
@@ -222,7 +222,7 @@ def test_a_new_graph_is_known_everywhere(tiny: Tiny) -> None:
 
 
 @pytest.mark.usefixtures("steps")
-def test_wrong_arguments_of_a_users_graph_are_refused_in_one_line(build: Build) -> None:
+def test_wrong_arguments_of_a_users_graph_are_refused(build: Build) -> None:
     with raises(
         ScenarioError, "code.fails", r"topology\.module='steps_graph:StepsGraph' could not be built"
     ) as refused:
