@@ -1,49 +1,63 @@
 """Exactly-once push-sum: a state machine without sockets, clocks or files. Messages in, messages out.
 
-A lost message would take its part of (x, w) with it, and push-sum would converge to something else or nowhere. Here
-none is lost: over all peers, Σ mass on disk + Σ shares in flight = Σ initial mass + Σ updates on disk, exactly, for any
-schedule of messages dropped, delayed, repeated or out of order and of peers killed and restarted. A share is in flight
-while its sender has it on disk and its receiver has not. (In floating point each addition rounds, as in any mixing; the
-number subtracted here is the one added there.)
+Push-sum moves mass, the pair (x, w), and peers read their model off as x / w. A lost message would take its part of the
+mass with it, and push-sum would converge to something else or nowhere. Here none is lost:
+
+    Σ mass on disk + Σ shares in flight = Σ initial mass + Σ updates on disk        (over all peers, exactly)
+
+for any schedule of messages dropped, delayed, repeated or out of order, and of peers killed and restarted. A share is
+in flight while its sender has it on disk and its receiver has not. (In floating point each addition rounds, as in any
+mixing, but the number that is subtracted here is the number that is added there.)
+
+A share passes through these states:
+
+    state         who has it                    what happens next
+    ------------  ----------------------------  -------------------------------------------------------------------
+    frozen        the sender, in memory         `split` has subtracted it; `committed` puts it on disk
+    in flight     the sender, on disk           `shares_to_send` yields it, the same each time, until it is acknowledged
+    held          the receiver, in memory too   `receive` took it; `absorb` adds it to the mass
+    absorbed      the receiver, in memory too   the receiver's next `committed` puts that on disk
+    acknowledged  the receiver, on disk         `acknowledgements` yields it; at the sender `acknowledge` forgets it
 
 A round of a peer, whose own numbers the caller holds (`mass`) and moves by its gradients:
 
-1. An edge opens by a handshake (`hello`, `receive_hello`) or by the word of a directory that both sides trust
-   (`introduce`). A neighbour is ready while its edge is open and fewer than `window` shares to it are unacknowledged.
+1. An edge opens by a handshake (`hello`, `receive_hello`), or by a directory that both sides trust (`introduce`). A
+   neighbour is ready while its edge is open and fewer than `window` shares to it are unacknowledged.
 2. `split` freezes a share p_j (x, w) for each ready out-neighbour j, with its next number, and subtracts exactly the
-   values that will be sent. p_j = W_j / (1 - Σ W of those that are not ready): the round's own column of weights where
-   all are ready, 1 / (ready + 1) where weights are uniform, and never everything.
-3. `snapshot` returns all that has to be on disk together; the caller writes it and then calls `committed`. Only then do
+   values that will be sent. p_j = W_j / (1 - Σ W of those that are not ready). That is the round's own column of
+   weights if all are ready, 1 / (ready + 1) if weights are uniform, and never everything.
+3. `snapshot` returns all that has to be on disk together. The caller writes it and then calls `committed`. Only then do
    `shares_to_send` and `acknowledgements` yield what follows from it. A caller may commit every few rounds.
-4. The same objects are sent until they are acknowledged, so a retry is the same share. One that may have left is never
-   taken back or replaced, for it may have arrived.
-5. `receive` holds a neighbour's next share in memory; `absorb` adds it, and the next commit acknowledges it. A share
-   that was absorbed before is acknowledged and not added. After a gap the edge closes.
-6. `acknowledge` forgets frozen shares. An acknowledgement of what was not sent is refused.
+4. A share that may have left is never taken back or replaced, since it may have arrived.
+5. A share that was absorbed before is acknowledged again and not added again. After a gap in the numbers the edge
+   closes.
+6. An acknowledgement of a share that was not sent is refused.
 
-Two numbers tell the past from the present. An *incarnation* is a peer's mass from its beginning to its loss: a peer
-that lost its state comes back as another one, with x = 0 and w = 0 (`reset`), and takes no step at x / w before its
-first share has come. To that share `absorb` adds the weight with which the peer began, at the share's model x / w:
-without it each lost state would take its weight from all others for good. Others forget the shares that they froze for
-the dead incarnation: those are *orphaned*, x with w, which moves no ratio; a share that was not committed cannot have
-left and returns to its sender's mass. A *boot* is a random number that each start of a process draws: it tells what was
-sent before a restart from what is sent after it, and two shares of one number from each other where a peer froze that
-number twice.
+Two numbers tell the past from the present:
 
-The handshake exchanges incarnations, boots and counters. A hello counts only when it answers the challenge of the
-process that receives it, so none is old. A neighbour that has seen more of a peer than the peer remembers shows that
-the peer's state is stale, an old copy: `receive_hello` raises StaleStateError, and the peer must `reset`. With the new
-incarnation the peer's own mass and the shares in flight on its own edges are gone, and nothing else. What it sent
-between its restart and the first neighbour that was ahead of it, at most what it was restored with, counts twice: greet
-every neighbour before the first split.
+- An *incarnation* is a peer's mass from its beginning to its loss. A peer that lost its state comes back as another
+  incarnation with x = 0 and w = 0 (`reset`), and takes no step at x / w before its first share has come. To that share
+  `absorb` adds the weight with which the peer began, at the share's model x / w: without it each lost state would take
+  its weight from all others for good. The others forget the shares that they froze for the old incarnation. These are
+  *orphaned*: x is lost together with its w, which moves no ratio. A share that was not committed cannot have left, and
+  returns to its sender's mass.
+- A *boot* is a random number that each start of a process draws. It tells messages of before a restart from those of
+  after it, and two shares of one number from each other, if a peer froze that number twice.
 
-Where a directory introduces the peers, each one acknowledges at every introduction what it has of the other. An
-acknowledgement of a share that this peer does not remember, or of a later incarnation of it, then shows that its state
-is stale: `acknowledge` raises StaleStateError.
+The handshake exchanges incarnations, boots and counters. A hello counts only if it answers the challenge of the process
+that receives it, so none is old. If a neighbour has seen more of a peer than the peer remembers, the peer's state is
+stale, an old copy: `receive_hello` raises StaleStateError, and the peer must `reset`. The peer's own mass and the
+shares in flight on its own edges are then lost, and nothing else. Shares that it sent between its restart and its first
+contact with a neighbour that was ahead of it count twice, up to what it was restored with: so greet every neighbour
+before the first split.
 
-A neighbour that lies about another's lost state is believed at its first handshake after that one's start alone, so it
-can make one that has just started give up its own mass; a running peer refuses it. A share that would make the mass
-infinite is rejected.
+If a directory introduces the peers, each one acknowledges at every introduction the last share that it has of the
+other. If that is a share which this peer does not remember, or is for a later incarnation of it, its state is stale:
+`acknowledge` raises StaleStateError.
+
+A neighbour may lie and claim that another has lost its state. It is believed only at its first handshake after the
+other's start, so it can make a peer that has just started give up its own mass; a running peer refuses it. A share that
+would make the mass infinite is rejected.
 
 For a synchronous run, `absorb` takes shares up to a round, and `uncommitted` names the senders that wait for a commit
 here: a graph that uses an edge in each round needs a commit after each mixing too. A machine is for one thread at a
@@ -60,14 +74,14 @@ from typing import Generic, Protocol, TypeVar
 from flower_privdec.common.errors import RunError
 
 LAST = 2**64 - 1  # the largest number that a frame can carry
-FIRST = 2**32  # the first incarnation of a peer: the upper half counts, the lower half distinguishes equal counts
-FARTHEST = 2**16  # incarnations that a peer can be behind: a larger claim is a lie, and would use the numbers up
+FIRST = 2**32  # the first incarnation of a peer: the upper 32 bits count, the lower ones tell equal counts apart
+FARTHEST = 2**16  # the most incarnations that a peer can be behind: a larger claim is a lie, and would use them up
 
 V = TypeVar("V")
 
 
 class RefusedError(RunError):
-    """A message breaks the protocol; it changed nothing, but that its edge may be closed."""
+    """A message breaks the protocol; it changed nothing, except that its edge may now be closed."""
 
 
 class StaleStateError(RunError):
@@ -75,7 +89,7 @@ class StaleStateError(RunError):
 
 
 class Arithmetic(Protocol[V]):
-    """Operations on values; what is subtracted from, or added to, is not used again."""
+    """Operations on values. The first operand of `subtract` and `add` is not used again, so it may be changed."""
 
     def part(self, value: V, weight: float) -> V:
         """Return weight times a value, as encoded for the wire."""
@@ -106,11 +120,11 @@ class FrozenShare(Generic[V]):
     Attributes:
         sender, receiver: peers.
         incarnation: the sender's.
-        addressed: the receiver's; no other incarnation may absorb it.
+        addressed: the receiver's incarnation; no other one may absorb the share.
         number: counts the shares of this edge between these two incarnations, from 1.
-        boot: of the process that froze it.
+        boot: the boot of the process that froze it.
         round_index: the sender's round.
-        values: one of each name, as encoded for the wire.
+        values: one value for each name, as encoded for the wire.
     """
 
     sender: int
@@ -128,10 +142,11 @@ class Acknowledgement:
     """A share, and all before it, are in the receiver's mass on disk.
 
     Attributes:
-        sender, receiver: of the acknowledgement: the peer that absorbed the share, and the one that sent it.
-        incarnation, addressed: theirs.
-        boot: of the process that acknowledges.
-        number, share_boot: of the share.
+        sender: the peer that sends this acknowledgement, so the one that absorbed the share.
+        receiver: the peer that sent the share.
+        incarnation, addressed: their incarnations.
+        boot: the boot of the process that acknowledges.
+        number, share_boot: number and boot of the share.
     """
 
     sender: int
@@ -145,13 +160,13 @@ class Acknowledgement:
 
 @dataclass(frozen=True)
 class Hello:
-    """One message of a handshake: all that its sender has on disk about both directions of an edge.
+    """One message of a handshake: what its sender has on disk about both directions of an edge.
 
     Attributes:
         sender, receiver: peers.
         incarnation, boot: the sender's.
-        challenge: what a reply to this has to name.
-        answers: the receiver's challenge that this replies to; 0 in the first message.
+        challenge: the number that a reply to this has to name.
+        answers: the receiver's challenge to which this replies; 0 in the first message.
         opened: whether the edge is open at the sender.
         round_index: the sender's round.
         knows: the receiver's incarnation that the counters are about; 0 for none.
@@ -159,9 +174,9 @@ class Hello:
         acknowledged: the number of the last share that the receiver acknowledged.
         received: the number of the last share absorbed from the receiver.
         seen, seen_boot: number and boot of the last share that came from the receiver, on disk or not.
-        want: what the sender lacks of weight, for the driver alone: 0 where that is not known, 1 where it has none to
-            spare, 2 where it waits for some.
-        level: how often the sender's weight floor sank, 0 to 15, for the driver alone.
+        want: whether the sender lacks weight, only for the driver: 0 if that is not known, 1 if it has none to spare,
+            2 if it waits for some.
+        level: how often the sender's weight floor sank, 0 to 15, only for the driver.
     """
 
     sender: int
@@ -188,7 +203,7 @@ class Edge(Generic[V]):
     """What a peer remembers of a neighbour: the counters of both directions.
 
     Attributes:
-        incarnation: the neighbour's that they are about; 0 before the edge first opened.
+        incarnation: the neighbour's incarnation that the counters are about; 0 before the edge first opened.
         sent, sent_boot: the number of the last share frozen for it, and the boot that froze it.
         frozen: the shares that it has not acknowledged, in order.
         received, received_boot: number and boot of the last share absorbed from it.
@@ -210,8 +225,8 @@ class Durable(Generic[V]):
         incarnation: the peer's.
         round_index: the next round.
         mass: the values of the peer itself.
-        edges: by neighbour.
-        number: of the commit within a boot, from 1; what was read from disk has 0.
+        edges: the counters by neighbour.
+        number: counts the commits of a process, from 1; a state that was read from disk has 0.
     """
 
     incarnation: int
@@ -226,17 +241,18 @@ class PushSumProtocol(Generic[V]):
 
     Args:
         peer: its id.
-        neighbors: all peers that it may ever send to or hear from, but for those that `introduce` adds.
+        neighbors: all peers that it may ever send to or hear from, except those that `introduce` adds.
         boot: a random number from 1 to 2^64 - 1, drawn at this start of the process.
         mass: the peer's own values by name, which the caller changes too, between two calls.
-        arithmetic: operations on them.
-        window: how many shares to one neighbour may be unacknowledged; more than 1 only where edges open by
-            `introduce`, for a hello carries the boot of one share.
-        incarnation: of a new state; a driver without handshakes gives one that is later than any earlier state's.
+        arithmetic: operations on these values.
+        window: how many shares to one neighbour may be unacknowledged. More than 1 is only possible if edges open by
+            `introduce`, since a hello carries the boot of one share.
+        incarnation: the incarnation of a new state; a driver without handshakes gives one that is later than that of
+            any earlier state.
 
     Attributes:
-        orphaned: how many shares were given up, by neighbour, because their receiver lost its state.
-        rejected: how many shares were not absorbed, by neighbour, because they would have made the mass infinite.
+        orphaned: how many shares to each neighbour were given up because it lost its state.
+        rejected: how many shares of each neighbour were not absorbed because they would have made the mass infinite.
         edges: the counters by neighbour, as they are in memory.
     """
 
@@ -261,25 +277,29 @@ class PushSumProtocol(Generic[V]):
         self.edges: dict[int, Edge[V]] = {j: Edge() for j in sorted({*neighbors} - {peer})}
         self._arithmetic = arithmetic
         self._window = window
+
+        # State on disk, and shares on their way from memory to disk.
         self._durable: Durable[V] | None = None
         self._commits = 0
         self._inbox: dict[int, list[FrozenShare[V]]] = {}  # received and not absorbed, in order
         self._unacknowledged: set[int] = set()  # senders to acknowledge
+
+        # Edges and their handshakes.
         self._open: set[int] = set()
-        self._hellos: dict[int, Hello] = {}  # the last of each neighbour
+        self._hellos: dict[int, Hello] = {}  # the last hello of each neighbour
         self._challenges: dict[int, int] = dict.fromkeys(self.edges, boot)
-        self._agreed: dict[int, Hello] = {}  # the hello on which the edge opened
+        self._agreed: dict[int, Hello] = {}  # the hello on which the edge opened; none if a directory opened it
         self._objections: dict[int, Hello] = {}  # the last hello to each neighbour that did not agree
-        self._greeted: set[int] = set()  # since this start, and so not to be believed any more
-        self._stale_since: int | None = None  # once stale: the incarnation that the next one has to exceed
+        self._greeted: set[int] = set()  # neighbours met since this start, whose claims are not believed any more
+        self._stale_since: int | None = None  # set when stale: the incarnation that the next one has to exceed
 
     # --- state ---
 
     def restore(self, durable: Durable[V]) -> None:
-        """Continue from what was read from disk, bit for bit; to be called before anything else.
+        """Continue from a state read from disk, bit for bit; to be called before anything else.
 
         Raises:
-            RunError: it is about other neighbours.
+            RunError: the state is about other neighbours.
         """
         if durable.edges.keys() != self.edges.keys():
             raise RunError(
@@ -287,42 +307,51 @@ class PushSumProtocol(Generic[V]):
                 f"{sorted(self.edges)}; restore it from a copy, or delete it, and the peer joins as a new one",
                 code="share.other-neighbors",
             )
-        self.incarnation, self._durable = durable.incarnation, replace(durable, number=0)
+        self.incarnation = durable.incarnation
+        self._durable = replace(durable, number=0)
         self.edges.update(durable.edges)
         for name, value in durable.mass.items():
             self.mass[name] = self._arithmetic.copy(value)
 
     def reset(self) -> None:
         """Become a new incarnation without mass: x = 0, w = 0, and no share in flight."""
-        self.incarnation = next_incarnation(max(self.incarnation, self._stale_since or 0), self.boot)
+        last = max(self.incarnation, self._stale_since or 0)
+        self.incarnation = next_incarnation(last, self.boot)
         self._stale_since = None
+
         for name in self.mass:
             self.mass[name] = self._arithmetic.nothing(self.mass[name])
         self.edges = {j: Edge(edge.incarnation) for j, edge in self.edges.items()}
-        for collection in (self._inbox, self._open, self._unacknowledged):
-            collection.clear()
+        self._inbox.clear()
+        self._open.clear()
+        self._unacknowledged.clear()
 
     @property
     def round_index(self) -> int:
-        """Return the round that is on disk."""
-        return 0 if self._durable is None else self._durable.round_index
+        """The round that is on disk."""
+        if self._durable is None:
+            return 0
+        return self._durable.round_index
 
     def snapshot(self, round_index: int) -> Durable[V]:
-        """Return all that has to be on disk together; it does not change while the machine goes on."""
+        """Return all that has to be on disk together; it does not change while the machine continues."""
         self._check_not_stale()
         self._commits += 1
+
+        # With weights 1/2 the peer's mass after a split equals its share. A share never changes, so it spares a copy.
         frozen = [share.values for edge in self.edges.values() for share in edge.frozen]
         mass = dict[str, V]()
-        for name, value in self.mass.items():  # a frozen share of the same numbers never changes, as a copy would not
-            same = next((parts[name] for parts in frozen if self._arithmetic.same(value, parts[name])), None)
-            mass[name] = self._arithmetic.copy(value) if same is None else same
+        for name, value in self.mass.items():
+            equal_parts = (parts[name] for parts in frozen if self._arithmetic.same(value, parts[name]))
+            part = next(equal_parts, None)
+            mass[name] = self._arithmetic.copy(value) if part is None else part
         return Durable(self.incarnation, round_index, mass, dict(self.edges), self._commits)
 
     def committed(self, durable: Durable[V]) -> None:
         """Record that a snapshot is on disk, fsynced, in place of the one before.
 
         Raises:
-            RunError: a later one is there already.
+            RunError: a later snapshot is on disk already.
         """
         before = self._durable
         if before is not None and durable.number <= before.number:
@@ -330,23 +359,28 @@ class PushSumProtocol(Generic[V]):
                 f"commit {durable.number} of peer {self.peer} must come before commit {before.number}",
                 code="share.commit-order",
             )
+
+        # What is new on disk may be acknowledged now. After a restart that is all, for an acknowledgement may be lost.
         for neighbor, edge in durable.edges.items():
             if before is None or edge.received != before.edges.get(neighbor, Edge()).received:
                 self._unacknowledged.add(neighbor)
         self._durable = durable
 
     def uncommitted(self) -> set[int]:
-        """Return whose shares were absorbed and not committed: they are not ready to send until then."""
+        """Return the senders of shares that are absorbed and not committed; they cannot send more until then."""
         received = {j: edge.received for j, edge in self.edges.items() if edge.received}
         return {j for j, number in received.items() if self._on_disk(j).received != number}
 
     def _on_disk(self, neighbor: int) -> Edge[V]:
-        """Return the edge that is on disk, or an empty one where that is about another incarnation of either."""
+        """Return the edge that is on disk, or an empty one if that is about another incarnation of either peer."""
         now = self.edges[neighbor]
         if self._durable is None or not self.can_greet:
             return Edge(now.incarnation)
+
         edge = self._durable.edges.get(neighbor, Edge())
-        return edge if edge.incarnation == now.incarnation else Edge(now.incarnation)
+        if edge.incarnation != now.incarnation:
+            return Edge(now.incarnation)
+        return edge
 
     # --- shares ---
 
@@ -369,34 +403,54 @@ class PushSumProtocol(Generic[V]):
             RunError: the weights would leave the peer nothing, or it must be reset first.
         """
         self._check_not_stale()
-        if not all(weight > 0 for weight in weights.values()) or not sum(weights.values()) < 1:
+        are_positive = all(weight > 0 for weight in weights.values())
+        if not are_positive or not sum(weights.values()) < 1:
             raise RunError(
                 f"the weights of peer {self.peer}, {dict(weights)}, must be > 0 with a sum < 1", code="share.weights"
             )
+
+        # Neighbours that are not ready get nothing, so that the others' weights, and the peer's own, sum to `rest`.
         ready = [neighbor for neighbor in sorted(weights) if self.is_ready(neighbor)]
         rest = 1 - sum(weight for neighbor, weight in weights.items() if neighbor not in ready)
+
+        # Equal weights share one part, all of the mass before the split.
         parts = {weight: self._parts(weight / rest) for weight in {weights[neighbor] for neighbor in ready}}
+
         for neighbor in ready:
             edge = self.edges[neighbor]
             values = parts[weights[neighbor]]
-            number = edge.sent + 1
-            ends = (self.peer, neighbor, self.incarnation, edge.incarnation)
-            share = FrozenShare(*ends, number, self.boot, round_index, values)
-            self.edges[neighbor] = replace(edge, sent=number, sent_boot=self.boot, frozen=(*edge.frozen, share))
+            share = FrozenShare(
+                sender=self.peer,
+                receiver=neighbor,
+                incarnation=self.incarnation,
+                addressed=edge.incarnation,
+                number=edge.sent + 1,
+                boot=self.boot,
+                round_index=round_index,
+                values=values,
+            )
+            frozen = (*edge.frozen, share)
+            self.edges[neighbor] = replace(edge, sent=share.number, sent_boot=self.boot, frozen=frozen)
             for name, part in values.items():
                 self.mass[name] = self._arithmetic.subtract(self.mass[name], part)
         return ready
 
     def _parts(self, weight: float) -> dict[str, V]:
+        """Return a weight times the mass, as encoded for the wire."""
         return {name: self._arithmetic.part(value, weight) for name, value in self.mass.items()}
 
     def shares_to_send(self) -> list[FrozenShare[V]]:
-        """Return every share on disk that is not acknowledged, of open edges: to be sent until it is."""
-        edges = {} if self._durable is None else self._durable.edges
-        frozen = [
-            (share, self.edges[j].frozen) for j, edge in edges.items() if j in self._open for share in edge.frozen
-        ]
-        return [share for share, now in frozen if share in now]
+        """Return the shares on disk that are not acknowledged, of open edges; send each until it is."""
+        if self._durable is None:
+            return []
+
+        shares = []
+        for neighbor, edge in self._durable.edges.items():
+            if neighbor in self._open:
+                # What was acknowledged since the commit is not frozen in memory any more.
+                still_frozen = self.edges[neighbor].frozen
+                shares += [share for share in edge.frozen if share in still_frozen]
+        return shares
 
     def owes(self, neighbor: int) -> bool:
         """Return whether a share for a neighbour has not been acknowledged."""
@@ -406,24 +460,32 @@ class PushSumProtocol(Generic[V]):
         """Hold a share until it is absorbed.
 
         Returns:
-            Whether it is held; False for one that was absorbed before, which is acknowledged again.
+            Whether it is held; False if it was absorbed before, in which case it is acknowledged again.
 
         Raises:
-            RefusedError: it is not the next of an open edge between these two incarnations.
+            RefusedError: it is not the next share of an open edge between these two incarnations.
         """
         edge = self._open_edge(share.sender, share.receiver, share.incarnation, share.addressed)
         number = share.number
-        agreed = self._agreed.get(share.sender)
         held = self._inbox.setdefault(share.sender, [])
-        following = held[-1].number + 1 if held else edge.received + 1
-        if number > following:
-            raise self._closing(share.sender, f"sent share {number}, and {following} has to come first", "share.gap")
-        if agreed and number >= agreed.sent:
-            boot = agreed.sent_boot if number == agreed.sent else agreed.boot
+        expected = edge.received + 1
+        if held:
+            expected = held[-1].number + 1
+        if number > expected:
+            raise self._closing(share.sender, f"sent share {number}, and {expected} has to come first", "share.gap")
+
+        # The hello on which the edge opened named the boot of the last share before it. Later ones are of its own boot.
+        agreed = self._agreed.get(share.sender)
+        if agreed is not None and number >= agreed.sent:
+            boot = agreed.boot
+            if number == agreed.sent:
+                boot = agreed.sent_boot
             if share.boot != boot:
                 raise RefusedError(
-                    f"peer {share.sender} sent share {number} of a boot that its hello does not name", code="share.boot"
+                    f"peer {share.sender} sent share {number} of another start of its process than its hello names",
+                    code="share.boot",
                 )
+
         if number <= edge.received:
             self._unacknowledged.add(share.sender)
             return False
@@ -431,37 +493,46 @@ class PushSumProtocol(Generic[V]):
             raise RefusedError(
                 f"peer {share.sender} sent {sorted(share.values)}, and not {sorted(self.mass)}", code="share.names"
             )
-        if number >= following:
+        if number == expected:  # a lower number is held already
             held.append(share)
         return True
 
     def has_passed(self, neighbor: int, round_index: int) -> bool:
-        """Return whether a neighbour has committed a round, and all that it sent up to then has come in."""
+        """Return whether a neighbour has committed a round, and every share that it sent up to then is here."""
         last = self._hellos.get(neighbor)
-        held = self._inbox.get(neighbor)
         if last is None or last.round_index <= round_index:
             return False
-        return last.sent <= (held[-1].number if held else self.edges[neighbor].received)
+        return last.sent <= self._last_seen(neighbor)[0]
+
+    def _last_seen(self, neighbor: int) -> tuple[int, int]:
+        """Return number and boot of the last share that came from a neighbour, absorbed or not."""
+        held = self._inbox.get(neighbor)
+        if held:
+            return held[-1].number, held[-1].boot
+        edge = self.edges[neighbor]
+        return edge.received, edge.received_boot
 
     def waiting_rounds(self) -> dict[int, int]:
         """Return the round of the last share that is held and not absorbed, by sender."""
         return {sender: held[-1].round_index for sender, held in self._inbox.items() if held}
 
     def absorb(self, up_to: int | None = None, first_weight: float = 0.0) -> list[FrozenShare[V]]:
-        """Add the shares that are held to the mass, by sender.
+        """Add the shares that are held to the mass, in the order of their senders.
 
-        One that would make the mass infinite is dropped with all after it, and an edge that a handshake opened closes.
+        A share that would make the mass infinite is dropped with all after it. If a handshake opened its edge, the edge
+        closes.
 
         Args:
-            up_to: the last round whose shares to add; all when not given.
-            first_weight: what a peer without any weight adds to that of its first shares, at their model.
+            up_to: the last round whose shares to add; by default all are added.
+            first_weight: the weight that a peer without any adds to its first shares, at their model.
 
         Returns:
-            Those added.
+            The shares that were added.
         """
         self._check_not_stale()
         absorbed = []
         is_empty = first_weight > 0 and self._weight == 0
+
         for sender, held in sorted(self._inbox.items()):
             while held and (up_to is None or held[0].round_index <= up_to):
                 share = held.pop(0)
@@ -474,6 +545,7 @@ class PushSumProtocol(Generic[V]):
                 self._add(share.values)
                 self.edges[sender] = replace(self.edges[sender], received=share.number, received_boot=share.boot)
                 absorbed.append(share)
+
         if is_empty and self._weight > 0:
             parts = self._parts(first_weight / self._weight)
             if self._fits(parts):
@@ -482,9 +554,11 @@ class PushSumProtocol(Generic[V]):
 
     @property
     def _weight(self) -> float:
+        """The peer's push-sum weight w."""
         return float(self.mass["w"]) if "w" in self.mass else 0.0  # type: ignore[arg-type]
 
     def _fits(self, parts: Mapping[str, V]) -> bool:
+        """Return whether the mass stays finite when some values are added."""
         return all(self._arithmetic.fits(self.mass[name], part) for name, part in parts.items())
 
     def _add(self, parts: Mapping[str, V]) -> None:
@@ -492,23 +566,33 @@ class PushSumProtocol(Generic[V]):
             self.mass[name] = self._arithmetic.add(self.mass[name], part)
 
     def acknowledgements(self) -> list[Acknowledgement]:
-        """Return what to acknowledge by now, once: new on disk, or requested by a repeated share."""
+        """Return the acknowledgements that are due, each once: of what is new on disk, or came repeatedly."""
         due = sorted(self._unacknowledged & self._open)
         self._unacknowledged = set()
-        edges = {j: self._on_disk(j) for j in due}
-        return [
-            Acknowledgement(
-                self.peer, j, self.incarnation, edge.incarnation, self.boot, edge.received, edge.received_boot
+
+        acknowledgements = []
+        for neighbor in due:
+            edge = self._on_disk(neighbor)
+            if edge.received == 0:
+                continue
+            acknowledgements.append(
+                Acknowledgement(
+                    sender=self.peer,
+                    receiver=neighbor,
+                    incarnation=self.incarnation,
+                    addressed=edge.incarnation,
+                    boot=self.boot,
+                    number=edge.received,
+                    share_boot=edge.received_boot,
+                )
             )
-            for j, edge in edges.items()
-            if edge.received
-        ]
+        return acknowledgements
 
     def acknowledge(self, ack: Acknowledgement) -> bool:
         """Forget the shares that were acknowledged.
 
         Returns:
-            Whether there was one; False for a repeated acknowledgement.
+            Whether there were any; False for a repeated acknowledgement.
 
         Raises:
             RefusedError: it is about a share that was never sent, or the edge is not open between these incarnations.
@@ -516,26 +600,33 @@ class PushSumProtocol(Generic[V]):
         """
         introduced = ack.sender in self._open and ack.sender not in self._agreed
         if introduced and ack.receiver == self.peer and ack.addressed > self.incarnation:
-            raise self._stale(
-                ack.addressed, f"peer {ack.sender} knows incarnation {ack.addressed:#x} of peer {self.peer}"
-            )
+            raise self._stale(ack.addressed, f"peer {ack.sender} knows state {ack.addressed:#x} of peer {self.peer}")
         self._open_edge(ack.sender, ack.receiver, ack.incarnation, ack.addressed)
         disk = self._on_disk(ack.sender)
         agreed = self._agreed.get(ack.sender)
-        if agreed and ack.boot != agreed.boot:
+        if agreed is not None and ack.boot != agreed.boot:
             raise RefusedError(
                 f"peer {ack.sender} acknowledged something before its last start", code="share.acknowledgement"
             )
-        boots = {share.number: share.boot for share in disk.frozen} | {disk.sent: disk.sent_boot}
-        if ack.number > disk.sent or boots.get(ack.number, ack.share_boot) != ack.share_boot:
+
+        # A number that is not remembered any more was acknowledged before.
+        boots = {share.number: share.boot for share in disk.frozen}
+        boots[disk.sent] = disk.sent_boot
+        is_another = boots.get(ack.number, ack.share_boot) != ack.share_boot
+        if ack.number > disk.sent or is_another:
             why = (
-                f"peer {ack.sender} acknowledged share {ack.number} of boot {ack.share_boot:#x}, and the last sent of "
-                f"peer {self.peer} is {disk.sent} of {disk.sent_boot:#x}"
+                f"peer {ack.sender} acknowledged share {ack.number}, and the last that peer {self.peer} sent is "
+                f"{disk.sent}"
             )
-            raise self._stale(self.incarnation, why) if introduced else RefusedError(why, code="share.acknowledgement")
+            if is_another:
+                why = f"{why}; share {ack.number} was of another start of this peer"
+            if introduced:
+                raise self._stale(self.incarnation, why)
+            raise RefusedError(why, code="share.acknowledgement")
         return self._forget(ack.sender, ack.number)
 
     def _forget(self, neighbor: int, number: int) -> bool:
+        """Forget the shares to a neighbour up to a number; return whether there were any."""
         edge = self.edges[neighbor]
         frozen = tuple(share for share in edge.frozen if share.number > number)
         is_fewer = len(frozen) < len(edge.frozen)
@@ -546,13 +637,13 @@ class PushSumProtocol(Generic[V]):
     # --- edges ---
 
     def introduce(self, neighbor: int, incarnation: int) -> None:
-        """Open an edge by the word of a directory that both sides trust, in place of a handshake.
+        """Open an edge on the word of a directory that both sides trust, in place of a handshake.
 
-        What was absorbed from the neighbour is acknowledged again, unless the edge is open already.
+        Unless the edge is open already, the last share absorbed from the neighbour is acknowledged again.
 
         Args:
-            neighbor: another peer, also one that was not known before.
-            incarnation: of the neighbour's state; a later one than before means that the state was lost.
+            neighbor: another peer, which may be new here.
+            incarnation: the incarnation of the neighbour's state; if it is later than before, the state was lost.
 
         Raises:
             RefusedError: it is earlier than one that was introduced before; the edge closes.
@@ -560,15 +651,17 @@ class PushSumProtocol(Generic[V]):
         edge = self.edges.setdefault(neighbor, Edge())
         if incarnation == edge.incarnation and neighbor in self._open:
             return
+
         if incarnation < edge.incarnation:
             self.close(neighbor)
             raise RefusedError(
-                f"peer {neighbor} is introduced with incarnation {incarnation:#x}, which must not be before "
-                f"{edge.incarnation:#x}: its state is an old copy, or its clock was set back",
+                f"peer {neighbor} is introduced with state {incarnation:#x}, which is older than {edge.incarnation:#x}: "
+                "it is an old copy, or the peer's clock was set back",
                 code="share.introduction",
             )
         if incarnation > edge.incarnation:
             self._meet(neighbor, incarnation)
+
         self._open.add(neighbor)
         self._unacknowledged.add(neighbor)
 
@@ -582,7 +675,7 @@ class PushSumProtocol(Generic[V]):
 
     @property
     def can_greet(self) -> bool:
-        """Whether this incarnation is on disk, before which no neighbour may learn of it."""
+        """Whether this incarnation is on disk; until then no neighbour may learn of it."""
         return self._durable is not None and self._durable.incarnation == self.incarnation
 
     @property
@@ -596,16 +689,16 @@ class PushSumProtocol(Generic[V]):
         Raises:
             RunError: this incarnation is not on disk yet.
         """
-        last = self._hellos.get(neighbor)
         if self._durable is None or not self.can_greet:
             raise RunError(
-                f"peer {self.peer} must commit incarnation {self.incarnation:#x} before it greets a neighbour",
+                f"peer {self.peer} must put its state {self.incarnation:#x} on disk before it greets a neighbour",
                 code="share.uncommitted",
             )
+
+        last = self._hellos.get(neighbor)
         edge = self._on_disk(neighbor)
         now = self.edges[neighbor]
-        held = self._inbox.get(neighbor)
-        seen, seen_boot = (held[-1].number, held[-1].boot) if held else (now.received, now.received_boot)
+        seen, seen_boot = self._last_seen(neighbor)
         return Hello(
             sender=self.peer,
             receiver=neighbor,
@@ -618,53 +711,64 @@ class PushSumProtocol(Generic[V]):
             knows=edge.incarnation,
             sent=edge.sent,
             sent_boot=edge.sent_boot,
-            acknowledged=min(now.sent - len(now.frozen), edge.sent),
+            acknowledged=min(now.sent - len(now.frozen), edge.sent),  # never more than is said to be sent
             received=edge.received,
             seen=seen,
             seen_boot=seen_boot,
         )
 
     def receive_hello(self, theirs: Hello) -> Hello | None:
-        """Take a neighbour's hello; the edge opens once it answers this boot and neither side is behind.
+        """Take a neighbour's hello; the edge opens once it answers this process and neither side is behind.
 
         Hellos may be lost, so a peer greets each neighbour whose edge is closed again from time to time.
 
         Returns:
-            The hello to reply with, or None where nothing is left to say.
+            The hello to reply with; None if nothing is left to say.
 
         Raises:
-            RefusedError: another peer, or counters that cannot be.
+            RefusedError: it is of another peer, or its counters contradict each other.
             StaleStateError: this peer must be reset, commit and greet again.
         """
         self.check_hello(theirs)
         neighbor = theirs.sender
         before = self._hellos.get(neighbor)
         self._hellos[neighbor] = theirs
-        if before is not None and before.boot != theirs.boot:  # it restarted, and so does the handshake
+
+        # If the neighbour restarted, so does the handshake, with another challenge: old answers no longer count.
+        if before is not None and before.boot != theirs.boot:
             self._challenges[neighbor] = self._challenges[neighbor] % LAST + 1
             self._objections.pop(neighbor, None)
             self.close(neighbor)
         if theirs.answers != self._challenges[neighbor]:
             return self.hello(neighbor)
+
         if theirs.incarnation > self.edges[neighbor].incarnation:
             self._meet(neighbor, theirs.incarnation)
+
         if self._agrees(theirs):
             self._open.add(neighbor)
             self._greeted.add(neighbor)
             self._agreed[neighbor] = theirs
+            # An acknowledgement may have been lost. The hello says what has arrived.
             self._forget(neighbor, theirs.received)
-            return None if theirs.opened else self.hello(neighbor)
+            if theirs.opened:
+                return None
+            return self.hello(neighbor)
+
+        # A neighbour that is behind learns that from this hello. Sent twice, it could go to and fro for ever.
         self.close(neighbor)
-        objection = self.hello(neighbor)  # from which a neighbour that is behind learns it, unless it has it already
-        before = self._objections.get(neighbor)
+        objection = self.hello(neighbor)
+        last_objection = self._objections.get(neighbor)
         self._objections[neighbor] = objection
-        return None if objection == before else objection
+        if objection == last_objection:
+            return None
+        return objection
 
     def check_hello(self, theirs: Hello) -> None:
         """Check a hello without acting on it.
 
         Raises:
-            RefusedError: another peer, or counters that cannot be.
+            RefusedError: it is of another peer, or its counters contradict each other.
             RunError: this peer must be reset first.
         """
         self._check_not_stale()
@@ -681,10 +785,10 @@ class PushSumProtocol(Generic[V]):
             )
 
     def _agrees(self, theirs: Hello) -> bool:
-        """Return whether both sides remember what the other saw; the one that does not learns it from the other."""
+        """Return whether each side remembers everything of its own that the other saw."""
         mine = self.hello(theirs.sender)
         if theirs.knows > self.incarnation:
-            self._believe(theirs, f"peer {theirs.sender} knows incarnation {theirs.knows:#x} of peer {self.peer}")
+            self._believe(theirs, f"peer {theirs.sender} knows state {theirs.knows:#x} of peer {self.peer}")
         if theirs.knows < self.incarnation or theirs.incarnation < mine.knows:
             return False
         if (why := behind(mine, theirs)) is not None:
@@ -692,24 +796,29 @@ class PushSumProtocol(Generic[V]):
         return behind(theirs, mine) is None
 
     def _believe(self, theirs: Hello, why: str) -> None:
-        """Raise StaleStateError where this peer can have forgotten what a neighbour claims, else RefusedError."""
-        far = (theirs.knows >> 32) - (self.incarnation >> 32) > FARTHEST
-        if theirs.sender in self._greeted or far:
+        """Raise StaleStateError if this peer can have forgotten what a neighbour claims, else RefusedError."""
+        is_far = (theirs.knows >> 32) - (self.incarnation >> 32) > FARTHEST
+        if theirs.sender in self._greeted or is_far:
             raise self._closing(theirs.sender, f"lies, or has a stale state itself ({why})", "edge.lie")
         raise self._stale(theirs.knows, why, ", so it is reset and takes a neighbour's model")
 
     def _stale(self, since: int, why: str, consequence: str = "") -> StaleStateError:
+        """Stop this peer until it is reset to an incarnation after `since`, and return the error that says so."""
         self._stale_since = max(since, self._stale_since or 0)
         return StaleStateError(f"{why}; the state of peer {self.peer} is an old copy{consequence}", code="share.stale")
 
     def _meet(self, neighbor: int, incarnation: int) -> None:
-        """Start with a neighbour's new incarnation; what was sent to the one before is orphaned."""
-        on_disk = () if self._durable is None else self._durable.edges.get(neighbor, Edge()).frozen
+        """Begin with a neighbour's new incarnation; shares that were sent to the previous one are orphaned."""
+        on_disk: tuple[FrozenShare[V], ...] = ()
+        if self._durable is not None:
+            on_disk = self._durable.edges.get(neighbor, Edge()).frozen
+
         for share in self.edges[neighbor].frozen:
             if share in on_disk:
                 self.orphaned[neighbor] += 1
-            else:  # it cannot have left
-                self._add(share.values)
+            else:
+                self._add(share.values)  # it cannot have left
+
         self.edges[neighbor] = Edge(incarnation)
         self._open.discard(neighbor)
         self._agreed.pop(neighbor, None)
@@ -731,13 +840,14 @@ class PushSumProtocol(Generic[V]):
         edge = self.edges[sender]
         if (incarnation, addressed) != (edge.incarnation, self.incarnation):
             raise RefusedError(
-                f"peer {sender} sent something from incarnation {incarnation:#x} to {addressed:#x}, and the two are "
-                f"{edge.incarnation:#x} and {self.incarnation:#x}",
+                f"peer {sender} sent something of its state {incarnation:#x} for state {addressed:#x} of peer "
+                f"{self.peer}, and now these are {edge.incarnation:#x} and {self.incarnation:#x}: one was lost since",
                 code="edge.incarnation",
             )
         return edge
 
     def _closing(self, neighbor: int, why: str, code: str) -> RefusedError:
+        """Return an error about a neighbour, and close the edge if a handshake can open it again."""
         if neighbor not in self._agreed:
             return RefusedError(f"peer {neighbor} {why}", code=code)
         self.close(neighbor)
@@ -749,15 +859,16 @@ class PushSumProtocol(Generic[V]):
 
 
 def behind(mine: Hello, theirs: Hello) -> str | None:
-    """Return why the first of two sides has forgotten something that the second saw, or None.
+    """Return the reason why one side has forgotten something that the other side saw; None if it has not.
 
     Args:
-        mine, theirs: two sides of one edge, about the same two incarnations.
+        mine: the side that may have forgotten something.
+        theirs: the other side of the edge, about the same two incarnations.
     """
     if theirs.seen > mine.sent:
         return f"peer {theirs.sender} has share {theirs.seen} of peer {mine.sender}, which remembers {mine.sent}"
     if theirs.seen == mine.sent and theirs.seen_boot != mine.sent_boot:
-        return f"peer {theirs.sender} has a share {mine.sent} of peer {mine.sender} which that did not freeze"
+        return f"peer {theirs.sender} has another share {mine.sent} of peer {mine.sender} than the one remembered there"
     if theirs.acknowledged > mine.received:
         return (
             f"peer {mine.sender} acknowledged share {theirs.acknowledged} of peer {theirs.sender} and remembers "
@@ -767,7 +878,7 @@ def behind(mine: Hello, theirs: Hello) -> str | None:
 
 
 def next_incarnation(after: int, boot: int) -> int:
-    """Return an incarnation that is later than another, and no other peer's.
+    """Return an incarnation that is later than another. Its lower bits are random, so no two are equal.
 
     Raises:
         RunError: there is none left.
@@ -775,6 +886,7 @@ def next_incarnation(after: int, boot: int) -> int:
     count = (after >> 32) + 1
     if count >= 2**32:
         raise RunError(
-            f"incarnation {after:#x} is the last there is; give this peer another id", code="share.last-incarnation"
+            f"state {after:#x} is the last that can be numbered; give this peer another id",
+            code="share.last-incarnation",
         )
     return count << 32 | boot % 2**32
