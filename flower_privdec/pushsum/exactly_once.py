@@ -655,7 +655,7 @@ class PushSumProtocol(Generic[V]):
         if incarnation < edge.incarnation:
             self.close(neighbor)
             raise RefusedError(
-                f"peer {neighbor} is introduced with state {incarnation:#x}, which is older than {edge.incarnation:#x}: "
+                f"peer {neighbor} is introduced with state {incarnation:#x}, older than {edge.incarnation:#x}: "
                 "it is an old copy, or the peer's clock was set back",
                 code="share.introduction",
             )
