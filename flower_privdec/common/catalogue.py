@@ -272,6 +272,7 @@ class ModelKeys(Section):
 
 
 MODELS: Registry[RegisteredPart] = Registry("model.name", "flower_privdec.models", ModelKeys)
+CODECS: Registry[RegisteredPart] = Registry("network.codec", "flower_privdec.pushsum.codecs", Section)
 ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})
 INITS = Choice({"default": "torch's own, keyed by the seed", "zeros": "every parameter 0"})
 FLOWER_MODES = Choice(

@@ -23,7 +23,7 @@ import pkgutil
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
@@ -41,12 +41,17 @@ class RegisteredPart(Protocol):
     Attributes:
         name: what a scenario calls it.
         line: what `privdec list` says of it.
-        Section: declares the keys that belong to this choice.
+        Section: if it has one, declares the keys that belong to this choice.
     """
 
     name: str
     line: str
-    Section: ClassVar[type[Any]]
+
+
+def keys_declared_by(part: type[RegisteredPart]) -> type[Section]:
+    """Return the class that declares a part's keys: its own Section, or one without keys."""
+    declared: type[Section] = getattr(part, "Section", Section)
+    return declared
 
 
 P = TypeVar("P", bound=RegisteredPart)
@@ -146,8 +151,8 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
         Args:
             more: a section whose keys stand behind those of the part.
         """
-        section = self[name].Section
-        sharing = tuple(other for other, part in self.items() if part.Section is section)
+        section = keys_declared_by(self[name])
+        sharing = tuple(other for other, part in self.items() if keys_declared_by(part) is section)
         return _named_form(section, sharing, more)
 
     def section(self, name: str, more: type[Section] | None = None, **keys: Any) -> Any:
@@ -156,7 +161,7 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
 
     def keys_of(self, name: str) -> dict[str, Any]:
         """Return the defaults of the keys that belong to a name; None for those that others decide."""
-        fields = self[name].Section.model_fields
+        fields = keys_declared_by(self[name]).model_fields
         own = [key for key in fields if key not in self._usual.model_fields]
         defaults: dict[str, Any] = {}
         for key in own:
@@ -245,12 +250,22 @@ class PartName:
 
     Args:
         registry: of the parts.
+        own: whether it takes a user's own, too, as `package.module:Name`.
     """
 
-    def __init__(self, registry: Registry[Any]) -> None:
+    def __init__(self, registry: Registry[Any], *, own: bool = False) -> None:
         self.registry = registry
+        self._own = own
 
     def _validated(self, name: str) -> str:
+        if self._own and ":" in name:
+            return name
+        if self._own and name not in self.registry:
+            raise ArgumentError(
+                f"must be one of {', '.join(self.registry)}, or a class of your own, as package.module:Name"
+                f"{did_you_mean(name, self.registry)}",
+                code=self.registry.key,
+            )
         if name not in self.registry:
             raise PydanticKnownError("literal_error", {"expected": expected(self.registry)})
         return name
@@ -261,7 +276,8 @@ class PartName:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the JSON schema of any of the names."""
-        return {"enum": list(self.registry), "type": "string"}
+        names: JsonSchemaValue = {"enum": list(self.registry), "type": "string"}
+        return {"anyOf": [names, {"type": "string"}]} if self._own else names
 
 
 def expected(names: Iterable[str]) -> str:

@@ -34,8 +34,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from flower_privdec.common.catalogue import CODECS
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.user_code import load_own
+from flower_privdec.pushsum.codecs.casts import ExactCodec
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.witness import MANY, LedgerReport
 
@@ -535,34 +537,17 @@ class WireCodec(Protocol):
         """Return the row that was sent, of another row's shape and type; not finite where no row was encoded so."""
 
 
-class Cast:
-    """Sends rows as numbers of one type, what the type cannot hold rounded; with None as they are; see WireCodec."""
-
-    def __init__(self, dtype: torch.dtype | str | None) -> None:
-        self._dtype = dtype
-
-    def encode(self, row: Tensor) -> Tensor:
-        if self._dtype is None:
-            return row
-        import torch
-
-        return row.to(getattr(torch, type_name(self._dtype)))
-
-    def decode(self, sent: Tensor, like: Tensor) -> Tensor:
-        return sent.to(like)
-
-
-CODECS: dict[str, WireCodec] = {"exact": Cast(None), "float32": Cast("float32"), "bfloat16": Cast("bfloat16")}
-
-
 def wire_codec(name: str) -> WireCodec:
     """Return the wire codec of a name, or the user's own, `package.module:Name`.
 
     Raises:
         ScenarioError: there is none.
     """
+    codec: WireCodec
     if name in CODECS:
-        return CODECS[name]
+        built_in: Any = CODECS[name]
+        codec = built_in()
+        return codec
     if ":" not in name:
         raise ScenarioError(
             f"network.codec={name!r} must be one of {', '.join(CODECS)}, or your own, as package.module:Name",
@@ -573,7 +558,7 @@ def wire_codec(name: str) -> WireCodec:
         return hasattr(part, "encode") and hasattr(part, "decode")
 
     own = load_own(name, "network.codec", accepts=accepts, must_be="a class with the methods encode and decode")
-    codec: WireCodec = own()
+    codec = own()
     return codec
 
 
@@ -617,8 +602,9 @@ class TensorArithmetic:
         is_exact: whether rows are sent as they are.
     """
 
-    def __init__(self, codec: WireCodec = CODECS["exact"]) -> None:
-        self._codec, self.is_exact = codec, codec is CODECS["exact"]
+    def __init__(self, codec: WireCodec | None = None) -> None:
+        self._codec = codec or ExactCodec()
+        self.is_exact = isinstance(self._codec, ExactCodec)
 
     def encode(self, row: Tensor) -> Tensor:
         """Return a row as it is sent, which later changes of the row do not affect where it is another type's."""

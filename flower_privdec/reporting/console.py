@@ -336,6 +336,7 @@ def parts() -> dict[str, dict[str, str]]:
         "partitions": dict(catalogue.PARTITIONS.lines),
         "samplings": dict(catalogue.SAMPLINGS.lines),
         "features": dict(catalogue.FEATURES.lines),
+        "codecs": catalogue.CODECS.lines,
     }
 
 

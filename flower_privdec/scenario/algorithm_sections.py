@@ -160,9 +160,11 @@ class AlgorithmPart(RegisteredPart, Protocol):
     """An algorithm's class, as far as a scenario looks at it.
 
     Attributes:
+        Section: declares its keys.
         weights: the mixing weights that its theory needs; None if it exchanges nothing.
     """
 
+    Section: ClassVar[type[Any]]
     weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
 
 

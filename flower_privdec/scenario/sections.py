@@ -22,6 +22,7 @@ from pydantic import (
 
 from flower_privdec.common import catalogue
 from flower_privdec.common.catalogue import (
+    CODECS,
     LEAST_WEIGHT,
     LOSS_KINDS,
     METRIC_KINDS,
@@ -52,7 +53,7 @@ from flower_privdec.common.fields import (
     check_keys,
     own_modules,
 )
-from flower_privdec.common.registry import PartField
+from flower_privdec.common.registry import PartField, PartName
 from flower_privdec.common.user_code import Given, find_given, is_given, raised_at
 from flower_privdec.scenario.algorithm_sections import (
     ALGORITHMS,
@@ -733,7 +734,6 @@ PrivacyChoice = Annotated[
 
 
 ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
-CODEC_NAMES = ("exact", "float32", "bfloat16")  # see `pushsum.frames`
 IDENTITY = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
 
 
@@ -750,18 +750,9 @@ def _identity(value: str) -> str:
     return value
 
 
-def _codec(value: str) -> str:
-    if value not in CODEC_NAMES and ":" not in value:
-        raise ArgumentError(
-            f"must be one of {', '.join(CODEC_NAMES)}, or a class of your own, as package.module:Name",
-            code="network.codec",
-        )
-    return value
-
-
 Address = Annotated[str, AfterValidator(_address)]
 Identity = Annotated[str, AfterValidator(_identity)]
-CodecName = Annotated[str, AfterValidator(_codec)]
+CodecName = Annotated[str, PartName(CODECS, own=True)]
 
 
 def is_loopback(address: str) -> bool:

@@ -36,6 +36,7 @@ KEYS = {  # where a scenario names what is listed
     "partitions": "data.partition.kind",
     "samplings": "data.batch.sampling",
     "features": "features.kind",
+    "codecs": "network.codec",
 }
 NUMBERS = ["data.dataset=diabetes", "data.test_samples=50", "task.loss=mse"]
 LABELS = ["data.dataset=synthetic-labels", "task.loss=binary-cross-entropy"]

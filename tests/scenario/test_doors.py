@@ -13,9 +13,10 @@ from raising import raises
 from tiny_scenario import Build, Tiny
 
 from flower_privdec import testing
-from flower_privdec.common.catalogue import MODELS, TOPOLOGIES
+from flower_privdec.common.catalogue import CODECS, MODELS, TOPOLOGIES
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import build_topology
+from flower_privdec.pushsum.frames import TensorArithmetic, wire_codec
 from flower_privdec.reporting.console import parts, print_parts
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
 from flower_privdec.scenario.algorithm_sections import ALGORITHMS
@@ -110,6 +111,25 @@ class TwoLayersModel(Model):
     def build(self, shape, n_outputs, n_tokens):
         between = self.section.between
         return nn.Sequential(nn.Flatten(), nn.LazyLinear(between), nn.Linear(between, n_outputs))
+'''
+CODEC = '''
+import torch
+
+
+class ByteCodec:
+    """Sends a byte a number: multiples of 1/127 of the largest."""
+
+    name = "byte"
+    line = "a byte a number"
+
+    def encode(self, row):
+        scale = row.abs().max().double().reshape(1)
+        steps = (row.double() / scale.clamp_min(1e-300) * 127).round().to(torch.int8)
+        return torch.cat([scale.view(torch.uint8), steps.view(torch.uint8).reshape(-1)])
+
+    def decode(self, sent, like):
+        scale, steps = sent[:8].clone().view(torch.float64), sent[8:].view(torch.int8)
+        return (steps.double() / 127 * scale).reshape(like.shape).to(like)
 '''
 PLAIN = ["privacy=none", "data.batch={sampling: full}"]  # no draw, whose keys differ with the scenario
 
@@ -255,3 +275,24 @@ def test_one_file_is_a_model_by_both_doors(build: Build, tiny: Tiny) -> None:
         tiny("model.between=4")
     with raises(ScenarioError, "scenario.literal_error", "did you mean 'two-layers'"):
         tiny("model.name=two-layer")
+
+
+# --- a codec ---
+
+
+def test_one_file_is_a_codec_by_both_doors(tiny: Tiny, tmp_path: Path) -> None:
+    with both_doors(CODECS, tmp_path, "byte_codec", CODEC):
+        sent = []
+        for name in ("byte", "byte_codec:ByteCodec"):
+            assert tiny(f"network={{codec: '{name}'}}").network.codec == name
+            arithmetic = TensorArithmetic(wire_codec(name))
+            row = torch.linspace(-3, 5, 100, dtype=torch.float64)
+            share = arithmetic.part(row, 1 / 3)
+            left = arithmetic.subtract(row.clone(), share)
+            assert torch.allclose(left + arithmetic.add(torch.zeros_like(row), share), row, rtol=0, atol=1e-15)
+            sent.append(share)
+        assert torch.equal(*sent)
+        assert sent[0].nbytes == 108
+        assert parts()["codecs"]["byte"] == "a byte a number"
+        with raises(ScenarioError, "network.codec", "did you mean 'byte'"):
+            tiny("network={codec: bytee}")

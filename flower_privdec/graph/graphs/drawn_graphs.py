@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from flower_privdec.common.catalogue import TOPOLOGIES, GraphSection
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.fields import Count, Fraction
-from flower_privdec.common.registry import PartName
+from flower_privdec.common.registry import PartName, keys_declared_by
 from flower_privdec.graph.topology import (
     Graph,
     Topology,
@@ -193,7 +193,7 @@ class RandomEdgesGraph(Graph):
         supergraph: Annotated[str, PartName(TOPOLOGIES)] = "complete"
 
         def _check(self) -> None:
-            keys = TOPOLOGIES[self.supergraph].Section.model_fields
+            keys = keys_declared_by(TOPOLOGIES[self.supergraph]).model_fields
             unknown = [key for key in self.model_extra or {} if key not in keys]
             if unknown:
                 takes = f"it takes {', '.join(keys)}" if keys else "it takes none"

@@ -1,0 +1,1 @@
+"""Wire codecs that a network can name: to add one, put a file here, or name its class as your own."""
