@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,11 @@ from flower_privdec.scenario import Scenario
 from flower_privdec.tasks.losses import weights_of
 
 Trial = Callable[[], list[dict[str, list[float]]]]  # the metrics of all peers' models, part by part
-OUTPUT_BYTES = 2**26  # the outputs of so many models as are tried at once
+OUTPUT_BYTES = 2**26  # of the models that are tried at once
 LARGEST_LOSS = 1e6  # beyond it, or so many times the loss of outputs 0, a run only waits for infinity
-HOPELESS_LOSS, HOPELESS_ACCURACY = 20.0, 0.05  # without noise: times a blind guess's loss, and above its accuracy
+# A run without noise is hopeless if its loss is so many times a blind guess's, and its accuracy no more above one's.
+HOPELESS_LOSS = 20.0
+HOPELESS_ACCURACY = 0.05
 
 
 def consensus_distance(models: Tensor) -> float:
@@ -43,61 +45,75 @@ def evaluate(
     Args:
         rows: the state's rows of all peers, at least those that others may see.
         round_index: rounds done so far.
-        own: of all peers, where they are at hand.
+        own: of all peers, if they are at hand.
         trial: tries the peers' models elsewhere, see `try_models`; by default they are tried here.
 
     Returns:
-        round; for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None where one is no finite
-        number), loss (mean_model, in nats), training_loss where the scenario asks for it, see `training_loss`,
-        consensus_distance; for methods of several local steps that learn classes
-        personalized, see `try_on_shards`, where there is no privacy to lose by it; and what the algorithm reports
-        of the rounds since the evaluation before.
+        round; for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None if one is not finite);
+        loss (mean_model, in nats); training_loss if the scenario asks for it, see `training_loss`; consensus_distance;
+        for methods of several local steps that learn classes personalized, see `try_on_shards`, if there is no privacy
+        to lose by it; and what the algorithm reports of the rounds since the last evaluation.
 
     Raises:
-        RunError: when the run has diverged.
+        RunError: the run has diverged.
     """
     algorithm = agreement.algorithm
     kernel = agreement.kernel
-    models = algorithm.models(rows)
+    models = algorithm.models(rows)  # [m, d]
     _check_finite(agreement, models, round_index)
+
     x = inputs_like(agreement.public.x, models)
     targets = agreement.public.y.to(models.device)
-    outputs = kernel.logits(algorithm.mean_model(rows).unsqueeze(0), x)
-    value = _sound_loss(agreement, outputs[0], targets, round_index)
-    if all(torch.equal(model, models[0]) for model in models):  # one that all share is tried once
+    outputs = kernel.logits(algorithm.mean_model(rows).unsqueeze(0), x)  # [1, N, k]
+    loss = _sound_loss(agreement, outputs[0], targets, round_index)
+
+    # A model that all peers share is tried once.
+    if all(torch.equal(model, models[0]) for model in models):
         parts = [_try(agreement, models[:1])]
+    elif trial is None:
+        parts = [_try(agreement, models)]
     else:
-        parts = [_try(agreement, models)] if trial is None else trial()
+        parts = trial()
+
     metrics: dict[str, Any] = {"round": round_index}
-    for name, mean in _measure(agreement, outputs, targets).items():
-        peers = [value for part in parts for value in part[name]]
-        ends = (sum(peers) / len(peers), min(peers), max(peers)) if all(map(math.isfinite, peers)) else (None,) * 3
-        spread = dict(zip(("peer_mean", "peer_min", "peer_max"), ends, strict=True))
-        metrics[name] = {"mean_model": finite(mean[0]), **spread}
-    metrics |= {"loss": {"mean_model": value}, "consensus_distance": consensus_distance(models)}
+    for name, of_mean_model in _measure(agreement, outputs, targets).items():
+        of_peers = [value for part in parts for value in part[name]]
+        metrics[name] = {"mean_model": finite(of_mean_model[0]), **_spread(of_peers)}
+    metrics["loss"] = {"mean_model": loss}
+    metrics["consensus_distance"] = consensus_distance(models)
+
     if own is not None and agreement.scenario.evaluation.training_loss:
         metrics["training_loss"] = {"mean_model": finite(training_loss(agreement, own, rows))}
+
     by_label = algorithm.tried_on_own_labels and agreement.loss.targets == "classes"
     if own is not None and by_label and shows_private(agreement.scenario):
         personal = algorithm.personal(rows)
-        last = round_index >= agreement.scenario.rounds
         if personal is not None:
             _check_finite(agreement, personal, round_index)
         right = agreement.loss.predict(outputs[0]) == targets
+        last = round_index >= agreement.scenario.rounds
         metrics["personalized"] = try_on_shards(agreement, own, rows, right, last)
+
     every = agreement.scenario.evaluation.every
-    since = range(max(0, round_index - 1) // every * every, round_index)
-    return metrics | algorithm.extra_metrics(rows, since, agreement.mixing)
+    last_evaluation = max(0, round_index - 1) // every * every
+    return metrics | algorithm.extra_metrics(rows, range(last_evaluation, round_index), agreement.mixing)
+
+
+def _spread(values: list[float]) -> dict[str, float | None]:
+    """Return the mean, the least and the greatest of the peers' values; None for all if one is not finite."""
+    if not all(map(math.isfinite, values)):
+        return {"peer_mean": None, "peer_min": None, "peer_max": None}
+    return {"peer_mean": sum(values) / len(values), "peer_min": min(values), "peer_max": max(values)}
 
 
 def peers_metrics(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, list[float | None]]:
-    """Return each of the task's metrics for every peer's model, None where it is no finite number."""
+    """Return each of the task's metrics for every peer's model; None if it is not finite."""
     measured = _try(agreement, agreement.algorithm.models(rows))
     return {name: [finite(value) for value in values] for name, values in measured.items()}
 
 
 def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float | None]:
-    """Return the loss of each peer's model on public test examples, in nats; None where it is not finite.
+    """Return the loss of each peer's model on public test examples, in nats; None if it is not finite.
 
     Args:
         rows: of the peers that are at hand, at least those that others may see.
@@ -134,14 +150,14 @@ def training_loss(agreement: Agreement, own: OwnParts, rows: dict[str, Tensor]) 
 
 
 def finite(value: float) -> float | None:
-    """Return a number as metrics hold it: None where it is not finite."""
+    """Return a number as metrics hold it: None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
 def shows_private(scenario: Scenario) -> bool:
     """Return whether figures may be computed from private labels, which no account covers.
 
-    They may where nothing is private, or where the scenario says that it ignores what they tell (evaluation.private).
+    They may if nothing is private, or if the scenario ignores what they reveal (evaluation.private).
     """
     return scenario.private is None or scenario.evaluation.private == "ignored"
 
@@ -166,9 +182,10 @@ def _try(agreement: Agreement, models: Tensor) -> dict[str, list[float]]:
     x = inputs_like(agreement.public.x, models)[few]
     targets = targets[few]
     by_metric: dict[str, list[float]] = {metric.name: [] for metric in agreement.metrics}
-    output_bytes = len(targets) * agreement.public.n_classes * models.element_size()
-    for rows in row_chunks(len(models), output_bytes, OUTPUT_BYTES):
-        for name, values in _measure(agreement, agreement.kernel.logits(models[rows], x), targets).items():
+    bytes_of_one = len(targets) * agreement.public.n_classes * models.element_size()
+    for rows in row_chunks(len(models), bytes_of_one, OUTPUT_BYTES):
+        outputs = agreement.kernel.logits(models[rows], x)
+        for name, values in _measure(agreement, outputs, targets).items():
             by_metric[name] += values
     return by_metric
 
@@ -180,20 +197,25 @@ def _sound_loss(agreement: Agreement, outputs: Tensor, targets: Tensor, round_in
         RunError: it only grows, or without noise it is far worse than a blind guess.
     """
     loss = agreement.loss
-    n_classes = agreement.public.n_classes
     value = float(loss.value(outputs, targets).mean())
-    start = finite(float(loss.value(torch.zeros_like(outputs), targets).mean())) or 0.0
+    of_zeros = finite(float(loss.value(torch.zeros_like(outputs), targets).mean())) or 0.0
     text = f"the mean model's test loss is {value:.3g}"
-    blind = False
+
+    hopeless = False
     if loss.targets == "classes":
+        n_classes = agreement.public.n_classes
         accuracy = float((loss.predict(outputs) == targets).double().mean())
         blind_loss = math.log(n_classes)
         if loss.class_weights is not None:
             blind_loss *= float(weights_of(loss.class_weights, targets, outputs).mean())
-        blind = accuracy <= 1 / n_classes + HOPELESS_ACCURACY and value > HOPELESS_LOSS * blind_loss
+        hopeless = accuracy <= 1 / n_classes + HOPELESS_ACCURACY and value > HOPELESS_LOSS * blind_loss
         text += f" and its accuracy {accuracy:.1%}"
-    together = agreement.algorithm.weights is not None  # the mean of models that never met may be anything
-    if not value < LARGEST_LOSS * max(1.0, start) or (blind and together and agreement.scenario.private is None):
+
+    # Noise makes losses large too, and the mean of models that were never exchanged may be anything.
+    exchanges = agreement.algorithm.weights is not None
+    if hopeless and exchanges and agreement.scenario.private is None:
+        raise _diverged(agreement, round_index, text)
+    if not value < LARGEST_LOSS * max(1.0, of_zeros):  # NaN is not below it either
         raise _diverged(agreement, round_index, text)
     return value
 
@@ -214,7 +236,9 @@ def _diverged(agreement: Agreement, round_index: int, what: str) -> RunError:
 
 def _spaced(n: int, count: int | None) -> Tensor | slice:
     """Return `count` places of n, evenly spaced; all of them, as a slice, by default."""
-    return slice(None) if count is None or count >= n else torch.arange(count) * n // count
+    if count is None or count >= n:
+        return slice(None)
+    return torch.arange(count) * n // count
 
 
 def held_labels(own: OwnParts, n_classes: int) -> np.ndarray:
@@ -238,48 +262,71 @@ def try_on_shards(
         last: whether the run ends here; then the personalized models are also tried with extra labels.
 
     Returns:
-        global_model and, where the algorithm has them, personal_models: accuracy (mean, min, max) over the
-        peers whose shard is not empty. At the end also generalization: mean accuracy of both by the number of
-        extra label classes added to every shard one by one, in an order drawn for each peer (FedDeper, Fig. 5b).
+        global_model and, if the algorithm has them, personal_models: accuracy (mean, min, max) over the peers whose
+        shard is not empty. At the end also generalization: mean accuracy of both by the number of extra label classes
+        added to every shard one by one, in an order drawn for each peer (FedDeper, Fig. 5b).
 
-    Privacy: which labels a peer holds comes from its private data, and where nothing computed from a
-        personalized model is released it is not noised either. No account covers these numbers: they are for
-        simulations, whose data are at hand, and no peer would publish them.
+    Privacy: which labels a peer holds comes from its private data, and a personalized model is not noised if nothing
+        computed from it is released. No account covers these numbers: they are for simulations, whose data are at hand,
+        and no peer would publish them.
     """
     held = held_labels(own, agreement.public.n_classes)
-    counts = _per_label(agreement, torch.ones_like(right))
+    counts = _per_label(agreement, torch.ones_like(right))  # test examples of each label
     common = np.broadcast_to(_per_label(agreement, right), held.shape)
     accuracies: dict[str, Any] = {"global_model": _accuracy(held, common, counts)}
+
     models = agreement.algorithm.personal(rows)
     if models is None:
         return accuracies
-    wanted = np.ones_like(held) if last else held
-    labels = agreement.public.y
-    hits_of_peers = []
-    for model, wanted_labels in zip(models, wanted, strict=True):
-        chosen = torch.from_numpy(wanted_labels)[labels]
-        x = inputs_like(agreement.public.x[chosen], model)
-        hit = torch.zeros(len(labels), dtype=torch.bool)
-        if len(x):
-            outputs = agreement.kernel.logits(model.unsqueeze(0), x)[0].cpu()
-            hit[chosen] = agreement.loss.predict(outputs) == labels[chosen]
-        hits_of_peers.append(_per_label(agreement, hit))
-    personal = np.stack(hits_of_peers)
+
+    # At the end every label is tried, as shards with extra labels need them.
+    tried = np.ones_like(held) if last else held
+    personal = np.stack(
+        [_hits(agreement, model, tried_labels) for model, tried_labels in zip(models, tried, strict=True)]
+    )
     accuracies["personal_models"] = _accuracy(held, personal, counts)
-    if last:
-        seed = agreement.scenario.seed_of("data")
-        missing = [np.flatnonzero(~own_labels) for own_labels in held]
-        order = [keyed_generator(seed, "extra labels", peer).permutation(labels) for peer, labels in enumerate(missing)]
-        shards = [held]  # with 0, 1, ... extra labels, until some peer has them all
-        for extra in range(min(map(len, order))):
-            more = shards[-1].copy()
-            more[np.arange(len(held)), [labels[extra] for labels in order]] = True
-            shards.append(more)
-        accuracies["generalization"] = {
-            name: {str(extra): _accuracy(more, hits, counts)["mean"] for extra, more in enumerate(shards)}
-            for name, hits in (("personal_models", personal), ("global_model", common))
-        }
+    if not last:
+        return accuracies
+
+    generalization: dict[str, dict[str, float]] = {"personal_models": {}, "global_model": {}}
+    for extra, shards in enumerate(_growing_shards(held, agreement.scenario.seed_of("data"))):
+        generalization["personal_models"][str(extra)] = _accuracy(shards, personal, counts)["mean"]
+        generalization["global_model"][str(extra)] = _accuracy(shards, common, counts)["mean"]
+    accuracies["generalization"] = generalization
     return accuracies
+
+
+def _hits(agreement: Agreement, model: Tensor, tried_labels: np.ndarray) -> np.ndarray:
+    """Return how many test examples of each label a model [d] gets right; of labels that are not tried, 0."""
+    labels = agreement.public.y
+    chosen = torch.from_numpy(tried_labels)[labels]
+    x = inputs_like(agreement.public.x[chosen], model)
+    right = torch.zeros(len(labels), dtype=torch.bool)
+    if len(x):
+        outputs = agreement.kernel.logits(model.unsqueeze(0), x)[0].cpu()
+        right[chosen] = agreement.loss.predict(outputs) == labels[chosen]
+    return _per_label(agreement, right)
+
+
+def _growing_shards(held: np.ndarray, seed: int) -> Iterator[np.ndarray]:
+    """Yield which labels each peer's shard has with 0, 1, ... extra ones, until some peer has all labels.
+
+    Args:
+        held: the labels of each peer's own shard, bool [n_peers, n_classes].
+        seed: of the order in which a peer gets the others.
+    """
+    orders = []
+    for peer, own_labels in enumerate(held):
+        missing = np.flatnonzero(~own_labels)
+        orders.append(keyed_generator(seed, "extra labels", peer).permutation(missing))
+
+    shards = held
+    yield shards
+    for extra in range(min(map(len, orders))):
+        shards = shards.copy()
+        for peer, order in enumerate(orders):
+            shards[peer, order[extra]] = True
+        yield shards
 
 
 def _per_label(agreement: Agreement, right: Tensor) -> np.ndarray:
@@ -291,7 +338,8 @@ def _per_label(agreement: Agreement, right: Tensor) -> np.ndarray:
 def _accuracy(shards: np.ndarray, hits: np.ndarray, counts: np.ndarray) -> dict[str, float]:
     """Return mean, least and most share of right answers over the peers' shards that are not empty; 0 without any."""
     examples = (shards * counts).sum(1)
-    values = (shards * hits).sum(1)[examples > 0] / examples[examples > 0]
+    has_some = examples > 0
+    values = (shards * hits).sum(1)[has_some] / examples[has_some]
     if not len(values):
         return {"mean": 0.0, "min": 0.0, "max": 0.0}
     return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}

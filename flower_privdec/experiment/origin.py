@@ -30,8 +30,8 @@ class TrainedRun:
         source: the name of its data in a ledger.
         tested: a hash of its public test set.
         private: whether it had a privacy section.
-        ledger: the folder that it was charged in; None where its peers have their own.
-        head: of the ledger at its end.
+        ledger: the folder that it was charged in; None if its peers have their own.
+        head: of the ledger when the run ended.
     """
 
     source: str
@@ -42,20 +42,29 @@ class TrainedRun:
 
     @staticmethod
     def of(scenario: Scenario, public: PublicSet, ledger: Path | None, head: Head | None) -> TrainedRun:
-        """Describe a run; its ledger is None where its peers have their own."""
-        folder = None if ledger is None else str(ledger.absolute())
+        """Describe a run; its ledger is None if its peers have their own."""
         return TrainedRun(
-            public.name, fingerprint(public.x, public.y).hex(), scenario.private is not None, folder, head
+            source=public.name,
+            tested=fingerprint(public.x, public.y).hex(),
+            private=scenario.private is not None,
+            ledger=None if ledger is None else str(ledger.absolute()),
+            head=head,
         )
 
     def is_charged_in(self, folder: Path) -> bool:
         """Return whether a folder has the ledger of this run, with all that was charged up to its end."""
-        length, digest = self.head or (0, "")
+        if self.head is None:
+            return False
+        n_lines, digest = self.head
         path = ledger_path(folder, self.source)
-        for segment, _ in verified(path) if path.exists() and length else ():
-            at = length - 1 - segment.first
-            if 0 <= at < len(segment.hashes):
-                return segment.hashes[at] == digest
+        if n_lines == 0 or not path.exists():
+            return False
+
+        # The line that was the last one then, in whichever segment it lies now.
+        for segment, _ in verified(path):
+            place = n_lines - 1 - segment.first
+            if 0 <= place < len(segment.hashes):
+                return segment.hashes[place] == digest
         return False
 
 
@@ -80,7 +89,8 @@ class Origin:
             ScenarioError: they do not fit.
         """
         own = module.state_dict()
-        shapes, needed = ({name: list(t.shape) for name, t in state.items()} for state in (self.weights, own))
+        shapes = {name: list(tensor.shape) for name, tensor in self.weights.items()}
+        needed = {name: list(tensor.shape) for name, tensor in own.items()}
         if shapes != needed:
             name = next(name for name in {**needed, **shapes} if shapes.get(name) != needed.get(name))
             raise ScenarioError(
@@ -91,7 +101,7 @@ class Origin:
         module.load_state_dict({name: t.to(own[name].dtype) for name, t in self.weights.items()})
 
     def ledger(self, scenario: Scenario, public: PublicSet) -> Path | None:
-        """Return the folder of the ledger that a run from here has to be charged in; None where it has its own.
+        """Return the folder of the ledger that a run from here has to be charged in; None if it has its own.
 
         Raises:
             ScenarioError: weights of the same data came without privacy, under another name of the data, or without
@@ -105,6 +115,7 @@ class Origin:
         behind = [run for run in self.runs if run.source == me.source or run.tested == me.tested]
         if private is None or not behind:
             return None
+
         where = f"model.from={self.folder}"
         if not all(run.private for run in behind):
             raise ScenarioError(
@@ -115,13 +126,19 @@ class Origin:
         for run in behind:
             if run.source != me.source:
                 raise ScenarioError(
-                    f"{where}: has the same test set under the name {run.source}, where this run's data are "
+                    f"{where}: has the same test set under the name {run.source}, and this run's data are called "
                     f"{me.source}: name them alike (data.dataset or data.source), so that one ledger counts both",
                     code="origin.renamed",
                 )
+
+        # A folder that was moved has its ledger beside it, or where the scenario says.
         last = behind[-1].ledger
         given = None if private.ledger is None else Path(private.ledger).expanduser()
-        places = [Path(last), self.folder / "ledger", *([] if given is None else [given])] if last else []
+        places = []
+        if last:
+            places = [Path(last), self.folder / "ledger"]
+            if given is not None:
+                places.append(given)
         holding = next((place for place in places if all(run.is_charged_in(place) for run in behind)), None)
         if holding is None:
             kind = f"is not in {last}, nor beside it: restore it" if last else "lies with its peers: start from another"
@@ -140,7 +157,7 @@ class Origin:
 
 def origin_facts(runs: Sequence[TrainedRun], models: Mapping[str, Tensor]) -> str:
     """Return what a run notes of its models and of the runs behind them, in its own folder."""
-    weights = {name.removeprefix(MEAN): t for name, t in models.items() if name.startswith(MEAN)}
+    weights = {name.removeprefix(MEAN): tensor for name, tensor in models.items() if name.startswith(MEAN)}
     return json.dumps({"runs": [asdict(run) for run in runs], "weights": tensors_hash(weights)})
 
 
@@ -163,7 +180,7 @@ def _folder(origin: str) -> Path:
 
 
 def read_origin(scenario: Scenario) -> Origin | None:
-    """Return the run that a scenario starts from; None where it starts with its own.
+    """Return the run that a scenario starts from; None if it starts with a new model.
 
     Raises:
         ScenarioError: there is no such run, it is under way, or its model was changed.

@@ -37,9 +37,9 @@ class Spent:
     Attributes:
         epsilons: ε of each peer over all runs in its ledger; ∞ without privacy.
         deltas: the δ of each; 0 without privacy.
-        claimed: the ε that a paper's formula claims, where it made the noise; else None.
+        claimed: the ε that a paper's formula claims, if the formula made the noise; else None.
         rounds_run: in how many rounds each took its private steps.
-        note: where the budget ended a peer's steps before the plan did; None where it did not.
+        note: says if the budget ended a peer's steps before the plan did; else None.
         replies: ε of the replies that one neighbour of each receives, over all runs in its ledger, which is no bound
             on all that it hears; empty if all of a peer's messages go to everybody.
         if_all_collude: ε of each if all other peers collude, over all runs in its ledger; empty if that is `epsilons`.
@@ -100,26 +100,29 @@ def epsilons(cohort: Cohort, rounds: int, adversary: Adversary | None = None) ->
 
 def rounds_run(cohort: Cohort, rounds: int) -> list[int]:
     """Return in how many of the first rounds each peer of a cohort took its private steps."""
-    none = np.zeros(len(cohort.peers), dtype=np.int64)
-    ran: list[int] = sum((cohort.active(round_index) for round_index in range(rounds)), none).tolist()
-    return ran
+    ran = np.zeros(len(cohort.peers), dtype=np.int64)
+    for round_index in range(rounds):
+        ran += cohort.active(round_index)
+    counts: list[int] = ran.tolist()
+    return counts
 
 
 def ledger_folder(scenario: Scenario, out: Path, inherited: Path | None = None) -> Path:
     """Return where the ledger of a run lies; `inherited` is that of the run it starts from."""
     private = scenario.private
-    own = inherited or out / "ledger"
-    return Path(private.ledger).expanduser() if private and private.ledger else own
+    if private is not None and private.ledger:
+        return Path(private.ledger).expanduser()
+    return inherited or out / "ledger"
 
 
 def privacy_rows(
     scenario: Scenario, spent: Spent, participation: Participation, rounds: int, inherited: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Return each peer's guarantee as the summary has it; ε is "inf" where there is none.
+    """Return each peer's guarantee as the summary has it; ε is "inf" without one.
 
-    `epsilon` bounds what colluding peers learn from all that a peer sends: all others, or, where noise cancels between
+    `epsilon` bounds what colluding peers learn from all that a peer sends: all others, or, if noise cancels between
     peers, `colluding` of them; `epsilon_if_all_collude` then bounds what all others learn. `epsilon_of_replies_to_one`,
-    where there is one, bounds what one of them learns from the replies to it alone: it hears more than those.
+    if there is one, bounds what one of them learns only from the replies to it: it hears more than those.
 
     Args:
         spent: of all peers, in order.
@@ -130,25 +133,33 @@ def privacy_rows(
     expected = (participation.chances * rounds).tolist()
     private = scenario.private
     rows = []
-    shared = private and (private.ledger or inherited)
-    scope = f"all runs in {shared}" if shared else ALONE
-    calibration = "none" if private is None else private.calibration
     facts = zip(spent.epsilons, spent.deltas, spent.claimed, spent.rounds_run, strict=True)
     for peer, (total, delta, claimed, ran) in enumerate(facts):
-        row: dict[str, Any] = {"peer": peer, "epsilon": json_number(total), "delta": delta}
-        row |= {"unit": "example", "adjacency": "zero-out"}
-        row |= {"calibration": calibration, "claimed_epsilon": claimed, "rounds_run": ran}
-        row["expected_rounds"] = round(expected[peer], 6)
+        row: dict[str, Any] = {
+            "peer": peer,
+            "epsilon": json_number(total),
+            "delta": delta,
+            "unit": "example",
+            "adjacency": "zero-out",
+            "calibration": "none" if private is None else private.calibration,
+            "claimed_epsilon": claimed,
+            "rounds_run": ran,
+            "expected_rounds": round(expected[peer], 6),
+        }
         if spent.replies:
             row["epsilon_of_replies_to_one"] = json_number(spent.replies[peer])
         if spent.if_all_collude:
-            row |= {"colluding": spent.colluding, "epsilon_if_all_collude": json_number(spent.if_all_collude[peer])}
-        rows.append(row if private is None else row | {"scope": scope})
+            row["colluding"] = spent.colluding
+            row["epsilon_if_all_collude"] = json_number(spent.if_all_collude[peer])
+        if private is not None:
+            shared = private.ledger or inherited
+            row["scope"] = f"all runs in {shared}" if shared else ALONE
+        rows.append(row)
     return rows
 
 
 def check_budget(cohort: Cohort, ledger: Path) -> None:
-    """Refuse a run that its ledger allows no step at all, and warn of one that it allows only some.
+    """Refuse a run that its ledger allows no step at all; warn if it allows only some of them.
 
     Raises:
         BudgetError: naming what is spent, and the remedy.
@@ -169,7 +180,7 @@ def check_budget(cohort: Cohort, ledger: Path) -> None:
 
 
 def budget_note(spending: Spending, steps_per_round: int) -> str | None:
-    """Say where a run's steps end before its plan does because of what other runs have spent, or return None."""
+    """Say where a run's steps end because of what other runs have spent; None if its plan ends first."""
     short = shortages(spending)
     if not short:
         return None
@@ -182,7 +193,7 @@ def budget_note(spending: Spending, steps_per_round: int) -> str | None:
 
 
 def shortfall(participation: Participation, ran: Sequence[int], rounds: int) -> str | None:
-    """Say which peers' budgets end before the rounds in which they take part, or return None where none does.
+    """Say which peers' budgets end before the rounds in which they take part; None if none does.
 
     Args:
         ran: in how many of these rounds each peer, of all in order, takes its private steps.
@@ -191,7 +202,9 @@ def shortfall(participation: Participation, ran: Sequence[int], rounds: int) -> 
     short = [peer for peer, (count, wanted) in enumerate(zip(ran, planned, strict=True)) if count < wanted]
     if not short:
         return None
-    taken, wanted = (_span(values[peer] for peer in short) for values in (ran, planned))
+
+    taken = _span(ran[peer] for peer in short)
+    wanted = _span(planned[peer] for peer in short)
     return (
         f"the budget of peers {peer_ranges(short)} ends after {taken} of their {wanted} rounds, and they stop "
         "training: raise privacy.epsilon or the noise, or plan fewer rounds"
@@ -199,7 +212,7 @@ def shortfall(participation: Participation, ran: Sequence[int], rounds: int) -> 
 
 
 def last_step(participation: Participation, ran: Sequence[int], rounds: int) -> int | None:
-    """Return the round after which no peer trains, where the budgets of all end before these rounds do, or None.
+    """Return the round after which no peer trains; None if some budget lasts for all rounds of its peer.
 
     Args:
         ran: see `shortfall`.
@@ -213,12 +226,14 @@ def last_step(participation: Participation, ran: Sequence[int], rounds: int) -> 
 
 
 def _span(counts: Iterable[int]) -> str:
-    known = sorted(counts)
-    return f"{known[0]:,}" if known[0] == known[-1] else f"{known[0]:,} to {known[-1]:,}"
+    ascending = sorted(counts)
+    least = ascending[0]
+    most = ascending[-1]
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _already(spending: Spending) -> str:
-    """Return the ε that other runs have spent of the costliest peer, and the adversary if that makes a difference."""
+    """Return the ε that other runs have spent at the costliest peer, with the adversary if that makes a difference."""
     spent = epsilon_text(json_number(float(spending.epsilons(spending.start).max())))
     if not spending.others_cancelled:
         return spent
@@ -226,7 +241,10 @@ def _already(spending: Spending) -> str:
 
 
 def shortages(spending: Spending) -> dict[int, int]:
-    """Return the first step that is not allowed, of each peer whose budget does not reach to the end of its plan."""
-    pairs = list(zip(spending.accounts, spending.limits.tolist(), strict=True))
-    ends = [account.spends[-1].to_step if account.spends else 0 for account, _ in pairs]
-    return {account.peer: limit for (account, limit), end in zip(pairs, ends, strict=True) if limit < end}
+    """Return the first step that is not allowed, for each peer whose budget ends before its plan does."""
+    first_refused = {}
+    for account, limit in zip(spending.accounts, spending.limits.tolist(), strict=True):
+        end = account.spends[-1].to_step if account.spends else 0
+        if limit < end:
+            first_refused[account.peer] = limit
+    return first_refused
