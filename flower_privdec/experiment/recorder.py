@@ -35,7 +35,7 @@ from flower_privdec.experiment.checkpoint import (
 )
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, peers_metrics, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
-from flower_privdec.experiment.noise_statement import SALTED, noise_facts
+from flower_privdec.experiment.noise_statement import SALTED, SYSTEM, noise_facts
 from flower_privdec.experiment.origin import ORIGIN, TrainedRun, origin_facts
 from flower_privdec.experiment.run_name import public_name, without_content
 from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
@@ -47,7 +47,7 @@ from flower_privdec.scenario.sections import StageSection
 NAME = "metrics.jsonl"
 PLOTS = "plots"
 MOST_LISTED = 64  # peers whose own metrics a summary has, one by one
-SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")  # values that are one number
+SINGLE = ("round", "consensus_distance", "epsilon", "seconds", "coalition_evaluations")  # entries that are one number
 
 
 def append_metrics(folder: Path, line: str) -> None:
@@ -57,7 +57,7 @@ def append_metrics(folder: Path, line: str) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines, without a last one that is not whole: its writing is under way, or was broken off.
+    """Return the lines. A last one that is not whole is left out: its writing is under way, or was broken off.
 
     Raises:
         ScenarioError: a line before the last is no record of an evaluation; with its number.
@@ -69,26 +69,28 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             last = records[-1]["round"] if records else -1
+
             if not isinstance(record, dict) or type(record.get("round")) is not int:
                 raise ValueError("it has no round")
             if record["round"] <= last:
                 raise ValueError(f"its round does not come after {last}")
-            if odd := [name for name, value in record.items() if not _readable(name, value)]:
-                raise ValueError(f"its {odd[0]} is {shown(record[odd[0]], 40)}")
+            for name, value in record.items():
+                if not _readable(name, value):
+                    raise ValueError(f"its {name} is {shown(value, 40)}")
             records.append(record)
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise ScenarioError(
                 f"{path}:{number}: is no record of an evaluation ({one_line(error)}); the file is damaged: restore it "
-                "from a copy, or move it away, whose numbers are lost",
+                "from a copy, or move it away and lose its numbers",
                 code="run.metrics-damaged",
             ) from error
     return records
 
 
 def metrics_kept(folder: Path, fingerprint: tuple[int, str] | None) -> bytes:
-    """Return what metrics.jsonl had when a checkpoint was written, without what came after it; empty without the file.
+    """Return what metrics.jsonl had when a checkpoint was written, without later lines; empty if the file is missing.
 
     Args:
         fingerprint: how many bytes it had, and their hash.
@@ -115,9 +117,10 @@ def _damaged(path: Path, problem: str) -> ScenarioError:
 
 
 def _readable(name: str, value: Any) -> bool:
-    """Return whether a value is what a run writes under a name: a number, or of metrics a mapping to numbers."""
+    """Return whether a value is what a run writes under a name: a number, or for metrics a mapping to numbers."""
     if name in SINGLE or (name == "suboptimality" and value is not None):
-        return value == "inf" or (isinstance(value, int | float) and not isinstance(value, bool))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value == "inf" or is_number
     return value is None or isinstance(value, dict)
 
 
@@ -130,17 +133,22 @@ SCENARIO = "scenario.yaml"
 TRAINED = "model.safetensors"
 WRITTEN = (CHECKPOINT, SCENARIO, NAME, SUMMARY, TRAINED, ORIGIN)  # files of a run's folder
 COALITIONS = "coalition_evaluations"
-MEASURED_BY_SOME = ("training_loss", "personalized", "suboptimality", COALITIONS)  # what some runs alone have
+MEASURED_BY_SOME = ("training_loss", "personalized", "suboptimality", COALITIONS)  # what only some runs have
 
 
 class Recorder:
     """Keeps the folder of one run.
 
-    Files: scenario.yaml (every default visible), metrics.jsonl (a line an evaluation), ledger/,
-    checkpoint, model.safetensors (each peer and the mean), summary.json. A lean run, one of many
-    in a study, keeps no models and writes a checkpoint once a minute at most.
+    Files: scenario.yaml (with every default), metrics.jsonl (a line for each evaluation), ledger/, checkpoint,
+    model.safetensors (each peer's model and the mean), summary.json. A lean run, one of many in a study, keeps no
+    models, and writes a checkpoint once a minute at most.
 
-    Privacy: the numbers written are computed from noised models and the public test set, but for those from private
+    A run looks at the folder first (`__init__`), writes when all else is ready (`start`), and then saves checkpoints,
+    records evaluations, and finishes:
+
+        __init__ -> start -> (record, save)* -> finish
+
+    Privacy: the numbers written are computed from noised models and the public test set, except those from private
     labels that a scenario asks for by `evaluation.private: ignored`. The checkpoint holds private rows.
     """
 
@@ -156,55 +164,53 @@ class Recorder:
         """Look at the folder, and write nothing yet.
 
         Args:
-            own: of all peers, where they are at hand; None in a process that holds none of them.
+            own: of all peers, if they are at hand; None in a process that holds none of them.
             runtime: what the summary calls it.
-            resume: go on from the folder's checkpoint.
+            resume: continue from the folder's checkpoint.
             lean: see above.
 
         Raises:
-            ScenarioError: when the folder holds another run, or nothing to resume, or not the rounds that the scenario
-                goes on from; or the training loss is asked for and the examples are not at hand.
+            ScenarioError: the folder holds another run, or nothing to resume, or not the rounds that the scenario
+                continues; or the training loss is asked for and the examples are not at hand.
         """
         if own is None:
             check_no_training_loss(agreement.scenario)
+
         self.agreement = agreement
         self.own = own
         self.out = out
         self.runtime = runtime
         self.lean = lean
         self.run = public_name(agreement) if own is None else own.run
-        self.salted_for = [] if agreement.scenario.compute.generator == "system" else without_content(agreement)
-        self._saved = time.monotonic()
-        self.begins_stage = False
+        self.salted_for: list[str] = []
+        if agreement.scenario.compute.generator != SYSTEM:
+            self.salted_for = without_content(agreement)
         self.scenario_hash = scenario_hash(agreement.scenario)
+
         self._lock = FolderLock(out)
         self._lock.check()
         check_places(out)
-        self.checkpoint, self._read_from = self._previous(resume), _identity(self.out / CHECKPOINT)
+        self.begins_stage = False
+        self.checkpoint = self._previous(resume)
+        self._read_from = _identity(self.out / CHECKPOINT)
+
         self._metrics = b"" if self.checkpoint is None else metrics_kept(out, self.checkpoint.metrics)
         self._metrics_hash = sha256(self._metrics)
         self._metrics_size = len(self._metrics)
+
         self.seconds = self.checkpoint.seconds if self.checkpoint else 0.0
-        self._before, self.coalition_seconds = self.seconds, 0.0  # the latter of the rounds since then
+        self._seconds_before = self.seconds  # of what was run before this process
+        self.coalition_seconds = 0.0  # of this process
+        self._saved = time.monotonic()
         self.ledger: tuple[Path, Head] | None = None  # and its head, where one process is charged for all peers
         self.transport: dict[str, Any] = {}  # the transport's own state, see `Checkpoint`
 
     def _previous(self, resume: bool) -> Checkpoint | None:
+        """Return the checkpoint to continue from; None for a new run, whose folder must hold no other."""
         path = self.out / CHECKPOINT
         if resume and path.exists():
-            peers = np.arange(self.agreement.scenario.n_peers) if self.own is None else self.own.peers
-            checkpoint = read_checkpoint(path, self.agreement.device)
-            stages = self.agreement.scenario.earlier
-            ended = (checkpoint.run.id, checkpoint.state.round_index)
-            self.begins_stage = bool(stages and ended == (stages[-1].run, stages[-1].until))
-            # A run that was given more rounds writes the file before its first checkpoint.
-            theirs = {checkpoint.scenario, self.scenario_hash} if self.begins_stage else {checkpoint.scenario}
-            check_scenario_file(self.out / SCENARIO, theirs, self.scenario_hash)
-            if not self.begins_stage:
-                check_run(path, checkpoint, self.scenario_hash, self.run)
-            rows = () if self.own is None else ("x",)  # who holds no peers keeps what they show, and nothing before
-            check_state(path, checkpoint.state, peers, self.agreement.scenario.rounds, rows)
-            return checkpoint
+            return self._checkpoint_to_resume(path)
+
         if (self.out / SCENARIO).exists():
             remedy = f"give another {option('out')}"
             if path.exists():
@@ -213,6 +219,7 @@ class Recorder:
             raise ScenarioError(f"{self.out} already holds {kind}; {remedy}", code="run.folder-taken")
         if self.out.exists() and not self.out.is_dir():
             raise ScenarioError(f"{self.out} is not a folder; give another {option('out')}", code="run.no-folder")
+
         if resume:
             raise ScenarioError(
                 f"{self.out} holds no checkpoint to resume from; leave {option('resume')} out", code="run.no-checkpoint"
@@ -225,16 +232,39 @@ class Recorder:
             )
         return None
 
+    def _checkpoint_to_resume(self, path: Path) -> Checkpoint:
+        """Return the folder's checkpoint; refuse one of another run, or one that was damaged."""
+        scenario = self.agreement.scenario
+        checkpoint = read_checkpoint(path, self.agreement.device)
+
+        # A run that was given more rounds begins a stage at the end of the one before.
+        stages = scenario.earlier
+        ended = (checkpoint.run.id, checkpoint.state.round_index)
+        self.begins_stage = bool(stages and ended == (stages[-1].run, stages[-1].until))
+
+        expected = {checkpoint.scenario}
+        if self.begins_stage:  # it writes the scenario before its first checkpoint
+            expected.add(self.scenario_hash)
+        check_scenario_file(self.out / SCENARIO, expected, self.scenario_hash)
+        if not self.begins_stage:
+            check_run(path, checkpoint, self.scenario_hash, self.run)
+
+        # A process without peers of its own has only what they show, and before the first round that is nothing.
+        peers = np.arange(scenario.n_peers) if self.own is None else self.own.peers
+        rows = () if self.own is None else ("x",)
+        check_state(path, checkpoint.state, peers, scenario.rounds, rows)
+        return checkpoint
+
     def start(self, initial: Callable[[], State], head: Head | None) -> State:
-        """Return the state to begin with, and make the folder say so.
+        """Return the state to begin with, and make the folder hold it.
 
         Args:
             initial: makes the state before round 0.
             head: of the ledger.
 
         Raises:
-            ScenarioError: when another run writes to the folder, or has since it was looked at.
-            RunError: when the disk fails.
+            ScenarioError: another run writes to the folder, or has written since it was looked at.
+            RunError: the disk fails.
         """
         state = initial() if self.checkpoint is None else self.checkpoint.state
         self._lock.take()
@@ -243,12 +273,15 @@ class Recorder:
                 f"{self.out}: another run has written to it just now; run the same command again",
                 code="run.folder-changed",
             )
+
         with _writing(self.out):
             scenario = to_yaml(self.agreement.scenario).encode()
             if self.checkpoint is None:
                 self.save(state, head)
                 write_atomically(self.out / SCENARIO, scenario, public=True)
                 return state
+
+            # Evaluations after the checkpoint are made again.
             write_atomically(self.out / NAME, self._metrics, public=True)
             (self.out / SUMMARY).unlink(missing_ok=True)  # of a run that was stopped, or had fewer rounds
             if self.begins_stage or not (self.out / SCENARIO).exists():
@@ -313,9 +346,11 @@ class Recorder:
 
     @cached_property
     def _objective(self) -> ConvexObjective | None:
-        """What the peers minimise, where it is convex, all are at hand, and figures on private examples are wanted."""
-        convex = isinstance(self.agreement.algorithm, DPDDA) and shows_private(self.agreement.scenario)
-        return ConvexObjective.of(self.agreement, self.own) if convex and self.own is not None else None
+        """What the peers minimise; None unless it is convex, all are at hand, and private figures are wanted."""
+        is_convex = isinstance(self.agreement.algorithm, DPDDA)
+        if self.own is None or not is_convex or not shows_private(self.agreement.scenario):
+            return None
+        return ConvexObjective.of(self.agreement, self.own)
 
     @cached_property
     def _minimum(self) -> Minimum | None:
@@ -338,72 +373,117 @@ class Recorder:
             stopped: after which round the run ends before its plan does, and by what.
             entries: further or other entries of the summary, by name.
         """
+        done = self.agreement.scenario.rounds if stopped is None else stopped[0]
+        recorded = [record for record in read_metrics(self.out) if record["round"] == done]
+        metrics = recorded[-1] if recorded else self.record(rows, done, spent.epsilons)
+        metrics |= measured or {}
+        summary = self._summary(rows, spent, metrics, done, stopped, entries)
+
+        with _writing(self.out):
+            if not self.lean:
+                self._write_models(rows)
+            # Last: a folder with a summary holds a finished run.
+            write_atomically(self.out / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode(), public=True)
+        self.close()
+        return summary
+
+    def _summary(
+        self,
+        rows: dict[str, Tensor],
+        spent: Spent,
+        metrics: dict[str, Any],
+        done: int,
+        stopped: tuple[int, str] | None,
+        entries: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Return the summary, its entries in the order in which they are read."""
         scenario = self.agreement.scenario
         participation = self.agreement.participation
-        done = scenario.rounds if stopped is None else stopped[0]
-        known = [record for record in read_metrics(self.out) if record["round"] == done]
-        metrics = known[-1] if known else self.record(rows, done, spent.epsilons)
-        metrics |= measured or {}
-        note = spent.note or shortfall(participation, spent.rounds_run, done)
-        if stopped is None and (last := last_step(participation, spent.rounds_run, done)) is not None:
-            stopped = last, "budget"
-        steps = sum(spent.rounds_run) * self.agreement.algorithm.steps_per_round
-        optional: dict[str, Any] = {name: metrics[name] for name in MEASURED_BY_SOME if name in metrics}
-        if self._minimum is not None:
-            optional["optimum"] = asdict(self._minimum)
-        if COALITIONS in metrics:
-            share = self.coalition_seconds / max(self.seconds - self._before, 1e-9)
-            optional["coalition_share_of_wall_time"] = round(share, 4)
-        protected: dict[str, Any] = {"budget_note": note} if note else {}
-        if scenario.private is not None:
-            if shows_private(scenario):  # beside a finite ε, which does not cover it
-                protected["evaluation_private"] = "ignored: figures on the peers' own examples are covered by no ε"
-            if spent.breaches:
-                protected["claim_note"] = " ".join(spent.breaches.values())
-            if self.salted_for:
-                protected["noise_note"] = SALTED.format(parts=" and ".join(self.salted_for))
-            if self.own is not None:
-                protected |= noise_facts([self.own.source])
-        summary = {
+        if stopped is None:
+            last = last_step(participation, spent.rounds_run, done)
+            if last is not None:
+                stopped = (last, "budget")
+
+        summary: dict[str, Any] = {
             "name": scenario.name,
             "algorithm": scenario.algorithm.name,
             "runtime": self.runtime,
             "n_peers": scenario.n_peers,
             "rounds": scenario.rounds,
-            **({} if stopped is None else {"rounds_done": done, "stopped_at": stopped[0], "stopped_by": stopped[1]}),
-            "seed": scenario.seed,
-            **({} if scenario.seeds is None else {"seeds": scenario.all_seeds()}),
-            "metrics": scenario.task.described(),
-            **{name: metrics[name] for name in scenario.task.described()},
-            "loss": metrics["loss"],
-            "consensus_distance": metrics["consensus_distance"],
-            **optional,
-            "traffic": traffic(self.agreement.algorithm, rows),
-            "privacy": privacy_rows(scenario, spent, participation, done, self.agreement.inherited),
-            **protected,
-            **({} if self.lean or scenario.n_peers > MOST_LISTED else {"peers": peers_metrics(self.agreement, rows)}),
-            **({} if self.lean else {"made": provenance()}),
-            **({} if self.agreement.origin is None else {"started_from": str(self.agreement.origin.folder)}),
-            **entries,
-            "wall_seconds": round(self.seconds, 3),
-            "peer_steps_per_second": round(steps / max(self.seconds, 1e-9), 1),
         }
-        with _writing(self.out):
-            if not self.lean:
-                facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
-                models = model_tensors(self.agreement, rows)
-                origin = self.agreement.origin
-                this = TrainedRun.of(scenario, self.agreement.public, *(self.ledger or (None, None)))
-                runs = [*(() if origin is None else origin.runs), this]
-                write_atomically(self.out / TRAINED, save(models, {"privdec": facts}))
-                write_atomically(self.out / ORIGIN, origin_facts(runs, models).encode())
-            write_atomically(self.out / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode(), public=True)
-        self.close()
+        if stopped is not None:
+            summary |= {"rounds_done": done, "stopped_at": stopped[0], "stopped_by": stopped[1]}
+        summary["seed"] = scenario.seed
+        if scenario.seeds is not None:
+            summary["seeds"] = scenario.all_seeds()
+
+        summary["metrics"] = scenario.task.described()
+        for name in scenario.task.described():
+            summary[name] = metrics[name]
+        summary["loss"] = metrics["loss"]
+        summary["consensus_distance"] = metrics["consensus_distance"]
+        for name in MEASURED_BY_SOME:
+            if name in metrics:
+                summary[name] = metrics[name]
+        if self._minimum is not None:
+            summary["optimum"] = asdict(self._minimum)
+        if COALITIONS in metrics:
+            seconds_here = self.seconds - self._seconds_before
+            summary["coalition_share_of_wall_time"] = round(self.coalition_seconds / max(seconds_here, 1e-9), 4)
+
+        summary["traffic"] = traffic(self.agreement.algorithm, rows)
+        summary["privacy"] = privacy_rows(scenario, spent, participation, done, self.agreement.inherited)
+        note = spent.note or shortfall(participation, spent.rounds_run, done)
+        if note:
+            summary["budget_note"] = note
+        summary |= self._privacy_notes(spent)
+
+        if not self.lean and scenario.n_peers <= MOST_LISTED:
+            summary["peers"] = peers_metrics(self.agreement, rows)
+        if not self.lean:
+            summary["made"] = provenance()
+        if self.agreement.origin is not None:
+            summary["started_from"] = str(self.agreement.origin.folder)
+
+        steps = sum(spent.rounds_run) * self.agreement.algorithm.steps_per_round
+        summary |= entries
+        summary["wall_seconds"] = round(self.seconds, 3)
+        summary["peer_steps_per_second"] = round(steps / max(self.seconds, 1e-9), 1)
         return summary
+
+    def _privacy_notes(self, spent: Spent) -> dict[str, Any]:
+        """Return what has to be known beside the ε of a private run."""
+        scenario = self.agreement.scenario
+        if scenario.private is None:
+            return {}
+
+        notes: dict[str, Any] = {}
+        if shows_private(scenario):
+            notes["evaluation_private"] = "ignored: figures on the peers' own examples are covered by no ε"
+        if spent.breaches:
+            notes["claim_note"] = " ".join(spent.breaches.values())
+        if self.salted_for:
+            notes["noise_note"] = SALTED.format(parts=" and ".join(self.salted_for))
+        if self.own is not None:
+            notes |= noise_facts([self.own.source])
+        return notes
+
+    def _write_models(self, rows: dict[str, Tensor]) -> None:
+        """Write the peers' models and the mean, and the runs behind them, by which another run can start from here."""
+        agreement = self.agreement
+        models = model_tensors(agreement, rows)
+        facts = json.dumps(module_facts(agreement.public, agreement.loss))
+
+        folder, head = self.ledger or (None, None)
+        runs = [] if agreement.origin is None else list(agreement.origin.runs)
+        runs.append(TrainedRun.of(agreement.scenario, agreement.public, folder, head))
+
+        write_atomically(self.out / TRAINED, save(models, {"privdec": facts}))
+        write_atomically(self.out / ORIGIN, origin_facts(runs, models).encode())
 
 
 def check_places(out: Path) -> None:
-    """Refuse a folder in which something else lies where a run's files go.
+    """Refuse a folder with something else in the place of a run's files.
 
     Raises:
         ScenarioError: naming it.
@@ -429,14 +509,15 @@ def check_scenario_file(path: Path, expected: Collection[str], given: str) -> No
     Args:
         path: of the file; it may be missing.
         expected: hashes of the scenarios that it may be.
-        given: that of the scenario with which the run is to go on.
+        given: hash of the scenario with which the run is to continue.
 
     Raises:
         ScenarioError: it is damaged, or another scenario's.
     """
     if not path.exists():
         return
-    # One that is missing is written again, if the scenario that was given is the same.
+
+    # A missing file is written again, if the scenario that was given is the same.
     away = "move it away, " if given in expected else ""
     remedy = f"restore it from a copy, {away}or start again with another {option('out')}"
     try:
@@ -458,7 +539,7 @@ def check_scenario_file(path: Path, expected: Collection[str], given: str) -> No
 
 @contextmanager
 def _writing(out: Path) -> Iterator[None]:
-    """Say in one line that the disk fails."""
+    """Turn an error of the disk into one line with the remedy."""
     try:
         yield
     except OSError as error:
@@ -470,10 +551,10 @@ def _writing(out: Path) -> Iterator[None]:
 
 
 def with_more_rounds(scenario: Scenario, out: Path) -> Scenario:
-    """Return the scenario of a run that goes on from what its folder holds, with what it did before.
+    """Return the scenario of a run that continues from what its folder holds, with what it did before.
 
-    Where it has another number of rounds than the folder's scenario, or another budget or noise, and all else is equal,
-    the rounds that are done become a stage of its own: the others are planned beside what they cost.
+    If it has another number of rounds than the folder's scenario, or another budget or noise, and all else is equal,
+    the rounds that are done become a stage of their own: the others are planned beside what these cost.
 
     Raises:
         ScenarioError: the checkpoint is damaged, or so many rounds are done already.
@@ -486,17 +567,18 @@ def with_more_rounds(scenario: Scenario, out: Path) -> Scenario:
         return scenario  # `Recorder` says that the file is damaged
     if scenario_hash(_planned_as(scenario, previous)) != scenario_hash(previous):
         return scenario  # of another run, which `Recorder` refuses
+
     going_on = scenario.model_copy(update={"earlier": previous.earlier})
     if scenario_hash(going_on) == scenario_hash(previous):
         return going_on
     checkpoint = read_checkpoint(out / CHECKPOINT)
     done = checkpoint.state.round_index
     if not 0 < done < scenario.rounds:
+        remedy = "" if done else f": it has none yet, so give another {option('out')}"
         raise ScenarioError(
-            f"rounds={scenario.rounds} must be > {done}, the rounds that {out} has done"
-            + ("" if done else ": it has none yet, so give another " + option("out")),
-            code="run.rounds-done",
+            f"rounds={scenario.rounds} must be > {done}, the rounds that {out} has done{remedy}", code="run.rounds-done"
         )
+
     private = previous.private
     stage = StageSection(
         until=done,
@@ -509,7 +591,7 @@ def with_more_rounds(scenario: Scenario, out: Path) -> Scenario:
 
 
 def check_one_stage(scenario: Scenario, why: str) -> None:
-    """Refuse more rounds where a run cannot be planned again.
+    """Refuse more rounds if a run cannot be planned again.
 
     Raises:
         ScenarioError: with the reason.
@@ -523,7 +605,7 @@ def check_one_stage(scenario: Scenario, why: str) -> None:
 
 
 def check_no_training_loss(scenario: Scenario) -> None:
-    """Refuse the training loss where no process has all peers' examples.
+    """Refuse the training loss if no process has all peers' examples.
 
     Raises:
         ScenarioError: the scenario asks for it.
@@ -537,7 +619,7 @@ def check_no_training_loss(scenario: Scenario) -> None:
 
 
 def check_own_ledgers(agreement: Agreement) -> None:
-    """Refuse a start from a run on the same data where each peer has a ledger of its own, which does not count that.
+    """Refuse a start from a run on the same data if each peer has a ledger of its own, which does not count that run.
 
     Raises:
         ScenarioError: naming the run.
@@ -551,22 +633,21 @@ def check_own_ledgers(agreement: Agreement) -> None:
 
 
 def _planned_as(scenario: Scenario, other: Scenario) -> Scenario:
-    """Return a scenario with what may change in a run that goes on, rounds, budget and noise, as another has it."""
-    privacy = scenario.privacy
-    changed = {"rounds": other.rounds, "earlier": other.earlier}
+    """Return a scenario with another's rounds, budget and noise: what may change when a run continues."""
+    changed: dict[str, Any] = {"rounds": other.rounds, "earlier": other.earlier}
     if scenario.private is not None and other.private is not None:
         noise = {"epsilon": other.private.epsilon, "noise_multiplier": other.private.noise_multiplier}
-        privacy = scenario.private.model_copy(update=noise)
-    return scenario.model_copy(update=changed | {"privacy": privacy})
+        changed["privacy"] = scenario.private.model_copy(update=noise)
+    return scenario.model_copy(update=changed)
 
 
 def again(out: Path) -> str:
-    """Return how the command of a run that broke off goes on, which depends on what its folder keeps."""
+    """Return how to run the command of a run that broke off again: to resume, if there is a checkpoint."""
     return f"with {option('resume', True)}" if (out / CHECKPOINT).exists() else "again"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the identity of a file, which its replacement does not have; None where there is none."""
+    """Return the identity of a file, which its replacement does not have; None if the file is missing."""
     try:
         known = path.stat()
     except OSError:
@@ -581,35 +662,46 @@ def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Te
         rows: the state's, at least those that others may see.
     """
     models = {"mean": agreement.algorithm.mean_model(rows)}
-    models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.models(rows))}
-    return {
-        f"{owner}/{name}": value
-        for owner, row in models.items()
-        for name, value in state_dict_of(agreement, row).items()
-    }
+    for peer, row in enumerate(agreement.algorithm.models(rows)):
+        models[f"peer-{peer}"] = row
+
+    tensors = {}
+    for owner, row in models.items():
+        for name, value in state_dict_of(agreement, row).items():
+            tensors[f"{owner}/{name}"] = value
+    return tensors
 
 
 def state_dict_of(agreement: Agreement, model: Tensor) -> dict[str, Tensor]:
-    """Return a model, shape (d,), by the names of its module's parameters and buffers, on the CPU."""
+    """Return a model [d] by the names of its module's parameters and buffers, on the CPU."""
     state = unflatten(copy.deepcopy(agreement.module), model).state_dict()
-    return {
-        name: value.detach().cpu().contiguous().clone() for name, value in state.items() if isinstance(value, Tensor)
-    }
+    tensors = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value.detach().cpu().contiguous().clone()
+    return tensors
 
 
 def traffic(algorithm: Algorithm, rows: dict[str, Tensor]) -> dict[str, int]:
     """Return what an active peer sends in a round to each of its receivers, from the program's exchanges.
 
     Returns:
-        vectors: how many as long as the model; bytes: of these vectors.
+        vectors: how many are as long as the model; bytes: of these vectors.
     """
     d = rows["x"].shape[1]
-    exchanges = (item for item in algorithm.program if isinstance(item, Exchange))
-    names = [exchange.shaped(name) for exchange in exchanges for name in exchange.names]
-    sent = [rows[name] for name in names if rows[name].ndim == 2 and rows[name].shape[1] == d]
-    return {"vectors": len(sent), "bytes": sum(d * row.element_size() for row in sent)}
+    vectors = 0
+    n_bytes = 0
+    for item in algorithm.program:
+        if not isinstance(item, Exchange):
+            continue
+        for name in item.names:
+            row = rows[item.shaped(name)]
+            if row.ndim == 2 and row.shape[1] == d:
+                vectors += 1
+                n_bytes += d * row.element_size()
+    return {"vectors": vectors, "bytes": n_bytes}
 
 
 def evaluation_rounds(rounds: int, every: int) -> list[int]:
-    """Return after how many rounds the models are tried: every so many, and at the end."""
+    """Return the numbers of rounds after which the models are tried: every so many, and at the end."""
     return sorted({*range(every, rounds + 1, every), rounds})
