@@ -1,4 +1,4 @@
-"""Frames: what travels between peers, as bytes; wire codecs, which encode rows; a peer's edges as a file holds them.
+"""Frames, the bytes that travel between peers; wire codecs, which encode rows; and a peer's edges in a file.
 
 A frame is a fixed header, a line for each row, and the rows as they lie in memory:
 
@@ -9,15 +9,18 @@ A frame is a fixed header, a line for each row, and the rows as they lie in memo
     hello       72 bytes  the counters
     acknowledgement  8 bytes  the boot that froze the share
     progress     0 bytes  the number alone
-    ledger report  48 bytes  challenge, answer, public key or zeros; the number: of boots of the sender that follow
-                  16 bytes  for each of them, and then for each boot of the receiver: the boot and its lines
+    ledger report  48 bytes  challenge, answer, public key or zeros; the header's number counts the sender's boots
+                  16 bytes  for each of these, and then for each boot of the receiver: the boot and its lines
 
-All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has one
-encoding: whatever decodes is encoded to the same bytes again, so zeros must be zeros and nothing may follow. Decoded
-rows are views of the frame's own bytes, and nothing is ever run or unpickled.
+All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has only one
+encoding: what decodes is encoded to the same bytes again, so fields that a kind does not have must be zero, and nothing
+may follow. Decoded rows are views of the frame's own bytes. Nothing that comes in is ever run or unpickled.
 
-The body of a share or a ledger report may be encrypted (`Seal`): the header, which is then authenticated, names sender,
+The body of a share or a ledger report may be encrypted (`Seal`). The header is then authenticated: it names sender,
 receiver, their incarnations, number, round and run.
+
+`FrameCodec.encode` and `decode` convert messages. A receiver reads the header first, by which it knows how many bytes
+to expect; every check is made before a row is looked at, and rows before they are used: a peer may be hostile.
 """
 
 from __future__ import annotations
@@ -56,15 +59,22 @@ ACKNOWLEDGEMENT = struct.Struct("<Q")
 LEDGER_REPORT = struct.Struct("<2Q32s")
 LINES = struct.Struct("<2Q")
 LINE = struct.Struct("<BB6x4Q")  # type, number of axes, their lengths
-SMALL = 256  # bytes that a frame without rows has at most, but for a report
-REPORT = 256 + 2 * MANY * LINES.size  # that a report has at most
+SMALL = 256  # the most bytes of a frame without rows, except a ledger report
+REPORT = 256 + 2 * MANY * LINES.size  # the most bytes of a ledger report
 AXES = 4
-DATA_AT, ROW_AT = 64, 8  # the rows begin at a multiple of the first, each at one of the second
+DATA_AT = 64  # the first row begins at a multiple of this, in bytes
+ROW_AT = 8  # the other rows begin at a multiple of this
 CHUNK = 2**18  # numbers checked at a time
-LAYOUTS = 64  # of frames with rows that are remembered
-OPENED, SEALED, WANT, LEVEL = 1, 2, 4, 16  # flags; times WANT a hello's `want`, 0 to 3, and times LEVEL its `level`
+LAYOUTS = 64  # the number of layouts that are remembered
+
+# Flags of a header. A hello's `want` (0 to 3) and `level` (0 to 15) are added as multiples of WANT and LEVEL.
+OPENED = 1
+SEALED = 2
+WANT = 4
+LEVEL = 16
+
 WIRE_TYPES = {1: "float16", 2: "float32", 3: "float64", 4: "bfloat16", 5: "uint8"}
-INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # of as many bytes as a number
+INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by the bytes of a number
 CODES = {dtype: code for code, dtype in WIRE_TYPES.items()}
 
 
@@ -74,7 +84,7 @@ class RowMessage:
 
     Attributes:
         sender, receiver: peers.
-        round_index, at: of the run, and of the exchange in the algorithm's program.
+        round_index, at: the round, and the index of the exchange in the algorithm's program.
         values: one row of each name, as encoded for the wire.
     """
 
@@ -91,7 +101,8 @@ class Progress:
 
     Attributes:
         sender, receiver: peers.
-        exchanges: how many it has performed, with its state on disk, plus one; 0 before it is ready for the first.
+        exchanges: the number of exchanges that it has performed, with its state on disk, plus one; 0 before it is
+            ready for the first.
     """
 
     sender: int
@@ -103,7 +114,7 @@ Message = FrozenShare[Any] | Acknowledgement | Hello | RowMessage | Progress | L
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """The kind of message that a frame holds."""
 
     HELLO = 1
     ACKNOWLEDGEMENT = 2
@@ -123,7 +134,6 @@ KIND_OF = {
 }
 BODY_BYTES = {FrameKind.HELLO: HELLO.size, FrameKind.ACKNOWLEDGEMENT: ACKNOWLEDGEMENT.size, FrameKind.PROGRESS: 0}
 SEALABLE = (FrameKind.SHARE, FrameKind.LEDGER_REPORT)
-HEADER_FIELDS = ("sender", "receiver", "round_index", "at", "incarnation", "addressed", "boot", "number")
 
 
 class FrameHeader(NamedTuple):
@@ -148,12 +158,12 @@ class FrameHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a row has to look on the wire.
+    """Shape and type of a row on the wire.
 
     Attributes:
-        shape: of up to four axes.
-        dtype: of WIRE_TYPES; rows are decoded as torch's or NumPy's, as it is.
-        nonnegative: whether each of its numbers is at least 0, as a push-sum weight is.
+        shape: up to four axes.
+        dtype: one of WIRE_TYPES, of torch or NumPy; rows are decoded to the same library.
+        nonnegative: whether each number must be at least 0, as a push-sum weight.
     """
 
     shape: tuple[int, ...]
@@ -171,9 +181,11 @@ def type_name(dtype: torch.dtype | np.dtype[Any] | str) -> str:
 
 def formats_of(values: Mapping[str, Tensor]) -> RowFormats:
     """Return the formats of rows as encoded for the wire, in the order in which they are sent; `w` is a weight."""
-    return {
-        name: RowFormat(tuple(value.shape), value.dtype, name in ("w", "average.w")) for name, value in values.items()
-    }
+    formats = {}
+    for name, value in values.items():
+        is_weight = name in ("w", "average.w")
+        formats[name] = RowFormat(tuple(value.shape), value.dtype, is_weight)
+    return formats
 
 
 def frame_size(formats: RowFormats) -> int:
@@ -182,8 +194,13 @@ def frame_size(formats: RowFormats) -> int:
 
 
 class _Layout(NamedTuple):
-    """What follows the header of a frame with rows: the lines that describe them, where each row begins and ends, and
-    the bytes of all."""
+    """What follows the header of a frame with rows.
+
+    Attributes:
+        lines: the lines that describe the rows.
+        spans: where each row begins and ends, in bytes behind the header.
+        size: the bytes of lines, rows and zeros together.
+    """
 
     lines: list[bytes]
     spans: list[tuple[int, int]]
@@ -194,23 +211,30 @@ class _Layout(NamedTuple):
 def _layout(rows: tuple[RowFormat, ...]) -> _Layout:
     lines = list[bytes]()
     spans = list[tuple[int, int]]()
+
+    # Positions are multiples counted from the beginning of the frame, so that its rows are aligned in memory if it is.
     end = HEADER.size + len(rows) * LINE.size
     for number, row in enumerate(rows):
-        lines.append(
-            LINE.pack(CODES[type_name(row.dtype)], len(row.shape), *row.shape, *(0,) * (AXES - len(row.shape)))
-        )
-        unit = ROW_AT if number else DATA_AT
-        begin = -(-end // unit) * unit
+        axes = len(row.shape)
+        unused_axes = (0,) * (AXES - axes)
+        lines.append(LINE.pack(CODES[type_name(row.dtype)], axes, *row.shape, *unused_axes))
+
+        begin = _multiple(end, DATA_AT if number == 0 else ROW_AT)
         end = begin + math.prod(row.shape) * row.dtype.itemsize
         spans.append((begin - HEADER.size, end - HEADER.size))
-    return _Layout(lines, spans, -(-end // ROW_AT) * ROW_AT - HEADER.size)
+    return _Layout(lines, spans, _multiple(end, ROW_AT) - HEADER.size)
+
+
+def _multiple(position: int, unit: int) -> int:
+    """Return the first multiple of a unit that is not before a position."""
+    return -(-position // unit) * unit
 
 
 class Seal(Protocol):
-    """Encrypts what shares and ledger reports hold, end to end.
+    """Encrypts the bodies of shares and ledger reports, end to end.
 
     Attributes:
-        overhead: bytes that encryption adds.
+        overhead: the bytes that encryption adds.
     """
 
     overhead: int
@@ -219,10 +243,10 @@ class Seal(Protocol):
         """Return a body that only its receiver can read, bound to its header."""
 
     def decrypt(self, sender: int, header: bytes, body: bytes) -> bytes:
-        """Return what a sender encrypted for this peer.
+        """Return the body that a sender encrypted for this peer.
 
         Raises:
-            RefusedError: another one encrypted it, with another header or for another peer, or it was changed since.
+            RefusedError: it was encrypted by another sender, for another peer or with another header, or changed since.
         """
 
 
@@ -230,13 +254,13 @@ class FrameCodec:
     """Encodes the messages of one run as frames, and decodes them.
 
     Args:
-        run: bytes that are the same at all peers of a run, and at no other's, such as the hash of the scenario.
-        shares: the rows of a share; None where there are no shares.
-        exchanges: the rows of each exchange that sends such, by its index in the algorithm's program.
+        run: bytes that all peers of a run have in common, and no other run has, such as the hash of the scenario.
+        shares: the rows of a share; None if there are no shares.
+        exchanges: the rows of each exchange that sends rows, by its index in the algorithm's program.
         seal: encrypts shares and ledger reports; None leaves them in plain text.
 
     Attributes:
-        cap: bytes of the largest frame.
+        cap: the bytes of the largest frame, except a ledger report.
     """
 
     def __init__(
@@ -251,76 +275,100 @@ class FrameCodec:
         self.exchanges = exchanges or {}
         self._seal = seal
         self._overhead = 0 if seal is None else seal.overhead
-        share = 0 if shares is None else frame_size(shares) + self._overhead
-        self.cap = max([SMALL, share, *map(frame_size, self.exchanges.values())])
+
+        sizes = [SMALL, *map(frame_size, self.exchanges.values())]
+        if shares is not None:
+            sizes.append(frame_size(shares) + self._overhead)
+        self.cap = max(sizes)
 
     # --- messages to bytes ---
 
     def encode(self, message: Message) -> list[Buffer]:
-        """Return the frame of a message in buffers, to be sent one after the other; its rows are the message's own.
+        """Return the frame of a message as buffers, to be sent one after the other; no row is copied.
 
         Raises:
-            struct.error, KeyError: a number or a type that frames do not have, which is the caller's mistake.
+            struct.error, KeyError: a number or a type does not fit into a frame, which is the caller's mistake.
         """
-        body: list[Buffer] = []
+        body = self._body(message)
+        length = HEADER.size + sum(map(len, body))
+        if self._seal is None or KIND_OF[type(message)] not in SEALABLE:
+            return [self._header(message, length), *body]
+
+        header = self._header(message, length + self._overhead)
+        return [header, self._seal.encrypt(message.receiver, header, b"".join(body))]
+
+    @staticmethod
+    def _body(message: Message) -> list[Buffer]:
+        """Return what follows the header of a message, not encrypted."""
         if isinstance(message, FrozenShare | RowMessage):
-            layout = _layout(tuple(formats_of(message.values).values()))
-            body = [*layout.lines]
-            at = len(layout.lines) * LINE.size
-            for (begin, end), value in zip(layout.spans, message.values.values(), strict=True):
-                whole = _integers_of(value)
-                little = whole.astype(whole.dtype.newbyteorder("<"), copy=False)
-                body += [bytes(begin - at), little.view(np.uint8).data]
-                at = end
-            body.append(bytes(layout.size - at))
-        elif isinstance(message, Hello):
+            return _body_of_rows(message.values)
+        if isinstance(message, Hello):
             counters = (message.challenge, message.answers, message.knows, message.sent, message.sent_boot)
             seen = (message.acknowledged, message.received, message.seen, message.seen_boot)
-            body = [HELLO.pack(*counters, *seen)]
-        elif isinstance(message, Acknowledgement):
-            body = [ACKNOWLEDGEMENT.pack(message.share_boot)]
-        elif isinstance(message, LedgerReport):
-            body = [LEDGER_REPORT.pack(message.challenge, message.answers, message.public_key)]
-            body += (LINES.pack(*counted) for counted in (*message.own, *message.seen))
-        seal = self._seal if KIND_OF[type(message)] in SEALABLE else None
-        header = self._header(message, HEADER.size + sum(map(len, body)) + (self._overhead if seal else 0))
-        if seal is not None:
-            body = [seal.encrypt(message.receiver, header, b"".join(body))]
-        return [header, *body]
+            return [HELLO.pack(*counters, *seen)]
+        if isinstance(message, Acknowledgement):
+            return [ACKNOWLEDGEMENT.pack(message.share_boot)]
+        if isinstance(message, LedgerReport):
+            report = LEDGER_REPORT.pack(message.challenge, message.answers, message.public_key)
+            return [report, *(LINES.pack(*counted) for counted in (*message.own, *message.seen))]
+        return []  # of progress the header says all
 
     def _header(self, message: Message, length: int) -> bytes:
-        """Return the header of a message; what its kind does not have is 0."""
+        """Return the header of a message; fields that its kind does not have are 0."""
         kind = KIND_OF[type(message)]
-        facts = [getattr(message, name, 0) for name in HEADER_FIELDS]
-        ends = facts[:4]
-        counters = [len(getattr(message, "values", ())), *facts[4:]]
-        if isinstance(message, Progress | LedgerReport):
-            counters[-1] = message.exchanges if isinstance(message, Progress) else len(message.own)
-        flags = SEALED if self._seal is not None and kind in SEALABLE else 0
+
+        flags = 0
+        if self._seal is not None and kind in SEALABLE:
+            flags = SEALED
         if isinstance(message, Hello):
             flags |= OPENED * message.opened | WANT * message.want | LEVEL * message.level
-        return HEADER.pack(MAGIC, VERSION, kind, flags, *ends, *counters, length, self.run)
+
+        number = getattr(message, "number", 0)
+        if isinstance(message, Progress):
+            number = message.exchanges
+        elif isinstance(message, LedgerReport):
+            number = len(message.own)
+
+        return HEADER.pack(
+            MAGIC,
+            VERSION,
+            kind,
+            flags,
+            message.sender,
+            message.receiver,
+            getattr(message, "round_index", 0),
+            getattr(message, "at", 0),
+            len(getattr(message, "values", ())),
+            getattr(message, "incarnation", 0),
+            getattr(message, "addressed", 0),
+            getattr(message, "boot", 0),
+            number,
+            length,
+            self.run,
+        )
 
     # --- bytes to messages ---
 
     def read_header(self, data: Buffer, cap: int | None = None) -> FrameHeader:
-        """Return the header of a frame, of which no more need be there.
+        """Return the header of a frame, of which the rest need not be there.
 
         Args:
             data: the first bytes.
-            cap: the largest frame that is accepted, in bytes; that of the run when not given.
+            cap: the largest frame that is accepted, in bytes; by default the largest of the run.
 
         Raises:
-            RefusedError: naming the sender (as it calls itself), what is wrong and what would be right.
+            RefusedError: it names the sender (as it calls itself), the fault and what would be right.
         """
         if len(data) < HEADER.size:
             raise RefusedError(f"a frame of {len(data)} bytes must have a header of {HEADER.size}", code="frame.length")
+
         header = FrameHeader(*HEADER.unpack_from(data))
         if header.magic != MAGIC:
             raise RefusedError(
                 f"a frame that begins with {header.magic!r} must begin with {MAGIC!r}; is it flower_privdec's?",
                 code="frame.magic",
             )
+
         if header.version != VERSION:
             problem = f"has version {header.version} of the protocol, not {VERSION}; update one of the two"
             code = "version"
@@ -334,8 +382,10 @@ class FrameCodec:
             problem = f"is of round {header.round_index}, which must be < 2^63"
             code = "round"
         else:
-            if cap is None:
-                cap = REPORT + self._overhead if header.kind == FrameKind.LEDGER_REPORT else self.cap
+            if cap is None and header.kind == FrameKind.LEDGER_REPORT:
+                cap = REPORT + self._overhead
+            elif cap is None:
+                cap = self.cap
             if HEADER.size <= header.length <= cap:
                 return header
             problem = f"claims {header.length} bytes, which must be {HEADER.size} to {cap}"
@@ -350,55 +400,82 @@ class FrameCodec:
             cap: see `read_header`.
 
         Returns:
-            The message; its rows are views of the data, or of what was decrypted.
+            The message; its rows are views of the data, or of the decrypted body.
 
         Raises:
-            RefusedError: naming the sender (as it calls itself), what is wrong and what would be right.
+            RefusedError: it names the sender (as it calls itself), the fault and what would be right.
         """
         header = self.read_header(data, cap)
         view = memoryview(data)
         size = len(data)
         frame = f"a frame of peer {header.sender}"
         kind = FrameKind(header.kind)
-        formats = None
         if header.length != size:
             raise RefusedError(f"{frame} has {size} bytes and claims {header.length}", code="frame.length")
-        if kind in (FrameKind.SHARE, FrameKind.ROWS):
-            formats = self.shares if kind == FrameKind.SHARE else self.exchanges.get(header.at)
-            if formats is None:
-                raise RefusedError(
-                    f"{frame} is of kind {kind} for exchange {header.at}, which this algorithm does not have; all "
-                    "peers must run one scenario",
-                    code="frame.exchange",
-                )
-        seal = self._seal if kind in SEALABLE else None
-        if bool(header.flags & SEALED) != (seal is not None):
-            sealed = "sealed" if seal is None else "not sealed"
-            raise RefusedError(f"{frame} is {sealed}; seal at all peers, or at none", code="frame.sealed")
-        if formats is not None and header.rows != len(formats):
-            raise RefusedError(
-                f"{frame} has {header.rows} rows, not {len(formats)}; all peers must run one scenario",
-                code="frame.rows",
-            )
-        expected = HEADER.size + BODY_BYTES[kind] if kind in BODY_BYTES else size
+
+        seal = None
+        if kind in SEALABLE:
+            seal = self._seal
+        is_sealed = bool(header.flags & SEALED)
+        if is_sealed != (seal is not None):
+            state = "sealed" if is_sealed else "not sealed"
+            raise RefusedError(f"{frame} is {state}; seal at all peers, or at none", code="frame.sealed")
+
+        # The size is checked before anything is decrypted or read. That of a ledger report follows from its body.
+        formats = self._formats(header)
+        expected = size
         if formats is not None:
-            expected = frame_size(formats) + (self._overhead if seal else 0)
+            expected = frame_size(formats)
+            if seal is not None:
+                expected += self._overhead
+        elif kind in BODY_BYTES:
+            expected = HEADER.size + BODY_BYTES[kind]
         if size != expected:
             raise RefusedError(
                 f"{frame} of kind {kind} has {size} bytes, which must be {expected}", code="frame.length"
             )
+
         head = bytes(view[: HEADER.size])
         body = view[HEADER.size :]
         if seal is not None:
             body = memoryview(bytearray(seal.decrypt(header.sender, head, bytes(body))))
-        message = self._message(header, body, {} if formats is None else _read_rows(body, formats, frame))
+
+        values: Mapping[str, Tensor] = {}
+        if formats is not None:
+            values = _read_rows(body, formats, frame)
+        message = self._message(header, body, values)
+
+        # Encoded again, a message has zeros where its kind has no field.
         if self._header(message, size) != head:
             raise RefusedError(f"{frame} of kind {kind} must have zeros where it has no field", code="frame.zeros")
         return message
 
+    def _formats(self, header: FrameHeader) -> RowFormats | None:
+        """Return the rows that a frame must have; None if its kind has none."""
+        frame = f"a frame of peer {header.sender}"
+        if header.kind == FrameKind.SHARE:
+            formats = self.shares
+        elif header.kind == FrameKind.ROWS:
+            formats = self.exchanges.get(header.at)
+        else:
+            return None
+
+        if formats is None:
+            raise RefusedError(
+                f"{frame} is of kind {header.kind} for exchange {header.at}, which this algorithm does not have; all "
+                "peers must run one scenario",
+                code="frame.exchange",
+            )
+        if header.rows != len(formats):
+            raise RefusedError(
+                f"{frame} has {header.rows} rows, not {len(formats)}; all peers must run one scenario",
+                code="frame.rows",
+            )
+        return formats
+
     @staticmethod
     def _message(header: FrameHeader, body: memoryview, values: Mapping[str, Tensor]) -> Message:
-        """Return the message of a frame; refuse a ledger report that is not in its one form."""
+        """Return the message of a frame; refuse a ledger report that has another form than `encode` gives it."""
         ends = (header.sender, header.receiver)
         sides = (header.incarnation, header.addressed)
         if header.kind == FrameKind.SHARE:
@@ -416,17 +493,23 @@ class FrameCodec:
             return Hello(
                 *ends, header.incarnation, header.boot, challenge, answers, opened, header.round_index, *counters
             )
+
+        # What is left is a ledger report.
         if len(body) < LEDGER_REPORT.size or (len(body) - LEDGER_REPORT.size) % LINES.size:
             raise RefusedError(
                 f"a report of peer {header.sender} has {header.length} bytes, which none has", code="frame.length"
             )
+
         counted = tuple(LINES.iter_unpack(body[LEDGER_REPORT.size :]))
         own = counted[: header.number]
         seen = counted[header.number :]
-        if any(boot <= last for part in (own, seen) for (last, _), (boot, _) in pairwise(part)):
-            raise RefusedError(
-                f"a report of peer {header.sender} has boots that are not in ascending order", code="frame.boots"
-            )
+        for part in (own, seen):
+            if any(boot <= last for (last, _), (boot, _) in pairwise(part)):
+                raise RefusedError(
+                    f"a ledger report of peer {header.sender} is not in ascending order of its process's starts",
+                    code="frame.boots",
+                )
+
         challenge, answers, public_key = LEDGER_REPORT.unpack_from(body)
         return LedgerReport(*ends, header.boot, challenge, answers, own, seen, public_key, header.round_index)
 
@@ -435,7 +518,7 @@ class FrameCodec:
 
         Args:
             data: the frames and nothing else.
-            most: how many there may be.
+            most: the largest number of frames that is accepted.
 
         Raises:
             RefusedError: see `decode`, or there are more.
@@ -452,7 +535,7 @@ class FrameCodec:
 
 
 def _integers_of(value: Tensor | np.ndarray) -> np.ndarray:
-    """Return a row's bits as whole numbers of as many bytes, [n]."""
+    """Return a row's bits as whole numbers of the same size, [n], since NumPy has no bfloat16."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value).reshape(-1).view(INTEGERS[value.itemsize])
     import torch
@@ -462,16 +545,16 @@ def _integers_of(value: Tensor | np.ndarray) -> np.ndarray:
 
 
 def _has_finite_sum(part: Any) -> bool:
-    """Return whether numbers have a finite sum, as no infinite one and no NaN among them leaves."""
+    """Return whether the sum of some numbers is finite. If it is, no number is infinite or NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
         return math.isfinite(float(part.sum()))
 
 
 def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, Tensor]:
-    """Return the rows of a frame as views of what follows its header, once each of their numbers may be one."""
+    """Return the rows of a frame as views of its body, after a check of formats, padding and every number."""
     layout = _layout(tuple(formats.values()))
+
     end = 0
-    rows = dict[str, Any]()
     for (name, row), expected in zip(formats.items(), layout.lines, strict=True):
         line = body[end : end + LINE.size]
         end = end + LINE.size
@@ -483,65 +566,98 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
                 f"of {list(row.shape)} {type_name(row.dtype)}; all peers must run one scenario",
                 code="frame.row-format",
             )
-    for begin, following in [*layout.spans, (layout.size, 0)]:
+
+    # Between the lines and the first row, between rows, and behind the last.
+    for begin, next_end in [*layout.spans, (layout.size, 0)]:
         if any(body[end:begin]):
             raise RefusedError(f"{frame} must have zeros between its rows", code="frame.zeros")
-        end = following
-    for (name, row), (begin, _) in zip(formats.items(), layout.spans, strict=True):
-        little = np.dtype(INTEGERS[row.dtype.itemsize]).newbyteorder("<")
-        whole = np.frombuffer(body, little, math.prod(row.shape), begin)
-        native = whole.astype(little.newbyteorder("="), copy=False)
-        bits: Any = native
-        if not isinstance(row.dtype, np.dtype):
-            import torch
+        end = next_end
 
-            bits = torch.from_numpy(native if native.flags.writeable else native.copy())  # it has no read-only rows
-        flat = bits.view(row.dtype)
-        for start in range(0, len(flat) if "float" in type_name(row.dtype) else 0, CHUNK):
-            part = flat[start : start + CHUNK]
-            if not row.nonnegative and _has_finite_sum(part):
-                continue
-            rules = {"finite": abs(part) < math.inf} | ({">= 0": part >= 0} if row.nonnegative else {})
-            for rule, holds in rules.items():
-                if not bool(holds.all()):
-                    at = start + holds.tolist().index(False)
-                    raise RefusedError(
-                        f"{frame}: {name!r}[{at}] is {float(flat[at])}, which must be {rule}", code="frame.number"
-                    )
+    rows = dict[str, Any]()
+    for (name, row), (begin, _) in zip(formats.items(), layout.spans, strict=True):
+        flat = _numbers_at(body, begin, row)
+        if "float" in type_name(row.dtype):
+            _check_numbers(flat, row, f"{frame}: {name!r}")
         rows[name] = flat.reshape(row.shape)
     return rows
 
 
+def _numbers_at(body: memoryview, begin: int, row: RowFormat) -> Any:
+    """Return the numbers of a row, [n], as a view of a frame's body if the machine and the library can have one."""
+    little = np.dtype(INTEGERS[row.dtype.itemsize]).newbyteorder("<")
+    bits = np.frombuffer(body, little, math.prod(row.shape), begin)
+    bits = bits.astype(little.newbyteorder("="), copy=False)
+    if isinstance(row.dtype, np.dtype):
+        return bits.view(row.dtype)
+
+    import torch
+
+    if not bits.flags.writeable:  # torch has no read-only tensors
+        bits = bits.copy()
+    return torch.from_numpy(bits).view(row.dtype)
+
+
+def _check_numbers(flat: Any, row: RowFormat, what: str) -> None:
+    """Refuse numbers that are not finite, or negative if the row may not be, by the first of them."""
+    for start in range(0, len(flat), CHUNK):
+        part = flat[start : start + CHUNK]
+        if not row.nonnegative and _has_finite_sum(part):  # the fast way, for all rows but weights
+            continue
+
+        rules = {"finite": abs(part) < math.inf}
+        if row.nonnegative:
+            rules[">= 0"] = part >= 0
+        for rule, holds in rules.items():
+            if not bool(holds.all()):
+                at = start + holds.tolist().index(False)
+                raise RefusedError(f"{what}[{at}] is {float(flat[at])}, which must be {rule}", code="frame.number")
+
+
+def _body_of_rows(values: Mapping[str, Tensor]) -> list[Buffer]:
+    """Return the lines of some rows and the rows, with zeros between them, as buffers."""
+    layout = _layout(tuple(formats_of(values).values()))
+    body: list[Buffer] = [*layout.lines]
+    position = len(layout.lines) * LINE.size
+    for (begin, end), value in zip(layout.spans, values.values(), strict=True):
+        whole = _integers_of(value)
+        little = whole.astype(whole.dtype.newbyteorder("<"), copy=False)
+        body.append(bytes(begin - position))
+        body.append(little.view(np.uint8).data)
+        position = end
+    body.append(bytes(layout.size - position))
+    return body
+
+
 AT_ONCE = 2**17  # numbers whose sum stays in cache
 Facts = dict[str, Any]
-FROZEN = "frozen."  # before the names of tensors
+FROZEN = "frozen."  # begins the names of tensors
 COUNTERS = [field.name for field in fields(Edge) if field.name != "frozen"]
 OF_SHARE = ["incarnation", "addressed", "number", "boot", "round_index"]
 
 
 class WireCodec(Protocol):
-    """How rows look on the wire.
+    """Encodes rows for the wire.
 
-    What rounding takes away stays in the sender's mass: `PushSumProtocol` subtracts `decode(encode(part))`, which is
-    what the receiver adds, so that Σ x and Σ w over all peers and shares in flight do not change, whatever a codec
+    A codec may round. The remainder stays in the sender's mass: `PushSumProtocol` subtracts `decode(encode(part))`,
+    which is what the receiver adds. So Σ x and Σ w over all peers and shares in flight do not change, whatever a codec
     does.
     """
 
     def encode(self, row: Tensor) -> Tensor:
         """Return a row as it is sent: float16, bfloat16, float32, float64 or uint8, of up to four axes.
 
-        Its shape and type must follow from the row's shape and type alone.
+        Its shape and type must depend only on the row's shape and type.
         """
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
-        """Return the row that was sent, of another row's shape and type; not finite where no row was encoded so."""
+        """Return the row that was sent, in the shape and type of `like`; not finite if no row is encoded like that."""
 
 
 def wire_codec(name: str) -> WireCodec:
-    """Return the wire codec of a name, or the user's own, `package.module:Name`.
+    """Return the wire codec of a name, or a user's own, `package.module:Name`.
 
     Raises:
-        ScenarioError: there is none.
+        ScenarioError: there is no such codec.
     """
     codec: WireCodec
     if name in CODECS:
@@ -565,15 +681,16 @@ def wire_codec(name: str) -> WireCodec:
 class RowMass(MutableMapping[str, Any]):
     """Some named rows of a state of one peer: `mass["x"]` is [d], `mass["w"]` has no axis.
 
-    What is set is written into the row, which stays where it lies; steps may put other rows in their place.
+    Setting a value writes it into the row, which stays where it lies in memory. Steps may replace rows by others.
 
     Args:
-        state: of one peer.
-        names: of the rows that an exchange mixes.
+        state: the state of one peer.
+        names: the names of the rows that an exchange mixes.
     """
 
     def __init__(self, state: State, names: Iterable[str]) -> None:
-        self._state, self._names = state, tuple(names)
+        self._state = state
+        self._names = tuple(names)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._state.rows[name][0]
@@ -594,9 +711,9 @@ class RowMass(MutableMapping[str, Any]):
 
 
 class TensorArithmetic:
-    """Rows on any device, of which parts leave as a wire codec encodes them; numbers without an axis leave as they are.
+    """Operations on rows on any device, see `pushsum.exactly_once.Arithmetic`; subtraction and addition are in place.
 
-    See `pushsum.exactly_once.Arithmetic`; subtractions and additions are in place.
+    Parts leave as a wire codec encodes them. Numbers without an axis, such as weights, leave as they are.
 
     Attributes:
         is_exact: whether rows are sent as they are.
@@ -607,12 +724,16 @@ class TensorArithmetic:
         self.is_exact = isinstance(self._codec, ExactCodec)
 
     def encode(self, row: Tensor) -> Tensor:
-        """Return a row as it is sent, which later changes of the row do not affect where it is another type's."""
-        return self._codec.encode(row) if row.ndim else row
+        """Return a row as it is sent. It may share memory with the row if the codec does not change the type."""
+        if row.ndim == 0:
+            return row
+        return self._codec.encode(row)
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
-        """Return the row that was sent."""
-        return self._codec.decode(sent, like) if like.ndim else sent.to(like)
+        """Return the row that was sent, in the type of `like`."""
+        if like.ndim == 0:
+            return sent.to(like)
+        return self._codec.decode(sent, like)
 
     def part(self, value: Tensor, weight: float) -> Tensor:
         return self.encode(value * weight)
@@ -630,46 +751,57 @@ class TensorArithmetic:
         return value.clone()
 
     def same(self, value: Tensor, part: Tensor) -> bool:
-        """See Arithmetic; -0 is not 0 here."""
+        """See Arithmetic. Bits are compared, so -0 differs from 0, and NaN is the same as NaN."""
         import torch
 
+        if value.dtype != part.dtype or value.shape != part.shape:
+            return False
         bits = getattr(torch, INTEGERS[value.element_size()])
-        same = value.dtype == part.dtype and value.shape == part.shape
-        return same and torch.equal(value.reshape(-1).view(bits), part.reshape(-1).view(bits))
+        return torch.equal(value.reshape(-1).view(bits), part.reshape(-1).view(bits))
 
     def fits(self, value: Tensor, part: Tensor) -> bool:
         from flower_privdec.rows.tensors import all_finite
 
-        pairs = zip(value.reshape(-1).split(AT_ONCE), self.decode(part, value).reshape(-1).split(AT_ONCE), strict=True)
-        return all(all_finite(ours + theirs) for ours, theirs in pairs)
+        ours = value.reshape(-1).split(AT_ONCE)
+        theirs = self.decode(part, value).reshape(-1).split(AT_ONCE)
+        return all(all_finite(one + other) for one, other in zip(ours, theirs, strict=True))
 
 
-# --- what has to be on disk beside a peer's own rows, for a checkpoint ---
+# --- what a checkpoint holds beside a peer's own rows ---
 
 
 def pack(durable: Durable[Any]) -> tuple[Facts, dict[str, Any]]:
-    """Return all but the mass: what JSON can hold, and tensors; values that several shares have in common come once."""
+    """Return all but the mass: facts that JSON can hold, and tensors. Values that several shares hold come once."""
     tensors: dict[str, Any] = {}
-    numbers: dict[int, int] = {}
+    numbers: dict[int, int] = {}  # the number of each set of values, by identity: equal weights share one
     edges = {}
     for neighbor, edge in durable.edges.items():
         shares = []
         for share in edge.frozen:
             number = numbers.setdefault(id(share.values), len(numbers))
-            tensors |= {f"{FROZEN}{number}.{name}": value for name, value in share.values.items()}
-            shares.append({name: getattr(share, name) for name in OF_SHARE} | {"values": number})
-        edges[str(neighbor)] = {name: getattr(edge, name) for name in COUNTERS} | {"frozen": shares}
-    return {"incarnation": durable.incarnation, "round_index": durable.round_index, "edges": edges}, tensors
+            for name, value in share.values.items():
+                tensors[f"{FROZEN}{number}.{name}"] = value
+
+            packed_share = {name: getattr(share, name) for name in OF_SHARE}
+            packed_share["values"] = number
+            shares.append(packed_share)
+
+        packed_edge = {name: getattr(edge, name) for name in COUNTERS}
+        packed_edge["frozen"] = shares
+        edges[str(neighbor)] = packed_edge
+
+    facts = {"incarnation": durable.incarnation, "round_index": durable.round_index, "edges": edges}
+    return facts, tensors
 
 
 def unpack(peer: int, facts: Facts, tensors: Mapping[str, Any], mass: Mapping[str, Any]) -> Durable[Any]:
-    """Return what was packed, bit for bit.
+    """Return the state that was packed, bit for bit.
 
     Args:
-        mass: of the peer, in the order in which its parts are sent.
+        mass: the peer's own values, in the order in which parts of them are sent.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is not what `pack` returns, with the reason.
+        KeyError, TypeError, ValueError, AttributeError: facts and tensors do not fit together; says why.
     """
     edges: dict[int, Edge[Any]] = {}
     shared: dict[int, dict[str, Any]] = {}
@@ -681,15 +813,18 @@ def unpack(peer: int, facts: Facts, tensors: Mapping[str, Any], mass: Mapping[st
             values = shared.setdefault(number, {name: tensors[f"{FROZEN}{number}.{name}"] for name in mass})
             numbers = {name: _count(name, share[name]) for name in OF_SHARE}
             frozen.append(FrozenShare(peer, int(neighbor), **numbers, values=values))
+
         if frozen and (frozen[-1].number, frozen[-1].boot) != (counters["sent"], counters["sent_boot"]):
             raise ArgumentError(f"the last share for peer {neighbor} is not the last one sent", code="frame.last-share")
         edges[int(neighbor)] = Edge(**counters, frozen=tuple(frozen))
-    return Durable(
-        _count("incarnation", facts["incarnation"]), _count("round_index", facts["round_index"]), mass, edges
-    )
+
+    incarnation = _count("incarnation", facts["incarnation"])
+    round_index = _count("round_index", facts["round_index"])
+    return Durable(incarnation, round_index, mass, edges)
 
 
 def _count(name: str, value: Any) -> int:
+    """Return a counter of a file, after a check that a frame could carry it."""
     if type(value) is not int or not 0 <= value <= LAST:
         raise ArgumentError(f"{name}={value!r} must be a number of at most 64 bits", code="frame.count")
     return value
