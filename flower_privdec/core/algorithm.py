@@ -346,7 +346,8 @@ def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | No
         item(cohort, state)
         state.at += 1
 
-    algorithm.average_(state)
+    if algorithm.averaged:
+        algorithm.average_(state)
     state.at = 0
     state.round_index += 1
     return None
