@@ -27,7 +27,7 @@ model: {name: softmax}
 algorithm: {name: privsgp, learning_rate: 0.5}
 privacy: {epsilon: 3.0, delta: 1.0e-3}
 """
-PAPER = ["privacy.calibration=paper", "privacy.c_2=0.3724", "data.batch={sampling: poisson, size: 1}"]
+PAPER = ["privacy.calibration=paper", "privacy.paper.c_2=0.3724", "data.batch={sampling: poisson, size: 1}"]
 DUAL = "algorithm={{name: {}, regularizer: {{kind: l2, weight: 0.01}}}}"
 GRAPHS = ("topology.name=directed-exponential", "topology.name=ring", "topology.name=server")
 NO_CLAIM = ("privacy.no-formula", "paper.proposition-4")  # no paper claims an ε for such steps
@@ -48,7 +48,7 @@ def experiments(name: str) -> Iterator[tuple[str, Experiment]]:
     yield "rigorous", built
     if name in BY_SAMPLING:
         yield "rigorous, uniform", Experiment.build(parse_scenario(SCENARIO, overrides=[chosen, graph, UNIFORM]))
-    more = ["privacy.phi_min=0.1"] if name == "pdsl" else []  # which its eq. 27 divides by
+    more = ["privacy.paper.phi_min=0.1"] if name == "pdsl" else []  # which its eq. 27 divides by
     try:
         yield "paper", Experiment.build(parse_scenario(SCENARIO, overrides=[chosen, *sizes, graph, *PAPER, *more]))
     except ScenarioError as error:

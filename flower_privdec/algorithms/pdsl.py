@@ -93,10 +93,10 @@ class PDSL(CrossGradients):
         def check_scenario(self, scenario: Scenario) -> None:
             """Refuse the paper's calibration without the constant that it divides by."""
             private = scenario.private
-            if private is not None and private.calibration == "paper" and private.phi_min is None:
+            if private is not None and private.calibration == "paper" and private.paper.phi_min is None:
                 raise ArgumentError(
-                    "privacy.phi_min is missing: calibration paper of pdsl is eq. 27, which divides by φ̂_min, and eq. "
-                    "19 makes that 0; give the value to pretend, or use calibration rigorous",
+                    "privacy.paper.phi_min is missing: calibration paper of pdsl is eq. 27, which divides by φ̂_min, and "
+                    "eq. 19 makes that 0; give the value to pretend, or use calibration rigorous",
                     code="privacy.phi-min",
                 )
 

@@ -219,11 +219,11 @@ def optimum(experiment: Experiment) -> dict[str, Any]:
     on_curve = set(CURVE)
     if np.ptp(epsilons) == 0:
         on_curve.add(float(epsilons[0]))
-    curve = [[epsilon, best(np.full_like(epsilons, epsilon), private.c_2)] for epsilon in sorted(on_curve)]
+    curve = [[epsilon, best(np.full_like(epsilons, epsilon), private.paper.c_2)] for epsilon in sorted(on_curve)]
 
-    sources = constants | {"c_2": (private.c_2, "scenario")}
+    sources = constants | {"c_2": (private.paper.c_2, "scenario")}
     return {
-        "optimal_rounds": best(epsilons, private.c_2),
+        "optimal_rounds": best(epsilons, private.paper.c_2),
         "optimal_rounds_curve": curve,
         "optimal_rounds_constants": {name: {"value": v, "from": source} for name, (v, source) in sources.items()},
         "optimal_rounds_note": None,

@@ -101,7 +101,7 @@ def _claims_that_fail(experiment: Experiment, plan: Protection, spent: Sequence[
     if any(claim.each_round for claim in claims.values()):
         yield (
             f"eq. 27 of PDSL is for one round, and there are {rounds:,}; it divides by φ̂_min, here taken to be "
-            f"{setting(private.phi_min)}, which the paper's own eq. 19 makes 0, and the noise infinite; use "
+            f"{setting(private.paper.phi_min)}, which the paper's own eq. 19 makes 0, and the noise infinite; use "
             "calibration rigorous"
         )
 

@@ -673,6 +673,19 @@ def _below_one(delta: float | tuple[float, ...]) -> float | tuple[float, ...]:
     return delta
 
 
+class PaperSection(Section):
+    """Constants of papers' formulas for the noise, by the papers' symbols; calibration rigorous uses none of them.
+
+    Attributes:
+        c_2: of PrivSGP-VR's eq. 11, for calibration paper, and of eq. 12, for `privdec plan`.
+        phi_min: φ̂_min of PDSL's eq. 27, the smallest share that any neighbour's weight ever has, for calibration paper
+            with pdsl, which needs it. The paper's own normalisation makes it 0, and the noise infinite.
+    """
+
+    c_2: Positive = 1.0
+    phi_min: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
 class PrivacySection(Section):
     """Each peer's budget, clipping and noise; `privacy: none` trains without any.
 
@@ -685,9 +698,7 @@ class PrivacySection(Section):
         noise_multiplier: the noise's standard deviation over the clip norm; left out, it is solved for epsilon.
         calibration: rigorous solves for the noise by the exact accountant; paper takes a paper's own formula, whose ε
             is then a claim.
-        c_2: the constant of PrivSGP-VR's eq. 11, for calibration paper, and of eq. 12, for `privdec plan`.
-        phi_min: φ̂_min of PDSL's eq. 27, the smallest share that any neighbour's weight ever has, for calibration paper
-            with pdsl, which needs it. The paper's own normalisation makes it 0, and the noise infinite.
+        paper: constants of the papers' formulas, by the papers' symbols.
         noise: left out, every sum gets independent Gaussian noise; `kind: cancelling` adds noise that cancels between
             peers; a subclass of `flower_privdec.privacy.noise.NoiseMechanism` of your own has the ε that it declares,
             else ∞.
@@ -704,8 +715,7 @@ class PrivacySection(Section):
     schedule: ScheduleSection | None = None
     noise_multiplier: NonNegative | None = None
     calibration: Literal["rigorous", "paper"] = "rigorous"
-    c_2: Positive = 1.0
-    phi_min: Annotated[float, Field(gt=0, le=1)] | None = None
+    paper: PaperSection = PaperSection()
     noise: NoiseChoice | None = None
     ledger: PathText | None = None
     hardened: bool | None = None
@@ -1148,11 +1158,11 @@ class Scenario(LocatedFile):
                 "data that anyone may see, say evaluation.private=ignored",
                 code="evaluation.training-loss",
             )
-        if private is not None and private.phi_min is not None:
+        if private is not None and private.paper.phi_min is not None:
             is_needed = "phi_min" in algorithm.paper_constants and private.calibration == "paper"
             if not is_needed:
                 raise ArgumentError(
-                    "privacy.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it",
+                    "privacy.paper.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it",
                     code="privacy.phi-min",
                 )
         if algorithm.sampled_blocks != (self.data.batch.sampling == "blocks"):

@@ -395,8 +395,8 @@ REFUSED = {
         ["privacy={noise_multiplier: 1e15, delta: 1e-3, clip_norm: 1e20}", "algorithm.learning_rate=1e-10"],
         ("experiment.range", "8.*e.33"),
     ),
-    "no φ_min": (["privacy.calibration=paper"], ("privacy.phi-min", "privacy.phi_min")),
-    "φ_min of nothing": (["privacy.phi_min=0.1"], ("privacy.phi-min", "privacy.phi_min")),
+    "no φ_min": (["privacy.calibration=paper"], ("privacy.phi-min", "privacy.paper.phi_min")),
+    "φ_min of nothing": (["privacy.paper.phi_min=0.1"], ("privacy.phi-min", "privacy.paper.phi_min")),
 }
 
 
@@ -423,7 +423,9 @@ def test_shuffled_epochs_on_a_changing_graph_have_no_proof(build: Build) -> None
 
 def test_the_papers_formula_is_a_claim_beside_exact_epsilon(build: Build) -> None:
     experiment = build(
-        *PDSL_STAR, "topology.name=complete", "privacy={epsilon: 300.0, delta: 1e-3, calibration: paper, phi_min: 0.5}"
+        *PDSL_STAR,
+        "topology.name=complete",
+        "privacy={epsilon: 300.0, delta: 1e-3, calibration: paper, paper: {phi_min: 0.5}}",
     )
     plan, peers = make_plan(experiment), make_plan(experiment)["peers"]
     sigma = 2 * (4 + 4 * 4) * np.sqrt(2 * np.log(1.25 / 1e-3)) / (0.5 * 300 * np.sqrt(4 * 16))  # eq. 27, ω = 1/4

@@ -327,7 +327,7 @@ def test_a_replica_exposes_what_papers_claim(name: str) -> None:
 
 
 def test_a_refuted_claim_is_named_and_printed_epsilon_holds() -> None:
-    paper_noise = "privacy={epsilon: 3.0, delta: 1.0e-3, calibration: paper, c_2: 0.3724}"
+    paper_noise = "privacy={epsilon: 3.0, delta: 1.0e-3, calibration: paper, paper: {c_2: 0.3724}}"
     experiment = experiment_of(
         *SHORT[:-1], "data.batch={sampling: poisson, size: 1}", *settings_for("algorithm.name=privsgp-vr"), paper_noise
     )

@@ -208,7 +208,7 @@ def test_best_signal_follows_its_formula(build: Build) -> None:
         (["privacy.epsilon=20"], "ε reaches 20.0, above 10"),
         (["privacy.epsilon=0.05"], "signal to noise over the whole run is"),
         (["privacy=none"], "privacy is none"),
-        ([PAPER, vr("factored"), "privacy.c_2=0.3"], "calibration paper claims ε = 3; the accountant gives ε = "),
+        ([PAPER, vr("factored"), "privacy.paper.c_2=0.3"], "calibration paper claims ε = 3; the accountant gives ε = "),
         ([PAPER, named("dyn-d2p")], "eq. 8 of Dyn-D2P is a limit for K far above (J/b)² = 25, and rounds=6 is 4 times"),
         (
             [PAPER, "privacy.schedule={noise: [2, 1]}", "privacy.epsilon=0.3"],
@@ -240,7 +240,7 @@ def test_network_and_cost_are_warned_of(build: Build) -> None:
 
 
 def test_claims_of_privsgp_vr_stand_beside_the_exact_epsilon(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
-    experiment = build(PAPER, vr("factored"), "privacy.epsilon=[1,2,3,3]", "privacy.c_2=0.5")
+    experiment = build(PAPER, vr("factored"), "privacy.epsilon=[1,2,3,3]", "privacy.paper.c_2=0.5")
     rows = peer_rows(experiment)
     assert [row["claimed_epsilon"] for row in rows] == [1, 2, 3, 3]
     assert all(row["epsilon"] > row["claimed_epsilon"] for row in rows)

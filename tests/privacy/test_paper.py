@@ -162,7 +162,7 @@ def test_eq_7_of_dp_dda():
 
 
 def paper_mode(build, *settings):
-    return build("privacy.calibration=paper", "privacy.c_2=0.3724", "data.batch.size=1", *settings)
+    return build("privacy.calibration=paper", "privacy.paper.c_2=0.3724", "data.batch.size=1", *settings)
 
 
 @pytest.mark.parametrize(("name", "factor"), [("privsgp-vr", 3), ("privsgp", 1)])

@@ -193,7 +193,7 @@ SETTINGS = {  # laid over the tiny scenario of two rounds
     "privacy={delta: 1e-3}": "privacy: give epsilon (a budget the noise is solved for),",
     "privacy.calibration=exact": "privacy.calibration='exact' must be one of 'rigorous' or 'paper'",
     "privacy={epsilon: 3, delta: 1e-3, calibration: paper, noise_multiplier: 1}": "privacy: calibration paper",
-    "privacy.c_2=0": "privacy.c_2=0 must be > 0",
+    "privacy.paper.c_2=0": "privacy.paper.c_2=0 must be > 0",
     "privacy.schedule={rho_c: 0.5}": "privacy.schedule.rho_c=0.5 must be >= 1",
     "privacy.schedule={rho_c: 2, noise: [1]}": "privacy.schedule: give rho_c and rho_mu, or the lists clip_norms and",
     "privacy.schedule={noise: [1, 2, 3]}": "privacy.schedule.noise lists 3 values for rounds=2: give one a round, or",

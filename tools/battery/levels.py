@@ -287,7 +287,7 @@ FACTORS: dict[str, dict[str, Level]] = {
         "both": {"privacy.noise_multiplier": 2.0},
         "ends early": {"privacy.noise_multiplier": 1.2, "privacy.epsilon": 2.0},
         "paper": {"privacy.calibration": "paper"},
-        "paper phi": {"privacy.calibration": "paper", "privacy.phi_min": 0.2},
+        "paper phi": {"privacy.calibration": "paper", "privacy.paper.phi_min": 0.2},
     },
     "budgets": {
         "equal": {},

@@ -438,13 +438,15 @@ class _Solver:
             return sigma * batch, Claim(budget, quarters=quarters, breach=breach)
 
         if formula == "cross-gradients":  # PDSL, eq. 27
-            sigma = paper.cross_gradient_sigma(budget, delta, self.section.phi_min or 1.0, self.weight_factor)
+            sigma = paper.cross_gradient_sigma(budget, delta, self.section.paper.phi_min or 1.0, self.weight_factor)
             return sigma * batch, Claim(budget, each_round=True)
 
         # A schedule on steps of `moments` is Dyn-D2P's Algorithm 2, which has a formula of its own.
         if formula != "gdp" and (formula != "moments" or is_constant):  # PrivSGP-VR, eq. 11
             factor = FACTORS[formula]
-            sigma = paper.moments_sigma(budget, delta, int(active.sum()), examples, self.section.c_2, factor=factor)
+            sigma = paper.moments_sigma(
+                budget, delta, int(active.sum()), examples, self.section.paper.c_2, factor=factor
+            )
             return sigma * batch, Claim(budget)
 
         total = paper.gdp_mu(budget, delta)
