@@ -95,8 +95,8 @@ class PDSL(CrossGradients):
             private = scenario.private
             if private is not None and private.calibration == "paper" and private.paper.phi_min is None:
                 raise ArgumentError(
-                    "privacy.paper.phi_min is missing: calibration paper of pdsl is eq. 27, which divides by φ̂_min, and "
-                    "eq. 19 makes that 0; give the value to pretend, or use calibration rigorous",
+                    "privacy.paper.phi_min is missing: calibration paper of pdsl is eq. 27, which divides by φ̂_min, "
+                    "and eq. 19 makes that 0; give the value to pretend, or use calibration rigorous",
                     code="privacy.phi-min",
                 )
 
