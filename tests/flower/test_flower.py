@@ -81,7 +81,13 @@ def test_runtimes_share_no_noise_unless_portable(
 
 def test_a_cohort_drawing_anew_pays_an_epoch_once(tiny: Tiny, tmp_path: Path) -> None:
     """Rounds of one epoch, an evaluation after each: shuffling anew in every message would cost an epoch each."""
-    settings = ["compute.generator=system", "data.batch={sampling: shuffle, size: 5}", "evaluation.every=1", "rounds=4"]
+    settings = [
+        "compute.generator=system",
+        "data.batch={sampling: shuffle, size: 5}",
+        "privacy={noise_multiplier: 2.0, delta: 1.0e-3}",
+        "evaluation.every=1",
+        "rounds=4",
+    ]
     scenario = tiny(*settings)
     out = run_under_flower(scenario, tmp_path / "out", "cohort")
     printed = [row["epsilon"] for row in json.loads((out / "summary.json").read_text())["privacy"]]
