@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from tools.battery.battery import PLAIN, new_array, try_row
+from tools.battery.battery import PLAIN, new_array, stale_lines, try_row
 from tools.battery.covering import Row
 from tools.battery.laws import Outcome, try_case
 from tools.battery.levels import LEVELS, NAMES, applies
-from tools.battery.refused import known
+from tools.battery.refused import Line, known, read
 from tools.battery.rows import Case
 
 CASES, ROWS = 20, 2  # of each case
@@ -41,6 +42,18 @@ def test_rows_obey_all_laws_or_are_refused_with_remedy(number: int, tmp_path: Pa
         outcome = try_row(row, tmp_path / "row", number)
         violations += outcome.violations
     assert not violations, "\n".join(map(str, violations))
+
+
+def test_what_is_known_to_be_refused_still_is() -> None:
+    lines = read()
+    assert len(lines) > 50
+    assert not stale_lines(lines[::8], seed=1)
+
+
+def test_a_line_that_is_not_true_is_stale() -> None:
+    true, untrue = [line for line in read() if line.code == "batch.blocks"][:2]
+    lines = [true, replace(untrue, code="another.code"), Line("no.refusal", [frozenset({(0, 1)})])]
+    assert stale_lines(lines, seed=1) == lines[1:]
 
 
 def test_the_plain_row_runs(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import argparse
 import sys
 import time
 
-from tools.battery.battery import sweep
-from tools.battery.refused import known, write
+from tools.battery.battery import stale_lines, sweep, text_of
+from tools.battery.refused import known, read, write
 
 
 def main() -> None:
@@ -21,7 +21,11 @@ def main() -> None:
     parser.add_argument("--learn", action="store_true", help="build the rows only, and write refused.txt")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
-    before = {} if options.fresh else known()
+    lines = [] if options.fresh else read()
+    stale = stale_lines(lines, options.seed)
+    for line in stale:
+        print(f"stale in refused.txt: {line.code}: {text_of(line.parts[0])} and {len(line.parts) - 1} more")
+    before = known([line for line in lines if line not in stale])
     report = sweep(
         options.strength,
         options.seed,
@@ -36,7 +40,7 @@ def main() -> None:
         print(f"{count:6d}  {code}")
     if options.learn:
         write({**before, **report.reasons})
-    if report.violations:
+    if report.violations or (stale and not options.learn):
         sys.exit(1)
 
 

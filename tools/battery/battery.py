@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from unittest.mock import patch
 
 from flower_privdec.common.errors import PrivdecError
 from tools.battery.covering import Array, Part, Row, cause
 from tools.battery.laws import Outcome, Violation, refusal_of, try_case, trying
 from tools.battery.levels import DECISIVE, FACTORS, LEVELS, NAMES, applies
+from tools.battery.refused import Line
 from tools.battery.remedies import follow
 from tools.battery.rows import Case
 
@@ -126,6 +129,26 @@ def try_row(row: Row, folder: Path, number: int = 0) -> Outcome:
         violation = follow(case, outcome.refusal, before_runtime=before_runtime)
         outcome.violations += [] if violation is None else [violation]
     return outcome
+
+
+def is_stale(part: Part, code: str, folder: Path) -> bool:
+    """Return whether levels that are known to be refused are not, beside plain ones, or are for another reason."""
+    levels = dict(part)
+    row = tuple(levels.get(factor, PLAIN[factor]) for factor in range(len(PLAIN)))
+    case = Case.of(row, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    refusal = refusal_of(case)
+    if refusal is None:
+        refusal = try_case(case).refusal  # a runtime may refuse what builds
+    return refusal is None or refusal.code != code
+
+
+def stale_lines(lines: Iterable[Line], seed: int) -> list[Line]:
+    """Return the lines of which a part, drawn by a seed, is not refused as the line says."""
+    draw = Random(seed)
+    with tempfile.TemporaryDirectory(prefix="battery-") as temporary, patch.object(os, "fsync", os.fstat):
+        folder = Path(temporary).resolve() / "row"
+        return [line for line in lines if is_stale(draw.choice(line.parts), line.code, folder)]
 
 
 def is_refused_before_runtime(case: Case, refusal: PrivdecError) -> bool:

@@ -382,7 +382,7 @@ def _forms_agree(case: Case, scenario: Scenario) -> None:
     if case.has_objects:
         return
     expected = yaml.safe_load(_plain_text(case, scenario))
-    for form in ("file", "settings", "python"):
+    for form in ("file", "settings", "leaves", "python"):
         if case.option("place") == "elsewhere" and form != "file":
             continue
         other = yaml.safe_load(_plain_text(case, case.scenario(form)))

@@ -323,6 +323,10 @@ FACTORS: dict[str, dict[str, Level]] = {
     "partition": PARTITIONS,
     "at least": {"no": {}, "yes": {"data.at_least": 6}},
     "loss": LOSSES,
+    "class weights": {
+        "none": {},
+        "some": {"task.class_weights": lambda facts: [1.0 + number % 3 for number in range(facts.data.outputs)]},
+    },
     "metrics": {
         "usual": {},
         "own": {"task.metrics": [{"module": "tools.battery.parts:reach", "better": "lower"}]},
@@ -393,6 +397,7 @@ NEEDS: list[tuple[str, set[str] | None, str, Needs]] = [
     ("edit", {"loss's source", "file that the loss reads"}, "loss", lambda level: level == "written"),
     ("edit", {"model's source"}, "model", lambda level: level == "written"),
     ("edit", {"example", "test set"}, "data", _FILES),
+    ("class weights", {"some"}, "data", lambda level: KINDS[level].targets == "classes"),
     ("edit", {"model's dict"}, "model", lambda level: level == "own dict"),
     ("ledger", {"shared"}, "runtime", lambda level: level != "network"),  # each peer has a machine of its own
     ("generator", {"system"}, "runtime", lambda level: level != "network"),  # whose peers draw from keys here

@@ -1,13 +1,15 @@
 """What is known to be refused together, so that an array need not find it out again: `refused.txt`.
 
 A line is `CODE: FACTOR = LEVEL / LEVEL; FACTOR = LEVEL`, and stands for all that it can be read as. What is missing
-costs an array a few builds each time; `python -m tools.battery --learn` writes the file again.
+costs an array a few builds each time; `python -m tools.battery --learn` writes the file again. A line that is not true
+any more would hide rows, so each sweep tries one part of each line, drawn by its seed, and names those that are stale.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -17,14 +19,35 @@ from tools.battery.levels import LEVELS, NAMES
 PATH = Path(__file__).with_name("refused.txt")
 
 
-def known(path: Path = PATH) -> dict[Part, str]:
-    """Return what is known to be refused, with the code of its refusal; levels that are no more are left out."""
-    reasons: dict[Part, str] = {}
+@dataclass(frozen=True)
+class Line:
+    """What one line of the file says.
+
+    Attributes:
+        code: of the refusals.
+        parts: the levels that are refused together; levels that are no more are left out.
+    """
+
+    code: str
+    parts: list[Part]
+
+
+def read(path: Path = PATH) -> list[Line]:
+    """Return the lines of a file of what is refused; none if it is missing."""
+    lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         code, _, text = line.partition(": ")
-        for part in _parts(text):
-            reasons[part] = code
-    return reasons
+        lines.append(Line(code, list(_parts(text))))
+    return [line for line in lines if line.parts]
+
+
+def known(lines: Iterable[Line] | None = None) -> dict[Part, str]:
+    """Return what is known to be refused, with the code of its refusal.
+
+    Args:
+        lines: those of the file, if not given.
+    """
+    return {part: line.code for line in (read() if lines is None else lines) for part in line.parts}
 
 
 def _parts(text: str) -> Iterator[Part]:

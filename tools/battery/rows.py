@@ -213,6 +213,10 @@ class Case:
     def scenario(self, form: str | None = None) -> Scenario:
         """Return the scenario as a user would write it: in a file, in settings over a file, or in Python.
 
+        Args:
+            form: `file`, `settings` of whole sections, `leaves` (settings of one key each), or `python`; by default
+                that of the row.
+
         Raises:
             ScenarioError: it is refused.
         """
@@ -225,7 +229,10 @@ class Case:
         if form == "file":
             (self.folder / "varied.yaml").write_text(_yaml(data))
             return load_scenario(self.folder / "varied.yaml")
-        settings = [f"{key}={written(value)}" for key, value in data.items() if value != BASE.get(key)]
+        if form == "leaves":
+            settings = _leaves(data, BASE)
+        else:
+            settings = [f"{key}={written(value)}" for key, value in data.items() if value != BASE.get(key)]
         return load_scenario(self.folder / "base.yaml", settings)
 
     def other(self, **changed: Any) -> Case:
@@ -259,6 +266,27 @@ class Case:
         """Let the next import read the row's module again, as a new process would."""
         sys.modules.pop(self.module, None)
         importlib.invalidate_caches()
+
+
+def _leaves(data: Data, base: Data, before: str = "") -> list[str]:
+    """Return settings of one key each that make a base into some data."""
+    settings = []
+    for key, value in data.items():
+        path = f"{before}{key}"
+        under = base.get(key)
+        if value == under:
+            continue
+        # What a section of the base has beyond this one could not be taken away key by key.
+        if (
+            value
+            and isinstance(value, dict)
+            and isinstance(under, dict | None)
+            and not (under or {}).keys() - value.keys()
+        ):
+            settings += _leaves(value, under or {}, f"{path}.")
+        else:
+            settings.append(f"{path}={written(value)}")
+    return settings
 
 
 def _copied(value: Any) -> Any:
