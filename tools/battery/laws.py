@@ -354,7 +354,8 @@ def _with_more_rounds(case: Case, experiment: Experiment) -> Taken:
     with measuring(reference) as first:
         run_row(reference, folder, "engine")
     try:
-        longer = Experiment.build(more_rounds(case, reference.scenario, folder))
+        other = case.other(compute__generator=None) if reference is not experiment else case
+        longer = Experiment.build(more_rounds(other, reference.scenario, folder))
         with measuring(longer) as rest:
             run_row(longer, folder, "engine", resume=True)
     except REFUSALS:
