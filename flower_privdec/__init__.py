@@ -35,18 +35,10 @@ if TYPE_CHECKING:
         topology,
         up,
     )
-    from flower_privdec.api.running import (
-        Comparison,
-        OnEnd,
-        OnEvaluation,
-        OnRound,
-        Plan,
-        RunResult,
-        compare,
-        load_run,
-        plan,
-        run,
-    )
+    from flower_privdec.api.comparing import Comparison, compare
+    from flower_privdec.api.planning import Plan, plan
+    from flower_privdec.api.run_result import RunResult, load_run
+    from flower_privdec.api.running import OnEnd, OnEvaluation, OnRound, run
     from flower_privdec.api.scenarios import load_scenario, make_scenario
     from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
     from flower_privdec.reporting.progress import scalars
@@ -56,7 +48,10 @@ else:
 
     _NAMES = {  # by module
         "api.commands": "GraphDescription StudyResult audit audit_app ledger report study topology up",
-        "api.running": "Comparison OnEnd OnEvaluation OnRound Plan RunResult compare load_run plan run",
+        "api.comparing": "Comparison compare",
+        "api.planning": "Plan plan",
+        "api.run_result": "RunResult load_run",
+        "api.running": "OnEnd OnEvaluation OnRound run",
         "api.scenarios": "load_scenario make_scenario",
         "common.errors": "BudgetError PrivdecError RunError ScenarioError",
         "reporting.progress": "scalars",

@@ -10,17 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flower_privdec.api.running import (
-    OnEnd,
-    OnEvaluation,
-    RunResult,
-    argument_error,
-    as_frame,
-    check_callbacks,
-    stopping,
-    threads_kept,
-    train_into,
-)
+from flower_privdec.api.argument_errors import argument_error, check_callbacks
+from flower_privdec.api.pandas_frames import as_frame
+from flower_privdec.api.run_result import RunResult
+from flower_privdec.api.running import OnEnd, OnEvaluation, stopping, threads_kept, train_into
 from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere
 from flower_privdec.audits.app_audit import audit_app as attack_app
 from flower_privdec.audits.audit import Audit
@@ -68,8 +61,8 @@ def up(
         restart: the round after which a peer is killed and restarted, by peer.
         insecure_seeds: INSECURE: draw noise and batches from the scenario's seed, for tests.
         on_evaluation: called with each evaluation's metrics. When it returns True the peers stop: the result has the
-            models of that round and the ε of all that the ledgers were charged; `resume` continues. So it is after
-            Ctrl-C.
+            models of that round and the ε of all that the ledgers were charged; `resume` continues. Ctrl-C leaves
+            the same.
         on_end: as of `run`.
 
     Raises:
@@ -82,11 +75,14 @@ def up(
     check_callbacks(on_evaluation=on_evaluation, on_end=on_end)
     if out is None and resume:
         raise argument_error("resume=True needs out, the folder of the run to resume")
+
     folder = None if out is None else as_path(out, "out")
     loaded = as_scenario(scenario)
     check_everywhere(loaded, "every peer is a process of its own")
     if isinstance(loss, bool) or not isinstance(loss, int | float):
         raise argument_error(f"loss={shown(loss)} must be a share, from 0 to below 1")
+
+    # In the form in which the command line has them, so that both are checked by one rule.
     faults = []
     for name, rounds in (("kill", kill or {}), ("restart", restart or {})):
         if not isinstance(rounds, Mapping):
@@ -118,8 +114,9 @@ class GraphDescription:
 
     def _repr_html_(self) -> str:
         mixing = build_graph(self.scenario)
-        draw = None if mixing is None else partial(draw_topology, mixing.topology)
-        return html_of(str(self), [] if draw is None else picture("the graph", draw))
+        if mixing is None:
+            return html_of(str(self), [])
+        return html_of(str(self), picture("the graph", partial(draw_topology, mixing.topology)))
 
     def plot(self) -> Figure:
         """Return a figure of the graph, a circle for each of its first rounds.
@@ -146,7 +143,8 @@ def topology(scenario: Scenario | str | Path, *, out: str | Path | None = None) 
         ScenarioError: a graph that can never agree, or a file that cannot be written.
     """
     loaded = as_scenario(scenario)
-    return GraphDescription(loaded, describe(loaded, None if out is None else as_path(out, "out")))
+    picture_file = None if out is None else as_path(out, "out")
+    return GraphDescription(loaded, describe(loaded, picture_file))
 
 
 @called_from_python()
@@ -188,7 +186,7 @@ def audit_app(
         one_run: instead, how many of each peer's first examples are in or out by coins, in one run of the app, where it
             trains under `private` or `fit_privately`.
         config: overrides the run-config of the app's pyproject.toml; keys that it has.
-        seed: of the coins; noise and batches are the operating system's where the app's are.
+        seed: of the coins; noise and batches are the operating system's if the app's are.
         on_trials: called after each run with the number of trials so far, and `trials`.
 
     Raises:
@@ -266,12 +264,11 @@ class StudyResult:
     @property
     def verdicts(self) -> dict[str, list[str]]:
         """For each part what its checks come to, one sentence each."""
-        return {
-            result.part.name: [
-                f"{criterion(check, result)}: {judge(check, result).sentence}" for check in result.part.checks
-            ]
-            for result in self._publication.parts
-        }
+        verdicts = {}
+        for result in self._publication.parts:
+            checks = result.part.checks
+            verdicts[result.part.name] = [f"{criterion(one, result)}: {judge(one, result).sentence}" for one in checks]
+        return verdicts
 
     def frame(self, part: str | None = None) -> Any:
         """Return the table of a part, by default the first, as a pandas DataFrame of texts.

@@ -326,7 +326,7 @@ Settings = Mapping[str, Any]
 
 
 def load_scenario(path: str | Path, settings: Settings | None = None, /, **sections: Any) -> Scenario:
-    """Read a scenario file, whose relative paths begin in its folder; those that are given here begin where it runs.
+    """Read a scenario file. Its relative paths start at its folder; those that are given here at the current one.
 
     Args:
         path: of the file, or the name of a bundled scenario such as `digits`.
@@ -358,7 +358,7 @@ def make_scenario(
       nothing is partitioned. Data are copied.
 
     A class or function of an importable module is stored as its import path. A scenario with any other object runs in
-    this process alone; the scenario.yaml of its run cannot be run again.
+    only in this process; the scenario.yaml of its run cannot be run again.
 
     Args:
         base: another scenario, or all sections as one mapping, to start from.
@@ -388,7 +388,7 @@ def make_scenario(
 
 
 def as_scenario(scenario: Scenario | str | Path) -> Scenario:
-    """Return a scenario, read from its file where it is the path of one.
+    """Return a scenario, read from its file if its path is given.
 
     Raises:
         ScenarioError: see `load_scenario`.
@@ -399,7 +399,9 @@ def as_scenario(scenario: Scenario | str | Path) -> Scenario:
             "of its file",
             code="api.argument",
         )
-    return scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+    if isinstance(scenario, Scenario):
+        return scenario
+    return load_scenario(scenario)
 
 
 def as_path(path: str | Path, name: str) -> Path:

@@ -42,7 +42,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
     """Plan a run: compute its noise and ε, time a few rounds in memory; charge no ledger and write nothing.
 
     Returns:
-        what the attributes of `flower_privdec.api.running.Plan` describe; of each peer also active_rounds and
+        what the attributes of `flower_privdec.api.planning.Plan` describe; of each peer also active_rounds and
             expected_rounds (None where all peers are active in all rounds) and claimed_after_quarters;
         the other values of `optimum`;
         pairs: of noise that cancels between peers its strength, and that which it has on a network, mode_advice if a

@@ -11,7 +11,7 @@ from raising import raises
 from run_folders import make_run
 from tiny_scenario import Build, Tiny
 
-from flower_privdec.api.running import compare
+from flower_privdec.api.comparing import compare
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
