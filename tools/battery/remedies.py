@@ -168,7 +168,7 @@ def _runtimes(text: str) -> Iterator[Remedy]:
     """Yield another place to run in, which a command or a mode of Flower stands for."""
     if "`privdec run`" in text:
         yield Remedy((("@runtime", "engine"),))
-    if re.search(r"\b(?:use|in a simulation) cohort mode", text):
+    if "leave mode out" in text:
         yield Remedy((("@runtime", "cohort"),))
 
 
