@@ -165,8 +165,13 @@ def test_nothing_leaves_before_it_is_paid_for_whoever_dies(
     assert sum(map(len, observer.steps.values())) > 0
 
 
-@pytest.mark.parametrize(("mode", "moment"), [("synchronous", 1), ("synchronous", 2), ("asynchronous", 2)])
-@pytest.mark.parametrize("point", POINTS, ids=" ".join)
+MOMENTS = [("synchronous", 1), ("synchronous", 2), ("asynchronous", 2)]
+
+
+@pytest.mark.parametrize(
+    ("point", "mode", "moment"),
+    [(point, *MOMENTS[(number + turn) % 3]) for number, point in enumerate(POINTS) for turn in (0, 2)],
+)
 def test_no_moment_to_die_leaves_a_step_unpaid(
     point: tuple[str, str], moment: int, mode: str, tiny: Tiny, tmp_path: Path, observer: Observer
 ) -> None:
