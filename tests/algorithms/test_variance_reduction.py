@@ -102,6 +102,7 @@ def test_the_tables_mean_stays_exact_after_many_rounds(build, table, rounds, see
     torch.testing.assert_close(mean_of_table(experiment, rows, table), rows["table.mean"], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_mean_hardly_drifts_in_single_precision(build):
     experiment = build(*vr("factored"), "compute.dtype=float32", "rounds=500", "n_peers=2", *MLP)
     rows = after(experiment, 500)

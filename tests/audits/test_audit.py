@@ -163,6 +163,7 @@ def test_an_audit_repeats_by_its_seed() -> None:
     assert one["groups"] != other["groups"] or one == other  # the figures of few trials may agree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("colluding", "topology"), [(0, "complete"), (1, "directed-exponential"), (2, "complete")])
 def test_colluders_subtract_shared_noise_and_leave_the_planned_rest(colluding: int, topology: str) -> None:
     """The mean log ratio of both worlds is a replica's, within five standard errors; all is as planned."""

@@ -16,7 +16,7 @@ from tools.battery.levels import LEVELS, NAMES, applies
 from tools.battery.refused import Line, known, read
 from tools.battery.rows import Case
 
-CASES, ROWS = 20, 2  # of each case
+CASES, ROWS = 40, 1  # of each case
 
 
 @cache

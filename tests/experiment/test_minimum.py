@@ -157,6 +157,7 @@ def test_suboptimality_falls_and_stands_in_metrics_and_summary(build: Build, tmp
     assert summary["optimum"]["value"] == find_minimum(objective).value  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_breast_cancer_without_strong_convexity_is_nearly_solved(build: Build, tmp_path: Path) -> None:
     """As the paper promises for convex objectives without noise."""
     schedule = "loss: logistic, schedule: convex, gamma: 0.04, regularizer: {kind: l1, weight: 0.01}"
