@@ -1,1 +1,1 @@
-"""Rows of numbers, one a peer: memory, checks, and draws that depend on keys alone."""
+"""Rows of numbers, one a peer: their memory, checks of them, and random draws that depend only on keys."""

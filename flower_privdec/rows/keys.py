@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 Secret = int | bytes
-KEY_BYTES = 16  # the fewest
+KEY_BYTES = 16  # the least length of a key
 
 
 class WeakKeyError(ValueError):
@@ -28,8 +28,8 @@ def keyed_generator(secret: Secret, purpose: str, *numbers: int) -> np.random.Ge
     """Return the NumPy generator of one (secret, purpose, numbers): always the same stream, unrelated to any other.
 
     Args:
-        secret: the scenario's seed for what all peers know; a peer's key, of 16 bytes or more, for what it alone does.
-        purpose: what the numbers are for, such as "sampling".
+        secret: the scenario's seed for draws that all peers know; a peer's key, of 16 bytes or more, for its own draws.
+        purpose: the use of the numbers, such as "sampling".
         numbers: any integers, such as the round and the global peer id.
 
     Returns:
@@ -45,13 +45,14 @@ def keyed_generator(secret: Secret, purpose: str, *numbers: int) -> np.random.Ge
         >>> one == keyed_generator(7, "sampling", 4).random()
         False
     """
-    source = checked_key(secret) if isinstance(secret, bytes) else int(secret)
+    source: Secret = int(secret) if not isinstance(secret, bytes) else checked_key(secret)
+    # Types matter: the hash tells 3 from "3", and NumPy's integers must not count as others than Python's.
     key = digest(16, source, str(purpose), tuple(int(number) for number in numbers))
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
 
 
 def seed_keys(seed: int, peers: Iterable[int]) -> dict[int, bytes]:
-    """Return a key for each peer that follows from a seed, for tests and timings: the seed gives them all away.
+    """Return a key for each peer that follows from a seed, for tests and timings; who has the seed has all keys.
 
     Args:
         seed: any integer.
@@ -61,7 +62,7 @@ def seed_keys(seed: int, peers: Iterable[int]) -> dict[int, bytes]:
 
 
 def checked_key(key: bytes) -> bytes:
-    """Return the key itself if it is long enough to be one.
+    """Return the key itself if it is long enough.
 
     Raises:
         WeakKeyError: it is not bytes, or shorter than 16.

@@ -1,4 +1,4 @@
-"""Sparse examples: compressed rows of many features of which few are not 0."""
+"""Sparse examples: compressed rows of many features, few of which are not 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import scipy
 import torch
 from torch import Tensor
 
-LARGEST_INDEX = 1 << 24  # float32, which a packed batch holds indices in, counts no further by ones
+LARGEST_INDEX = 1 << 24  # a packed batch holds indices as float32, which has no odd numbers above this
 Chosen = slice | np.ndarray | Tensor
 
 
@@ -17,22 +17,22 @@ class SparseRows:
     """Features [N, D] in compressed rows, float32, with the part of a tensor's interface that examples need.
 
     Attributes:
-        matrix: sorted indices, none twice in a row, every value finite.
+        matrix: the rows, with ascending indices, none of them twice in a row, and finite values.
     """
 
     def __init__(self, matrix: scipy.sparse.csr_matrix) -> None:
-        """Convert rows to their canonical form, by which they are hashed."""
+        """Convert rows to their canonical form, which is the one that is hashed."""
         self.matrix = scipy.sparse.csr_matrix(matrix, dtype=np.float32)
         self.matrix.sum_duplicates()
 
     @property
     def shape(self) -> torch.Size:
-        """Return [N, D]."""
+        """[N, D]."""
         return torch.Size(self.matrix.shape)
 
     @property
     def nbytes(self) -> int:
-        """Return how much memory the rows take."""
+        """The memory of the rows, in bytes."""
         return int(self.matrix.data.nbytes + self.matrix.indices.nbytes + self.matrix.indptr.nbytes)
 
     def __len__(self) -> int:
@@ -41,10 +41,12 @@ class SparseRows:
 
     def __getitem__(self, rows: Chosen) -> SparseRows:
         """Return some rows."""
-        return SparseRows(self.matrix[rows.numpy() if isinstance(rows, Tensor) else rows])
+        if isinstance(rows, Tensor):
+            rows = rows.numpy()
+        return SparseRows(self.matrix[rows])
 
     def dense(self) -> Tensor:
-        """Return dense rows, [N, D]: for a few."""
+        """Return dense rows, [N, D]; only for few rows."""
         return torch.from_numpy(self.matrix.toarray())
 
     def packed(self, rows: np.ndarray) -> Tensor:
@@ -52,23 +54,32 @@ class SparseRows:
         flat = rows.reshape(-1)
         starts = self.matrix.indptr[flat]
         counts = np.diff(self.matrix.indptr)[flat]
-        inside = np.arange(max(1, int(counts.max(initial=0)))) < counts[:, None]
-        places = (starts[:, None] + np.arange(inside.shape[1]))[inside]
-        pairs = np.zeros((len(flat), 2, inside.shape[1]), np.float32)
-        pairs[:, 0][inside], pairs[:, 1][inside] = self.matrix.indices[places], self.matrix.data[places]
+
+        # L is the length of the longest row; `inside` [r, L] is False in the padding of shorter ones.
+        columns = np.arange(max(1, int(counts.max(initial=0))))
+        inside = columns < counts[:, None]
+        places = (starts[:, None] + columns)[inside]
+
+        pairs = np.zeros((len(flat), 2, len(columns)), np.float32)
+        pairs[:, 0][inside] = self.matrix.indices[places]
+        pairs[:, 1][inside] = self.matrix.data[places]
         return torch.from_numpy(pairs).view(*rows.shape, 2, -1)
 
     def content(self) -> Sequence[np.ndarray]:
         """Return the rows' arrays in a canonical form, for a hash."""
-        parts = (self.matrix.indptr, self.matrix.indices, self.matrix.data)
-        return [np.ascontiguousarray(part, dtype=np.float32 if part is parts[2] else np.int64) for part in parts]
+        # SciPy chooses 32 or 64 bits for indices by their size; the hash must not depend on that.
+        return [
+            np.ascontiguousarray(self.matrix.indptr, dtype=np.int64),
+            np.ascontiguousarray(self.matrix.indices, dtype=np.int64),
+            np.ascontiguousarray(self.matrix.data, dtype=np.float32),
+        ]
 
 
 Features = Tensor | SparseRows
 
 
 def joined(parts: Sequence[Features]) -> Features:
-    """Return the concatenation of examples: all tensors, or all compressed rows."""
+    """Concatenate examples, which are all tensors or all compressed rows."""
     compressed = [part for part in parts if isinstance(part, SparseRows)]
     if compressed:
         return SparseRows(scipy.sparse.vstack([part.matrix for part in compressed], format="csr"))

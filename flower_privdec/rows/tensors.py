@@ -1,4 +1,9 @@
-"""Rows in memory: aligned to 64 bytes, checked for finite values, and numba-compiled functions over them."""
+"""Rows in memory: aligned to 64 bytes, checked for finite values, and numba-compiled functions over them.
+
+Long rows [m, d] are padded, so that each begins at a multiple of 64 bytes. Products of aligned rows are faster. And the
+bits of a product depend on the alignment of its operands: rows that are laid out alike give the same bits in every
+process, and after a checkpoint is read back.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +15,58 @@ import torch
 from torch import Tensor
 
 BOUNDARY = 64  # bytes; a cache line, and the widest vector register
-SHORTEST = 2**10  # bytes of the shortest row that is padded: the padding is then at most 6 % of it
+SHORTEST = 2**10  # bytes of the shortest row that is padded; the padding is then at most 6 % of the row
 
 
 def empty_rows(like: Tensor, *shape: int) -> Tensor:
-    """Return uninitialised rows [..., d] of a tensor's dtype and device; long ones have a padded stride."""
+    """Return uninitialised rows [..., d] of a tensor's dtype and device; long rows have a padded stride."""
     *rows, d = shape
     if not rows or d * like.element_size() < SHORTEST:
         return like.new_empty(shape)
+
     unit = BOUNDARY // like.element_size()
-    return like.new_empty((*rows, -(-d // unit) * unit))[..., :d]
+    stride = math.ceil(d / unit) * unit
+    return like.new_empty((*rows, stride))[..., :d]
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """Return a copy that begins at a multiple of 64 bytes, as does each of its rows where they are several and long."""
-    out = empty_rows(rows, *rows.shape) if _many_and_long(rows) else rows.new_empty(rows.shape)
+    """Return a copy that begins at a multiple of 64 bytes; if it has several long rows, so does each of them."""
+    if _many_and_long(rows):
+        out = empty_rows(rows, *rows.shape)
+    else:
+        out = rows.new_empty(rows.shape)
     return out.copy_(rows)
 
 
 def is_aligned(rows: Tensor) -> bool:
     """Return whether a tensor is aligned already."""
-    begins = rows.data_ptr() % BOUNDARY == 0
-    return begins and (not _many_and_long(rows) or rows.stride(0) * rows.element_size() % BOUNDARY == 0)
+    if rows.data_ptr() % BOUNDARY != 0:
+        return False
+    if not _many_and_long(rows):
+        return True
+    stride = rows.stride(0) * rows.element_size()
+    return stride % BOUNDARY == 0
 
 
 def _many_and_long(rows: Tensor) -> bool:
+    """Return whether rows are padded, which a single row or short rows are not."""
     return rows.ndim == 2 and len(rows) > 1 and rows.shape[1] * rows.element_size() >= SHORTEST
 
 
 def padded(rows: Tensor) -> Tensor | None:
-    """View rows [m, d] with padding, [m, stride], contiguous; None where the storage ends before the last padding."""
-    m = rows.shape[0]
-    stride = rows.stride(0)
+    """View rows [m, d] with their padding, as contiguous [m, stride].
+
+    Returns:
+        The view; None if the rows are not laid out one after the other, or the storage ends before the last padding.
+    """
     if rows.is_contiguous():
         return rows
-    whole = rows.storage_offset() + m * stride
-    if rows.stride(1) != 1 or stride < rows.shape[1] or whole * rows.element_size() > rows.untyped_storage().nbytes():
+
+    m, d = rows.shape
+    stride = rows.stride(0)
+    is_row_after_row = rows.stride(1) == 1 and stride >= d
+    end = (rows.storage_offset() + m * stride) * rows.element_size()
+    if not is_row_after_row or end > rows.untyped_storage().nbytes():
         return None
     return torch.as_strided(rows, (m, stride), (stride, 1))
 
@@ -56,13 +77,14 @@ def all_finite(values: Tensor) -> bool:
     A finite sum proves it quickly. Otherwise the minimum and the maximum decide, since finite numbers may have an
     infinite sum.
     """
-    if not values.numel() or math.isfinite(values.sum().item()):
+    if values.numel() == 0 or math.isfinite(values.sum().item()):
         return True
-    return all(math.isfinite(end.item()) for end in torch.aminmax(values))
+    smallest, largest = torch.aminmax(values)
+    return math.isfinite(smallest.item()) and math.isfinite(largest.item())
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    """Compile a function by numba, on disk where some cache folder can be written.
+    """Compile a function by numba, and cache it on disk if a cache folder can be written.
 
     Division by zero gives infinity, and the global interpreter lock is released.
     """
@@ -76,7 +98,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def inlined(function: Callable[..., Any], **options: Any) -> Any:
-    """Compile a function by numba into those that call it."""
+    """Compile a function by numba so that it is inlined into its callers."""
     import numba
 
     return numba.njit(function, forceinline=True, error_model="numpy", **options)

@@ -1,7 +1,7 @@
-"""Which rows shards send each other in an exchange: computed from the graph alone, by every shard alike.
+"""Which rows shards send each other in an exchange. Each shard computes this from the graph, so that all agree.
 
-A row that several peers of another shard mix is sent once, without a weight, which the receivers' shard applies, as the
-engine does. Of a mean over all peers only sums are sent, and of any other exchange its messages.
+If several peers of another shard mix a row, it is sent once and without a weight; the receiving shard applies the
+weights, as the engine does. For a mean over all peers only sums are sent, and for any other exchange its messages.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ class Shards:
     """Peers split into runs of consecutive ids, whose lengths differ by one at most.
 
     Attributes:
-        ends: int64 [shards + 1], 0 and the first id behind each shard's peers.
+        ends: 0, and then the first id behind each shard's peers, int64 [shards + 1].
     """
 
     ends: np.ndarray
 
     @classmethod
     def split(cls, n_peers: int, count: int) -> Shards:
-        """Split peers into `count` shards, of which there are no more than peers."""
-        size, more = divmod(n_peers, count := min(count, n_peers))
-        return cls(size * np.arange(count + 1) + np.minimum(np.arange(count + 1), more))
+        """Split peers into `count` shards, or into one for each peer if that is less."""
+        count = min(count, n_peers)
+        size, longer_shards = divmod(n_peers, count)
+        numbers = np.arange(count + 1)
+        return cls(size * numbers + np.minimum(numbers, longer_shards))  # the first shards have a peer more
 
     def __len__(self) -> int:
-        """Return how many shards there are."""
+        """Return the number of shards."""
         return len(self.ends) - 1
 
     def peers(self, shard: int) -> np.ndarray:
@@ -48,19 +50,21 @@ class Shards:
         return np.asarray(np.searchsorted(self.ends, peers, side="right") - 1)
 
     def name(self, shard: int) -> str:
-        """Return what a message calls a shard."""
+        """Return the name of a shard in messages."""
         return f"the shard of peers {peer_ranges(self.peers(shard).tolist())}"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Which rows go to and come from each other shard in one exchange; both sides work it out alike.
+    """The rows that go to and come from each other shard in one exchange; both sides compute it alike.
+
+    "Foreign" rows are those from all other shards, one behind the other, by shard.
 
     Attributes:
-        sends: by shard, which of the rows here, int64, in the order in which they go.
-        receives: by shard, where among the rows from elsewhere its own stand, which are consecutive.
-        leave, arrive: by shard, where runs of rows begin and end that lie one behind the other at their sender's: here,
-            and among the rows from elsewhere.
+        sends: the rows here that go to each shard, int64, in the order in which they go.
+        receives: the slice of the foreign rows that comes from each shard.
+        leave: of the rows that go to each shard, runs [begin, end) that lie one behind the other here.
+        arrive: the same runs of the rows that come from each shard, as places among the foreign rows.
     """
 
     sends: Mapping[int, Tensor]
@@ -70,33 +74,35 @@ class Traffic:
 
     @classmethod
     def of(cls, sends: Mapping[int, np.ndarray], coming: Mapping[int, np.ndarray]) -> Traffic:
-        """Return the traffic of rows that go, and of rows that come, each by where they stand at their sender's."""
+        """Return the traffic of rows that go and of rows that come, by shard, each by its place at its sender."""
         receives = {}
         arrive = {}
         first = 0
-        for shard, which in sorted(coming.items()):
-            receives[shard] = slice(first, first + len(which))
-            arrive[shard] = [(first + start, first + stop) for start, stop in _runs(which)]
-            first += len(which)
-        leave = {
-            shard: [(int(which[start]), int(which[stop - 1]) + 1) for start, stop in _runs(which)]
-            for shard, which in sends.items()
-        }
-        return cls({shard: torch.from_numpy(which) for shard, which in sends.items()}, receives, leave, arrive)
+        for shard, places in sorted(coming.items()):
+            receives[shard] = slice(first, first + len(places))
+            arrive[shard] = [(first + start, first + stop) for start, stop in _runs(places)]
+            first += len(places)
+
+        leave = {}
+        for shard, places in sends.items():
+            leave[shard] = [(int(places[start]), int(places[stop - 1]) + 1) for start, stop in _runs(places)]
+
+        going = {shard: torch.from_numpy(places) for shard, places in sends.items()}
+        return cls(going, receives, leave, arrive)
 
     @property
     def foreign(self) -> int:
-        """Return how many rows come from elsewhere."""
+        """The number of foreign rows."""
         return max((part.stop for part in self.receives.values()), default=0)
 
 
-def _runs(which: np.ndarray) -> list[tuple[int, int]]:
+def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Return where runs of consecutive numbers begin and end."""
-    ends = [0, *(np.flatnonzero(np.diff(which) != 1) + 1).tolist(), len(which)]
-    return list(pairwise(ends))
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    return list(pairwise([0, *breaks.tolist(), len(places)]))
 
 
-Part = tuple[slice | Tensor, MixingMatrix]
+Part = tuple[slice | Tensor, MixingMatrix]  # some rows here, and their weights over the rows here and the foreign ones
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,9 @@ class MixPlan:
 
     Attributes:
         traffic: the rows that cross.
-        parts: which rows here have no in-neighbour elsewhere, and then which do, each with its weights over the rows
-            here and, behind them, those from elsewhere; an empty part is left out.
+        inner: the rows here without an in-neighbour elsewhere, which are mixed while others are on their way; empty if
+            there are none.
+        border: the rows here with an in-neighbour elsewhere; empty if there are none.
     """
 
     traffic: Traffic
@@ -115,52 +122,77 @@ class MixPlan:
 
 
 def mix_plan(matrix: SparseMatrix, shards: Shards, shard: int) -> MixPlan:
-    """Work out what a shard sends, receives and weighs with a matrix of all peers."""
-    peers, (senders, receivers, _) = shards.peers(shard), matrix.links()
-    there = shards.of(senders)
-    here = shards.of(receivers)
-    foreign = np.unique(senders[(here == shard) & (there != shard)])  # each row that comes, once, in the order of ids
-    whose = shards.of(foreign)
-    leaving = (there == shard) & (here != shard)
-    coming = {int(other): foreign[whose == other] for other in np.unique(whose)}
-    sends = {
-        int(other): np.unique(senders[leaving & (here == other)]) - shards.ends[shard]
-        for other in np.unique(here[leaving])
-    }
-    at = np.full(matrix.n_columns, -1)
-    at[peers], at[foreign] = np.arange(len(peers)), len(peers) + np.arange(len(foreign))
+    """Compute what a shard sends, receives and weighs with a matrix of all peers."""
+    peers = shards.peers(shard)
+    senders, receivers, _ = matrix.links()
+    from_shard = shards.of(senders)
+    to_shard = shards.of(receivers)
+
+    # Each row that comes is counted once, in the order of ids, which is that of shards too.
+    is_coming = (to_shard == shard) & (from_shard != shard)
+    foreign = np.unique(senders[is_coming])
+    origin = shards.of(foreign)
+    coming = {int(other): foreign[origin == other] for other in np.unique(origin)}
+
+    is_leaving = (from_shard == shard) & (to_shard != shard)
+    sends = {}
+    for other in np.unique(to_shard[is_leaving]):
+        going = np.unique(senders[is_leaving & (to_shard == other)])
+        sends[int(other)] = going - shards.ends[shard]
+
+    # The column of a peer's row in this shard's table: its own rows, and behind them the foreign ones.
+    column_of = np.full(matrix.n_columns, -1)
+    column_of[peers] = np.arange(len(peers))
+    column_of[foreign] = len(peers) + np.arange(len(foreign))
+
     mine = matrix.rows(peers)
-    rows = np.repeat(np.arange(len(peers)), np.diff(mine.indptr))
-    hears = np.zeros(len(peers), dtype=bool)
-    hears[rows[at[mine.columns] >= len(peers)]] = True
-    inner, border = (_part(mine, np.flatnonzero(which), at, len(peers) + len(foreign)) for which in (~hears, hears))
+    row_of_entry = np.repeat(np.arange(len(peers)), np.diff(mine.indptr))
+    is_foreign_entry = column_of[mine.columns] >= len(peers)
+    is_border = np.zeros(len(peers), dtype=bool)
+    is_border[row_of_entry[is_foreign_entry]] = True
+
+    n_columns = len(peers) + len(foreign)
+    inner = _part(mine, np.flatnonzero(~is_border), column_of, n_columns)
+    border = _part(mine, np.flatnonzero(is_border), column_of, n_columns)
     return MixPlan(Traffic.of(sends, coming), inner, border)
 
 
-def _part(mine: SparseMatrix, rows: np.ndarray, at: np.ndarray, n_columns: int) -> tuple[Part, ...]:
-    """Return some of a shard's rows and their weights over its table; nothing where there are no rows."""
-    if not len(rows):
+def _part(mine: SparseMatrix, rows: np.ndarray, column_of: np.ndarray, n_columns: int) -> tuple[Part, ...]:
+    """Return some of a shard's rows and their weights over its table; empty if there are no rows."""
+    if len(rows) == 0:
         return ()
+
     part = mine.rows(mine.receivers[rows])
-    weights = replace(part, n_columns=n_columns, columns=at[part.columns])
-    run = rows[-1] - rows[0] + 1 == len(rows)
-    return ((slice(int(rows[0]), int(rows[-1]) + 1) if run else torch.from_numpy(rows), weights),)
+    weights = replace(part, n_columns=n_columns, columns=column_of[part.columns])
+
+    # A slice can be mixed into in place; other rows need a copy.
+    first = int(rows[0])
+    end = int(rows[-1]) + 1
+    if end - first == len(rows):
+        return ((slice(first, end), weights),)
+    return ((torch.from_numpy(rows), weights),)
 
 
 def between(going: Sequence[Link], coming: Sequence[Link], shards: Shards) -> Traffic:
-    """Return the traffic of messages to other shards' peers and from them.
+    """Return the traffic of messages to and from peers of other shards.
 
     Args:
-        going, coming: links of the messages, those of one shard following one another in the order of the links.
+        going, coming: links (sender, receiver) of the messages, sorted by the other shard and then by link.
     """
-    to = shards.of(np.array(going, dtype=np.int64).reshape(-1, 2)[:, 1])
-    by = shards.of(np.array(coming, dtype=np.int64).reshape(-1, 2)[:, 0])
-    sends = {int(shard): np.flatnonzero(to == shard) for shard in np.unique(to)}
-    return Traffic.of(sends, {int(shard): np.arange((by == shard).sum()) for shard in np.unique(by)})
+    receivers = np.array(going, dtype=np.int64).reshape(-1, 2)[:, 1]
+    senders = np.array(coming, dtype=np.int64).reshape(-1, 2)[:, 0]
+    to_shard = shards.of(receivers)
+    from_shard = shards.of(senders)
+
+    sends = {int(shard): np.flatnonzero(to_shard == shard) for shard in np.unique(to_shard)}
+    receives = {int(shard): np.arange((from_shard == shard).sum()) for shard in np.unique(from_shard)}
+    return Traffic.of(sends, receives)
 
 
 def collecting(shards: Shards, shard: int) -> Traffic:
-    """Return what crosses where the first shard is sent every row of the others."""
-    if shard:
+    """Return the traffic of every row to the first shard."""
+    if shard > 0:
         return Traffic.of({0: np.arange(len(shards.peers(shard)))}, {})
-    return Traffic.of({}, {other: np.arange(len(shards.peers(other))) for other in range(1, len(shards))})
+
+    coming = {other: np.arange(len(shards.peers(other))) for other in range(1, len(shards))}
+    return Traffic.of({}, coming)

@@ -1,13 +1,17 @@
 """Direct connections between shards: torch.distributed's gloo, with rows in flat buffers and nothing pickled.
 
-What gloo is: TCP between every two shards, without encryption and without authentication. A process that reaches the
-ports can read rows, take a shard's place or send it any rows; see `rendezvous` for where they listen. What comes in is
-checked all the same: that it is of this place of the run, and that it is finite. A shard that is gone is known by its
-closed connections, at once, and one whose machine is gone by its silence, after PATIENCE.
+Gloo is TCP between every two shards, without encryption and without authentication. A process that reaches the ports
+can read rows, take a shard's place or send it any rows; `rendezvous` says where shards listen. Rows that come in are
+checked all the same: they must be of this place of the run, and finite. A shard that has ended is noticed at once, by
+its closed connections, and one whose machine is gone by its silence, after PATIENCE.
+
+Rows go in one of two ways. Long runs of rows go by themselves, from where they lie in memory to where they are wanted.
+All others of one exchange to one shard are packed into one `MessageBuffer`, with a stamp that names the exchange.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,20 +27,20 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.engine.shards.communication_plan import Shards, Traffic
 from flower_privdec.rows.tensors import all_finite, empty_rows, padded
 
-STAMP = 8  # bytes
-UNIT = 64  # bytes between the beginnings of parts whose types differ
+STAMP = 8  # bytes of the stamp
+UNIT = 64  # if types differ, each part begins at a multiple of this many bytes
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # type and shape of each part
 
 
 @dataclass(frozen=True)
 class MessageBuffer:
-    """Views of a buffer.
+    """The rows of one message, as views of a buffer.
 
     Attributes:
-        whole: what is sent, uint8.
-        parts: of each name, its rows, [k, ...].
-        numbers: all of them in one row, where they are of one type, which is quicker to check; else the parts.
-        stamp: int64, one number.
+        whole: the bytes that are sent, uint8.
+        parts: the rows of each name, [k, ...].
+        numbers: all numbers in one row if they are of one type, which is quicker to check; else the parts.
+        stamp: one number, int64, that names the exchange.
     """
 
     whole: Tensor
@@ -48,14 +52,19 @@ class MessageBuffer:
     def within(cls, buffer: Tensor, layout: Layout) -> MessageBuffer:
         """Return the views for a layout, in a buffer that is long enough."""
         begins, end = _places(layout)
-        parts = tuple(
-            buffer[begin : begin + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-            for begin, (dtype, shape) in zip(begins, layout, strict=True)
-        )
-        numbers = parts
-        if len({dtype for dtype, _ in layout}) == 1:
-            numbers = (buffer[: sum(part.nbytes for part in parts)].view(layout[0][0]),)
-        return cls(buffer[: end + STAMP], parts, numbers, buffer[end : end + STAMP].view(torch.int64))
+        parts = []
+        for begin, (dtype, shape) in zip(begins, layout, strict=True):
+            size = torch.Size(shape).numel() * dtype.itemsize
+            parts.append(buffer[begin : begin + size].view(dtype).view(shape))
+
+        numbers = tuple(parts)
+        if _is_of_one_type(layout):
+            dtype = layout[0][0]
+            size = sum(part.nbytes for part in parts)
+            numbers = (buffer[:size].view(dtype),)
+
+        stamp = buffer[end : end + STAMP].view(torch.int64)
+        return cls(buffer[: end + STAMP], tuple(parts), numbers, stamp)
 
     def finite(self) -> bool:
         """Return whether all numbers are finite."""
@@ -63,29 +72,34 @@ class MessageBuffer:
 
 
 def layout_of(likes: Sequence[Tensor], count: int) -> Layout:
-    """Return the layout of so many rows of each name."""
+    """Return the layout of some number of rows of each name."""
     return tuple((like.dtype, (count, *like.shape[1:])) for like in likes)
 
 
 def _places(layout: Layout) -> tuple[list[int], int]:
-    """Return where each part begins, without a gap where all are of one type, and where the stamp does."""
-    unit = 1 if len({dtype for dtype, _ in layout}) == 1 else UNIT
+    """Return the beginning of each part, and of the stamp behind them; there are no gaps if all are of one type."""
+    unit = 1 if _is_of_one_type(layout) else UNIT
     begins = []
     end = 0
     for dtype, shape in layout:
         begins.append(end)
-        end += -(-torch.Size(shape).numel() * dtype.itemsize // unit) * unit
-    return begins, -(-end // STAMP) * STAMP
+        size = torch.Size(shape).numel() * dtype.itemsize
+        end += math.ceil(size / unit) * unit
+    return begins, math.ceil(end / STAMP) * STAMP
 
 
-PATIENCE = 600.0  # seconds to wait for rows: longer than any shard computes or is evaluated in one go
-LONG = 2**16  # bytes of a run of rows from which it is not copied first
+def _is_of_one_type(layout: Layout) -> bool:
+    return len({dtype for dtype, _ in layout}) == 1
+
+
+PATIENCE = 600.0  # seconds to wait for rows: longer than any shard computes or evaluates in one go
+LONG = 2**16  # a run of rows with this many bytes is sent without a copy
 LAST_TAG = 2**30
 LOST = "lost touch with"
 
 
 class LostShardError(RunError):
-    """Another shard is gone, or silent; it knows better why."""
+    """Another shard is gone, or silent; its log has the cause."""
 
 
 @dataclass
@@ -93,12 +107,12 @@ class Pending:
     """Rows on their way, see `ProcessGroup.begin`.
 
     Attributes:
-        here: where the run is, for errors.
+        here: the place of the run, for errors.
         tag: the stamp of messages of this exchange.
-        arriving: what is waited for, with the shard it comes from.
-        leaving: what is sent, with the shard it goes to.
-        messages: what comes packed, by shard, and where it is wanted.
-        alone: runs of rows that come by themselves, each with its shard.
+        arriving: gloo's works that receive, each with the shard from which it receives.
+        leaving: gloo's works that send, each with the shard to which it sends.
+        messages: the messages with packed rows, each with its shard and the rows into which its parts go.
+        alone: the runs of rows that come by themselves, each with its shard.
     """
 
     shards: Shards
@@ -110,13 +124,14 @@ class Pending:
     alone: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Wait until all rows have come, are checked and are where they are wanted, and all that was sent is gone.
+        """Wait until all rows have come, are checked and lie where they are wanted, and until all sent rows are gone.
 
         Raises:
-            LostShardError: naming the shard that is gone.
-            RunError: naming the shard whose rows are not finite, or are of another place of the run.
+            LostShardError: a shard is gone; the message names it.
+            RunError: rows of a shard are not finite, or are of another place of the run; the message names the shard.
         """
         self._wait(self.arriving)
+
         for shard, message, wanted in self.messages:
             self._check(shard, int(message.stamp) == self.tag, "are of another place; all shards must run one scenario")
             self._check(shard, message.finite(), "are not finite; a peer diverged")
@@ -124,11 +139,13 @@ class Pending:
                 into.copy_(part)
         for shard, row in self.alone:
             self._check(shard, all_finite(row), "are not finite; a peer diverged")
+
+        # Only then may steps change the rows that were sent from where they lie.
         self._wait(self.leaving)
 
-    def _check(self, shard: int, right: bool, wrong: str) -> None:
-        if not right:
-            raise RunError(f"{self.here}: rows of {self.shards.name(shard)} {wrong}", code="shards.rows")
+    def _check(self, shard: int, is_right: bool, fault: str) -> None:
+        if not is_right:
+            raise RunError(f"{self.here}: rows of {self.shards.name(shard)} {fault}", code="shards.rows")
 
     def _wait(self, ways: list[tuple[int, Work]]) -> None:
         for shard, work in ways:
@@ -136,20 +153,21 @@ class Pending:
                 try:
                     work.wait()
                 finally:
-                    del work  # while anything holds it, connections stay open and the others wait on
+                    del work  # while anything refers to it, gloo keeps its connections open and the others wait
 
     def forget(self) -> None:
-        """Release all that holds connections open."""
+        """Drop the references that keep connections open."""
         self.arriving.clear()
         self.leaving.clear()
 
 
 @contextmanager
 def touching(shard: str, here: str) -> Iterator[None]:
-    """Turn what gloo raises inside into a LostShardError that names a shard and where the run is."""
+    """Turn an error of gloo inside into a LostShardError that names a shard and the place of the run."""
     try:
         yield
     except RuntimeError as error:
+        # Gloo begins with its source file and line, "[...] ", and ends with advice for its developers.
         message = one_line(error).partition("] ")[2] or one_line(error)
         problem = f"{LOST} {shard} in {here} ({message.split('. This is')[0][:160]})"
         raise LostShardError(problem, code="shards.lost") from error
@@ -168,7 +186,8 @@ class ProcessGroup:
         self._group = group
         self.shard = shard
         self.shards = shards
-        self._tag, self._pending = 0, Pending(shards, "")
+        self._tag = 0
+        self._pending = Pending(shards, "")
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._messages: dict[tuple[str, int, Layout], MessageBuffer] = {}
 
@@ -178,12 +197,13 @@ class ProcessGroup:
 
         Args:
             store: the rendezvous.
-            address: of this machine, at which the others reach it; nothing listens anywhere else.
-            patience: seconds that any wait may last.
+            address: the address of this machine at which the others reach it; nothing listens anywhere else.
+            patience: the seconds that any wait may last.
 
         Raises:
             LostShardError: they cannot be reached.
         """
+        # torch has no public way to listen at one address only.
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=patience)
@@ -192,7 +212,7 @@ class ProcessGroup:
 
     @property
     def group(self) -> Any:
-        """Return the group.
+        """Gloo's group.
 
         Raises:
             RunError: the connections are closed.
@@ -209,7 +229,7 @@ class ProcessGroup:
         self._messages.clear()
 
     def gather(self, content: bytes) -> list[bytes]:
-        """Return what every shard has to say, as many bytes each, in the order of the shards."""
+        """Return the content of every shard, in the order of the shards; all must give the same number of bytes."""
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         answers = [torch.empty_like(mine) for _ in range(len(self.shards))]
         with touching("another shard", "their rendezvous"):
@@ -217,10 +237,10 @@ class ProcessGroup:
         return [answer.numpy().tobytes() for answer in answers]
 
     def agree(self, digest: bytes) -> None:
-        """Check that all shards have the same 32 bytes to say of what they are about to do.
+        """Check that all shards give the same digest, 32 bytes, of what they are about to run.
 
         Raises:
-            RunError: naming one that disagrees.
+            RunError: a shard differs; the message names it.
         """
         for shard, theirs in enumerate(self.gather(digest)):
             if theirs != digest:
@@ -240,7 +260,7 @@ class ProcessGroup:
             self.group.barrier().wait()
 
     def total(self, values: Tensor, here: str) -> Tensor:
-        """Return the sum of a tensor over all shards, which all call this; `values` is used up.
+        """Return the sum of a tensor over all shards, which call this together; `values` may be overwritten.
 
         Raises:
             LostShardError: a shard is gone.
@@ -254,18 +274,19 @@ class ProcessGroup:
         return summed.to(values.device)
 
     def begin(self, rows: Sequence[Tensor], traffic: Traffic, foreign: Sequence[Tensor], here: str) -> Pending:
-        """Send some rows to other shards and receive theirs; no row is touched until `wait` has returned.
-
-        Runs of rows that are long enough go from where they lie to where they are wanted; the others, of all names, in
-        one buffer.
+        """Send some rows to other shards and receive theirs; no row may be touched until `wait` has returned.
 
         Args:
-            rows: of each name, those here, [m, ...], made by `clean_rows`.
-            foreign: of each name, where those from elsewhere go, [f, ...], likewise.
-            here: where the run is, for errors.
+            rows: the rows here, [m, ...], for each name; made by `clean_rows`.
+            traffic: which of them go where.
+            foreign: the rows from other shards, [f, ...], for each name, to be received; made by `clean_rows`.
+            here: the place of the run, for errors.
         """
-        tag = self._tag = (self._tag + 1) % LAST_TAG
-        self._pending = pending = Pending(self.shards, here, tag)
+        self._tag = (self._tag + 1) % LAST_TAG
+        pending = Pending(self.shards, here, self._tag)
+        self._pending = pending
+
+        # Both ends decide alike which rows go alone and which are packed: by their number, runs, shape and type.
         for shard, part in traffic.receives.items():
             short = []
             count = part.stop - part.start
@@ -280,6 +301,7 @@ class ProcessGroup:
             message = self._message("in", shard, layout_of(short, count))
             self._swap(self.group.recv, pending.arriving, message.whole, shard)
             pending.messages.append((shard, message, [table[part] for table in short]))
+
         for shard, which in traffic.sends.items():
             short = []
             count = which.shape[0]
@@ -290,30 +312,36 @@ class ProcessGroup:
                 else:
                     short.append(table)
             message = self._message("out", shard, layout_of(short, count))
-            _fill(message, short, which, tag)
+            _fill(message, short, which, self._tag)
             self._swap(self.group.send, pending.leaving, message.whole, shard)
+
         return pending
 
     def _swap(self, way: Callable[..., Work], ways: list[tuple[int, Work]], values: Tensor, shard: int) -> None:
-        """Begin to send or receive some values, and add that to what is on its way."""
+        """Begin to send or receive some values, and append the work to those under way."""
         with touching(self.shards.name(shard), self._pending.here):
             ways.append((shard, way([values], shard, self._tag)))
 
     def _message(self, way: str, shard: int, layout: Layout) -> MessageBuffer:
-        """Return a message to or from a shard; all that go one way between two shards lie in one buffer."""
+        """Return a message to or from a shard; all messages of one way between two shards share one buffer."""
         key = (way, shard, layout)
-        if key not in self._messages:
-            size = _places(layout)[1] + STAMP
-            buffer = self._buffers.get((way, shard))
-            if buffer is None or len(buffer) < size:
-                buffer = self._buffers[way, shard] = torch.zeros(size, dtype=torch.uint8)
-                self._messages = {other: value for other, value in self._messages.items() if other[:2] != key[:2]}
-            self._messages[key] = MessageBuffer.within(buffer, layout)
+        if key in self._messages:
+            return self._messages[key]
+
+        size = _places(layout)[1] + STAMP
+        buffer = self._buffers.get((way, shard))
+        if buffer is None or len(buffer) < size:
+            buffer = torch.zeros(size, dtype=torch.uint8)
+            self._buffers[way, shard] = buffer
+            # Messages in the old buffer would keep its memory.
+            self._messages = {other: message for other, message in self._messages.items() if other[:2] != key[:2]}
+
+        self._messages[key] = MessageBuffer.within(buffer, layout)
         return self._messages[key]
 
 
 def _fill(message: MessageBuffer, rows: Sequence[Tensor], which: Tensor, tag: int) -> None:
-    """Put the chosen rows of all names into a message, and which message it is."""
+    """Copy the chosen rows of all names into a message, and stamp it."""
     for table, part in zip(rows, message.parts, strict=True):
         if table.device.type == "cpu":
             torch.index_select(table, 0, which, out=part)
@@ -323,12 +351,13 @@ def _fill(message: MessageBuffer, rows: Sequence[Tensor], which: Tensor, tag: in
 
 
 def go_alone(rows: Tensor, count: int, runs: int) -> bool:
-    """Return whether so many rows, in so many runs, go by themselves, straight from and to where they lie."""
-    return rows.device.type == "cpu" and rows.shape[1:].numel() * rows.element_size() * count >= LONG * runs
+    """Return whether some number of rows, in some number of runs, go by themselves, without a copy."""
+    bytes_per_row = rows.shape[1:].numel() * rows.element_size()
+    return rows.device.type == "cpu" and bytes_per_row * count >= LONG * runs
 
 
 def _block(rows: Tensor, start: int, stop: int) -> Tensor:
-    """Return a run of rows as one block of memory, with what lies between them, see `clean_rows`."""
+    """Return a run of rows as one block of memory, padding included, see `clean_rows`."""
     part = rows[start:stop]
     if part.is_contiguous():
         return part
@@ -338,8 +367,14 @@ def _block(rows: Tensor, start: int, stop: int) -> Tensor:
 
 
 def clean_rows(like: Tensor, count: int) -> Tensor:
-    """Return rows as long as others, [count, ...], which are not set, with zeros in the padding: it may be sent."""
-    made = empty_rows(like, count, *like.shape[1:])
-    if made.ndim == 2 and count and made.stride(0) > made.shape[1]:
-        torch.as_strided(made, (count, made.stride(0)), (made.stride(0), 1))[:, made.shape[1] :] = 0
-    return made
+    """Return rows [count, ...] shaped like others, not set, but with zeros in their padding.
+
+    Privacy: padding is sent with its rows, and fresh memory may hold anything that this process has had in it.
+    """
+    rows = empty_rows(like, count, *like.shape[1:])
+    is_padded = rows.ndim == 2 and count > 0 and rows.stride(0) > rows.shape[1]
+    if is_padded:
+        d = rows.shape[1]
+        stride = rows.stride(0)
+        torch.as_strided(rows, (count, stride), (stride, 1))[:, d:] = 0
+    return rows

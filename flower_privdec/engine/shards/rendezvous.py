@@ -1,8 +1,8 @@
 """The rendezvous of shards: a file on one machine, or a port of the first shard, whose address its owner gives.
 
-Shards exchange through it the ports at which they listen. It has no authentication, nor have their connections: a
+Through it, shards exchange the ports at which they listen. It has no authentication, nor have their connections: a
 process that reaches it can disturb a run, and one that reaches a shard's ports can read and change rows. So a shard
-listens on the loopback address alone unless its owner gives another one.
+listens only on the loopback address unless its owner gives another one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Rendezvous:
     """The address at which a shard listens, and that of the rendezvous.
 
     Attributes:
-        address: of this machine; the shard listens on no other.
-        endpoint: HOST:PORT of the first shard; None for a file.
-        path: the file, on one machine.
+        address: an address of this machine; the shard listens on no other.
+        endpoint: host and port of the first shard; None for a file.
+        path: the file, if all shards are on one machine.
     """
 
     address: str = THIS_MACHINE
@@ -48,21 +48,23 @@ class Rendezvous:
         """Parse an owner's setting.
 
         Raises:
-            RunError: it is no address of one machine.
+            RunError: one of the two is no address of one machine.
         """
-        host, colon, port = endpoint.rpartition(":")
-        hosts = [_address(text) for text in (address, host.strip("[]"))]
-        if not colon or not port.isdecimal() or not 0 < int(port) < 2**16 or None in hosts:
+        host, _, port = endpoint.rpartition(":")
+        host = host.strip("[]")  # around the colons of IPv6
+
+        is_port = port.isdecimal() and 0 < int(port) < 2**16
+        if not is_port or not _is_address(address) or not _is_address(host):
             raise RunError(
                 f"shard-address={address!r} and shard-rendezvous={endpoint!r} must be {BESIDE}: start the SuperNode "
                 f"with {GIVE}",
                 code="shards.address",
             )
-        return cls(address, (host.strip("[]"), int(port)))
+        return cls(address, (host, int(port)))
 
     @property
     def is_open(self) -> bool:
-        """Return whether other machines may reach the shard."""
+        """Whether other machines may reach the shard."""
         return not ipaddress.ip_address(self.address).is_loopback
 
     @contextmanager
@@ -70,11 +72,11 @@ class Rendezvous:
         """Yield the store through which the shards of one message find each other, once all have joined.
 
         Args:
-            token: of the message, so that entries of an earlier one are not taken for its own.
-            patience: seconds to wait for the others.
+            token: names the message, so that entries of an earlier one are not mistaken for its own.
+            patience: the seconds to wait for the others.
 
         Raises:
-            RunError: naming the shards that are missing, or why the rendezvous fails.
+            RunError: shards are missing, or the rendezvous fails; the message names them or the cause.
         """
         deadline = time.monotonic() + patience
         try:
@@ -87,6 +89,7 @@ class Rendezvous:
             raise LostShardError(
                 f"the shards cannot meet at {self._where} ({one_line(error)[:200]})", code="shards.no-rendezvous"
             ) from error
+
         try:
             yield store
         finally:
@@ -95,22 +98,30 @@ class Rendezvous:
 
     @property
     def _where(self) -> str:
-        return str(self.path) if self.endpoint is None else f"{self.endpoint[0]}:{self.endpoint[1]}"
+        """The place of the rendezvous, for errors."""
+        if self.endpoint is None:
+            return str(self.path)
+        host, port = self.endpoint
+        return f"{host}:{port}"
 
     def _open(self, shard: int, count: int, deadline: float) -> Store:
+        """Open the store; the first shard serves it, unless it is a file."""
         if self.endpoint is None:
             assert self.path is not None
             self.path.parent.mkdir(parents=True, exist_ok=True)
             return FileStore(str(self.path), count)
+
         host, port = self.endpoint
         wait = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-        if shard:
+        if shard > 0:
             return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+
         if host != self.address:
             raise RunError(
                 f"the first shard listens at {self.address}, and shard-rendezvous={self._where} is elsewhere",
                 code="shards.elsewhere",
             )
+        # By itself TCPStore would listen at all addresses of the machine.
         listening = _listen(host, port, deadline)
         return TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listening.detach()
@@ -130,16 +141,16 @@ class Rendezvous:
             time.sleep(0.02)
 
 
-def _address(text: str) -> str | None:
-    """Return an IP address; None where a text is none, or stands for all addresses of a machine."""
+def _is_address(text: str) -> bool:
+    """Return whether a text is an IP address of one machine; 0.0.0.0 stands for all addresses of a machine."""
     try:
-        return None if ipaddress.ip_address(text).is_unspecified else text
+        return not ipaddress.ip_address(text).is_unspecified
     except ValueError:
-        return None
+        return False
 
 
 def _listen(host: str, port: int, deadline: float) -> socket.socket:
-    """Listen at one address; wait for a port that an earlier message has just used."""
+    """Listen at one address; if an earlier message has just used the port, wait until it is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         listening = socket.socket(family)
