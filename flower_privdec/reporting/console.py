@@ -72,13 +72,13 @@ ESSENTIAL = ("run", "algorithm", "ε", "mean model", "peers' models", "time")
 
 
 def plain_width() -> int:
-    """Return how many columns text takes that goes to no terminal: COLUMNS, where it is set."""
+    """Return how many columns text takes that goes to no terminal: COLUMNS if it is set."""
     columns = os.environ.get("COLUMNS", "")
     return max(40, int(columns)) if columns.isdecimal() and 0 < len(columns) < 5 else PLAIN_WIDTH
 
 
 class _Console(Console):
-    """Stdout as wide as the terminal, or plain text without trailing blanks where it is none."""
+    """Stdout as wide as the terminal; plain text without trailing blanks if it is no terminal."""
 
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else plain_width()
@@ -153,7 +153,6 @@ def comparison_text(headings: Sequence[str], rows: Iterable[Sequence[str]], note
 
 def print_summary(summary: dict[str, Any], folder: Path) -> None:
     """Print a finished run's results, its privacy, and the folder of its files."""
-    console = _Console()
     loss = wording.main_loss(summary["algorithm"], summary["loss"])
     training = wording.main_loss(summary["algorithm"], summary.get("training_loss"))
     average = wording.named_value(summary, "peer_mean")
@@ -161,18 +160,23 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
     values = {name: wording.main_value(summary["algorithm"], summary[name]) for name in summary["metrics"]}
     metrics = [f"{kind['title']} {wording.measured(values[name], kind)}" for name, kind in summary["metrics"].items()]
-    objective = coalitions = replies = None
+    objective = None
     if summary.get("suboptimality") is not None and "optimum" in summary:
         least = summary["optimum"]["value"]
         gap = summary["optimum"]["gap"]
         objective = f"{number(summary['suboptimality'])} above the minimum, which is {least:.6g} (within {gap:.1e})"
+
+    coalitions = None
     if "coalition_evaluations" in summary:
         share = percent(summary["coalition_share_of_wall_time"])
         coalitions = f"{summary['coalition_evaluations']:,} evaluated for Shapley values, in {share} of the time"
+
+    replies = None
     epsilons = [row["epsilon_of_replies_to_one"] for row in summary["privacy"] if "epsilon_of_replies_to_one" in row]
     if epsilons:
         largest = epsilon_text(max(map(float, epsilons)))
         replies = f"ε = {largest} at most for the replies to one neighbour, which is no bound on all that it receives"
+
     facts = [
         ("algorithm", f"{summary['algorithm']}, {network}"),
         ("peers' models", f"{average} on average, {wording.peers_range(summary)} from worst to best"),
@@ -196,6 +200,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         ("speed", f"{duration(summary['wall_seconds'])}, {pace}"),
         ("files", str(folder)),
     ]
+    console = _Console()
     console.show()
     console.show(f"{summary['name']}: {wording.headline(summary)}", style="bold")
     console.show(_facts(facts))
@@ -205,7 +210,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
 
 
 def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:
-    """Print one row a run, those of unlike budgets apart; on a narrow terminal only what matters most."""
+    """Print a row for each run, with a line between budgets; on a narrow terminal only what matters most."""
     console = _Console()
     rows = [comparison_row(summary) for summary in summaries]
     shown = [name for name in rows[0] if console.width >= NARROW or name in ESSENTIAL]
@@ -220,17 +225,21 @@ def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:
 
 def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a run in a comparison, by heading."""
-    finished = summary.get("finished", True)
-    values = summary[wording.main_metric(summary)[0]]
-    shares = wording.shares_models(summary["algorithm"])
-    done = f"{summary['rounds']:,}" if finished else f"{summary['rounds_done']:,}/{summary['rounds']:,}"
+    done = f"{summary['rounds']:,}"
+    if not summary.get("finished", True):
+        done = f"{summary['rounds_done']:,}/{done}"
+
+    # No peer has a mean of models that were never exchanged.
+    mean_model = NOTHING
+    if summary[wording.main_metric(summary)[0]] and wording.shares_models(summary["algorithm"]):
+        mean_model = wording.named_value(summary, "mean_model")
     return {
         "run": summary.get("label", summary["name"]),
         "algorithm": summary["algorithm"],
         "peers": str(summary["n_peers"]),
         "rounds": done,
         "ε": wording.epsilon_range(summary),
-        "mean model": wording.named_value(summary, "mean_model") if values and shares else NOTHING,
+        "mean model": mean_model,
         "peers' models": wording.peers_values(summary),
         "loss": number(wording.main_loss(summary["algorithm"], summary["loss"])),
         "consensus": number(summary["consensus_distance"]),
@@ -244,8 +253,8 @@ def graph_facts(graph: dict[str, Any]) -> str:
     joined = "not jointly connected in the rounds checked"
     if rounds is not None:
         joined = f"jointly connected in {rounds} round{'' if rounds == 1 else 's'}"
-    gap = graph["spectral_gap"]
-    return f"{joined}, spectral gap {'not measured: too many peers' if gap is None else number(gap)}"
+    gap = "not measured: too many peers" if graph["spectral_gap"] is None else number(graph["spectral_gap"])
+    return f"{joined}, spectral gap {gap}"
 
 
 def print_topology(description: dict[str, Any], as_json: bool) -> None:
@@ -384,7 +393,7 @@ def print_parts(as_json: bool, kind: str | None = None) -> None:
 OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
     "active_rounds": ("active rounds", number),
     "expected_rounds": ("expected", number),
-    "epsilon_of_replies_to_one": ("ε of the replies to one neighbour alone", epsilon_text),
+    "epsilon_of_replies_to_one": ("ε of the replies to one neighbour", epsilon_text),
     "epsilon_if_all_collude": ("ε if all other peers collude", epsilon_text),
     "claimed_epsilon": ("claimed ε", setting),
     "claimed_after_quarters": ("claimed ε after each quarter", lambda values: ", ".join(map(epsilon_text, values))),
@@ -455,7 +464,7 @@ def _promise(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         return
     deltas = [row["delta"] for row in rows if row["delta"]]
     at_delta = f" at δ = {_range(deltas, setting)}" if deltas else ""
-    counted = "of this run alone" if plan["ledger"] is None else "of this run"
+    counted = "of this run only" if plan["ledger"] is None else "of this run"
     yield "ε", f"{_range((row['epsilon'] for row in rows), epsilon_text)}{at_delta} at each peer in the end, {counted}"
     for key in ("epsilon_if_all_collude", "epsilon_of_replies_to_one", "claimed_epsilon"):
         values = [row[key] for row in rows if row[key] is not None]
@@ -474,7 +483,7 @@ def _shared_ledger(ledger: dict[str, Any]) -> str:
 def _theory(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]:
     """Yield all facts of a plan."""
     graph = plan["topology"]
-    ledger = "the run's own: ε counts this run alone"
+    ledger = "the run's own: ε counts only this run"
     if plan["ledger"] is not None:
         ledger = _shared_ledger(plan["ledger"])
     connected = None if graph is None else graph_facts(graph)

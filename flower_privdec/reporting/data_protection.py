@@ -1,52 +1,33 @@
 """What ε means for those who are in the data of a run: the page that a data protection officer reads.
 
-It is made from the run's summary and, if it is at hand, from the run's ledger, which has every release and so far
-better bounds than ε and δ by themselves. Every figure is an upper bound, rounded away from comfort. What the page says
-is in one order: what is protected, how strongly, towards which observers, for how long, what is assumed, and what is
-not covered.
+Its figures come from the run's summary and ledger (`evidence`); each is an upper bound, rounded away from comfort. The
+page says, in this order: what is protected, how strongly, towards which observers, for how long, what is assumed, and
+what is not covered. Each of these is a function here that returns a `Topic`, with its sentences in reading order.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flower_privdec import __version__
-from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges, setting
-from flower_privdec.experiment.origin import ORIGIN
-from flower_privdec.privacy.accountant.accounting import LEAST_DELTA, Alternatives, epsilon_of_runs
-from flower_privdec.privacy.accountant.readings import (
-    DELTAS,
-    FEW_DELTAS,
-    Point,
-    group_epsilon,
-    log_group_factor,
-    of_group,
-    points_of,
-    right_guesses,
-    true_positive_rate,
-)
-from flower_privdec.privacy.ledger.charges import Entry, Totals
-from flower_privdec.privacy.ledger.segments import ledger_path, verified
+from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
+from flower_privdec.privacy.ledger.charges import Entry
 from flower_privdec.privacy.ledger.spending import costs_in
-from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary
+from flower_privdec.privacy.mechanism.events import Adversary
 from flower_privdec.reporting import wording
-from flower_privdec.reporting.ledgers import ledgers_below
+from flower_privdec.reporting.evidence import SAME, Evidence, Payments, is_protected
 from flower_privdec.reporting.run_folder import Result, RunGroup
 from flower_privdec.reporting.wording import at_most
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.05, 0.25)
 EXAMPLES_OF_ONE_PERSON = (1, 2, 5)
-MANY_MECHANISMS = 64  # different noises in a ledger from which on the accountant is asked fewer times
-SAME = 1e-3  # share by which a ledger's ε may be below the summary's: how closely the accountant computes
 GUIDE = "docs/data-protection.md"
 
 EVERY_MESSAGE = "anyone who sees every message and every model"
@@ -57,9 +38,6 @@ OBSERVERS = {
     "epsilon_of_replies_to_one": "one neighbour, by the replies to it only; it also hears the other messages, so this "
     "is no bound on all that it learns",
 }
-
-
-ADVERSARIES = {"epsilon_if_all_collude": EVERYBODY, "epsilon_of_replies_to_one": ONE_NEIGHBOUR}
 
 
 @dataclass(frozen=True)
@@ -90,227 +68,6 @@ class Notice:
     label: str
     short: list[str]
     topics: list[Topic]
-
-
-# --- what was released ---
-
-
-@dataclass(frozen=True)
-class Payments:
-    """What one ledger holds.
-
-    Attributes:
-        lines: how many payments, all of them verified.
-        head: the hash of the last line.
-        entries: what was paid for, those of one run perhaps as one.
-        adversary: the one that every figure here is against.
-    """
-
-    path: Path
-    source: str
-    lines: int
-    head: str
-    entries: list[Entry]
-    adversary: Adversary
-
-    @classmethod
-    def read(cls, path: Path, adversary: Adversary) -> Payments:
-        """Read and verify a whole ledger.
-
-        Raises:
-            BudgetError: it cannot be read, or fails verification.
-        """
-        totals = Totals()
-        lines = 0
-        source = ""
-        head = ""
-        for segment, entries in verified(path):
-            totals.count(entries)
-            lines += len(entries)
-            source = segment.source
-            head = segment.hashes[-1]
-        return cls(path, source, lines, head, totals.entries, adversary)
-
-    @property
-    def run_ids(self) -> set[str]:
-        """Return the names of the runs that paid."""
-        return {entry.run.id for entry in self.entries}
-
-    @cached_property
-    def costs(self) -> list[Alternatives]:
-        """Return the cost of all runs, see `costs_in`."""
-        return costs_in(self.entries, self.adversary)
-
-    def epsilon(self, delta: float, times: int = 1) -> float:
-        """Return the ε of all that was paid for, `times` times, for an example at the peer that costs most."""
-        return epsilon_of_runs(self.costs * times, delta)
-
-    def of_group(self, examples: int) -> list[Alternatives] | None:
-        """Return the cost of all runs for several examples of one peer together, or None if it is not known."""
-        runs = []
-        for alternatives in self.costs:
-            groups = [of_group(releases, examples) for releases in alternatives]
-            if any(releases is None for releases in groups):
-                return None
-            runs.append(tuple(releases for releases in groups if releases is not None))
-        return runs
-
-    @property
-    def many(self) -> bool:
-        """Return whether a composition takes long."""
-        mechanisms = {release.mechanism for run in self.costs for releases in run for release in releases}
-        return len(mechanisms) > MANY_MECHANISMS
-
-
-def ledgers_of(run: Result) -> list[Path]:
-    """Return the ledgers that a run was charged in: one, or one for each peer that ran by itself.
-
-    Raises:
-        ScenarioError: there is none.
-    """
-    if (run.folder / ORIGIN).is_file():
-        try:
-            last = json.loads((run.folder / ORIGIN).read_bytes())["runs"][-1]
-            folders = [] if last["ledger"] is None else [Path(last["ledger"]), run.folder / "ledger"]
-            paths = [ledger_path(folder, str(last["source"])) for folder in folders]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ScenarioError(
-                f"{run.folder / ORIGIN}: is damaged, so the run's ledger is not known; restore it",
-                code="reporting.origin-damaged",
-            ) from error
-        for path in paths:
-            if path.is_file():
-                return [path]
-
-    private = run.scenario.private
-    if private is not None and private.ledger is not None:
-        return ledgers_below(Path(private.ledger).expanduser())
-    return ledgers_below(run.folder)
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What is known of the releases of one run.
-
-    Attributes:
-        rows: of the summary's peers, each with `epsilon` and `delta`.
-        payments: of its ledgers; empty if they are not at hand, or hold less than the summary says.
-        problem: why there are none, as a sentence; None if there are some.
-    """
-
-    rows: list[dict[str, Any]]
-    payments: list[Payments] = field(default_factory=list)
-    problem: str | None = None
-
-    @classmethod
-    def of(cls, run: Result) -> Evidence:
-        """Collect it; a ledger that is missing or damaged is a sentence on the page, and not an error."""
-        rows = _rows(run)
-        if not _is_protected(rows):
-            return cls(rows)
-        try:
-            adversary = Adversary(rows[0].get("colluding"))
-            payments = [Payments.read(path, adversary) for path in ledgers_of(run)]
-        except (BudgetError, ScenarioError) as error:
-            return cls(rows, problem=f"The ledger could not be read: {error}.")
-
-        for row in rows:
-            charged = max(one.epsilon(row["delta"]) for one in payments)
-            if charged < float(row["epsilon"]) * (1 - SAME):
-                ledgers = ", ".join(str(one.path) for one in payments)
-                return cls(
-                    rows,
-                    problem=f"{ledgers} holds less than this run has spent (ε = {epsilon_text(charged)} of "
-                    f"{epsilon_text(row['epsilon'])}): it is an old copy, or of another run. Find out why before you "
-                    "rely on any figure here.",
-                )
-        return cls(rows, payments)
-
-    def towards(self, key: str) -> Evidence:
-        """Return what is known against the adversary of another ε of the rows."""
-        rows = [row | {"epsilon": row[key]} for row in self.rows if key in row]
-        payments = [replace(one, adversary=ADVERSARIES[key]) for one in self.payments]
-        return replace(self, rows=rows, payments=payments)
-
-    @cached_property
-    def epsilon(self) -> float:
-        """Return the largest ε of a peer, with all that the ledgers hold today."""
-        by_summary = max((float(row["epsilon"]) for row in self.rows), default=math.inf)
-        return max([by_summary, *(one.epsilon(row["delta"]) for one in self.payments for row in self.rows)])
-
-    @cached_property
-    def alternatives(self) -> list[tuple[Point, ...]]:
-        """Return for each ledger, or else each peer, the pairs (ε, δ) that hold for its examples."""
-        if not self.payments:
-            return [((float(row["epsilon"]), float(row["delta"])),) for row in self.rows]
-        own = {float(row["delta"]) for row in self.rows}
-        return [points_of(one.epsilon, sorted(own.union(FEW_DELTAS if one.many else DELTAS))) for one in self.payments]
-
-    def right_guesses(self) -> float:
-        """Return a bound on how often a test for an example of any peer is right; see `readings`."""
-        return max(map(right_guesses, self.alternatives), default=1.0)
-
-    def true_positive_rate(self, false_positive_rate: float) -> float:
-        """Return a bound on how often a test finds an example of any peer; see `readings`."""
-        return max((true_positive_rate(one, false_positive_rate) for one in self.alternatives), default=1.0)
-
-    def of_group(self, examples: int) -> tuple[float, float, float]:
-        """Return what several examples of one person at one peer cost: ε, its δ, and a bound on right guesses."""
-        if not self.payments:
-            pairs = [_group_of_pair(row, examples) for row in self.rows]
-            return (*max(pairs), max(right_guesses([pair]) for pair in pairs))
-
-        delta = min(float(row["delta"]) for row in self.rows)
-        costs = [_group_of_payments(one, examples, delta) for one in self.payments]
-        return max(epsilon for epsilon, _ in costs), delta, max(chance for _, chance in costs)
-
-    def again(self) -> tuple[float, float] | None:
-        """Return ε and the bound on right guesses after as much again, or None if no ledger says what that was."""
-        if not self.payments:
-            return None
-        twice = [partial(one.epsilon, times=2) for one in self.payments]
-        chances = [
-            right_guesses(points_of(epsilon_at, FEW_DELTAS if one.many else DELTAS))
-            for one, epsilon_at in zip(self.payments, twice, strict=True)
-        ]
-        return max(epsilon_at(row["delta"]) for epsilon_at in twice for row in self.rows), max(chances)
-
-
-def _rows(run: Result) -> list[dict[str, Any]]:
-    """Return the summary's rows; of a run under way, one row with what the peer that spent most has spent so far."""
-    if run.summary["privacy"] or run.summary["epsilon_so_far"] is None:
-        return list(run.summary["privacy"])
-    private = run.scenario.private
-    delta = 0.0 if private is None else float(np.max(private.delta))
-    return [{"peer": 0, "epsilon": run.summary["epsilon_so_far"], "delta": delta, "unit": "example"}]
-
-
-def _is_protected(rows: Sequence[dict[str, Any]]) -> bool:
-    """Return whether every peer has a finite ε: the page is about those who are protected least."""
-    return bool(rows) and all(math.isfinite(float(row["epsilon"])) for row in rows)
-
-
-def _group_of_pair(row: dict[str, Any], examples: int) -> Point:
-    """Return the pair (ε, δ) of several examples that follows from the pair of one; ε is ∞ if no δ below 1 is left."""
-    epsilon = float(row["epsilon"])
-    delta = float(row["delta"])
-    log_delta = math.log(max(delta, LEAST_DELTA)) + log_group_factor(epsilon, examples)
-    return (examples * epsilon, math.exp(log_delta)) if log_delta < 0 else (math.inf, 0.0)
-
-
-def _group_of_payments(one: Payments, examples: int, delta: float) -> tuple[float, float]:
-    """Return ε at δ of several examples, and a bound on right guesses, from all that was paid for."""
-    runs = one.of_group(examples)
-    if runs is None:
-        epsilon = group_epsilon(one.epsilon, delta, examples)
-        return epsilon, right_guesses([(epsilon, delta)])
-
-    def epsilon_at(at: float) -> float:
-        return epsilon_of_runs(runs, at)
-
-    epsilon = epsilon_at(delta)
-    points = points_of(epsilon_at, FEW_DELTAS if one.many else DELTAS)
-    return epsilon, right_guesses([*points, (epsilon, delta)])
 
 
 # --- numbers as text: always an upper bound ---
@@ -347,7 +104,7 @@ def notice(group: RunGroup) -> Notice:
     """Return the page about a group's runs: about the one that protects least, and all of them together."""
     all_evidence = [(run, Evidence.of(run)) for run in group.runs]
     run, evidence = max(all_evidence, key=lambda pair: pair[1].epsilon)
-    if not _is_protected(evidence.rows):
+    if not is_protected(evidence.rows):
         return _unprotected(group, run, evidence)
 
     right = evidence.right_guesses()
@@ -376,9 +133,13 @@ def _may_be_published(run: Result) -> bool | None:
 
 def _short(run: Result, evidence: Evidence, right: float) -> list[str]:
     unit = _unit(evidence.rows)
-    helpers = "with the help of all other peers"
-    if (colluding := _colluding(evidence.rows)) is not None:
-        helpers = f"with the help of at most {colluding} other peers" if colluding else "without the help of any peer"
+    colluding = _colluding(evidence.rows)
+    if colluding is None:
+        helpers = "with the help of all other peers"
+    elif colluding == 0:
+        helpers = "without the help of any peer"
+    else:
+        helpers = f"with the help of at most {colluding} other peers"
     short = [
         f"Suppose someone wants to know whether one given {unit} was used in this training. They see every message and "
         f"every model, {helpers}, and know all other data. However they test it, they are right at most "
@@ -388,6 +149,7 @@ def _short(run: Result, evidence: Evidence, right: float) -> list[str]:
     if any("epsilon_if_all_collude" in row for row in evidence.rows):
         by_all = evidence.towards("epsilon_if_all_collude").right_guesses()
         short.append(f"If all other peers help, they are right at most {at_most(by_all)} of the time.")
+
     if not run.finished:
         short.append("The run is not finished. The figures are of what it has spent so far, and will grow.")
     published = _may_be_published(run)
@@ -432,10 +194,11 @@ def _protected(run: Result, evidence: Evidence) -> Topic:
 
 def _strength(evidence: Evidence, right: float) -> Topic:
     unit = _unit(evidence.rows)
-    rows = [
-        (f"{100 * rate:g}", at_most(evidence.true_positive_rate(rate)).removesuffix(" %"), f"{100 * rate:g}")
-        for rate in FALSE_POSITIVE_RATES
-    ]
+    rows = []
+    for rate in FALSE_POSITIVE_RATES:
+        by_guessing = f"{100 * rate:g}"
+        by_a_test = at_most(evidence.true_positive_rate(rate)).removesuffix(" %")
+        rows.append((by_guessing, by_a_test, by_guessing))
     table = Table(
         ("wrongly named, of 100 not in the data", "rightly named, of 100 in the data, at most", "by guessing"), rows
     )
@@ -446,7 +209,7 @@ def _strength(evidence: Evidence, right: float) -> Topic:
         )
     else:
         basis = (
-            "These bounds follow from ε and δ alone, as the ledger is not at hand. They hold for every test; with the "
+            "These bounds follow only from ε and δ, as the ledger is not at hand. They hold for every test; with the "
             "ledger they are often much lower."
         )
     return Topic(
@@ -467,13 +230,13 @@ def _observers(run: Result, evidence: Evidence) -> Topic:
         values = [row for row in evidence.rows if key in row]
         if not values:
             continue
-        text = observer
-        known = evidence
+        against = evidence
         if key == "epsilon":
-            text = _main_observer(values)
+            observer = _main_observer(values)
         else:
-            known = evidence.towards(key)
-        rows.append((text, epsilon_text(known.epsilon), at_most(known.right_guesses())))
+            against = evidence.towards(key)
+        rows.append((observer, epsilon_text(against.epsilon), at_most(against.right_guesses())))
+
     blocks: list[str | list[str] | Table] = [
         Table(("who looks", "ε", "right at most"), rows),
         "Anyone who sees less, such as only the final model, can do no more. From the peer that holds them nothing is "
@@ -512,6 +275,7 @@ def _duration(group: RunGroup, run: Result, evidence: Evidence) -> Topic:
         count = "1 run" if n_runs == 1 else f"{n_runs} runs"
         which = "the ledger holds" if len(evidence.payments) == 1 else "the peers' own ledgers hold"
         points.append(f"The figures count all that {which} today: {count} over these data.")
+
     by_summary = max(float(row["epsilon"]) for row in evidence.rows)
     if evidence.epsilon > by_summary * (1 + SAME):
         points.append(
@@ -520,12 +284,15 @@ def _duration(group: RunGroup, run: Result, evidence: Evidence) -> Topic:
         )
     again = evidence.again()
     if again is not None:
+        epsilon, chance = again
         points.append(
-            f"As much training again on the same data, with new noise, would make it ε = {epsilon_text(again[0])}, and "
-            f"a test right at most {at_most(again[1])} of the time."
+            f"As much training again on the same data, with new noise, would make it ε = {epsilon_text(epsilon)}, and "
+            f"a test right at most {at_most(chance)} of the time."
         )
-    if left := _left(run, evidence):
+    left = _left(run, evidence)
+    if left:
         points.append(left)
+
     if any(row.get("scope") == "this run alone" for row in evidence.rows):
         points.append(
             "This ledger counts this run only. Whatever else was ever trained or published from the same data adds to "
@@ -541,12 +308,13 @@ def _duration(group: RunGroup, run: Result, evidence: Evidence) -> Topic:
 def _left(run: Result, evidence: Evidence) -> str | None:
     """Say what is left of the budget, at the peer with least left."""
     private = run.scenario.private
-    if private is None or private.epsilon is None or private.calibration == "paper":
-        return (
-            "No budget was set: nothing stops further runs."
-            if private is not None and private.epsilon is None
-            else None
-        )
+    if private is None:
+        return None
+    if private.epsilon is None:
+        return "No budget was set: nothing stops further runs."
+    if private.calibration == "paper":
+        return None
+
     budgets = np.broadcast_to(np.asarray(private.epsilon, dtype=float), (run.scenario.n_peers,))
     grown = evidence.epsilon - max(float(row["epsilon"]) for row in evidence.rows)
     rest = min(float(budgets[row["peer"]]) - float(row["epsilon"]) for row in evidence.rows) - grown
@@ -562,14 +330,17 @@ def together(groups: Sequence[RunGroup]) -> str | None:
     Ledgers are of the same data if they name the same source.
     """
     by_path: dict[Path, tuple[Payments, list[dict[str, Any]]]] = {}
-    for run in (run for group in groups for run in group.runs):
-        evidence = Evidence.of(run)
-        if len(evidence.payments) == 1:  # ledgers of peers that ran by themselves are each of other data
-            (one,) = evidence.payments
-            by_path[one.path.resolve()] = one, evidence.rows
+    for group in groups:
+        for run in group.runs:
+            evidence = Evidence.of(run)
+            if len(evidence.payments) == 1:  # ledgers of peers that ran by themselves are each of other data
+                (one,) = evidence.payments
+                by_path[one.path.resolve()] = one, evidence.rows
+
     sentences = []
     for source in sorted({one.source for one, _ in by_path.values()}):
         parts = [(one, rows) for one, rows in by_path.values() if one.source == source]
+
         # One run may have paid in several ledgers, copies of one another: the one that has most of it counts.
         runs: dict[str, list[Entry]] = {}
         for one, _ in parts:
@@ -577,6 +348,7 @@ def together(groups: Sequence[RunGroup]) -> str | None:
                 entries = entries_of(one, run_id)
                 if steps_paid(entries) > steps_paid(runs.get(run_id, [])):
                     runs[run_id] = entries
+
         if len(parts) > 1 and len(runs) > 1:
             deltas = {float(row["delta"]) for _, rows in parts for row in rows}
             costs = costs_in([entry for entries in runs.values() for entry in entries], _strongest(parts))
@@ -607,17 +379,15 @@ def _strongest(parts: Sequence[tuple[Payments, Any]]) -> Adversary:
 
 
 def _assumptions(run: Result) -> Topic:
+    noise = "the run does not say where its noise came from."
+    if "noise" in run.summary:
+        noise = f"here it is {run.summary['noise']}."
     points = [
         "Each example was made from one person only. If an example was computed from others (a mean over all that was "
         "subtracted, a duplicate, a text that quotes another), what it shows of those is not counted.",
         "Peers run this program, unchanged, on the data that they mean to protect, and nothing else is released from "
         "those data.",
-        "Noise is what a good generator gives: "
-        + (
-            f"here it is {run.summary['noise']}."
-            if "noise" in run.summary
-            else "the run does not say where its noise came from."
-        ),
+        f"Noise is what a good generator gives: {noise}",
         "The ledger is the one that the program wrote. Lines that were changed or removed from its middle are noticed; "
         "a folder put back from a backup is noticed only if a checkpoint or a neighbour has seen more of it.",
     ]
@@ -633,7 +403,9 @@ def _assumptions(run: Result) -> Topic:
             "Numbers are as good as real numbers: the last digits of sums and of noise are rounded, and what that "
             "could show is not counted (privacy.hardened counts it)."
         )
-    if claim := wording.claim(run.summary):
+
+    claim = wording.claim(run.summary)
+    if claim is not None:
         points.append(
             f"{claim[0].upper()}{claim[1:]}. The figures on this page are the accountant's and do not rely on it."
         )
@@ -693,10 +465,10 @@ def _record(group: RunGroup, evidence: Evidence) -> Topic:
         "figures above are what follows for a test over all outcomes.",
         f"δ = {' / '.join(map(setting, deltas))} is the probability that ε leaves out; the figures above include it.",
     ]
-    facts += [
-        f"Ledger: {one.path}, {one.lines:,} payments, verified; last line {one.head[:16]}." for one in evidence.payments
-    ]
-    facts += [f"Run: {run.folder}" for run in group.runs]
+    for one in evidence.payments:
+        facts.append(f"Ledger: {one.path}, {one.lines:,} payments, verified; last line {one.head[:16]}.")
+    for run in group.runs:
+        facts.append(f"Run: {run.folder}")
     facts.append(f"Written by privdec {__version__}. What the words mean: {GUIDE}.")
     return Topic("For the record", [facts])
 
@@ -732,7 +504,9 @@ def as_markdown(groups: Sequence[RunGroup]) -> str:
             lines += [f"## {topic.title}", ""]
             for block in topic.blocks:
                 lines += [*_block_lines(block), ""]
-    if len(groups) > 1 and (text := together(groups)):
+
+    text = together(groups) if len(groups) > 1 else None
+    if text is not None:
         lines += ["# All runs of this page", "", _escaped(text), ""]
     return "\n".join(lines)
 

@@ -56,17 +56,20 @@ def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
         A summary for each group, with its label on the page.
 
     Raises:
-        ScenarioError: a folder that is not a run, or a page that cannot be written; nothing is written then.
+        ScenarioError: a folder is not a run, or the page cannot be written; nothing is written then.
     """
     ending = out.suffix.lower()
     known = (*PAGES, *NOTICES, *TABLES, *FIGURES)
     if ending not in known:
         endings = ", ".join(known)
         raise ScenarioError(f"{option('out', out)}: must end in one of {endings}; rename it", code="reporting.suffix")
+
     groups = read_groups(runs)
-    text = (
-        {".csv": _csv, ".tex": _latex, ".md": as_markdown}.get(ending, render)(groups) if ending not in FIGURES else ""
-    )
+    text = ""
+    if ending not in FIGURES:
+        write = {".csv": _csv, ".tex": _latex, ".md": as_markdown}.get(ending, render)
+        text = write(groups)
+
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if ending in FIGURES:
@@ -88,16 +91,20 @@ def _csv(groups: Sequence[RunGroup]) -> str:
         summary = group.summary
         epsilons = [float(row["epsilon"]) for row in summary["privacy"]]
         row = {key: summary[key] for key in ("label", "algorithm", "n_peers", "rounds")}
-        row |= {
-            "seeds": group.seeds,
-            "epsilon_min": min(epsilons, default=""),
-            "epsilon_max": max(epsilons, default=""),
-        }
+        row["seeds"] = group.seeds
+        row["epsilon_min"] = min(epsilons, default="")
+        row["epsilon_max"] = max(epsilons, default="")
         for name in (*summary["metrics"], "loss"):
-            row |= {f"{name}.{which}": value for which, value in (summary[name] or {}).items()}
-        rows.append(row | {key: summary[key] for key in ("consensus_distance", "wall_seconds")})
+            for which, value in (summary[name] or {}).items():
+                row[f"{name}.{which}"] = value
+        row["consensus_distance"] = summary["consensus_distance"]
+        row["wall_seconds"] = summary["wall_seconds"]
+        rows.append(row)
+
+    # Runs may have different metrics: a column for each that some run has.
+    columns = list(dict.fromkeys(key for row in rows for key in row))
     file = StringIO()
-    writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
@@ -113,8 +120,10 @@ LATEX = {
 def _latex(groups: Sequence[RunGroup]) -> str:
     """Return the table of runs for a LaTeX document with booktabs."""
     rows = [comparison_row(group.summary) for group in groups]
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    lines = [" & ".join("".join(LATEX.get(sign, sign) for sign in cell) for cell in row) + r" \\" for row in cells]
+    lines = []
+    for cells in (rows[0].keys(), *(row.values() for row in rows)):
+        escaped = ["".join(LATEX.get(sign, sign) for sign in cell) for cell in cells]
+        lines.append(" & ".join(escaped) + r" \\")
     begin = r"\begin{tabular}{ll" + "r" * (len(rows[0]) - 2) + "}"
     return "\n".join([begin, r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", ""])
 
@@ -122,7 +131,8 @@ def _latex(groups: Sequence[RunGroup]) -> str:
 def _save_figures(groups: Sequence[RunGroup], out: Path) -> None:
     """Write each curve as a page of a PDF file, or the first as PNG."""
     with drawing():
-        figures = [figure for curve in curves_of(groups) if (figure := draw_curve(curve, groups, legend=True))]
+        drawn = [draw_curve(curve, groups, legend=True) for curve in curves_of(groups)]
+        figures = [figure for figure in drawn if figure is not None]
         if not figures:
             raise ScenarioError(f"{option('out', out)}: no run has been evaluated yet", code="reporting.no-curve")
         if out.suffix.lower() == ".png":
@@ -146,10 +156,15 @@ def render(groups: Sequence[RunGroup]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+    # If there are several budgets, each stands above the first of its runs.
     budgets = [group.budget for group in groups]
-    headings: list[str | None] = [None] * len(groups)  # the budget above the first run of each, where there are several
-    for i, budget in enumerate(budgets if len(set(budgets)) > 1 else ()):
-        headings[i] = None if i and budgets[i - 1] == budget else budget_name(budget)
+    headings: list[str | None] = [None] * len(groups)
+    if len(set(budgets)) > 1:
+        for i, budget in enumerate(budgets):
+            if i == 0 or budgets[i - 1] != budget:
+                headings[i] = budget_name(budget)
+
     single = len(groups) == 1
     n_runs = sum(len(group.runs) for group in groups)
     return environment.get_template("report.html.j2").render(
@@ -168,17 +183,19 @@ def render(groups: Sequence[RunGroup]) -> str:
 
 
 def _best(groups: Sequence[RunGroup]) -> str:
-    """Return the one-line result of a comparison: the best run at each budget, where all have one metric."""
+    """Return the one-line result of a comparison: the best run at each budget, if all have one metric."""
     best: dict[float, tuple[float, RunGroup]] = {}
     metrics = set()
     for group in groups:
         name, kind = wording.main_metric(group.summary)
         value = wording.main_value(group.algorithm, group.summary[name])
-        if value is not None:
-            metrics.add(name)
-            score = value if kind["high"] else -value
-            if group.budget not in best or score > best[group.budget][0]:
-                best[group.budget] = score, group
+        if value is None:
+            continue
+        metrics.add(name)
+        score = value if kind["high"] else -value
+        if group.budget not in best or score > best[group.budget][0]:
+            best[group.budget] = (score, group)
+
     if not best:
         return "no run has been evaluated yet"
     if len(metrics) > 1:
@@ -186,34 +203,32 @@ def _best(groups: Sequence[RunGroup]) -> str:
     winners = [group for _, group in best.values()]
     if len(winners) == 1:
         return f"best: {winners[0].label}, {wording.headline(winners[0].summary)}"
-    return "best with " + "; with ".join(
-        f"{budget_name(group.budget)}: {group.label} ({wording.named_value(group.summary)})" for group in winners
-    )
+    texts = [f"{budget_name(group.budget)}: {group.label} ({wording.named_value(group.summary)})" for group in winners]
+    return f"best with {'; with '.join(texts)}"
 
 
 def _cards(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the numbers at the head of the page: name, value, and what it is."""
-    (name, kind), pace = wording.main_metric(summary), summary["peer_steps_per_second"]
+    name, kind = wording.main_metric(summary)
     values = summary[name]
-    note = wording.budget(summary).partition(" at ")[2] or "so far"
-    if not wording.is_private(summary):
+    cards = []
+    if wording.shares_models(summary["algorithm"]):
+        of_mean_model = wording.measured(wording.main_value(summary["algorithm"], values), kind)
+        cards.append((kind["title"], of_mean_model, "mean model, test set"))
+
+    of_peers = wording.measured(values["peer_mean"] if values else None, kind)
+    cards.append(("peers' models", of_peers, f"mean ({wording.peers_range(summary)})"))
+
+    if wording.is_private(summary):
+        note = wording.budget(summary).partition(" at ")[2] or "so far"
+    else:
         note = "no privacy" if values else "not known yet"
-    cards = [
-        (
-            kind["title"],
-            wording.measured(wording.main_value(summary["algorithm"], values), kind),
-            "mean model, test set",
-        ),
-        (
-            "peers' models",
-            wording.measured(values and values["peer_mean"], kind),
-            f"mean ({wording.peers_range(summary)})",
-        ),
-        ("ε", wording.epsilon_range(summary), note),
-        ("consensus distance", number(summary["consensus_distance"]), "root mean square"),
-        ("time", duration(summary["wall_seconds"]), f"{number(pace)} peer steps/s" if pace else "so far"),
-    ]
-    return cards if wording.shares_models(summary["algorithm"]) else cards[1:]
+    cards.append(("ε", wording.epsilon_range(summary), note))
+
+    cards.append(("consensus distance", number(summary["consensus_distance"]), "root mean square"))
+    pace = summary["peer_steps_per_second"]
+    cards.append(("time", duration(summary["wall_seconds"]), f"{number(pace)} peer steps/s" if pace else "so far"))
+    return cards
 
 
 def _curves(groups: Sequence[RunGroup]) -> list[str]:
@@ -234,7 +249,8 @@ def _curves(groups: Sequence[RunGroup]) -> list[str]:
 
 def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
     """Return the page's section about a group."""
-    summary, (first, *others) = group.summary, group.runs
+    summary = group.summary
+    first, *others = group.runs
 
     def privacy_cells(row: dict[str, Any]) -> list[str]:
         numbers = [epsilon_text(row["epsilon"]), setting(row["claimed_epsilon"]), setting(row["delta"])]
@@ -265,30 +281,37 @@ def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
 
 
 def _graphs(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """Return each run's graph: its facts and its picture, where an earlier run does not show the same one."""
-    shown_with: dict[str, str] = {}
-    graphs: list[dict[str, Any]] = []
-    for group in groups:
-        scenario = group.runs[0].scenario
-        graphs.append({"facts": NO_GRAPH.format(scenario.algorithm.name), "svg": None, "panels": 0})
-        try:
-            mixing = build_graph(scenario)
-        except ScenarioError as error:  # an edge list that has moved since
-            graphs[-1]["facts"] = f"cannot be built here: {error}"
-            continue
-        if mixing is None:
-            continue
-        topology = mixing.topology
-        graphs[-1]["facts"] = f"{topology.name}, {mixing.weights} weights, {graph_facts(connectivity(mixing))}"
-        if topology.n_peers > LARGEST_GRAPH or len(topology.edges(0)) > MOST_EDGES:
-            graphs[-1]["facts"] += " (too large to draw)"
-            continue
-        rounds = rounds_shown(topology)
-        key = repr([topology.edges(k).tolist() for k in range(rounds)])
-        if key in shown_with:
-            graphs[-1]["facts"] += f" (picture: {shown_with[key]})"
-            continue
-        shown_with[key] = group.label
-        with drawing(salt=f"graph-{len(graphs)}"):
-            graphs[-1] |= {"svg": to_svg(draw_topology(topology), f"the graph {topology.name}"), "panels": rounds}
-    return graphs
+    """Return each run's graph: its facts, and its picture unless an earlier run shows the same one."""
+    shown_with: dict[str, str] = {}  # by edges, the label of the group with the picture
+    return [_graph(group, place, shown_with) for place, group in enumerate(groups, start=1)]
+
+
+def _graph(group: RunGroup, place: int, shown_with: dict[str, str]) -> dict[str, Any]:
+    """Return a run's graph; a picture is noted in `shown_with`."""
+    scenario = group.runs[0].scenario
+    graph: dict[str, Any] = {"facts": NO_GRAPH.format(scenario.algorithm.name), "svg": None, "panels": 0}
+    try:
+        mixing = build_graph(scenario)
+    except ScenarioError as error:  # an edge list that has moved since
+        graph["facts"] = f"cannot be built here: {error}"
+        return graph
+    if mixing is None:
+        return graph
+
+    topology = mixing.topology
+    graph["facts"] = f"{topology.name}, {mixing.weights} weights, {graph_facts(connectivity(mixing))}"
+    if topology.n_peers > LARGEST_GRAPH or len(topology.edges(0)) > MOST_EDGES:
+        graph["facts"] += " (too large to draw)"
+        return graph
+
+    rounds = rounds_shown(topology)
+    edges = repr([topology.edges(k).tolist() for k in range(rounds)])
+    if edges in shown_with:
+        graph["facts"] += f" (picture: {shown_with[edges]})"
+        return graph
+
+    shown_with[edges] = group.label
+    with drawing(salt=f"graph-{place}"):
+        graph["svg"] = to_svg(draw_topology(topology), f"the graph {topology.name}")
+    graph["panels"] = rounds
+    return graph

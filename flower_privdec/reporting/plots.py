@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SEEDS = "mean of the seeds; band: their standard deviation"
-INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#fefefe"
+INK = "#1f2328"
+MUTED = "#59636e"
+GRID = "#d8dee4"
+PAPER = "#fefefe"
 SERIES = ("#2563c9", "#c2410c", "#15803d", "#8b3fc4", "#c2307a", "#8a6100", "#0d9488", "#57606b")
 DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}  # matplotlib's name: the name in CSS
 PAGE_COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
@@ -68,9 +71,9 @@ class Curve:
     """One quantity over the rounds.
 
     Attributes:
-        value: reads it from a line of metrics.jsonl of a run of an algorithm, or None.
-        band: reads the least and the most over the peers, where they are known.
-        spread: what the band of a single run shows; "" where it has none.
+        value: reads it from a line of metrics.jsonl, given the run's algorithm; None if it is not there.
+        band: reads the least and the greatest over the peers, if they are known.
+        spread: what the band of a single run shows; "" if it has none.
         log: whether the axis is logarithmic.
         share: whether it is a fraction, shown in percent.
     """
@@ -105,7 +108,7 @@ def _own_label_curve(name: str, title: str, models: str) -> Curve:
 
 
 def metric_curve(name: str, kind: dict[str, Any]) -> Curve:
-    """Return the curve of a metric, of which `kind` has title and share."""
+    """Return the curve of a metric; `kind` has its title and whether it is a share."""
     factor = 100 if kind["share"] else 1
 
     def scaled(value: float | None) -> float | None:
@@ -162,7 +165,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def draw_curve(curve: Curve, groups: Sequence[RunGroup], *, legend: bool = False) -> Figure | None:
-    """Draw one quantity of some runs over their rounds; None when no run has it.
+    """Draw one quantity of some runs over their rounds; None if no run has it.
 
     Runs that differ only in their seeds are one line, their mean, in a band of one standard deviation to either side.
     Call it within `drawing`.
@@ -173,6 +176,7 @@ def draw_curve(curve: Curve, groups: Sequence[RunGroup], *, legend: bool = False
         _draw_group(axes, curve, group, i, seeds=seeds)
     if not axes.get_lines():
         return None
+
     axes.margins(x=0.01)
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
     positive = values[values > 0]
@@ -180,6 +184,7 @@ def draw_curve(curve: Curve, groups: Sequence[RunGroup], *, legend: bool = False
         axes.set_yscale("log")
     elif curve.name == "epsilon" or curve.log:
         axes.set_ylim(0, 1.1 * values.max() or 1.0)
+
     if legend:
         lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
         figure.legend(handles=lines, frameon=False, fontsize=8, loc="outside lower center", ncols=2)
@@ -187,20 +192,23 @@ def draw_curve(curve: Curve, groups: Sequence[RunGroup], *, legend: bool = False
 
 
 def draw_peers(summary: Mapping[str, Any]) -> Figure | None:
-    """Draw the first metric and the ε of each peer; None where neither is known. Call it within `drawing`."""
+    """Draw the first metric and the ε of each peer; None if neither is known. Call it within `drawing`."""
     name, kind = main_metric(dict(summary))
-    factor = 100 if kind["share"] else 1
-    values = {f"Test {kind['title']} of each peer's model": (summary.get("peers", {}).get(name), factor, kind["share"])}
+    panels = list[tuple[str, list[float], bool]]()  # of each: title, values by peer, and whether they are percentages
+    of_peers = summary.get("peers", {}).get(name)
+    if of_peers and None not in of_peers:
+        factor = 100 if kind["share"] else 1
+        panels.append((f"Test {kind['title']} of each peer's model", [factor * v for v in of_peers], kind["share"]))
     epsilons = [float(row["epsilon"]) for row in summary["privacy"]]
     if epsilons and max(epsilons) < math.inf:
-        values["ε of each peer"] = (epsilons, 1, False)
-    panels = {title: entry for title, entry in values.items() if entry[0] and None not in entry[0]}
+        panels.append(("ε of each peer", epsilons, False))
     if not panels or summary["n_peers"] == 1:
         return None
+
     figure = new_figure(6.0, 1.9 * len(panels) + 0.3)
     places = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axes, (title, (numbers, scale, share)) in zip(places, panels.items(), strict=True):
-        axes.plot(range(len(numbers)), [scale * number for number in numbers], "o", color=SERIES[0], markersize=4)
+    for axes, (title, values, share) in zip(places, panels, strict=True):
+        axes.plot(range(len(values)), values, "o", color=SERIES[0], markersize=4)
         axes.margins(y=0.25)
         _title(axes, title, share=share)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -223,7 +231,7 @@ def _title(axes: Axes, title: str, *, share: bool) -> None:
 
 
 def line_style(index: int) -> tuple[int, str]:
-    """Return how the curve of a run is drawn: which of the series' colours, and matplotlib's dashes."""
+    """Return how the curve of a run is drawn: the number of its colour in `SERIES`, and matplotlib's dashes."""
     return index % len(SERIES), tuple(DASHES)[index % len(DASHES)]
 
 
@@ -232,9 +240,12 @@ def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds:
     rounds, values = group.curve(curve.value)
     if not rounds:
         return
+
     series, dash = line_style(index)
     mean = values.mean(axis=0)
-    axes.plot(rounds, mean, dash, color=SERIES[series], marker="o" if len(rounds) == 1 else "", label=group.label)
+    marker = "o" if len(rounds) == 1 else ""  # a line through one point would not be seen
+    axes.plot(rounds, mean, dash, color=SERIES[series], marker=marker, label=group.label)
+
     if seeds and len(values) > 1:
         deviation = values.std(axis=0, ddof=1)
         low = mean - deviation
@@ -252,12 +263,14 @@ def to_svg(figure: Figure, label: str) -> str:
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
+
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' id="[\w.]+_\d+"', "", text)  # identifiers that every picture would repeat
     text = re.sub(r"font: ([\d.]+)px 'DejaVu Sans'[^;\"]*", r"font: \1px var(--font)", text)
     for colour, name in PAGE_COLOURS.items():
         text = text.replace(colour, f"var(--{name})")
+
     head, rest = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     return f'{head} role="img" aria-label="{label}">{rest}'
@@ -265,14 +278,15 @@ def to_svg(figure: Figure, label: str) -> str:
 
 def themed(svg: str) -> str:
     """Return an SVG file whose colours follow the reader's theme, light or dark."""
-    dark = {colour: DARK[name] for colour, name in PAGE_COLOURS.items()} | {"#ffffff": DARK["paper"]}
-    rules = "".join(
-        f'[style*="{what}: {colour}"]{{{what}:{shade}!important}}'
-        for colour, shade in dark.items()
-        for what in ("fill", "stroke")
-    )
-    start = svg.index(">", svg.index("<svg")) + 1
+    dark = {colour: DARK[name] for colour, name in PAGE_COLOURS.items()}
+    dark["#ffffff"] = DARK["paper"]
+    rules = ""
+    for colour, shade in dark.items():
+        for what in ("fill", "stroke"):
+            rules += f'[style*="{what}: {colour}"]{{{what}:{shade}!important}}'
     rules += f"text{{fill:{DARK['ink']}}}"
+
+    start = svg.index(">", svg.index("<svg")) + 1
     return f"{svg[:start]}<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{svg[start:]}"
 
 
@@ -297,10 +311,8 @@ def save_picture(draw: Callable[[], Figure], out: Path, name: str) -> None:
 
 def html_of(text: str, pictures: Iterable[str] = ()) -> str:
     """Return text, and pictures as SVG below it, as HTML for a notebook, in colours of its light or dark theme."""
-    light, dark = (
-        ";".join(f"--{name}:{colour}" for name, colour in colours)
-        for colours in ([(name, colour) for colour, name in PAGE_COLOURS.items()], DARK.items())
-    )
+    light = ";".join(f"--{name}:{colour}" for colour, name in PAGE_COLOURS.items())
+    dark = ";".join(f"--{name}:{colour}" for name, colour in DARK.items())
     style = (
         f".privdec{{{light};--font:sans-serif}}[data-jp-theme-light=false] .privdec{{{dark}}}"
         ".privdec svg{max-width:36em}"
@@ -309,7 +321,7 @@ def html_of(text: str, pictures: Iterable[str] = ()) -> str:
 
 
 def picture(label: str, draw: Callable[[], Figure]) -> list[str]:
-    """Return a figure as SVG, in a list that is empty where matplotlib is not installed."""
+    """Return a figure as SVG in a list, which is empty if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
     with drawing(salt=label):
@@ -348,7 +360,7 @@ def draw_generalization(metrics: dict[str, Any]) -> Figure | None:
     """Draw accuracy against the extra label classes added to each peer's own (FedDeper, Fig. 5b) at a run's end.
 
     Returns:
-        None when the run has no personalized models. Call it within `drawing`.
+        None if the run has no personalized models. Call it within `drawing`.
     """
     accuracies = metrics.get("personalized", {}).get("generalization")
     if accuracies is None:
@@ -368,23 +380,28 @@ def draw_contributions(metrics: Sequence[dict[str, Any]]) -> Figure | None:
     """Draw the mean Shapley value φ_ij of each peer j's gradients over the peers i that receive them, in every round.
 
     Returns:
-        None when the run has no Shapley values. Call it within `drawing`.
+        None if the run has no Shapley values. Call it within `drawing`.
     """
-    by_round = {int(k): values for line in metrics for k, values in line.get("shapley", {}).items()}
+    by_round = {}
+    for line in metrics:
+        for round_index, values in line.get("shapley", {}).items():
+            by_round[int(round_index)] = values
     if not by_round:
         return None
+
     title = "Shapley value of each peer's gradients, mean over its neighbours"
     figure, axes = _panel(title, "round")
     peers = sorted({int(j) for values in by_round.values() for shapley in values.values() for j in shapley})
     for index, peer in enumerate(map(str, peers)):
-        at_others = {
-            k: [shapley[peer] for i, shapley in by_round[k].items() if i != peer and peer in shapley]
-            for k in sorted(by_round)
-        }
-        means = {k: sum(values) / len(values) for k, values in at_others.items() if values}
+        means = {}
+        for k in sorted(by_round):
+            at_others = [shapley[peer] for i, shapley in by_round[k].items() if i != peer and peer in shapley]
+            if at_others:
+                means[k] = sum(at_others) / len(at_others)
         series, dash = line_style(index)
         style: dict[str, Any] = {"marker": "o" if len(means) == 1 else "", "linewidth": 1.2, "label": f"peer {peer}"}
         axes.plot(list(means), list(means.values()), dash, color=SERIES[series], **style)
+
     axes.axhline(0, color=MUTED, linewidth=0.8)
     if len(peers) <= len(SERIES) * len(DASHES):
         axes.legend(frameon=False, ncols=2, fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
@@ -392,11 +409,11 @@ def draw_contributions(metrics: Sequence[dict[str, Any]]) -> Figure | None:
 
 
 def save_run_plots(out: Path) -> list[Path]:
-    """Write a run's curves to its folder plots: accuracy.png, loss.png and so on, and those of some algorithms alone.
+    """Write a run's curves to its folder plots: accuracy.png, loss.png and so on, and those that some algorithms have.
 
     Returns:
-        The files written: none for a quantity the run does not have (ε without privacy); none, with a
-        warning in the log, where matplotlib is not installed.
+        The files written: none for a quantity that the run does not have (ε without privacy); none at all, with a
+        warning in the log, if matplotlib is not installed.
     """
     result = read_result(out)
     groups = [RunGroup(result.scenario.name, (result,))]
@@ -428,7 +445,7 @@ NO_GRAPH = "algorithm {} exchanges nothing: there is no graph"
 
 
 def build_graph(scenario: Scenario) -> Mixing | None:
-    """Return the graph of a scenario with its weights, or None when its algorithm exchanges nothing."""
+    """Return the graph of a scenario with its weights; None if its algorithm exchanges nothing."""
     return build_exchange(scenario, build_algorithm(scenario.algorithm))[0]
 
 
@@ -436,9 +453,8 @@ def connectivity(mixing: Mixing) -> dict[str, Any]:
     """Return how fast peers on a graph agree.
 
     Returns:
-        joint_connectivity: the smallest B such that any B consecutive rounds together are strongly
-            connected (all peers active), or None; spectral_gap: in [0, 1], per round; None for more peers than
-            `MOST_MEASURED`.
+        joint_connectivity: the smallest B such that any B consecutive rounds together are strongly connected (all
+            peers active), or None. spectral_gap: in [0, 1], per round; None for more peers than `MOST_MEASURED`.
     """
     return {
         "joint_connectivity": joint_connectivity(mixing.topology),
@@ -447,18 +463,18 @@ def connectivity(mixing: Mixing) -> dict[str, Any]:
 
 
 def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
-    """Describe the graph of a scenario, and draw it where a file is given.
+    """Describe the graph of a scenario, and draw it if a file is given.
 
     Args:
         out: a .png, .svg or .pdf file to write.
 
     Returns:
-        name (None when nothing is exchanged), n_peers, directed, period (None: fresh every round), weights,
+        name (None if nothing is exchanged), n_peers, directed, period (None: new every round), weights,
         edges_per_round (of the first rounds), joint_connectivity, spectral_gap, edges (of the first rounds,
         (sender, receiver) pairs; None for a large graph), picture (the file, or None) and note.
 
     Raises:
-        ScenarioError: a graph that can never agree, or a file that cannot be written.
+        ScenarioError: the graph can never agree, or the file cannot be written.
     """
     if out is not None and out.suffix.lower() not in PICTURES:
         raise ScenarioError(
@@ -469,6 +485,7 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         absent = ("name", "directed", "period", "weights", "joint_connectivity", "spectral_gap", "edges", "picture")
         note = NO_GRAPH.format(scenario.algorithm.name)
         return {**dict.fromkeys(absent), "n_peers": scenario.n_peers, "edges_per_round": [0], "note": note}
+
     topology = mixing.topology
     if isinstance(topology, CompleteTopology):  # without listing them
         counts = [topology.n_peers * (topology.n_peers - 1)]
@@ -480,7 +497,10 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
             f"draw at most {MOST_PEERS_DRAWN:,} peers and {MOST_EDGES_DRAWN:,} edges, or leave {option('out')} out",
             code="reporting.graph-too-large",
         )
-    small = scenario.n_peers <= LARGEST_LISTED
+
+    edges = None
+    if scenario.n_peers <= LARGEST_LISTED:
+        edges = [topology.edges(k).tolist() for k in range(len(counts))]
     description = {
         "name": topology.name,
         "n_peers": topology.n_peers,
@@ -489,7 +509,7 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         "weights": mixing.weights,
         "edges_per_round": counts,
         **connectivity(mixing),
-        "edges": [topology.edges(k).tolist() for k in range(len(counts))] if small else None,
+        "edges": edges,
         "picture": None if out is None else str(out),
         "note": None,
     }
@@ -511,29 +531,36 @@ def draw_topology(topology: Topology) -> Figure:
     n_peers = topology.n_peers
     across = panels if panels <= 4 else 3
     down = math.ceil(panels / across)
-    side = 3.4 if panels == 1 else 2.5
+    side = 3.4 if panels == 1 else 2.5  # of a panel, in inches
     figure = new_figure(side * across, (side + 0.1) * down)
     grid = figure.subplots(down, across, squeeze=False)
+
     angles = [2 * math.pi * peer / n_peers for peer in range(n_peers)]
     positions = {peer: (math.sin(angle), math.cos(angle)) for peer, angle in enumerate(angles)}
+    # In square points: so that neighbours on the circle do not touch.
     node_size = min(300.0, (side * 72 * 2 / n_peers) ** 2 / 3)
-    style: dict[str, Any]
+
     for k, axes in enumerate(grid.flat):
         axes.set_axis_off()
-        if k < panels:
-            graph = nx.DiGraph() if topology.directed else nx.Graph()
-            graph.add_nodes_from(range(n_peers))
-            graph.add_edges_from(topology.edges(k).tolist())
-            edges = graph.number_of_edges()
-            style = {"edge_color": SERIES[0], "alpha": max(0.15, min(0.8, 60 / (edges + 1))), "arrows": False}
-            if topology.directed and edges <= MOST_ARROWS:
-                style |= {"arrows": True, "arrowsize": 9, "connectionstyle": "arc3,rad=0.08"}
-            nx.draw_networkx_edges(graph, positions, node_size=node_size, ax=axes, **style)
-            outline = {"node_color": PAPER, "edgecolors": INK, "linewidths": 0.9}
-            nx.draw_networkx_nodes(graph, positions, node_size=node_size, ax=axes, **outline)
-            if n_peers <= LARGEST_LISTED:
-                font_size = 8 if n_peers <= 16 else 6
-                nx.draw_networkx_labels(graph, positions, font_size=font_size, font_color=INK, ax=axes)
-            axes.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
-            axes.set_title(f"round {k}" if panels > 1 else "every round", fontsize=9, color=MUTED)
+        if k >= panels:  # a place of the grid that is left over
+            continue
+
+        graph = nx.DiGraph() if topology.directed else nx.Graph()
+        graph.add_nodes_from(range(n_peers))
+        graph.add_edges_from(topology.edges(k).tolist())
+
+        n_edges = graph.number_of_edges()
+        alpha = max(0.15, min(0.8, 60 / (n_edges + 1)))
+        style: dict[str, Any] = {"edge_color": SERIES[0], "alpha": alpha, "arrows": False}
+        if topology.directed and n_edges <= MOST_ARROWS:
+            style |= {"arrows": True, "arrowsize": 9, "connectionstyle": "arc3,rad=0.08"}
+        nx.draw_networkx_edges(graph, positions, node_size=node_size, ax=axes, **style)
+
+        outline = {"node_color": PAPER, "edgecolors": INK, "linewidths": 0.9}
+        nx.draw_networkx_nodes(graph, positions, node_size=node_size, ax=axes, **outline)
+        if n_peers <= LARGEST_LISTED:
+            font_size = 8 if n_peers <= 16 else 6
+            nx.draw_networkx_labels(graph, positions, font_size=font_size, font_color=INK, ax=axes)
+        axes.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
+        axes.set_title(f"round {k}" if panels > 1 else "every round", fontsize=9, color=MUTED)
     return figure

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ class Result:
     Attributes:
         scenario: with every default resolved.
         metrics: the lines of metrics.jsonl, in order of the rounds.
-        summary: summary.json, of a run that was stopped with `stopped_at` and `stopped_by` (callback, interrupt or
-            budget); of one under way, the same keys as far as they are known, with `finished` False, `rounds_done` and
-            `epsilon_so_far` (largest of the peers).
+        summary: summary.json; for a run that was stopped with `stopped_at` and `stopped_by` (callback, interrupt or
+            budget). For a run under way the same keys as far as they are known, with `finished` False, `rounds_done`
+            and `epsilon_so_far` (largest of the peers).
     """
 
     folder: Path
@@ -56,13 +56,14 @@ def read_result(folder: Path) -> Result:
     """Read a run's folder.
 
     Raises:
-        ScenarioError: when it is not a run's folder, naming what is missing, or a file in it is damaged.
+        ScenarioError: it is not a run's folder, naming what is missing, or a file in it is damaged.
     """
     remedy = "give a folder that `privdec run` wrote"
     if not folder.is_dir():
         raise ScenarioError(f"{folder}: is not a folder; {remedy}", code="reporting.not-a-run")
     if not (folder / "scenario.yaml").is_file():
         raise ScenarioError(f"{folder}: has no scenario.yaml, so it is not a run; {remedy}", code="reporting.not-a-run")
+
     scenario = load_scenario(folder / "scenario.yaml")
     metrics = read_metrics(folder)
     summary = _read_summary(folder / "summary.json", scenario) or _unfinished(scenario, metrics)
@@ -71,18 +72,27 @@ def read_result(folder: Path) -> Result:
 
 
 def _read_summary(path: Path, scenario: Scenario) -> dict[str, Any] | None:
-    """Return a finished run's summary, or None of a run that is not finished."""
+    """Return a finished run's summary; None if the run is not finished."""
     if not path.is_file():
         return None
+
     try:
         summary = json.loads(path.read_bytes())
         if isinstance(summary, dict) and "peer" in summary and "privacy" not in summary:
             return _of_one_peer(summary, scenario)
+
         missing = [key for key in [*NEEDED, *scenario.task.kinds()] if key not in summary]
         if not isinstance(summary, dict) or missing:
             raise ValueError(f"it lacks {', '.join(missing)}" if missing else "it is no mapping")
-        expected = {"name": scenario.name, "algorithm": scenario.algorithm.name, "n_peers": scenario.n_peers}
-        for name, value in (expected | {"rounds": scenario.rounds, "seed": scenario.seed}).items():
+
+        expected = {
+            "name": scenario.name,
+            "algorithm": scenario.algorithm.name,
+            "n_peers": scenario.n_peers,
+            "rounds": scenario.rounds,
+            "seed": scenario.seed,
+        }
+        for name, value in expected.items():
             if summary[name] != value:
                 raise ValueError(f"its {name} is {shown(summary[name], 40)} and the scenario's {shown(value, 40)}")
         for name in ("loss", *scenario.task.kinds()):
@@ -140,8 +150,9 @@ def _is_guarantee(row: Any) -> bool:
 
 
 def _unfinished(scenario: Scenario, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the summary of a run under way would have, as far as it is known."""
     last: dict[str, Any] = metrics[-1] if metrics else {}
-    return {
+    summary: dict[str, Any] = {
         "name": scenario.name,
         "algorithm": scenario.algorithm.name,
         "runtime": None,
@@ -149,8 +160,12 @@ def _unfinished(scenario: Scenario, metrics: list[dict[str, Any]]) -> dict[str, 
         "rounds": scenario.rounds,
         "rounds_done": last.get("round", 0),
         "seed": scenario.seed,
-        **({} if scenario.seeds is None else {"seeds": scenario.all_seeds()}),
-        **{name: last.get(name) for name in (*scenario.task.kinds(), "loss", "consensus_distance")},
+    }
+    if scenario.seeds is not None:
+        summary["seeds"] = scenario.all_seeds()
+    for name in (*scenario.task.kinds(), "loss", "consensus_distance"):
+        summary[name] = last.get(name)
+    return summary | {
         "privacy": [],
         "epsilon_so_far": last.get("epsilon"),
         "wall_seconds": last.get("seconds"),
@@ -178,7 +193,7 @@ class RunGroup:
 
     @property
     def seeds(self) -> str:
-        """Return the runs' seeds: `1-3, 7`, or where `data`, `model` and `run` have their own: `run 1-3`."""
+        """Return the runs' seeds: `1-3, 7`, or if `data`, `model` and `run` have their own: `run 1-3`."""
         if all(run.scenario.seeds is None for run in self.runs):
             return peer_ranges(run.scenario.seed for run in self.runs)
         distinct = {name: {run.scenario.all_seeds()[name] for run in self.runs} for name in ("data", "model", "run")}
@@ -197,21 +212,24 @@ class RunGroup:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Return the summary of a run; of several, means, the range of all their peers, and each peer's largest ε.
+        """Return the summary of a run; for several, means, the range of all their peers, and each peer's largest ε.
 
-        `spread` has, of the first metric, the sample standard deviations over the seeds.
+        `spread` has the sample standard deviations of the first metric over the seeds.
         """
         summaries = [run.summary for run in self.runs]
         combined = summaries[0] | {"label": self.label, "budget": self.budget}
         if len(summaries) == 1:
             return combined
+
         for key in (*combined["metrics"], *AVERAGED):
             if key in combined:
                 combined[key] = _mean([summary[key] for summary in summaries])
         values = [summary[main_metric(combined)[0]] for summary in summaries]
         combined["spread"] = {which: _deviation([value[which] for value in values]) for which in values[0]}
-        rows = zip(*(summary["privacy"] for summary in summaries), strict=True)
-        largest = [max(peer, key=lambda row: float(row["epsilon"])) for peer in rows]
+
+        largest = []
+        for rows_of_peer in zip(*(summary["privacy"] for summary in summaries), strict=True):
+            largest.append(max(rows_of_peer, key=lambda row: float(row["epsilon"])))
         return combined | {"privacy": largest, "n_runs": len(summaries)}
 
     def curve(self, read: Callable[[dict[str, Any], str], float | None]) -> tuple[list[int], np.ndarray]:
@@ -220,29 +238,43 @@ class RunGroup:
         Args:
             read: returns a value from a line of metrics.jsonl and the algorithm's name, or None.
         """
-        by_round = [{line["round"]: read(line, self.algorithm) for line in run.metrics} for run in self.runs]
-        finite = [{k: v for k, v in values.items() if v is not None and math.isfinite(v)} for values in by_round]
-        rounds = sorted(set(finite[0]).intersection(*finite))
-        return rounds, np.array([[values[k] for k in rounds] for values in finite], dtype=float)
+        by_round: list[dict[int, float]] = []  # of each run
+        for run in self.runs:
+            values = {}
+            for line in run.metrics:
+                value = read(line, self.algorithm)
+                if value is not None and math.isfinite(value):
+                    values[line["round"]] = value
+            by_round.append(values)
+
+        rounds = sorted(set(by_round[0]).intersection(*by_round))
+        return rounds, np.array([[values[k] for k in rounds] for values in by_round], dtype=float)
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the mean of numbers, or of each value of mappings with the same keys; None where one value is missing."""
+    """Return the mean of numbers, or of each value of mappings with the same keys; None if one value is missing."""
     if any(value is None for value in values):
         return None
     if not isinstance(values[0], dict):
         return float(np.mean([float(value) for value in values]))
-    return {
-        key: EXTREMES[key](value[key] for value in values)
-        if key in EXTREMES and all(value[key] is not None for value in values)
-        else _mean([value.get(key) for value in values])
-        for key in values[0]
-    }
+
+    means = {}
+    for key in values[0]:
+        numbers = [value.get(key) for value in values]
+        # The worst and the best peer of all runs, and not of an average run.
+        if key in EXTREMES and all(number is not None for number in numbers):
+            means[key] = EXTREMES[key](numbers)
+        else:
+            means[key] = _mean(numbers)
+    return means
 
 
 def _deviation(values: Sequence[float | None]) -> float | None:
+    """Return the sample standard deviation; None if a value is missing."""
     present = [value for value in values if value is not None]
-    return float(np.std(present, ddof=1)) if len(present) == len(values) else None
+    if len(present) < len(values):
+        return None
+    return float(np.std(present, ddof=1))
 
 
 def read_groups(folders: Sequence[Path]) -> list[RunGroup]:
@@ -263,9 +295,15 @@ def read_groups(folders: Sequence[Path]) -> list[RunGroup]:
             alike[0].append(result)
         else:
             runs_by_key.append((key, [result]))
+
     groups = [RunGroup("", tuple(sorted(runs, key=seeds))) for _, runs in runs_by_key]
     groups.sort(key=lambda group: group.budget)
-    namings: list[Callable[[RunGroup], str]] = [  # the first by which all labels differ
+    return _labelled(groups)
+
+
+def _labelled(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """Return groups with labels that differ: by the first of some namings that gives each another name."""
+    namings: list[Callable[[RunGroup], str]] = [
         _name,
         lambda group: f"{_name(group)}, {budget_name(group.budget)}",
         lambda group: group.runs[0].folder.resolve().name,
@@ -277,8 +315,13 @@ def read_groups(folders: Sequence[Path]) -> list[RunGroup]:
             break
     else:
         labels = [f"{label} #{i}" for i, label in enumerate(labels, 1)]
-    counts = [f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "" for group in groups]
-    return [replace(g, label=f"{label}{count}") for g, label, count in zip(groups, labels, counts, strict=True)]
+
+    labelled = []
+    for group, label in zip(groups, labels, strict=True):
+        if len(group.runs) > 1:
+            label = f"{label} ({len(group.runs)} seeds)"
+        labelled.append(replace(group, label=label))
+    return labelled
 
 
 def _name(group: RunGroup) -> str:
@@ -286,8 +329,8 @@ def _name(group: RunGroup) -> str:
     names = [run.scenario.name for run in group.runs]
     if len(set(names)) == 1:
         return names[0]
-    letters = takewhile(lambda characters: len(set(characters)) == 1, zip(*names, strict=False))
-    return re.sub(r"[-_. ]*(s|seed)?[-_. ]*$", "", "".join(characters[0] for characters in letters)) or names[0]
+    common = os.path.commonprefix(names)  # noqa: RUF071 (of letters, which is meant)
+    return re.sub(r"[-_. ]*(s|seed)?[-_. ]*$", "", common) or names[0]
 
 
 def budget_name(budget: float) -> str:

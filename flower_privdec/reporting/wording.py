@@ -29,7 +29,7 @@ def main_metric(summary: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def main_models(algorithm: str) -> str:
     """Return the models whose metric is the result of a run, as a summary names them.
 
-    They are the mean model, or the peers' models on average where nothing is exchanged: the mean of models that were
+    They are the mean model, or, if nothing is exchanged, the peers' models on average: the mean of models that were
     never exchanged is a model that no peer has.
     """
     return "mean_model" if shares_models(algorithm) else "peer_mean"
@@ -41,27 +41,33 @@ def main_value(algorithm: str, values: dict[str, float | None] | None) -> float 
 
 
 def measured(value: float | None, kind: dict[str, Any], deviation: float | None = None) -> str:
-    """Return a metric's value, a share in percent, else a number; with a deviation over seeds, `92.3 ± 0.4 %`."""
+    """Return a metric's value as text: a share in percent. With a deviation over seeds: `92.3 ± 0.4 %`."""
     if value is None or deviation is None:
         return percent(value) if kind["share"] else number(value)
-    return f"{100 * value:.1f} ± {percent(deviation)}" if kind["share"] else f"{number(value)} ± {number(deviation)}"
+    if kind["share"]:
+        return f"{100 * value:.1f} ± {percent(deviation)}"
+    return f"{number(value)} ± {number(deviation)}"
 
 
 def named_value(summary: dict[str, Any], models: str | None = None) -> str:
-    """Return a run's first metric of some models, named where it is not the accuracy: `R² 0.453`.
+    """Return a run's first metric of some models, with its name unless it is the accuracy: `R² 0.453`.
 
     Args:
         models: as the summary names them, `mean_model` or `peer_mean`; by default `main_models`.
     """
-    (name, kind), models = main_metric(summary), models or main_models(summary["algorithm"])
-    value = summary[name] and summary[name][models]
+    if models is None:
+        models = main_models(summary["algorithm"])
+    name, kind = main_metric(summary)
+    value = summary[name][models] if summary[name] else None
     text = measured(value, kind, summary.get("spread", {}).get(models))
     return text if name == "accuracy" else f"{kind['title']} {text}"
 
 
 def main_loss(algorithm: str, loss: dict[str, float] | None) -> float | None:
-    """Return the mean model's loss, or None where peers exchange nothing and no peer has that model."""
-    return loss["mean_model"] if loss and shares_models(algorithm) else None
+    """Return the mean model's loss; None if peers exchange nothing, so that no peer has that model."""
+    if not loss or not shares_models(algorithm):
+        return None
+    return loss["mean_model"]
 
 
 def peers_values(summary: dict[str, Any]) -> str:
@@ -78,22 +84,27 @@ def peers_range(summary: dict[str, Any]) -> str:
     values = summary[name]
     if not values or values["peer_min"] is None:
         return NOTHING
-    worst, best = (values[f"peer_{which}"] for which in (("min", "max") if kind["high"] else ("max", "min")))
+    worst = values["peer_min"]
+    best = values["peer_max"]
+    if not kind["high"]:
+        worst, best = best, worst
     return f"{measured(worst, kind).removesuffix(' %')}–{measured(best, kind)}"
 
 
 def own_labels(summary: dict[str, Any]) -> str | None:
-    """Return the accuracies on each peer's own labels, or None where they were not measured."""
+    """Return the accuracies on each peer's own labels as text; None if they were not measured."""
     accuracies = summary.get("personalized")
     if not accuracies:
         return None
     common = f"mean model {percent(accuracies['global_model']['mean'])}"
     personal = accuracies.get("personal_models")
-    return f"personalized models {percent(personal['mean'])}, {common}" if personal else common
+    if not personal:
+        return common
+    return f"personalized models {percent(personal['mean'])}, {common}"
 
 
 def sent(summary: dict[str, Any]) -> str | None:
-    """Return what an active peer sends in a round, or None where nothing is exchanged or it is not known."""
+    """Return what an active peer sends in a round as text; None if nothing is exchanged, or it is not known."""
     traffic = summary.get("traffic")
     if not traffic or not traffic["vectors"]:
         return None
@@ -142,29 +153,35 @@ def guarantee(summary: dict[str, Any]) -> str:
         spent = summary["epsilon_so_far"]
         if spent is None:
             return "ε is not known before the first evaluation"
-        peer = "" if math.isinf(float(spent)) else ", of the peer that spent most, at the last evaluation"
-        return f"ε = {epsilon_text(spent)}{peer}"
+        if math.isinf(float(spent)):
+            return f"ε = {epsilon_text(spent)}"
+        return f"ε = {epsilon_text(spent)}, of the peer that spent most, at the last evaluation"
     if not is_private(summary):
         return "ε = ∞ (no privacy)"
+
     same = alike(rows, lambda row: (epsilon_text(row["epsilon"]), setting(row["delta"])))
     peers = "every peer" if len(same) == 1 else "over the peers"
-    facts = ", ".join(
-        f"{key}: {' / '.join(sorted({str(row[key]) for row in rows}))}" for key in ("unit", "adjacency", "calibration")
-    )
+    facts = []
+    for key in ("unit", "adjacency", "calibration"):
+        values = sorted({str(row[key]) for row in rows})
+        facts.append(f"{key}: {' / '.join(values)}")
     scopes = sorted({row["scope"] for row in rows if "scope" in row})
-    return f"{peers}: {budget(summary)} ({'; '.join([facts, *scopes])})"
+    return f"{peers}: {budget(summary)} ({'; '.join([', '.join(facts), *scopes])})"
 
 
 def budget(summary: dict[str, Any]) -> str:
     """Return ε of a run's peers and the δ it holds at: `ε = 2.99 at δ = 1e-5`."""
+    text = f"ε = {epsilon_range(summary)}"
     deltas = [row["delta"] for row in summary["privacy"] if row["delta"]]
-    return f"ε = {epsilon_range(summary)}" + (f" at δ = {_span(deltas)}" if deltas else "")
+    return f"{text} at δ = {_span(deltas)}" if deltas else text
 
 
 def claim(summary: dict[str, Any]) -> str | None:
-    """Return the ε that a paper's formula claims, or None where no paper's formula set the noise."""
+    """Return a sentence on the ε that a paper's formula claims; None if no paper's formula set the noise."""
     claimed = [row["claimed_epsilon"] for row in summary["privacy"] if row.get("claimed_epsilon") is not None]
-    return f"the paper's formula claims ε = {_span(claimed)}: a claim, not a guarantee" if claimed else None
+    if not claimed:
+        return None
+    return f"the paper's formula claims ε = {_span(claimed)}: a claim, not a guarantee"
 
 
 def meaning(summary: dict[str, Any]) -> str:
@@ -173,11 +190,11 @@ def meaning(summary: dict[str, Any]) -> str:
     largest = max((float(row["epsilon"]) for row in rows), default=float(summary.get("epsilon_so_far") or 0))
     if math.isinf(largest):
         return "Messages and models may reveal anything about the examples they were computed from."
+
     whose = "peer's data" if rows and rows[0]["unit"] == "peer" else "example"
     factor = f"= {number(math.exp(largest))}" if largest < BEYOND else "beyond 1e304, which protects no one"
-    pairs = next((row for row in rows if "colluding" in row), None)
-    adversary = Adversary(None if pairs is None else pairs["colluding"])
-    more = max((float(row["epsilon_if_all_collude"]) for row in rows if "epsilon_if_all_collude" in row), default=0.0)
+    cancelled = [row for row in rows if "colluding" in row]  # whose noise cancels between peers
+    adversary = Adversary(cancelled[0]["colluding"] if cancelled else None)
     sentences = [
         f"For an adversary who sees every message and every model, with {adversary}, the use of any one {whose} "
         f"changes the odds of what they see by at most a factor of e^ε {factor}, except with a probability of about δ."
@@ -188,8 +205,9 @@ def meaning(summary: dict[str, Any]) -> str:
         sentences.append(
             f"If it was used by the toss of a coin, they guess that right at most {at_most(right)} of the time."
         )
-    if pairs:
-        sentences.append(f"Should all other peers collude, ε = {epsilon_text(more)}.")
+    if cancelled:
+        if_all_collude = max(float(row["epsilon_if_all_collude"]) for row in cancelled)
+        sentences.append(f"Should all other peers collude, ε = {epsilon_text(if_all_collude)}.")
     return " ".join(sentences)
 
 
@@ -200,7 +218,7 @@ def at_most(chance: float) -> str:
 
 def headline(summary: dict[str, Any]) -> str:
     """Return the result of a run in one line."""
-    whose = "mean model" if shares_models(summary["algorithm"]) else "peers' models alone, on average"
+    whose = "mean model" if shares_models(summary["algorithm"]) else "peers' own models, on average"
     result = f"{whose} {named_value(summary)} on the test set"
     if not summary.get("finished", True):
         done = f"{summary['rounds_done']} of {summary['rounds']} rounds"

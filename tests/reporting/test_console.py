@@ -128,7 +128,7 @@ def test_isolated_peers_are_judged_by_their_own_models(
 ) -> None:
     summary = summary_of(small_scenario("algorithm.name=local"))
     console.print_summary(summary, Path("runs/alone"))
-    assert "peers' models alone, on average 88.0 %" in capsys.readouterr().out
+    assert "peers' own models, on average 88.0 %" in capsys.readouterr().out
     row = comparison_row(summary)
     assert (row["mean model"], row["peers' models"], row["loss"]) == ("–", "88.0 % (85.0–89.0)", "–")
 

@@ -28,7 +28,8 @@ from flower_privdec.privacy.ledger.charges import Charge, RunName
 from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.reporting import page as page_of_runs
-from flower_privdec.reporting.data_protection import ADVERSARIES, OBSERVERS, at_least, notice, verdict
+from flower_privdec.reporting.data_protection import OBSERVERS, at_least, notice, verdict
+from flower_privdec.reporting.evidence import ADVERSARIES
 from flower_privdec.reporting.page import write_report
 from flower_privdec.reporting.run_folder import read_groups
 from flower_privdec.reporting.wording import at_most
