@@ -121,7 +121,7 @@ def _latex(groups: Sequence[RunGroup]) -> str:
     """Return the table of runs for a LaTeX document with booktabs."""
     rows = [comparison_row(group.summary) for group in groups]
     lines = []
-    for cells in (rows[0].keys(), *(row.values() for row in rows)):
+    for cells in [list(rows[0]), *(list(row.values()) for row in rows)]:
         escaped = ["".join(LATEX.get(sign, sign) for sign in cell) for cell in cells]
         lines.append(" & ".join(escaped) + r" \\")
     begin = r"\begin{tabular}{ll" + "r" * (len(rows[0]) - 2) + "}"

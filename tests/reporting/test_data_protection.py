@@ -97,7 +97,7 @@ def test_without_a_ledger_figures_follow_from_epsilon_and_delta(
     assert f"right at most {right} of the time" in text
     assert words in text
     assert "The ledger could not be read" in text
-    assert "follow from ε and δ alone" in text
+    assert "follow only from ε and δ" in text
 
 
 def test_no_privacy_is_said_plainly_and_without_figures(tmp_path: Path) -> None:
