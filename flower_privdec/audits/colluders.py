@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from flower_privdec.privacy.noise import NoisedSum
-from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 
 MOST_SETS = 256  # of colluders that are tried for a row
 

@@ -26,7 +26,7 @@ from flower_privdec.experiment.drawings import drawings_of
 from flower_privdec.privacy.mechanism.declared import Declaration, joint_release
 from flower_privdec.privacy.mechanism.events import Release, epoch_steps
 from flower_privdec.privacy.noise import INDEPENDENT, NoisedSum, NoiseMechanism
-from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.rows.keys import digest, keyed_generator
 
 NOISE_KEPT = 10_000  # calls of the mechanism whose noise is looked at

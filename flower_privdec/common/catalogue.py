@@ -272,6 +272,23 @@ class ModelKeys(Section):
 
 
 MODELS: Registry[RegisteredPart] = Registry("model.name", "flower_privdec.models", ModelKeys)
+
+
+class NoiseKeys(Section):
+    """The keys of a kind of noise, with which its class is called: none, unless its own Section declares some."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def kind(self) -> str:
+            """What the scenario calls the noise."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the keys of the noise itself."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key != "kind"}
+
+
+NOISES: Registry[RegisteredPart] = Registry("privacy.noise.kind", "flower_privdec.privacy.noise.kinds", NoiseKeys)
 CODECS: Registry[RegisteredPart] = Registry("network.codec", "flower_privdec.pushsum.codecs", Section)
 ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})
 INITS = Choice({"default": "torch's own, keyed by the seed", "zeros": "every parameter 0"})

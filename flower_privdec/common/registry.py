@@ -23,7 +23,7 @@ import pkgutil
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
@@ -68,6 +68,7 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
 
     def __init__(self, key: str, room: str, usual: type[Section]) -> None:
         self.key = key
+        self.choice = key.rpartition(".")[2]  # the key inside the section: name or kind
         self.room = room
         self._usual = usual
         self._parts: dict[str, type[P]] = {}
@@ -153,19 +154,20 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
         """
         section = keys_declared_by(self[name])
         sharing = tuple(other for other, part in self.items() if keys_declared_by(part) is section)
-        return _named_form(section, sharing, more)
+        return _named_form(section, self.choice, sharing, more)
 
     def section(self, name: str, more: type[Section] | None = None, **keys: Any) -> Any:
         """Return the section of a part with some of its keys set, as a scenario would have it."""
-        return self.form(name, more).model_validate({"name": name, **keys})
+        return self.form(name, more).model_validate({self.choice: name, **keys})
 
     def keys_of(self, name: str) -> dict[str, Any]:
-        """Return the defaults of the keys that belong to a name; None for those that others decide."""
+        """Return the defaults of the keys that belong to a name; None for those that are required, or others decide."""
         fields = keys_declared_by(self[name]).model_fields
         own = [key for key in fields if key not in self._usual.model_fields]
         defaults: dict[str, Any] = {}
         for key in own:
-            value = fields[key].get_default(call_default_factory=True)
+            field = fields[key]
+            value = None if field.is_required() else field.get_default(call_default_factory=True)
             defaults[key] = value.model_dump(exclude_none=True) if isinstance(value, Section) else value
         return defaults
 
@@ -178,6 +180,19 @@ class NamedPart(Section):
     """
 
     name: str
+
+
+class PartOfKind(Section):
+    """The key that chooses a part of the package where other parts have kinds.
+
+    Attributes:
+        kind: which one.
+    """
+
+    kind: str
+
+
+_CHOSEN_BY: dict[str, type[Section]] = {"name": NamedPart, "kind": PartOfKind}
 
 
 class OwnPart(Section):
@@ -200,16 +215,18 @@ class OwnPart(Section):
 _FORMS: dict[tuple[type[Section], type[Section] | None, tuple[str, ...]], type[Section]] = {}
 
 
-def _named_form(section: type[Section], names: tuple[str, ...], more: type[Section] | None) -> type[Section]:
-    """Return the form of a section that some names choose: its keys after the key `name`."""
+def _named_form(
+    section: type[Section], choice: str, names: tuple[str, ...], more: type[Section] | None
+) -> type[Section]:
+    """Return the form of a section that some names choose: its keys after the key `name` or `kind`."""
     key = (section, more, names)
     if key not in _FORMS:
         title = _form_name(section)
-        bases: tuple[type[Section], ...] = (section, NamedPart)
+        bases: tuple[type[Section], ...] = (section, _CHOSEN_BY[choice])
         if more is not None:
             title = title.removesuffix("Section") + _form_name(more)
-            bases = (more, section, NamedPart)
-        _FORMS[key] = _joined(title, section, bases, {"name": Literal[names]})
+            bases = (more, *bases)
+        _FORMS[key] = _joined(title, section, bases, {choice: Literal[names]})
     return _FORMS[key]
 
 
@@ -280,6 +297,15 @@ class PartName:
         return {"anyOf": [names, {"type": "string"}]} if self._own else names
 
 
+def part_field_in(annotation: Any, metadata: Iterable[Any] = ()) -> PartField | None:
+    """Return the PartField of an annotation, which may be inside an optional; None if there is none."""
+    for extra in (*metadata, *getattr(annotation, "__metadata__", ())):
+        if isinstance(extra, PartField):
+            return extra
+    inner = (part_field_in(one) for one in get_args(annotation))
+    return next((part for part in inner if part is not None), None)
+
+
 def expected(names: Iterable[str]) -> str:
     """Return names as pydantic lists what it expects."""
     *others, last = map(repr, names)
@@ -334,9 +360,10 @@ class PartField:
             return None
         if self._own is not None and "module" in data:
             return self._own(data)
-        if "name" not in data and self._nameless is not None:
+        choice = self.registry.choice
+        if choice not in data and self._nameless is not None:
             return self._nameless
-        name = data.get("name", self._default)
+        name = data.get(choice, self._default)
         return self.registry.form(name, self._more) if isinstance(name, str) and name in self.registry else None
 
     def _validated(self, value: Any) -> Section:
@@ -346,25 +373,35 @@ class PartField:
             raise PydanticKnownError("model_attributes_type")
         if self._own is not None and "module" in value:
             return self._validated_own(value, self._own)
-        if "name" not in value and self._default:
-            value = {"name": self._default, **value}
-        if "name" not in value and self._nameless is None:
-            raise PydanticKnownError("union_tag_not_found", {"discriminator": "'name'"})
+        choice = self.registry.choice
+        if choice not in value and self._default:
+            value = {choice: self._default, **value}
+        if choice not in value and self._nameless is None:
+            raise self._without_name(value)
 
         form = self.form_of(value)
         if form is None:
-            raise self._unknown_name(value["name"])
+            raise self._unknown_name(value[choice])
         return form.model_validate(value)
 
+    def _without_name(self, value: object) -> Exception:
+        choice = self.registry.choice
+        if self._unknown == "literal_error":
+            return ValidationError.from_exception_data(
+                self.registry.key, [{"type": "missing", "loc": (choice,), "input": value}]
+            )
+        return PydanticKnownError("union_tag_not_found", {"discriminator": repr(choice)})
+
     def _unknown_name(self, name: object) -> Exception:
+        choice = self.registry.choice
         if self._unknown == "literal_error":
             context = {"expected": expected(self.registry)}
             return ValidationError.from_exception_data(
-                self.registry.key, [{"type": "literal_error", "loc": ("name",), "input": name, "ctx": context}]
+                self.registry.key, [{"type": "literal_error", "loc": (choice,), "input": name, "ctx": context}]
             )
         known = ", ".join(repr(part) for part in self.registry)
         return PydanticKnownError(
-            "union_tag_invalid", {"discriminator": "'name'", "tag": str(name), "expected_tags": known}
+            "union_tag_invalid", {"discriminator": repr(choice), "tag": str(name), "expected_tags": known}
         )
 
     def _validated_own(self, value: dict[Any, Any], own: Callable[[Mapping[Any, Any]], type[Section]]) -> Section:

@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from scipy.optimize import linprog
 
-from flower_privdec.common.fields import OwnSection
+from flower_privdec.common.catalogue import NoiseKeys
 from flower_privdec.core import advance
 from flower_privdec.core.cohort import STEPS, Cohort, PrivateStep
 from flower_privdec.engine.engine import Engine
@@ -53,6 +53,7 @@ from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism.cancelling import LARGEST_SHAPED, PairPlan, noise_left
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Release
 from flower_privdec.privacy.mechanism.protection import Protection
+from flower_privdec.scenario.sections import CancellingSection
 
 MIXED_LINEARLY = (  # algorithms whose messages are linear in what was released
     *("sgp", "privsgp", "dyn-d2p", "dyn-c-d2p", "dyn-mu-d2p", "const-d2p"),
@@ -90,8 +91,10 @@ def not_computed(experiment: Experiment) -> str | None:
         return "nothing is noised, or nothing exchanged"
     if plan.pairs is not None:
         return "noise depends on other peers' (see the colluders below)"
-    if scenario.private is not None and isinstance(scenario.private.noise, OwnSection):
-        return f"the noise of {scenario.private.noise.module} is not known to be independent from step to step"
+    noise = None if scenario.private is None else scenario.private.noise
+    if noise is not None and not isinstance(noise, CancellingSection):
+        called = noise.kind if isinstance(noise, NoiseKeys) else noise.module
+        return f"the noise of {called} is not known to be independent from step to step"
     if scenario.algorithm.name not in MIXED_LINEARLY or getattr(scenario.algorithm, "optimizer", None) is not None:
         return f"what {scenario.algorithm.name} sends is not known to be linear in its releases"
     if scenario.participation.kind != "all":

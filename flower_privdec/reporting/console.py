@@ -345,6 +345,7 @@ def parts() -> dict[str, dict[str, str]]:
         "partitions": dict(catalogue.PARTITIONS.lines),
         "samplings": dict(catalogue.SAMPLINGS.lines),
         "features": dict(catalogue.FEATURES.lines),
+        "noises": _lines(catalogue.NOISES.lines, catalogue.NOISES.keys_of),
         "codecs": catalogue.CODECS.lines,
     }
 

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from flower_privdec.common.catalogue import Choice
 from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.formatting import shown
-from flower_privdec.common.registry import PartField
+from flower_privdec.common.registry import PartField, part_field_in
 
 Location = tuple[int | str, ...]
 SECTION = "a section, as {key: value}"
@@ -129,7 +129,7 @@ def _tags(model: type[BaseModel]) -> Sequence[Any]:
 
 
 def _part_of(field: FieldInfo) -> PartField | None:
-    return next((extra for extra in field.metadata if isinstance(extra, PartField)), None)
+    return part_field_in(field.annotation, field.metadata)
 
 
 def _forms_of(field: FieldInfo, data: Any = None) -> list[type[BaseModel]]:

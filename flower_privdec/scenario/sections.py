@@ -28,16 +28,17 @@ from flower_privdec.common.catalogue import (
     METRIC_KINDS,
     MODELS,
     MOST_WEIGHT,
+    NOISES,
     TOPOLOGIES,
     USUAL_METRICS,
     GraphSection,
     MetricKind,
+    NoiseKeys,
     Targets,
     unfit,
 )
 from flower_privdec.common.errors import RAISED_BY_USERS, ArgumentError, PrivdecError, ScenarioError
 from flower_privdec.common.fields import (
-    OWN_OR_NAMED,
     SECTION_OR_NAME,
     SECTION_OR_NONE,
     Count,
@@ -631,11 +632,10 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class CancellingSection(Section):
+class CancellingSection(NoiseKeys):
     """Noise that pairs of peers add with opposite signs, on top of less noise of their own; it is gone from the mean.
 
     Attributes:
-        kind: cancelling.
         colluding: with how many peers an adversary who sees all messages may collude; ε holds against that. No default:
             what all other peers together would learn stands beside ε in every summary.
         secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options. On a
@@ -644,7 +644,6 @@ class CancellingSection(Section):
             by itself; auto takes what `privdec plan` finds best for the graph.
     """
 
-    kind: Literal["cancelling"]
     colluding: Annotated[int, Field(ge=0)]
     secrets: Annotated[
         GraphSection,
@@ -664,7 +663,9 @@ class CancellingSection(Section):
             )
 
 
-NoiseChoice = Annotated[Annotated[CancellingSection, Tag("named")] | Annotated[OwnSection, Tag("own")], OWN_OR_NAMED]
+NoiseChoice = Annotated[
+    NoiseKeys | OwnSection, PartField(NOISES, own=lambda data: OwnSection, usual_own=lambda: OwnSection)
+]
 
 
 def _below_one(delta: float | tuple[float, ...]) -> float | tuple[float, ...]:

@@ -38,7 +38,7 @@ from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.events import Release, towards
 from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
-from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.philox import PhiloxNoise
 from flower_privdec.reporting.plots import drawing
 from flower_privdec.scenario import parse_scenario

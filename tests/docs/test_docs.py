@@ -25,7 +25,7 @@ from typer.main import get_command
 
 from flower_privdec.cli.main import app, main
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.common.registry import PartField
+from flower_privdec.common.registry import part_field_in
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console import parts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
@@ -202,8 +202,8 @@ def _keys(model: type[BaseModel], path: str = "") -> Iterator[str]:
     for name, info in model.model_fields.items():
         name = info.alias or name
         yield f"{path}{name}"
-        parts = [part.forms() for part in info.metadata if isinstance(part, PartField)]
-        for section in parts[0] if parts else _sections(info.annotation):
+        part = part_field_in(info.annotation, info.metadata)
+        for section in _sections(info.annotation) if part is None else part.forms():
             yield from _keys(section, f"{path}{name}.")
 
 

@@ -38,7 +38,7 @@ from flower_privdec.privacy.mechanism import cancelling
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, solve_pairs
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Release
 from flower_privdec.privacy.noise import NoisedSum, NoiseSource, PairSecrets, build_noise
-from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.rows.keys import seed_keys
 from flower_privdec.testing import assert_noise, assert_nothing_else_leaves, assert_sensitivity, recording
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from flower_privdec.graph.topology import build_participation
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise import ExactNoise, NoisedSum, NoiseSource, PairSecrets, SystemNoise, build_noise
-from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.rows.keys import seed_keys
 
 FALSE_ALARM = 1e-6 / 40  # of one statistic, or of all correlations together

@@ -36,6 +36,7 @@ KEYS = {  # where a scenario names what is listed
     "partitions": "data.partition.kind",
     "samplings": "data.batch.sampling",
     "features": "features.kind",
+    "noises": "privacy.noise.kind",
     "codecs": "network.codec",
 }
 NUMBERS = ["data.dataset=diabetes", "data.test_samples=50", "task.loss=mse"]
@@ -84,6 +85,7 @@ NEEDED = {  # what else a scenario needs that names a part
     "synthetic-labels": ["task.loss=binary-cross-entropy"],
     "synthetic-words": ["model.name=text"],
     "text": ["data.dataset=synthetic-words"],
+    "noises": ["privacy.noise.colluding=1"],
     "features": ["data.samples=8", "data.test_samples=4", "data.batch.size=1", "features.pool=2"],
 }
 OF_A_FILE = ("mnist", "fashion-mnist", "cifar10", "npz", "svmlight", "csv", "parquet", "image-folder")
@@ -161,7 +163,7 @@ def test_what_the_schema_accepts_is_listed() -> None:
     assert not listed
     choices = {"privacy", "privacy.calibration", "evaluation.private", "algorithm.weighting", "features.whitening"}
     choices |= {"task.loss.targets", "task.metrics.better", "data.batch.small_peers"}
-    choices |= {"privacy.noise.kind", "privacy.noise.strength", "algorithm.acceleration", "algorithm.shapley"}
+    choices |= {"privacy.noise.strength", "algorithm.acceleration", "algorithm.shapley"}
     choices |= {"compute.device", "compute.dtype", "compute.generator", "compute.workers", "network.mode"}
     choices |= {
         "data.table.missing",

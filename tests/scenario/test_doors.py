@@ -13,9 +13,10 @@ from raising import raises
 from tiny_scenario import Build, Tiny
 
 from flower_privdec import testing
-from flower_privdec.common.catalogue import CODECS, MODELS, TOPOLOGIES
+from flower_privdec.common.catalogue import CODECS, MODELS, NOISES, TOPOLOGIES
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import build_topology
+from flower_privdec.privacy.noise import noise_mechanism
 from flower_privdec.pushsum.frames import TensorArithmetic, wire_codec
 from flower_privdec.reporting.console import parts, print_parts
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
@@ -130,6 +131,36 @@ class ByteCodec:
     def decode(self, sent, like):
         scale, steps = sent[:8].clone().view(torch.float64), sent[8:].view(torch.int8)
         return (steps.double() / 127 * scale).reshape(like.shape).to(like)
+'''
+NOISE = '''
+from flower_privdec.common.catalogue import NoiseKeys
+from flower_privdec.common.fields import NonNegative
+from flower_privdec.privacy.noise import NoiseMechanism
+
+
+class LouderNoise(NoiseMechanism):
+    """Independent noise, and a share more of it on top."""
+
+    name = "louder"
+    line = "independent noise, and a share more of it"
+
+    class Section(NoiseKeys):
+        """Louder noise.
+
+        Attributes:
+            share: of the standard deviation, on top.
+        """
+
+        share: NonNegative = 0.5
+
+    def __init__(self, share=0.5):
+        self.share = share
+
+    def released(self, sums):
+        return sums
+
+    def add_(self, out, std, noised):
+        super().add_(out, std * (1 + self.share), noised)
 '''
 PLAIN = ["privacy=none", "data.batch={sampling: full}"]  # no draw, whose keys differ with the scenario
 
@@ -296,3 +327,24 @@ def test_one_file_is_a_codec_by_both_doors(tiny: Tiny, tmp_path: Path) -> None:
         assert parts()["codecs"]["byte"] == "a byte a number"
         with raises(ScenarioError, "network.codec", "did you mean 'byte'"):
             tiny("network={codec: bytee}")
+
+
+# --- noise ---
+
+
+def test_one_file_is_a_noise_by_both_doors(build: Build, tmp_path: Path) -> None:
+    with both_doors(NOISES, tmp_path, "louder_noise", NOISE):
+        for noise in ("{kind: louder, share: 2.0}", '{module: "louder_noise:LouderNoise", arguments: {share: 2.0}}'):
+            experiment = build(f"privacy.noise={noise}")
+            private = experiment.scenario.private
+            assert private is not None
+            mechanism = noise_mechanism(private.noise)
+            assert (type(mechanism).__name__, vars(mechanism)) == ("LouderNoise", {"share": 2.0})
+            assert experiment.own.protection is not None
+            assert max(experiment.own.protection.epsilons(6)) <= 3.0
+            assert torch.isfinite(testing.run_rounds(experiment, 1).state.rows["x"]).all()
+
+        assert parts()["noises"]["louder"] == "independent noise, and a share more of it (share: 0.5)"
+        assert "| `privacy.noise.share` | number | `0.5` | ≥ 0 |" in scenario_reference()
+        with raises(ScenarioError, "scenario.literal_error", "did you mean 'louder'"):
+            build("privacy.noise={kind: loude}")

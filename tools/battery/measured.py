@@ -22,7 +22,7 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.drawings import drawings_of
 from flower_privdec.privacy.noise import NoisedSum
-from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.philox import PhiloxNoise
 from flower_privdec.testing import Released, recording
 from tools.battery.independent import Step, bracket, counted

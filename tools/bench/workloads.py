@@ -21,7 +21,7 @@ from flower_privdec.models import build_model, flatten, parameter_count
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import NoiseSource, PairSecrets, build_noise
-from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.rows.keys import keyed_generator, seed_keys
 from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 from flower_privdec.scenario.sections import BatchSection

@@ -77,7 +77,7 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
     from flower_privdec.peer.row_exchange import RowExchange
     from flower_privdec.peer.session import Session
     from flower_privdec.privacy.noise.deployed import SystemNoise
-    from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+    from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
     from flower_privdec.pushsum.exactly_once import FrozenShare, PushSumProtocol, RefusedError
     from flower_privdec.pushsum.frames import RowMessage
     from flower_privdec.pushsum.lockstep import Lockstep

@@ -6,15 +6,16 @@ import os
 import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flower_privdec.common.catalogue import NOISES, NoiseKeys
 from flower_privdec.common.fields import OwnSection
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise.deployed import ExactNoise, SystemNoise
-from flower_privdec.privacy.noise.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.source import (
     INDEPENDENT,
     STATE_PREFIX,
@@ -62,7 +63,7 @@ def build_deployed_noise(*, hardened: bool) -> NoiseSource:
     return ExactNoise() if hardened else SystemNoise()
 
 
-def noise_mechanism(section: OwnSection | CancellingSection | None, pairs: PairPlan | None = None) -> NoiseMechanism:
+def noise_mechanism(section: OwnSection | NoiseKeys | None, pairs: PairPlan | None = None) -> NoiseMechanism:
     """Return the mechanism that `privacy.noise` names, called with its arguments; None is independent noise.
 
     Args:
@@ -72,8 +73,14 @@ def noise_mechanism(section: OwnSection | CancellingSection | None, pairs: PairP
     Raises:
         ScenarioError: the class cannot be imported, is no `NoiseMechanism`, or could not be built.
     """
-    if not isinstance(section, OwnSection):
+    if section is None or isinstance(section, CancellingSection):
         return INDEPENDENT if pairs is None else CancellingNoise(pairs)
+
+    mechanism: NoiseMechanism
+    if isinstance(section, NoiseKeys):
+        built_in: Any = NOISES[section.kind]
+        mechanism = built_in(**section.options())
+        return mechanism
 
     own = load_own(
         section.module,
@@ -82,7 +89,7 @@ def noise_mechanism(section: OwnSection | CancellingSection | None, pairs: PairP
         must_be="a subclass of flower_privdec.privacy.noise.NoiseMechanism",
     )
     with users_code(f"privacy.noise.module={section.module!r} could not be built", "noise.build"):
-        mechanism: NoiseMechanism = own(**section.arguments)
+        mechanism = own(**section.arguments)
     return mechanism
 
 

@@ -158,7 +158,7 @@ class NoiseMechanism:
     def __init_subclass__(cls) -> None:
         """Drop an inherited declaration if a subclass, or a class mixed in, changes the noise that it was about."""
         super().__init_subclass__()
-        if changed_since_declared(cls):
+        if changed_since_declared(cls, harmless=("name", "line")):
             cls.released = lambda self, sums: None  # type: ignore[method-assign]
 
     def released(self, sums: Declaration) -> Declaration:

@@ -11,6 +11,7 @@ from torch import Tensor
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise.source import NoisedSum, NoiseMechanism
 from flower_privdec.rows.keys import digest
+from flower_privdec.scenario.sections import CancellingSection
 
 if TYPE_CHECKING:
     from flower_privdec.privacy.noise.philox import PhiloxNoise
@@ -30,6 +31,10 @@ class CancellingNoise(NoiseMechanism):
     Args:
         plan: of the run.
     """
+
+    name = "cancelling"
+    line = "noise that pairs of peers add with opposite signs, so that it is gone from the mean"
+    Section = CancellingSection
 
     def __init__(self, plan: PairPlan) -> None:
         self.plan = plan
