@@ -111,21 +111,27 @@ class Chain:
             # An activation is computed in place of an output that no backward pass reads.
             fresh = i > 0 and type(self._steps[i - 1][1]) in (nn.Conv2d, nn.Linear, nn.MaxPool2d)
             target = x if fresh else x.clone()
-            y = target.relu_() if isinstance(layer, nn.ReLU) else target.tanh_()
+            if isinstance(layer, nn.ReLU):
+                y = target.relu_()
+            else:
+                y = target.tanh_()
         return y
 
 
 def parse_chain(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]] | None:
     """Return the layers of (nested) Sequentials with their names; None if one is of another kind."""
     if type(module) is not nn.Sequential:
-        return [(prefix, module)] if _is_link(module) else None
+        if not _is_link(module):
+            return None
+        return [(prefix, module)]
 
     layers: list[tuple[str, nn.Module]] = []
     children: Mapping[str, nn.Module | None] = module._modules
     for name, child in children.items():
         if child is None:
             return None
-        part = parse_chain(child, f"{prefix}.{name}" if prefix else name)
+        path = f"{prefix}.{name}" if prefix else name
+        part = parse_chain(child, path)
         if part is None:
             return None
         layers += part
@@ -157,6 +163,8 @@ def _is_link(layer: nn.Module) -> bool:
 def _backward(layer: nn.Module, delta: Tensor, x: Tensor, y: Tensor, indices: Tensor | None) -> Tensor:
     """Return the derivative in a layer's input; activations change delta in place."""
     result: Tensor
+
+    # Layers with weights, and those that move numbers.
     if isinstance(layer, nn.MaxPool2d) and indices is not None:
         result = unpooled(layer, delta, x, indices)
     elif isinstance(layer, nn.Conv2d):
@@ -168,6 +176,8 @@ def _backward(layer: nn.Module, delta: Tensor, x: Tensor, y: Tensor, indices: Te
         is_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
         layout = torch.channels_last if is_last else torch.contiguous_format
         result = delta.reshape(x.shape).contiguous(memory_format=layout)
+
+    # Activations: from their output, which is what was kept.
     elif isinstance(layer, nn.ReLU):
         result = _aten.threshold_backward.grad_input(delta, y, 0.0, grad_input=delta)
     else:
@@ -294,7 +304,8 @@ class FactoredKernel(RowKernel):
     ) -> None:
         """Take a module and its graph as `proof.prove` returns it; see there."""
         chained = parse_chain(module) is not None
-        super().__init__(module, module if chained else graph, loss, memory_bytes)
+        run = module if chained else graph
+        super().__init__(module, run, loss, memory_bytes)
         self._input_shape = torch.Size(input_shape)
         self._n_tokens = n_tokens
         self._hooked: list[tuple[str, nn.Module, Tensor, Tensor]] = []  # name, layer, input and output
@@ -421,7 +432,7 @@ class Outer:
         place: of the weight in a row.
         u: inputs [b, T, K].
         delta: derivatives in the outputs [b, T, O].
-        order: gives a gradient [O, K] the weight's shape; None where it has that shape.
+        order: gives a gradient [O, K] the weight's shape; None if it has that shape.
     """
 
     place: Parameter
@@ -436,8 +447,8 @@ class Outer:
 
             sqrt(max(Gram sum, 0) + g S^2) + h S + floor(K) sum_t |delta_t| + floor(O) sum_t |u_t|.
 
-        The Gram matrices are float64, where T x T products of dot products of lengths K and O sum up to at most g S^2
-        too little, g = (K + O + T^2 + 16) 2^-53. What is added is rounded to the type of u and delta: the terms of
+        The Gram matrices are float64, so T x T products of dot products of lengths K and O sum up to at most g S^2 too
+        little, g = (K + O + T^2 + 16) 2^-53. What is added is rounded to the type of u and delta: the terms of
         one example err by at most h S, h = (b T + 2) u, in the product over all b T. The floors bound its underflows.
         """
         b, t, k = self.u.shape
@@ -534,7 +545,9 @@ def weight_pieces(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: 
         if isinstance(layer, nn.GroupNorm):
             normal = [functional.group_norm(x, layer.num_groups, eps=layer.eps) for x in xs]
         else:
-            norm: Any = functional.layer_norm if isinstance(layer, nn.LayerNorm) else functional.rms_norm
+            norm: Any = functional.rms_norm
+            if isinstance(layer, nn.LayerNorm):
+                norm = functional.layer_norm
             normal = [norm(x, layer.normalized_shape, eps=layer.eps) for x in xs]
         products = [_sum_positions(layer, delta * x) for x, delta in zip(normal, deltas, strict=True)]
         return [Stored(place, _sum(products))]
@@ -595,11 +608,17 @@ def _gradients(layer: nn.Module, k: int, x: Tensor, delta: Tensor) -> list[Tenso
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)
+    """Return the sum of tensors of one shape; the tensor itself if there is only one."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(list(parts)).sum(0)
 
 
 def _joined(parts: list[Tensor], axis: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+    """Return tensors as one along an axis; the tensor itself if there is only one."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, axis)
 
 
 def _flat(layer: nn.Module, delta: Tensor) -> Tensor:

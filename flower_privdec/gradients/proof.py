@@ -105,7 +105,9 @@ def _check_parameters(module: nn.Module) -> None:
 
 
 def _named(path: str, part: nn.Module) -> str:
-    return f"{type(part).__name__} {path!r}" if path else type(part).__name__
+    """Return a module's class, and its path if it is within another one."""
+    name = type(part).__name__
+    return f"{name} {path!r}" if path else name
 
 
 class _Tracer(fx.Tracer):
@@ -218,7 +220,9 @@ class _Checker(fx.Interpreter):
             last = n.args[0]
             if not isinstance(last, Node) or self._kinds[last] is not Kind.EXAMPLES or result.ndim != 2:
                 raise Unproved("its forward must return a tensor [batch, outputs]", code="proof.output")
-        return Kind.SHARED if n.op == "get_attr" else Kind.EXAMPLES
+        if n.op == "get_attr":
+            return Kind.SHARED
+        return Kind.EXAMPLES
 
     def _valued(self, part: Any) -> Any:
         """Return arguments with a Value in place of every operation."""
@@ -349,7 +353,9 @@ class Call:
 
     def axes(self, option: Any, count: int) -> tuple[int, ...]:
         """Return the axes of an option, a number or several, counted from 0."""
-        several = option if isinstance(option, tuple | list) else (option,)
+        several = option
+        if not isinstance(option, tuple | list):
+            several = (option,)
         if not several or not all(type(axis) is int for axis in several):
             raise self.refuse("names no axes, so it works over the batch too", "proof.no-axes")
         return tuple(axis % count for axis in several)
@@ -377,7 +383,9 @@ def judge(rule: Rule, call: Call, batch: int) -> Kind:
     # Whatever is computed from neither examples nor sizes is as public as these.
     kinds = {value.kind for value in call.leaves() if isinstance(value, Value)}
     if kinds <= {Kind.NUMBER, Kind.SHARED}:
-        return Kind.SHARED if isinstance(call.result, Tensor) else Kind.NUMBER
+        if isinstance(call.result, Tensor):
+            return Kind.SHARED
+        return Kind.NUMBER
 
     kind = rule(call)
     has_batch = isinstance(call.result, Tensor) and call.result.shape[:1] == (batch,)
@@ -503,7 +511,9 @@ def _size(call: Call) -> Kind:
 def _one_size(call: Call, sizes: torch.Size, axis: Any) -> Kind:
     if type(axis) is not int:
         raise call.refuse("reads several sizes at once", "proof.sizes")
-    return Kind.BATCH_SIZE if axis % len(sizes) == 0 else Kind.NUMBER
+    if axis % len(sizes) == 0:
+        return Kind.BATCH_SIZE
+    return Kind.NUMBER
 
 
 def _cast(call: Call) -> Kind:

@@ -70,7 +70,9 @@ def slack(dtype: torch.dtype, *sizes: int) -> float:
 
 def _summed(n: int) -> int:
     """Return the most additions that a number goes through on its way into a norm."""
-    return n if n <= LONGEST else BLOCK + _summed(n // BLOCK + 1)
+    if n <= LONGEST:
+        return n
+    return BLOCK + _summed(n // BLOCK + 1)
 
 
 def floor(like: Tensor, n: int) -> Tensor:
@@ -281,8 +283,11 @@ def is_plain(module: nn.Module) -> bool:
 
 def reason(error: BaseException) -> str:
     """Return an error's kind and the first line of its message, cut at 200 characters."""
+    kind = type(error).__name__
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    if not lines:
+        return kind
+    return f"{kind}: {lines[0][:200]}"
 
 
 @overload
@@ -341,7 +346,9 @@ def unknown_tokens(x: Tensor, n_tokens: int | None) -> Tensor | None:
     if n_tokens is None:
         return None
     unknown = ((x < 0) | (x >= n_tokens)).flatten(1).any(1)
-    return unknown if bool(unknown.any()) else None
+    if not bool(unknown.any()):
+        return None
+    return unknown
 
 
 def layer_outputs(module: nn.Module, call: Callable[[], object]) -> list[tuple[nn.Module, int]]:
@@ -469,7 +476,9 @@ class RowKernel(GradientKernel):
         for i, used in enumerate(_used(batch.weight)):
             row = clipping.rows(slice(i, i + 1))
             divisor = clipping.divisor
-            point = params[i] if divisor is None else params[i] / divisor[i]
+            point = params[i]
+            if divisor is not None:
+                point = params[i] / divisor[i]
             x = inputs_like(batch.x[i, :used], params)
             y = batch.y[i, :used]
 
@@ -492,6 +501,7 @@ class RowKernel(GradientKernel):
         params = params.detach()
         x = inputs_like(x, params)
         self._module.to(params)
+
         parts = self._logit_parts(x.shape[0], x)
         rows = []
         try:

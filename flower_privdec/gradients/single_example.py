@@ -66,7 +66,9 @@ def single_example_step(out, params, divisor, a, label, weight, clip, scale, mod
     # Forward: the output z, and the loss's derivative in it.
     weights = params[start : start + n]
     product, square = _dots(a, weights)
-    z = _f8(product) if bias < 0 else _f8(product) + _f8(params[bias])
+    z = _f8(product)
+    if bias >= 0:
+        z += _f8(params[bias])
     delta = _derivative(loss, z / _f8(divisor), _f8(label))
 
     # The bound on the norm of (a, 1) delta; `not <=` for NaN, which no comparison holds for.

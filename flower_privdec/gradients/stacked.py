@@ -52,9 +52,9 @@ class Layer:
         weight = self.weight.view(params)  # [m, out, in]
         bias = None if self.bias is None else self.bias.view(params)  # [m, out]
         if a.shape[1] == 1:
-            z = _product(None if bias is None else bias.unsqueeze(2), weight, a.transpose(1, 2)).transpose(1, 2)
+            z = _product(bias, 2, weight, a.transpose(1, 2)).transpose(1, 2)
         else:
-            z = _product(None if bias is None else bias.unsqueeze(1), a, weight.transpose(1, 2))
+            z = _product(bias, 1, a, weight.transpose(1, 2))
         if divisor is not None:
             z.div_(divisor[:, None, None])
         return self.activate_(z)
@@ -118,11 +118,15 @@ class Layer:
         else:
             self.weight.view(out).baddbmm_(delta.transpose(1, 2), a)
         if self.bias is not None:
-            self.bias.view(out).add_(delta[:, 0] if a.shape[1] == 1 else delta.sum(1))
+            total = delta[:, 0] if a.shape[1] == 1 else delta.sum(1)
+            self.bias.view(out).add_(total)
 
 
-def _product(bias: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    return torch.bmm(left, right) if bias is None else torch.baddbmm(bias, left, right)
+def _product(bias: Tensor | None, axis: int, left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of each row's matrices, plus a bias [m, out] that is the same along an axis."""
+    if bias is None:
+        return torch.bmm(left, right)
+    return torch.baddbmm(bias.unsqueeze(axis), left, right)
 
 
 @dataclass(frozen=True)

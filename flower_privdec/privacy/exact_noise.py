@@ -163,7 +163,7 @@ def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> n
     if is_far:
         fractions[~np.isfinite(fractions)] = 0.0  # a sum of infinitely many steps, which is on the grid
 
-    # Round its noised fraction; more bits decide where a half is too near.
+    # Round the noised fractions; more bits decide those that are too near to a half.
     noised = normals.draw(sums.size).reshape(sums.shape)
     noised *= noise_steps
     noised += fractions
@@ -263,4 +263,7 @@ class _NormalPair:
         iv.prec = self._bits + 64
         u = iv.mpf([self._u, self._u + 1]) / 2**self._bits
         angle = iv.pi * iv.mpf([self._v, self._v + 1]) / 2**self._bits
-        return iv.sqrt(-2 * iv.log(u)) * (iv.sin(angle) if is_sine else iv.cos(angle))
+        radius = iv.sqrt(-2 * iv.log(u))
+        if is_sine:
+            return radius * iv.sin(angle)
+        return radius * iv.cos(angle)

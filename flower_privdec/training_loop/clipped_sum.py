@@ -190,7 +190,9 @@ class ClippedSum:
             with batchable(module):
                 output = functional_call(module, values, tuple(args), kwargs)
             if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
-                shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+                shape = type(output).__name__
+                if isinstance(output, Tensor):
+                    shape = str(list(output.shape))
                 raise ValueError(f"one example [1, ...] is turned into {shape}: it must be one tensor [1, ...]")
             loss: Tensor = criterion(output, *targets).sum()
             return loss
@@ -222,6 +224,7 @@ def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any])
 
     def rebuild(others: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any], list[Any]]:
         replacements = iter(others)
+        # Constants are the same for all examples.
         replaced = [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         rebuilt: tuple[list[Any], dict[str, Any], list[Any]] = tree_unflatten(replaced, spec)
         return rebuilt

@@ -354,7 +354,10 @@ def _array(name: str, given: Any) -> np.ndarray:
 
 
 def _features(x: Any) -> Tensor:
-    values = x.toarray() if hasattr(x, "toarray") else _array("x", x)
+    if hasattr(x, "toarray"):  # a sparse matrix
+        values = x.toarray()
+    else:
+        values = _array("x", x)
     if values.ndim != 2 or values.shape[1] == 0 or values.dtype.kind not in "fiub":
         raise ScenarioError(
             f"x is of shape {values.shape} and type {values.dtype}: it must be [examples, features], of numbers",
@@ -439,7 +442,9 @@ def _check_settings(model: Any, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if name in HONOURED or name in WITHOUT_EFFECT or name in FIXED:
             continue
-        default = defaults[name].default if name in defaults else inspect.Parameter.empty
+        default = inspect.Parameter.empty
+        if name in defaults:
+            default = defaults[name].default
         if value is not default and value != default:
             raise ScenarioError(
                 f"{name}={value!r} of {type(model).__name__} is a setting that fit_privately does not know, so that it "
@@ -495,6 +500,7 @@ def _l2_of_intercept(settings: Mapping[str, Any], l2: float, classes: int) -> fl
         )
     if classes == 2 and several == "multinomial":
         raise ScenarioError("multi_class='multinomial' of two classes has two rows: leave it out", code=MODEL)
+
     if not liblinear:
         return 0.0
     scaling = settings.get("intercept_scaling", 1)
@@ -518,6 +524,7 @@ def _class_weights(given: Any, labels: np.ndarray) -> tuple[float, ...] | None:
             "private",
             code=MODEL,
         )
+
     weights = dict.fromkeys(labels.tolist(), 1.0)
     for label, weight in given.items():
         if label not in weights:
@@ -529,6 +536,7 @@ def _class_weights(given: Any, labels: np.ndarray) -> tuple[float, ...] | None:
                 code=MODEL,
             )
         weights[label] = float(weight)
+
     if not any(weights.values()):
         raise ScenarioError("class_weight is 0 for each class, so that nothing would be learned", code=MODEL)
     return tuple(weights.values())

@@ -370,7 +370,9 @@ class LoopPayments:
             self._close()
 
     def _entries(self) -> list[Entry]:
-        return self._budget.entries() if self._ledger is None else self._ledger.entries
+        if self._ledger is None:
+            return self._budget.entries()
+        return self._ledger.entries
 
     def _opened(self) -> Ledger:
         return Ledger(self._budget.folder, self._budget.source)

@@ -698,6 +698,7 @@ class NoisedSteps:
         Raises:
             RunError: no batch awaits it, it is of another batch, or is the second one.
         """
+        # See the table of states: the batch must be drawn, not summed, and the one that the model was called with.
         drawn = self.drawn
         if drawn is None or of is not drawn:
             raise RunError(

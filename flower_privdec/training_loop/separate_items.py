@@ -295,12 +295,16 @@ def _is_plain(value: Any, number: int, spans: list[tuple[int, int, int]]) -> boo
     kind = type(value)
     if kind in PLAIN:
         return True
+
+    # Collections, with all that is in them.
     if kind in (dict, list) and value:  # one that is in two items shows each what is in the other
         spans.append((id(value), id(value) + 1, number))
     if kind is dict:
         return all(_is_plain(part, number, spans) for part in value.values())
     if kind in (list, tuple):
         return all(_is_plain(part, number, spans) for part in value)
+
+    # Arrays.
     if kind is Tensor and value.layout is torch.strided:
         if value.numel():
             start = value.data_ptr()
@@ -345,7 +349,9 @@ def _named(items: Items, dataset: Any, kind: type) -> Items:
 
 
 def _of_stack(dataset: Any, places: ItemPlaces) -> Items:
-    parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+    parts = dataset.datasets
+    if isinstance(parts, dict):
+        parts = parts.values()
     looks = [look(part, places) for part in parts]
 
     # An example that occurs twice in one part occurs twice in the whole.
@@ -353,7 +359,9 @@ def _of_stack(dataset: Any, places: ItemPlaces) -> Items:
     unproved = tuple(dict.fromkeys(name for part in looks for name in part.unproved))
     if not unproved and (share_rows(_arrays_in(parts)) or _at_several_places([part.ids for part in looks])):
         unproved = ("parts of a StackDataset that share memory",)
-    return Items.opaque(ids, dataset, *unproved) if unproved else Items.proved(ids)
+    if unproved:
+        return Items.opaque(ids, dataset, *unproved)
+    return Items.proved(ids)
 
 
 def _arrays_in(parts: Iterable[Any]) -> list[Tensor | np.ndarray]:
@@ -422,7 +430,9 @@ def _of_torchvision(dataset: Any, places: ItemPlaces) -> Items:
         unproved.append(f"the transform of {name}")
     if ids is None:
         ids = places.of(dataset, len(dataset))
-    return Items.opaque(ids, dataset, *unproved) if unproved else Items.proved(ids)
+    if unproved:
+        return Items.opaque(ids, dataset, *unproved)
+    return Items.proved(ids)
 
 
 def _is_transform_of_an_item(transform: Any) -> bool:

@@ -119,8 +119,9 @@ class StandIn:
 
         # Collections, with copies of what is in them unless they are long.
         if type(value) in (list, tuple, set):
-            is_long = len(value) > LONG
-            return type(value)(value if is_long else [self._of(part, depth) for part in value])
+            if len(value) > LONG:
+                return type(value)(value)
+            return type(value)([self._of(part, depth) for part in value])
         if type(value) is dict:
             if len(value) > LONG:
                 return dict(value)
@@ -184,7 +185,9 @@ class StandIn:
             is_of_arrays = any(
                 isinstance(part, Tensor | np.ndarray) and part.ndim and len(part) == rows for part in value
             )
-            return None if is_of_arrays else type(value)([value[row]] * rows)
+            if is_of_arrays:
+                return None
+            return type(value)([value[row]] * rows)
         if type(value) is dict and row in value:
             return dict.fromkeys(value, value[row])
         return None

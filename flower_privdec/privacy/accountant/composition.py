@@ -3,9 +3,9 @@
 A loss distribution p is held *tilted* by an order t >= 0: w ∝ p e^{tL}, with the logarithm K of its total, so that
     δ(ε) = E[(1 - e^{ε - L})_+] + P(L = ∞) = e^{K - tε} Σ_{L > ε} w(L) e^{-t (L - ε)} (1 - e^{-(L - ε)}) + P(L = ∞).
 Tilted distributions of independent losses compose like others: the w convolve, the K add up. With t where e^{K - tε}
-is least (the saddle point), w lies around ε, whatever δ is: a window of some standard deviations holds nearly all
-of it, and errors of rounding are relative to e^{K - tε}, which is not far above δ, where those of a plain Fourier
-transform (t = 0) are relative to 1.
+is least (the saddle point), w lies around ε, whatever δ is: a window of some standard deviations holds nearly all of
+it, and errors of rounding are relative to e^{K - tε}, which is not far above δ; those of a plain Fourier transform
+(t = 0) are relative to 1.
 
 Upper bounds. Every approximation adds loss, or is paid for as `slack`, tilted mass that counts as if it lay where it
 does most harm: mass s adds at most s e^{K - tε} max_x e^{-tx} (1 - e^{-x}) to δ(ε); see `log_harm`.
@@ -279,7 +279,7 @@ def log_harm(order: float) -> float:
 
 
 def renyi_epsilon(log_mass: float, order: float, log_delta: float) -> float:
-    """Return an ε from K alone, as if all mass lay where it does most harm (Canonne et al. 2020, arXiv:2004.00010)."""
+    """Return an ε from only K, as if all mass lay where it does most harm (Canonne et al. 2020, arXiv:2004.00010)."""
     if order <= 0:
         return math.inf
     return (log_mass + log_harm(order) - log_delta) / order

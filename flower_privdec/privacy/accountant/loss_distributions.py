@@ -111,7 +111,7 @@ def poisson_remove(epsilon: np.ndarray, q: Numbers, mu: Numbers) -> np.ndarray:
 
 
 def poisson_add(epsilon: np.ndarray, q: Numbers, mu: Numbers) -> np.ndarray:
-    """Return ∫ [N - e^ε P]_+ = c δ(log(q e^ε / c)), c = 1 - (1 - q) e^ε, or 0 where c <= 0."""
+    """Return ∫ [N - e^ε P]_+ = c δ(log(q e^ε / c)), c = 1 - (1 - q) e^ε, or 0 if c <= 0."""
     inside = np.minimum(epsilon, -np.log1p(-q))
     c = q * np.exp(inside) - np.expm1(inside)
     inner = np.log(q) + inside - np.log(np.where(c > 0, c, 1.0))

@@ -67,9 +67,13 @@ def _true_positive_rate(point: Point, alpha: float) -> float:
     if math.isinf(epsilon) or delta >= 1:
         return 1.0
 
-    # e^ε overflows where e^ε α may be a number yet, so the product is taken as a sum of logarithms.
-    exponent = epsilon + math.log(alpha) if alpha > 0 else -math.inf
-    by_finding = 1.0 if exponent >= 0 else math.exp(exponent) + delta
+    # e^ε may overflow although e^ε α does not, so the product is taken as a sum of logarithms.
+    exponent = -math.inf
+    if alpha > 0:
+        exponent = epsilon + math.log(alpha)
+    by_finding = 1.0
+    if exponent < 0:
+        by_finding = math.exp(exponent) + delta
     by_missing = 1 - math.exp(-epsilon) * (1 - delta - alpha)
 
     return max(alpha, min(1.0, by_finding, by_missing))
@@ -132,7 +136,7 @@ def of_group(releases: Iterable[Release], examples: int) -> tuple[Release, ...] 
 
 
 def group_epsilon(epsilon_at: Callable[[float], float], delta: float, examples: int) -> float:
-    """Return an ε at δ for k examples together, from the ε for one alone: the bound that holds for every mechanism.
+    """Return an ε at δ for k examples together, from the ε for one: the bound that holds for every mechanism.
 
     If one example costs (ε', δ'), k of them cost (k ε', δ' (1 + e^ε' + ... + e^((k - 1) ε'))), one after the other. The
     δ' is the largest of those tried for which the sum stays within δ.

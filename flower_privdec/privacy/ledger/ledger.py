@@ -384,6 +384,7 @@ class Ledger(Totals):
         """
         if self._fd is None:
             return
+        # A file with lines that may not be on disk has to be verified again: `reopen` then refuses it.
         self._status = None if self._unsynced is not None else os.fstat(self._fd)
         if unlock:
             release_lock(self._fd)

@@ -180,7 +180,8 @@ def parse(content: bytes, path: Path, source: str | None = None) -> tuple[Segmen
             # began on it. It still counts if it is complete; only an incomplete one is dropped.
             is_last = segment.size + len(line) == len(content)
             if is_last and not line.endswith(b"\n"):
-                return (Segment(), entries) if is_first else (segment, entries)
+                rest = Segment() if is_first else segment
+                return rest, entries
             raise _damaged(path, number, defect)
         assert body is not None  # else it had a defect
 
@@ -352,7 +353,9 @@ def verified(path: Path) -> Iterator[tuple[Segment, list[Entry]]]:
     end = Place()
     totals = Totals()
     for number in range(last_segment.number + 1):
-        segment, entries = last if number == last_segment.number else read_sealed(path, number)
+        segment, entries = last
+        if number < last_segment.number:
+            segment, entries = read_sealed(path, number)
         check_follows(path, end, segment)
         if segment.before.to_json() != totals.to_json():
             raise _does_not_follow(path, segment)

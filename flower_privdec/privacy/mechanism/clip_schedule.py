@@ -66,9 +66,12 @@ def build_schedule(scenario: Scenario) -> Schedule:
     rounds = scenario.rounds
     section = private.schedule
     if section is not None and (section.clip_norms is not None or section.noise is not None):
-        constant = np.ones(rounds)
-        factor = constant if section.clip_norms is None else _stretched(section.clip_norms, rounds, "clip_norms")
-        sigma = constant if section.noise is None else _stretched(section.noise, rounds, "noise")
+        factor = np.ones(rounds)
+        sigma = np.ones(rounds)
+        if section.clip_norms is not None:
+            factor = _stretched(section.clip_norms, rounds, "clip_norms")
+        if section.noise is not None:
+            sigma = _stretched(section.noise, rounds, "noise")
         return Schedule(norms, factor, sigma / factor, None)
 
     if section is not None:

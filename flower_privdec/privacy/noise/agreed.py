@@ -48,10 +48,12 @@ class AgreedSecrets(PairSecrets):
                 "secrets of pairs of peers need cryptography, which is not installed: pip install cryptography",
                 code="noise.cryptography",
             ) from error
+
         super().__init__({}, simulated=False)
         self._peers = frozenset(peers)
         self._run = run
         self._identities = identities
+
         if private is None:
             self._key = X25519PrivateKey.generate()
         else:

@@ -139,6 +139,8 @@ def normals32(x, y):  # type: ignore[no-untyped-def]
     p = p * m + 0.9999999741895687
     log = p * m + (exponent - 32).to(tl.float32) * 0.6931471805599453
     radius = tl.sqrt(tl.maximum(-2.0 * log, 0.0))
+
+    # Sine and cosine of the angle, as in philox.
     t = (y << 2).to(tl.int32, bitcast=True).to(tl.float32) * 4.656612873077393e-10
     z = t * t
     s = (-3.5954507782564404e-05 * z + 0.0024900071270947304) * z - 0.08074543483021228
@@ -169,6 +171,7 @@ def polar64(v, y):  # type: ignore[no-untyped-def]
         p = p * w + 1.0 / (19.0 - 2.0 * k)
     log = 2.0 * q * p + (exponent - 32).to(tl.float64) * 0.6931471805599453
     radius = tl.sqrt(tl.maximum(-2.0 * log, 0.0))
+
     t = (y << 2).to(tl.int32, bitcast=True).to(tl.float64) * 3.657295198167899e-10
     z = t * t
     s = z * 0.0 + 1.0
@@ -208,6 +211,7 @@ def add_normals(out, stride, d, std, keys, receivers, step, DOUBLE: tl.constexpr
         c1 = c0 * 0 + step.to(tl.uint32)
         c2 = c0 * 0 + tl.load(receivers + row).to(tl.uint32)
         x0, x1, x2, x3 = tl.philox_impl(c0, c1, c2, c0 * 0, k0, k1, ROUNDS)
+
         if DOUBLE:
             n0, n1 = polar64(x0.to(tl.float64) + 0.5, x1)
             n2, n3 = polar64(x2.to(tl.float64) + 0.5, x3)
@@ -218,6 +222,8 @@ def add_normals(out, stride, d, std, keys, receivers, step, DOUBLE: tl.constexpr
             y0, y1, y2, y3 = tl.philox_impl(c0, c1, c2, c0 * 0 + 1, k0, k1, ROUNDS)
             n0, n1 = replaced(n0, n1, refined(x0, y0, y1), x0, x1)
             n2, n3 = replaced(n2, n3, refined(x2, y2, y3), x2, x3)
+
+        # Word w of a counter is LANES columns after word w - 1.
         column = (counter // LANES) * (4 * LANES) + counter % LANES
         first = out + row * stride
         add(first, column, d, scale * n0)
@@ -228,6 +234,6 @@ def add_normals(out, stride, d, std, keys, receivers, step, DOUBLE: tl.constexpr
 
 @triton.jit
 def add(first, column, d, values):  # type: ignore[no-untyped-def]
-    """Add values to a row from its first element on, where it has such columns."""
+    """Add values to a row, from its first element on, in those columns that it has."""
     inside = column < d
     tl.store(first + column, tl.load(first + column, mask=inside) + values, mask=inside)

@@ -200,6 +200,7 @@ def check_call(out: Tensor, std: Tensor, step: int, peers: np.ndarray, receivers
         raise ValueError(f"std {list(std.shape)} and peers {list(peers.shape)} must be [{out.shape[0]}]")
     if not 0 <= step < STEPS:
         raise ArgumentError(f"step={step} must be >= 0 and < 2**32", code="noise.step")
+
     if receivers is None:
         return
     if receivers.shape != peers.shape:
