@@ -57,10 +57,9 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.files import disk_error, replacing, sync
@@ -89,8 +88,7 @@ UNCHANGED = ("st_dev", "st_ino", "st_size", "st_mtime_ns")  # of a file that was
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Written:
+class _Written(NamedTuple):
     """Lines that were handed to the system, and count once they are flushed.
 
     Attributes:
