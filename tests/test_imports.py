@@ -128,6 +128,6 @@ def test_no_test_imports_from_another_test() -> None:
         assert sorted(names & tests) == [], f"{path}: move what they share to tests/support"
 
 
-def test_tests_import_from_support_alone() -> None:
+def test_tests_import_only_from_support() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert settings["tool"]["pytest"]["ini_options"]["pythonpath"] == [".", "tests/support"]

@@ -127,7 +127,7 @@ def test_gradients_are_never_older_than_the_staleness(build, staleness, seed):
 
 
 @pytest.mark.parametrize("graph", ["ring", "complete", "random-edges, edges: 1", "erdos-renyi, probability: 0.7"])
-def test_averaging_conserves_the_mean_whoever_wakes(build, graph):
+def test_averaging_conserves_the_mean(build, graph):
     experiment = asynchronous(build, "privacy=none", "algorithm.learning_rate=1e-300", graph=graph)
     cohort = experiment.cohort()
     state = experiment.initial_state(cohort)
@@ -140,7 +140,7 @@ def test_averaging_conserves_the_mean_whoever_wakes(build, graph):
     assert engine.state.rows["x"].std(0).norm() < 0.7 * spread
 
 
-def test_a_peer_without_a_neighbour_just_then_steps_alone(build):
+def test_a_peer_without_an_awake_neighbour_steps_by_itself(build):
     experiment = asynchronous(build, graph="random-edges, edges: 1")
     models, _, _ = watched_run(experiment)
     alone = [k for k in range(EVENTS) if not len(experiment.mixing.links(k))]
@@ -190,7 +190,7 @@ def test_the_order_of_events_is_the_seeds_and_even():
         (["algorithm.staleness=0"], ("scenario.greater_than_equal", "algorithm.staleness=0")),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(build, settings, refusal: tuple[str, ...]):
+def test_wrong_settings_are_refused_in_one_line(build, settings, refusal: tuple[str, ...]):
     with raises(ScenarioError, *refusal) as refused:
         asynchronous(build, *settings)
     assert "\n" not in str(refused.value)

@@ -149,7 +149,7 @@ def test_a_peer_is_active_at_its_rate(name: str, count: int) -> None:
     assert build_participation("all", 3).chances.tolist() == [1.0] * 3
 
 
-def test_edges_are_drawn_from_the_topology_and_used_alone(build: Build) -> None:
+def test_only_drawn_edges_of_the_topology_are_used(build: Build) -> None:
     experiment = build(*CANCER, L2, "topology={name: ring}", "n_peers=6", "participation={kind: edges, count: 2}")
     ring = {tuple(edge) for edge in build_topology("ring", 6).edges(0).tolist()}
     for k in range(20):
@@ -255,9 +255,7 @@ def test_the_section_may_name_the_tasks_loss(tiny: Callable[..., Scenario]) -> N
         (["algorithm={name: dp-dda, loss: hinge}", "data.dataset=digits"], ("loss.classes", "task.loss='hinge'")),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(
-    build: Build, settings_: list[str], refusal: tuple[str, ...]
-) -> None:
+def test_wrong_settings_are_refused_in_one_line(build: Build, settings_: list[str], refusal: tuple[str, ...]) -> None:
     with raises(ScenarioError, *refusal) as refused:
         build(*CANCER, *settings_)
     assert "\n" not in str(refused.value)

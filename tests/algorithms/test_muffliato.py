@@ -124,7 +124,7 @@ def test_the_recursion_contracts_at_its_rate_on_any_graph(name: str, n: int, uni
         (["privacy.calibration=paper"], ("privacy.no-formula",)),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(build: Any, more: list[str], refusal: tuple[str, ...]) -> None:
+def test_wrong_settings_are_refused_in_one_line(build: Any, more: list[str], refusal: tuple[str, ...]) -> None:
     with raises(ScenarioError, *refusal) as refused:
         build(*settings_of("ring", 5, "chebyshev"), *more)
     assert "\n" not in str(refused.value)

@@ -148,7 +148,7 @@ def test_a_spent_peer_leaves_nothing_stale_behind(build: Any) -> None:
         (["privacy.calibration=paper"], ("privacy.no-formula", "dp-net-fleet")),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(build: Any, more: list[str], refusal: tuple[str, ...]) -> None:
+def test_wrong_settings_are_refused_in_one_line(build: Any, more: list[str], refusal: tuple[str, ...]) -> None:
     with raises(ScenarioError, *refusal) as refused:
         build(*settings_of(5, *more))
     assert "\n" not in str(refused.value)

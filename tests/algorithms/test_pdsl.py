@@ -286,7 +286,7 @@ def test_a_spent_neighbour_answers_zero_and_others_continue(build: Build, tmp_pa
 
 
 @pytest.mark.slow
-def test_what_each_neighbour_adds_is_drawn(build: Build, tmp_path: Path) -> None:
+def test_each_neighbours_contribution_is_drawn(build: Build, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from flower_privdec.reporting.page import write_report
     from flower_privdec.reporting.plots import draw_contributions, drawing, save_run_plots
@@ -401,7 +401,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_done_is_refused_in_a_line(build: Build, case: str) -> None:
+def test_wrong_settings_are_refused_in_one_line(build: Build, case: str) -> None:
     given, refusal = REFUSED[case]
     with raises(PrivdecError, *refusal):
         build(*PDSL_STAR, *given)

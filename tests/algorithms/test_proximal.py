@@ -117,13 +117,13 @@ def test_scale_zero_leaves_the_box_and_the_ball() -> None:
     torch.testing.assert_close(Regularizer(lower=0.0, upper=2.0).minimizer(z, 0.0, 1.0), torch.tensor([[2.0, 0.0]]))
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_infinite_numbers_stay_infinite() -> None:
     z = torch.tensor([[math.nan, 1.0], [math.inf, 1.0]])
     for h in (Regularizer(l2=1.0), Regularizer(l1=1.0), Regularizer(radius=1.0)):
         assert not torch.isfinite(h.minimizer(z, 1.0, 1.0)).all(1).any()
 
 
-def test_a_ball_stands_alone() -> None:
+def test_a_ball_combines_with_no_other_regularizer() -> None:
     with raises(ArgumentError, "regularizer.ball"):
         Regularizer(radius=1.0, l1=0.1)
 

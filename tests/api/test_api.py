@@ -388,7 +388,7 @@ def test_a_run_of_the_command_line_is_read_too(tiny_text: str, tmp_path: Path) -
     assert fp.load_run(tmp_path / "run").model(0).training is False
 
 
-def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_before_any_write(tmp_path: Path) -> None:
     scenario = fp.make_scenario(SECTIONS, rounds=2)
     with raises(fp.ScenarioError, "api.argument", names=r"runtime='cloud' .*engine, flower"):
         fp.run(scenario, out=tmp_path / "run", runtime="cloud")  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ noised = peer_state.exactly_noised
         ("clipped", unclipped, "not clipped"),
     ],
 )
-def test_what_is_broken_is_found_by_name(name: str, broken: Callable[..., Any], kind: str) -> None:
+def test_broken_protections_are_found_by_name(name: str, broken: Callable[..., Any], kind: str) -> None:
     app = app_of(far, clip_norm=1.0, noise_multiplier=2.0)
     assert audited(app, 8).defects == {}
     with patch.object(peer_state, name, broken):

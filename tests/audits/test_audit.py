@@ -261,7 +261,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_what_is_broken_is_found_by_name(kind: str) -> None:
+def test_broken_protections_are_found_by_name(kind: str) -> None:
     broken, overrides, name = BROKEN[kind]
     experiment = experiment_of(*overrides)
     assert audit(experiment, trials=40, replica=100).defects == {}
@@ -277,7 +277,7 @@ MANY = ["n_peers=32", "data.samples=320", "data.batch={sampling: full}", "privac
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "trials"), [("noise at half", 16_000), ("clipped by batch", 2000)])
-def test_canaries_alone_refute_what_is_broken(kind: str, trials: int) -> None:
+def test_canaries_refute_a_broken_protection(kind: str, trials: int) -> None:
     experiment = experiment_of(*MANY, "rounds=1", "privacy.epsilon=2")
     with BROKEN[kind][0]():
         group = audit(experiment, trials=trials, replica=100).groups[0]
@@ -369,7 +369,7 @@ def test_an_audit_in_one_run_refuses_unsupported_settings(overrides: list[str], 
         (["privacy=none"], "audit.no-privacy"),
     ],
 )
-def test_what_cannot_be_audited_is_refused(overrides: list[str], code: str) -> None:
+def test_unauditable_scenarios_are_refused(overrides: list[str], code: str) -> None:
     experiment = experiment_of(*SHORT, *overrides)
     with raises(ScenarioError, code):
         audit(experiment)

@@ -43,7 +43,7 @@ def audited(folder: Path, noise: float) -> OneRun:
     return audit.result
 
 
-def test_what_is_printed_holds_and_little_noise_shows_much(tmp_path: Path) -> None:
+def test_printed_epsilon_holds_and_little_noise_leaks(tmp_path: Path) -> None:
     plain, loose = audited(tmp_path, 2.0), audited(tmp_path / "loose", 0.02)
     assert 0 <= plain.epsilon_lower_bound < plain.epsilon
     assert 1 < loose.epsilon_lower_bound < loose.epsilon
@@ -69,7 +69,7 @@ def test_a_real_ledger_is_refused_and_not_charged(tmp_path: Path) -> None:
     train(ledger, epochs=1)  # nothing of the audit is left
 
 
-def test_what_cannot_be_audited_is_refused(tmp_path: Path) -> None:
+def test_unauditable_loops_are_refused(tmp_path: Path) -> None:
     with raises(ScenarioError, "audit.trials", "canaries=120"), auditing(CANARIES):
         train(tmp_path / "small.jsonl", size=100)
     with auditing(CANARIES) as audit:

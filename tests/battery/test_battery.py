@@ -44,7 +44,7 @@ def test_rows_obey_all_laws_or_are_refused_with_remedy(number: int, tmp_path: Pa
     assert not violations, "\n".join(map(str, violations))
 
 
-def test_what_is_known_to_be_refused_still_is() -> None:
+def test_known_refusals_are_still_refused() -> None:
     lines = read()
     assert len(lines) > 50
     assert not stale_lines(lines[::8], seed=1)
@@ -61,7 +61,7 @@ def test_the_plain_row_runs(tmp_path: Path) -> None:
     assert outcome == Outcome()
 
 
-def test_what_means_nothing_counts_for_nothing() -> None:
+def test_meaningless_levels_count_for_nothing() -> None:
     row = row_of(noise="none", calibration="paper", hardened="yes")
     meaning = {NAMES[factor] for factor in applies(dict(enumerate(row)))}
     assert not meaning & {"calibration", "hardened", "second", "edit"}

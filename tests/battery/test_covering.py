@@ -47,7 +47,7 @@ def test_every_tuple_is_in_a_short_array(strength: int, most: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_what_is_refused_hides_no_other_tuple(seed: int) -> None:
+def test_a_refused_tuple_hides_no_other(seed: int) -> None:
     refused = [frozenset({(0, 1), (2, 3)}), frozenset({(5, 4)}), frozenset({(1, 0), (3, 2), (4, 1)})]
     array = Array(SIZES, everything, seed=seed)
     wanted = {part for part in array.uncovered if not any(one <= part for one in refused)}

@@ -42,7 +42,7 @@ def test_sampled_steps_lie_between_the_bounds(rate: float, noise: float, steps: 
     assert high - low <= 0.02 * other
 
 
-def test_what_an_undrawn_example_moves_costs() -> None:
+def test_movement_by_an_undrawn_example_costs() -> None:
     without, half, drawn_always = (
         bracket(counted([(rate, 0.7, idle)] * 4), 1e-4) for rate, idle in ((0.3, 0.0), (0.3, 0.35), (1.0, 0.0))
     )

@@ -148,7 +148,7 @@ def test_one_kind_of_parts_is_listed(capsys: pytest.CaptureFixture[str]) -> None
         assert "privsgp" not in listed
 
 
-def test_columns_count_where_there_is_no_terminal(
+def test_columns_sets_the_width_without_a_terminal(
     scenario: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths = []

@@ -81,7 +81,7 @@ def test_a_file_open_to_others_is_closed_to_them(tmp_path: Path) -> None:
     assert path.read_text() == "before\nafter\n"
 
 
-def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "flower_privdec"
     for relative in ("", "cache"):  # the standard ignores a relative path

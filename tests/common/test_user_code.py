@@ -469,7 +469,7 @@ def test_a_parameter_named_seed_gets_the_scenarios_seed() -> None:
         ("missing", ("code.fails", "{'kind': 'missing'}")),
     ],
 )
-def test_what_is_no_graph_is_refused(build: Build, kind: str, refusal: tuple[str, ...]) -> None:
+def test_an_own_graph_of_wrong_type_is_refused(build: Build, kind: str, refusal: tuple[str, ...]) -> None:
     with raises(ScenarioError, *refusal) as error:
         build(topology("answer", kind=kind))
     assert "topology.module='user_parts:answer'" in str(error.value)
@@ -538,7 +538,7 @@ def test_the_root_reaches_an_own_dataset_peer_by_peer(build: Build) -> None:
         ("3", ("scenario.model_type", r"data\.dataset")),
     ],
 )
-def test_what_is_no_dataset_is_refused(build: Build, setting: str, refusal: tuple[str, ...]) -> None:
+def test_an_own_dataset_of_wrong_type_is_refused(build: Build, setting: str, refusal: tuple[str, ...]) -> None:
     with raises(ScenarioError, *refusal) as error:
         build(f"data={{dataset: {setting}, batch: {{size: 8}}}}")
     assert "\n" not in str(error.value)

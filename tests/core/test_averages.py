@@ -90,7 +90,7 @@ def test_averages_are_counted_in_memory(build: Build) -> None:
     assert averaged.state - plain.state == 4 * d * 8
 
 
-def test_what_keeps_no_averages_says_why(tiny: Tiny) -> None:
+def test_algorithms_without_averages_say_why(tiny: Tiny) -> None:
     with raises(ScenarioError, "algorithm.average", names="average"):
         tiny("algorithm={name: dp-dda, average: {decay: 0.9}}")
     with raises(ScenarioError, "algorithm.average", names="asynchronous"):

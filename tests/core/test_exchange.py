@@ -145,7 +145,7 @@ def test_an_answer_comes_from_each_whom_one_sent_to(graph: str, n: int, cuts: li
             assert torch.equal(edges.values[:, 0], torch.from_numpy(100 * edges.other + edges.own).double())
 
 
-def test_a_sender_decides_its_split_alone() -> None:
+def test_only_the_sender_decides_its_split() -> None:
     """Column-stochastic shares add up to the row, whatever the receivers are told."""
     mixing = mixing_of("star", 5, 1.0)
     rows = {"x": torch.randn(5, 7, dtype=torch.float64)}
@@ -199,7 +199,7 @@ def spoil(messages: dict, link: tuple[int, int], how: str) -> dict:
     ],
 )
 @pytest.mark.parametrize("exchange", [Mix(("x",)), Gather(("x",))], ids=["mix", "gather"])
-def test_what_does_not_fit_is_refused_and_changes_nothing(exchange: Exchange, how: str, code: str, names: str) -> None:
+def test_wrong_messages_are_refused_and_change_nothing(exchange: Exchange, how: str, code: str, names: str) -> None:
     mixing = mixing_of("star", 5, 1.0)
     rows = {"x": torch.randn(5, 7, dtype=torch.float64)}
     everybody = state_of(np.arange(5), rows, 0)

@@ -52,7 +52,7 @@ def test_sgd_is_what_no_optimizer_is(build: Build) -> None:
     torch.testing.assert_close(named, plain, rtol=1e-12, atol=1e-14)
 
 
-def test_an_optimizer_sees_noised_gradients_alone_and_spends_nothing(build: Build) -> None:
+def test_an_optimizer_sees_only_noised_gradients(build: Build) -> None:
     plain, adam = build("rounds=2"), build("rounds=2", "algorithm.optimizer={name: adam}")
     assert plain.own.protection is not None
     assert adam.own.protection is not None

@@ -242,7 +242,7 @@ def kept_files() -> list[Path]:
 
 
 @pytest.mark.parametrize("what", ["cpu_model", "features_version"])
-def test_another_machine_or_version_computes_features_anew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_or_version_recomputes_features(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     section = FeaturesSection(kind="scattering", scales=1, pool=2, groups=0)
     apply_features(images(6), section)
     before = len(kept_files())
@@ -301,7 +301,7 @@ def test_a_file_under_anothers_name_is_not_believed(capsys: pytest.CaptureFixtur
     assert "damaged" in capsys.readouterr().err
 
 
-def test_features_are_for_their_owner_alone() -> None:
+def test_only_their_owner_may_read_features() -> None:
     keep(images(6), torch.randn(6, 3))
     assert kept_files()[0].stat().st_mode & 0o077 == 0
     assert (cache_folder() / "features").stat().st_mode & 0o077 == 0

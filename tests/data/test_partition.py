@@ -161,7 +161,7 @@ def test_pathological_peers_hold_exactly_so_many_classes(classes: int) -> None:
 
 
 @pytest.mark.usefixtures("label_partitions")
-def test_pathological_leaves_out_a_class_that_nobody_drew() -> None:
+def test_pathological_leaves_out_an_undrawn_class() -> None:
     parts = divide(LABELS, 2, "pathological", 1, classes_per_peer=2)
     assert len(np.unique(LABELS[np.concatenate(parts)])) <= 4
 

@@ -52,7 +52,7 @@ def test_columns_become_numbers_by_the_scenario_s_constants(tabled: Tabled) -> N
     testing.run_rounds(Experiment.build(tabled()), 2)
 
 
-def test_a_row_s_features_depend_on_that_row_alone(tabled: Tabled) -> None:
+def test_features_depend_only_on_their_own_row(tabled: Tabled) -> None:
     one = Experiment.build(tabled()).own.examples
     other = Experiment.build(tabled(ROWS.replace("70,m,35,yes", "99,f,99,no", 1))).own.examples
     assert (one.x != other.x).any(1).sum() == 1

@@ -197,7 +197,7 @@ def test_steps_charged_twice_count_twice_for_more_rounds(tiny: Tiny, tmp_path: P
     assert row["epsilon"] >= epsilon(releases_in(entries), 1e-3) * (1 - 1e-9)
 
 
-def test_what_cannot_be_planned_again_says_so(tiny: Tiny, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_replanned_say_so(tiny: Tiny, tmp_path: Path) -> None:
     paper = ("privacy.calibration=paper",)
     run(Experiment.build(tiny(*paper)), tmp_path / "run")
     with raises(ScenarioError, "run.more-rounds", names="calibration"):

@@ -112,7 +112,7 @@ def test_wrong_input_is_one_line_and_writes_nothing(scenario, tmp_path, capsys, 
     assert not out.exists()
 
 
-def test_a_gpu_where_there_is_none_is_refused(scenario, tmp_path, capsys, monkeypatch):
+def test_a_missing_gpu_is_refused(scenario, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert privdec("run", scenario, "--out", tmp_path / "run", "--set", "compute.device=cuda") == 2
     assert "compute.device='cuda'" in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_shards_do_what_the_engine_does_on_any_graph(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_what_lies_between_rows_that_are_sent_is_zero(
+def test_padding_between_sent_rows_is_zero(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     monkeypatch.setattr(process_groups, "LONG", 0)

@@ -24,7 +24,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
     return tensors | {"part": torch.arange(10.0)[2:5], "nan": torch.tensor([math.nan, -math.inf, 1e25])}
 
 
-def test_what_is_written_is_what_the_library_reads(tmp_path: Path) -> None:
+def test_safetensors_reads_the_written_file(tmp_path: Path) -> None:
     path, tensors = tmp_path / "file", some_tensors()
     write_tensors(path, tensors, {"said": 'a "word", é'})
     with safe_open(path, framework="pt") as file:
@@ -81,7 +81,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_found_wherever_it_is(wrong: float, dtype: torch.dtype) -> None:
+def test_nan_is_found_anywhere_in_a_tensor(wrong: float, dtype: torch.dtype) -> None:
     for place in range(40):
         values = torch.linspace(-6e4, 6e4, 40).to(dtype)
         assert all_finite(values)

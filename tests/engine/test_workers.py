@@ -268,7 +268,7 @@ def test_auto_takes_as_many_cores_as_pay(build, monkeypatch):
             assert partitioning.partition_cohort(experiment) == partitioning.Partitioning((0, 1, 2, 3, 4), workers)
 
 
-def test_the_blocks_depend_on_the_scenario_alone(build, monkeypatch):
+def test_blocks_depend_only_on_the_scenario(build, monkeypatch):
     experiment = build("model={name: mlp, hidden: [900, 900]}", "n_peers=6", "data.batch.size=20")
     cuts = set()
     for cores in (1, 5):
@@ -296,7 +296,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("setting", "refusal"), WRONG.values(), ids=WRONG)
-def test_what_cannot_be_is_refused(tiny, setting, refusal):
+def test_a_wrong_number_of_workers_is_refused(tiny, setting, refusal):
     with raises(ScenarioError, *refusal):
         tiny(setting)
 

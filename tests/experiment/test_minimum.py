@@ -120,7 +120,7 @@ def test_the_studys_objectives_have_a_certified_minimum(build: Build, kind: str)
     assert solve(cancer(build, "hinge", f"{{kind: {kind}, weight: 0.0005}}")).gap <= TOLERANCE
 
 
-def test_what_has_no_bound_has_no_minimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unbounded_losses_have_no_minimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert find_minimum(drawn("hinge", Regularizer())) is None
     assert find_minimum(drawn("mae", Regularizer(l2=1.0))) is None

@@ -106,7 +106,7 @@ def test_given_parts_compute_what_named_ones_do() -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_what_lies_in_a_module_is_named_by_path() -> None:
+def test_an_object_in_a_module_is_named_by_path() -> None:
     scenario = fp.make_scenario(
         SECTIONS,
         model=user_models.residual,
@@ -204,7 +204,7 @@ def test_a_list_gives_each_peer_its_own() -> None:
         fp.make_scenario(scenario, {"data.partition": {"kind": "sizes", "sizes": [1.0] * 4}})
 
 
-def test_data_are_copied_and_may_be_given_anew() -> None:
+def test_data_are_copied_and_may_be_given_again() -> None:
     x, y = X[:200].copy(), Y[:200].copy()
     scenario = given(data={"train": (x, y), "test": TEST, "batch": BATCH})
     x[:], y[:] = 9, 0
@@ -243,7 +243,7 @@ def test_numbers_and_labels_are_given_too() -> None:
         ({"train": (X * np.nan, Y), "test": TEST}, ("data.not-finite",)),
     ],
 )
-def test_what_is_no_data_is_refused_in_one_line(data: dict[str, Any], refusal: tuple[str, ...]) -> None:
+def test_data_of_wrong_type_are_refused(data: dict[str, Any], refusal: tuple[str, ...]) -> None:
     with raises(fp.ScenarioError, *refusal) as error:
         Experiment.build(given(data={**data, "batch": BATCH}))
     assert "\n" not in str(error.value)
@@ -269,7 +269,7 @@ def test_given_data_are_charged_under_their_source(tmp_path: Path) -> None:
         fp.make_scenario(SECTIONS, {"data.source": "mine"})
 
 
-def test_given_data_without_ledger_folder_are_counted_alone() -> None:
+def test_given_data_without_ledger_folder_are_counted_separately() -> None:
     result = fp.run(given(rounds=2))
     assert (result.folder / "ledger" / "own.jsonl").is_file()
     assert result.privacy[0]["scope"] == "this run alone"
@@ -333,7 +333,7 @@ def test_no_hash_of_what_is_given_is_written_down() -> None:
     assert not fresh & {part.target for part in given(model=inside(NET)).given}
 
 
-def test_what_changed_since_it_was_given_is_refused() -> None:
+def test_objects_changed_since_given_are_refused() -> None:
     names: dict[str, Any] = {"torch": torch, "nn": nn, "__name__": "__main__", "WIDTH": 4}
     exec(
         "def wide():\n    return WIDTH\n"
@@ -349,7 +349,7 @@ def test_what_changed_since_it_was_given_is_refused() -> None:
     Experiment.build(scenario)
 
 
-def test_what_has_no_content_keeps_a_part_distinct() -> None:
+def test_contentless_values_keep_a_part_distinct() -> None:
     """A lock, a generator or an open file: two such parts have two names and two runs, be they alike or not."""
     for held in (threading.Lock(), (each for each in ()), sys.stdout):
         net = inside("def part():\n    held\n    return nn.Linear(6, 2)\n", held=held)
@@ -416,7 +416,7 @@ CODES = {
 
 
 @pytest.mark.parametrize("kind", CODES)
-def test_the_hash_of_an_object_changes_with_it_alone(kind: str) -> None:
+def test_the_hash_of_an_object_follows_its_content(kind: str) -> None:
     source, old, new = CODES[kind]
     one, again, other = changed(source, old, new)
     assert one == again != other
@@ -447,7 +447,7 @@ def test_too_deep_objects_have_no_hash() -> None:
         object_hash(nested)
 
 
-def test_what_refers_to_itself_has_a_hash() -> None:
+def test_self_referencing_objects_have_a_hash() -> None:
     ring: list[Any] = [1]
     ring.append(ring)
     other: list[Any] = [2]
@@ -541,7 +541,7 @@ def test_cells_of_objects_are_found_by_what_they_are(tmp_path: Path) -> None:
     assert first.given
 
 
-def test_what_is_made_already_is_refused_with_the_remedy() -> None:
+def test_objects_in_place_of_classes_get_a_remedy() -> None:
     made = SGP(fp.make_scenario(SECTIONS).algorithm)
     wrong: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"model": nn.Linear(6, 2)}, ("api.instance",)),

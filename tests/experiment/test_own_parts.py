@@ -123,7 +123,7 @@ def test_a_deployed_node_must_name_its_own_file(tiny: Tiny, files: Path, tmp_pat
         ("data.partition={kind: dirichlet, alpha: 1.0}", "data: partition is for one dataset that is partitioned"),
     ],
 )
-def test_what_only_one_shared_dataset_can_have_is_refused(tiny: Tiny, files: Path, setting: str, said: str) -> None:
+def test_settings_for_a_shared_dataset_are_refused(tiny: Tiny, files: Path, setting: str, said: str) -> None:
     with pytest.raises(ScenarioError) as caught:
         own_files(tiny, files, setting)
     assert said in str(caught.value)

@@ -131,7 +131,7 @@ def test_other_data_have_a_ledger_of_their_own(first: Path, start: Start, tmp_pa
     assert replace(experiment.origin, runs=tuple(renamed[1:])).ledger(experiment.scenario, experiment.public) is None
 
 
-def test_weights_without_privacy_are_for_other_data_alone(tiny: Tiny, start: Start, tmp_path: Path) -> None:
+def test_weights_without_privacy_need_other_data(tiny: Tiny, start: Start, tmp_path: Path) -> None:
     run(Experiment.build(tiny("privacy=none")), tmp_path / "open")
     with raises(ScenarioError, "origin.not-private", names="digits"):
         Experiment.build(start(tmp_path / "open"))
@@ -139,7 +139,7 @@ def test_weights_without_privacy_are_for_other_data_alone(tiny: Tiny, start: Sta
     assert other.inherited is None
 
 
-def test_what_cannot_be_started_from_is_one_line(first: Path, tiny: Tiny, start: Start, tmp_path: Path) -> None:
+def test_an_unusable_start_is_refused_in_one_line(first: Path, tiny: Tiny, start: Start, tmp_path: Path) -> None:
     with raises(ScenarioError, "origin.not-a-run", names="absent"):
         Agreement.of(start(tmp_path / "absent"))
     with raises(ScenarioError, "origin.misfit", names="mlp|weight"):

@@ -50,7 +50,7 @@ def test_beside_privacy_it_is_refused_unless_ignored(tiny: Tiny, build: Build, t
     assert "training_loss" not in run(build(), tmp_path / "without")
 
 
-def test_where_no_process_has_all_examples_it_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_it_is_refused_if_no_process_has_everything(tiny: Tiny, tmp_path: Path) -> None:
     agreement = Agreement.of(tiny(ASKED, "evaluation.private=ignored"))
     for refusing in (lambda: Recorder(agreement, None, tmp_path, "flower"), lambda: network_mixing(agreement)):
         with raises(ScenarioError, "evaluation.no-examples", names="evaluation.training_loss"):

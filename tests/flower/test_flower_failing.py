@@ -118,7 +118,7 @@ def test_a_dead_node_is_reported_once(logged: list[str]) -> None:
         ("\n \n", "unknown"),
     ],
 )
-def test_what_a_node_says_is_one_line(text: str | None, line: str) -> None:
+def test_a_nodes_error_is_one_line(text: str | None, line: str) -> None:
     assert reason(text).startswith(line)
     assert "\n" not in reason(text)
 
@@ -201,9 +201,7 @@ def test_the_folder_belongs_to_the_latest_command(tmp_path: Path, flwr: Callable
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
-def test_results_and_paths_start_where_the_command_was_typed(
-    tiny: Tiny, tmp_path: Path, flwr: Callable[..., None]
-) -> None:
+def test_results_and_paths_start_in_the_commands_folder(tiny: Tiny, tmp_path: Path, flwr: Callable[..., None]) -> None:
     app, work = write_app(tmp_path / "app", "one"), tmp_path / "work"
     flwr(work, "run", str(app), "--stream")
     (work / "mine.yaml").write_text(to_yaml(tiny()))

@@ -203,7 +203,7 @@ def test_every_round_is_charged_and_noised_before_anything_leaves(tmp_path, topo
 
 
 @pytest.mark.parametrize("topology", ["server", "directed-exponential"])
-def test_what_leaves_a_peer_respects_the_clip_norm(tmp_path, topology, monkeypatch):
+def test_messages_of_a_peer_respect_the_clip_norm(tmp_path, topology, monkeypatch):
     """Sensitivity: the update before noise has at most norm C, whatever data and v are, in every round."""
     norms, noised = [], peer_state.exactly_noised
 
@@ -378,7 +378,7 @@ BATCH = (torch.ones(3, 4), torch.tensor([0, 1, 0]))
         (nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), SENT, [BATCH], "feddeper.buffers"),
     ],
 )
-def test_what_cannot_work_is_refused(module, config, batches, code):
+def test_unsupported_settings_are_refused(module, config, batches, code):
     with raises(RunError, code):
         train_two_models(order(LINEAR, **config), module, functional.cross_entropy, batches)
 

@@ -126,7 +126,7 @@ def test_wrong_input_is_named_in_one_line(call: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("code", "given"), [(code, given) for code in STARTS for given in STARTS[code]], ids=str)
-def test_a_start_that_cannot_be_asks_nobody(code: str, given: dict[str, Any]) -> None:
+def test_an_impossible_start_asks_no_node(code: str, given: dict[str, Any]) -> None:
     asked: list[Message] = []
     grid = LocalGrid(lambda message, context: asked.append(message), 2)
     with raises(ScenarioError, code, next(iter(given))):
@@ -134,7 +134,7 @@ def test_a_start_that_cannot_be_asks_nobody(code: str, given: dict[str, Any]) ->
     assert asked == []
 
 
-def test_what_evaluate_fn_returns_is_checked() -> None:
+def test_the_result_of_evaluate_fn_is_checked() -> None:
     with raises(RunError, "flower.evaluate-fn", names="a dict"):
         PushSum().start(LocalGrid(client(moves), 2), zeros(), 1, evaluate_fn=lambda *_: {"accuracy": "high"})
 
@@ -225,7 +225,7 @@ def test_only_noised_and_public_values_leave_a_protected_peer(
     assert "0.731" in (tmp_path / "peer-0" / "metrics.jsonl").read_text()
 
 
-def test_who_shares_metrics_shares_these_alone(tmp_path: Path) -> None:
+def test_a_peer_shares_only_the_metrics_it_names(tmp_path: Path) -> None:
     said = {"metrics": MetricRecord({"loss": 0.5}), "said": ConfigRecord({"words": TEXT})}
     app = answers(holding(np.ones(3), **said), PeerMod(**PROTECTED, share_metrics=True))
     grid = InspectingGrid(app, 2, folder=tmp_path)
@@ -334,7 +334,7 @@ def test_peers_and_rounds_share_no_noise(tmp_path: Path, monkeypatch: pytest.Mon
     assert np.std(drawn) == pytest.approx(5.0, rel=0.1)
 
 
-def test_noise_beyond_float32_leaves_the_model_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_noise_beyond_float32_leaves_the_model_unchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     grid = LocalGrid(client(moves, clip_norm=1e38, noise_multiplier=1e4), 2, folder=tmp_path)
     strategy = PushSum(fraction_evaluate=0.0)
     strategy.start(grid, ArrayRecord([np.zeros(3, np.float32)]), 2)
@@ -458,7 +458,7 @@ LIES: dict[str, Callable[[RecordDict], None]] = {
 
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_one_node_that_lies_ends_nobodys_run(lie: Callable[[RecordDict], None], seal: bool) -> None:
+def test_one_lying_node_ends_no_run(lie: Callable[[RecordDict], None], seal: bool) -> None:
     means = []
     grid = LyingGrid(lie, {"round", "deliver"}, client(moves, seal=seal), 4)
     strategy = PushSum(fraction_evaluate=0.0)
@@ -563,7 +563,7 @@ class TamperingGrid(LocalGrid):
 
 @every
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_a_relay_does_mass_is_conserved(strategy: type[PushSum], seed: int, tmp_path: Path) -> None:
+def test_a_hostile_relay_makes_and_loses_no_mass(strategy: type[PushSum], seed: int, tmp_path: Path) -> None:
     app = client(moves, seal=True)
     grid = TamperingGrid(seed, app, 4, folder=tmp_path)
     topology = "ring" if strategy is Gossip else "directed-exponential"

@@ -285,7 +285,7 @@ def test_relayed_sealed_shares_show_no_number_of_a_model(seal, tmp_path):
     assert numbers_in(grid.seen, parts) is not seal
 
 
-def test_the_mean_is_exact_though_nobody_reads_models(tmp_path):
+def test_the_mean_of_unread_models_is_exact(tmp_path):
     grid = LocalGrid(client(sets_its_values_once, seal=True), 6, folder=tmp_path)
     strategy = PushSum(fraction_evaluate=0.0)
     seen = []
@@ -393,7 +393,7 @@ def test_a_key_changed_after_first_use_is_refused(tmp_path, caplog):
     assert "a man in the middle, or it has a new identity" in caplog.text
 
 
-def test_who_pins_keys_knows_nobody_else(tmp_path, caplog):
+def test_pinned_keys_admit_no_other_peer(tmp_path, caplog):
     pinned = tmp_path / "pinned.json"
     pinned.write_text(json.dumps({"1": public_key(tmp_path / "peer-1")}))
     grid = LocalGrid(client(moves_a_little, seal=True), 3, folder=tmp_path)
@@ -456,7 +456,7 @@ def _alone(app, message, context):
     return app(message, context)
 
 
-def test_a_relay_cannot_introduce_peers_that_nobody_counted(tmp_path):
+def test_a_relay_cannot_introduce_uncounted_peers(tmp_path):
     start(tmp_path, 1, seal=True)
     grid = LocalGrid(client(moves_a_little, seal=True), 2, folder=tmp_path)
     state = load_state(state_path(tmp_path / "peer-0", "run"))

@@ -104,7 +104,7 @@ def test_gossip_keeps_every_weight_at_one_and_agrees(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", [PushSum, Gossip])
-def test_sampled_peers_alone_train_and_no_mass_goes_missing(strategy, tmp_path):
+def test_only_sampled_peers_train_and_mass_is_conserved(strategy, tmp_path):
     trained = []
 
     def step(arrays, peer, server_round):
@@ -168,7 +168,7 @@ def test_a_silent_peer_delays_others_only_once(monkeypatch):
     np.testing.assert_allclose(first(result.arrays), first(strategy.peer_arrays[0]), rtol=1e-2)
 
 
-def test_a_run_goes_on_where_it_was_stopped(tmp_path):
+def test_a_stopped_run_resumes_there(tmp_path):
     done = []
 
     def step(arrays, peer, server_round):
@@ -495,7 +495,7 @@ def test_if_all_nodes_fail_the_run_ends_with_reason():
 
 
 @pytest.mark.parametrize("start", [ArrayRecord([np.array([1, 2])]), ArrayRecord([np.zeros(2, complex)])])
-def test_initial_arrays_that_nobody_can_mix_are_refused(start):
+def test_unmixable_initial_arrays_are_refused(start):
     with raises(RunError, "app.arrays"):
         run_with(sets_its_values_once, start=start)
 

@@ -157,7 +157,7 @@ def test_an_answer_holds_only_what_peers_may_see(tiny: Tiny, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_what_nodes_and_server_keep_is_their_owners_only(tiny: Tiny, tmp_path: Path, host: str) -> None:
+def test_files_of_nodes_and_server_are_owner_only(tiny: Tiny, tmp_path: Path, host: str) -> None:
     strategy, nodes = HOSTS[host]
     kind = TogetherGrid if strategy is Sharded else LocalGrid
     scenario = tiny("rounds=1", PAIRS[1])
@@ -196,7 +196,7 @@ def test_an_inapplicable_claim_is_noted_like_the_engine(build: Build, tmp_path: 
         ["compute.generator=system", "privacy.ledger=ledger"],
     ],
 )
-def test_what_no_node_can_host_is_refused_first(tiny: Tiny, tmp_path: Path, host: str, settings: list[str]) -> None:
+def test_unhostable_scenarios_are_refused_first(tiny: Tiny, tmp_path: Path, host: str, settings: list[str]) -> None:
     strategy, nodes = HOSTS[host]
     grid = LocalGrid(client_app(), nodes, folder=tmp_path / "nodes")
     with raises(ScenarioError, "node.scenario"):

@@ -210,7 +210,7 @@ def order(scenario: Scenario, **fields: object) -> Message:
         ),
     ],
 )
-def test_a_deployed_node_hosts_its_own_share_alone(
+def test_a_deployed_node_hosts_only_its_own_share(
     tiny: Tiny, tmp_path: Path, config: dict[str, object], fields: dict[str, object], settings: list[str], rule: str
 ) -> None:
     grid = deployed(tmp_path, **config)

@@ -259,7 +259,7 @@ def test_a_server_cannot_write_a_report(seal, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_lost_between_two_mesh_runs_is_missed(tmp_path):
+def test_lines_lost_between_mesh_runs_are_missed(tmp_path):
     make_certificates(parse_app_scenario("{name: law, n_peers: 3, rounds: 1, privacy: none}"), tmp_path / "certs")
     peers, addresses = Peers(tmp_path, PushSum), own_addresses(3)
 

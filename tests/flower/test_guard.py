@@ -134,7 +134,7 @@ every_attack = pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.k
 
 
 @every_attack
-def test_what_an_app_answers_does_not_leave(attack: Callable[[Message, Context], RecordDict], tmp_path: Path) -> None:
+def test_an_apps_answer_does_not_leave(attack: Callable[[Message, Context], RecordDict], tmp_path: Path) -> None:
     app = an_app(attack)
     assert shows(app(a_message(), a_context()))
     reply = guarded(tmp_path, app)(a_message(), a_context())
@@ -149,7 +149,7 @@ def test_what_an_app_answers_does_not_leave(attack: Callable[[Message, Context],
 
 @pytest.mark.parametrize("kind", ["train", "train.other", "evaluate", "query"])
 @pytest.mark.parametrize("error", [ValueError, BudgetError, RunError, SystemExit, CancelledError, GeneratorExit])
-def test_what_an_app_raises_does_not_leave(kind: str, error: type[BaseException], tmp_path: Path) -> None:
+def test_an_apps_error_does_not_leave(kind: str, error: type[BaseException], tmp_path: Path) -> None:
     reply = guarded(tmp_path, an_app(raising(error)))(a_message(kind), a_context())
     assert not shows(reply)
     assert reply.has_content() == kind.startswith("train")  # a failure looks like a zero update

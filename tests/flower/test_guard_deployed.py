@@ -81,7 +81,7 @@ def answer(message, context):
 }
 
 
-def test_a_supernode_under_a_guard_sends_noised_updates_alone(tmp_path: Path) -> None:
+def test_a_supernode_under_a_guard_sends_only_noised_updates(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / "app" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "app" / name).write_text(text)

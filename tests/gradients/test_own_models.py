@@ -220,7 +220,7 @@ def test_gradients_are_those_of_single_examples(name: str, dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_example_s_gradient_depends_on_that_example_alone(name: str) -> None:
+def test_an_examples_gradient_depends_on_no_other(name: str) -> None:
     module, params, batch = problem(name, torch.float64, m=1)
     kernel, _ = both(name, module)
     x, last = batch.x.clone(), torch.tensor([[0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
@@ -285,7 +285,7 @@ def test_a_batch_norm_of_the_batch_is_not_proved() -> None:
         prove(nn.Sequential(norm, nn.Linear(WIDTH, CLASSES)), (WIDTH,))
 
 
-def test_the_trained_parameters_alone_are_a_row() -> None:
+def test_only_trained_parameters_are_a_row() -> None:
     module = made("LoRA")
     names = ["inner.down.weight", "inner.up.weight", "head.weight", "head.bias"]
     assert list(trained(module)) == names
@@ -295,7 +295,7 @@ def test_the_trained_parameters_alone_are_a_row() -> None:
     assert changed == names
 
 
-def test_a_model_of_frozen_parameters_alone_is_refused() -> None:
+def test_a_wholly_frozen_model_is_refused() -> None:
     with raises(ScenarioError, "model.no-parameters", names="all are frozen"):
         check_model(nn.Linear(2, 2).requires_grad_(False))
 

@@ -43,7 +43,7 @@ def test_loops_have_torchs_bits(monkeypatch, shape, dtype):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_goes_where_torch_sends_it(monkeypatch, bad):
+def test_nan_is_pooled_as_by_torch(monkeypatch, bad):
     x = images(3, 4, 6, 6)
     x[0] = bad
     x[1, :, ::2, 1::2] = bad

@@ -262,7 +262,7 @@ def test_gradients_of_what_is_proved_are_the_loop_s(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNPROVED)
-def test_what_is_not_proved_is_named(name: str) -> None:
+def test_unproved_modules_are_named(name: str) -> None:
     forward, refusal = UNPROVED[name]
     with raises(Unproved, *refusal):
         prove(own(forward), SHAPE)
@@ -496,7 +496,7 @@ def test_an_error_on_private_examples_keeps_what_it_said(failure: type[Exception
     ],
     ids=["item", "squeezed", "a buffer changed", "shapes", "a mistake"],
 )
-def test_what_vmap_cannot_do_is_refused_before_the_run(forward: Forward, message: str) -> None:
+def test_modules_beyond_vmap_are_refused_before_the_run(forward: Forward, message: str) -> None:
     with raises(ScenarioError, "model.per-example", names=f"(?s){message}.*torch.where"):
         build_kernel(own(forward), "cross-entropy", SHAPE)
 

@@ -91,7 +91,7 @@ def refused(name: str, weights: str, fraction: float) -> bool:
     ("name", "weights", "kind", "fraction"),
     [(*case, share) for case in COMBINATIONS for share in (1.0, 0.5) if not refused(*case[:2], share)],
 )
-def test_weights_sum_to_one_whoever_is_active(name: str, weights: str, kind: str, fraction: float) -> None:
+def test_weights_sum_to_one_over_any_active_peers(name: str, weights: str, kind: str, fraction: float) -> None:
     mix = mixing(name, weights, fraction=fraction)
     for k in range(5):
         assert_lawful(mix, k, kind)

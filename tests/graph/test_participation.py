@@ -62,7 +62,7 @@ def test_bad_participation_is_refused(kind: str, fraction: float | None, refusal
         build_participation(kind, 4, 0, fraction)
 
 
-def test_participation_of_nobody_is_refused() -> None:
+def test_participation_of_no_peer_is_refused() -> None:
     with raises(ScenarioError, "participation.n-peers", "n_peers=0"):
         build_participation("all", 0, 0)
     assert set(PARTICIPATIONS) == {"all", "uniform", "edges"}

@@ -45,7 +45,7 @@ OF_ROWS = [which for which in MIXINGS if which[1] != "column-stochastic"]  # sha
 
 @given(st.sampled_from(OF_ROWS), st.integers(0, N - 1), st.sets(st.integers(0, N - 1)), st.integers(0, 20))
 @settings(max_examples=400)
-def test_what_was_not_heard_returns_to_the_peer_itself(
+def test_weight_of_unheard_neighbours_stays_with_the_peer(
     which: tuple[str, str, float], peer: int, heard: set[int], k: int
 ) -> None:
     mixing = MIXINGS[which]
@@ -97,7 +97,7 @@ def test_rows_and_answers_are_awaited_of_those_heard(
 
 @given(st.sampled_from(list(MIXINGS)), st.integers(0, N - 1), st.integers(0, 20))
 @settings(max_examples=100)
-def test_where_everybody_was_heard_it_is_the_mixing_itself(which: tuple[str, str, float], peer: int, k: int) -> None:
+def test_mixing_is_unchanged_if_all_were_heard(which: tuple[str, str, float], peer: int, k: int) -> None:
     mixing = MIXINGS[which]
     partly = PartlyHeard(mixing, peer)
     for heard in (None, range(N)):

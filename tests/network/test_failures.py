@@ -103,7 +103,7 @@ def test_a_way_that_is_not_there(authority: Authority, number: int, code: str, m
     assert code_of("10.0.0.7:7100", authority.issue("peer-1.tiny")) == f"call.{code}"
 
 
-def test_what_listens_there_is_no_peer(authority: Authority) -> None:
+def test_another_service_at_the_address_is_named(authority: Authority) -> None:
     from threading import Thread
 
     with socket.create_server(("127.0.0.1", 0)) as other:

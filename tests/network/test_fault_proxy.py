@@ -181,7 +181,7 @@ def test_the_same_seed_cuts_at_the_same_piece(echo: str) -> None:
     assert max(once) < 200
 
 
-def test_nobody_behind_it_is_nobody_there(proxy: FaultProxy) -> None:
+def test_a_proxy_without_a_peer_refuses_connections(proxy: FaultProxy) -> None:
     with closing(socket.socket()) as unused:
         unused.bind(("127.0.0.1", 0))
         address = proxy.link(LINK, f"127.0.0.1:{unused.getsockname()[1]}")

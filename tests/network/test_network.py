@@ -64,7 +64,7 @@ def test_a_server_graph_is_refused_with_the_nearest_one(name: str, tiny: Tiny, t
     assert not (tmp_path / "peer-0").exists()
 
 
-def test_who_exchanges_nothing_needs_no_network(tiny: Tiny, tmp_path: Path) -> None:
+def test_algorithms_without_exchange_need_no_network(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("algorithm.name=local")
     with raises(ScenarioError, "network.no-exchange", names="algorithm.name=local"):
         running_peer(scenario, devices(scenario, tmp_path)[0])
@@ -290,7 +290,7 @@ def outcome_code(peer: RunningPeer) -> str:
     return caught.value.code
 
 
-def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_silent_neighbour_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("network={mode: synchronous, retry: 0.1, give_up: 0.5, deadline: 0.5}", "rounds=2")
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
     assert outcome_code(peer) == "network.no-witness"  # before it takes a step

@@ -329,7 +329,7 @@ def test_a_peer_cut_off_takes_one_step_and_recovers(name: str, tiny: Tiny, tmp_p
             assert future.exception(LONG) is not None
 
 
-def test_a_peer_that_may_go_on_alone_does(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_peer_continues_without_neighbours_if_allowed(tiny: Tiny, tmp_path: Path) -> None:
     network = f"network={{retry: 0.05, start: {LONG}, deadline: 0.3, alone: go-on}}"
     scenario = tiny(*settings_for("algorithm.name=d-psgd"), *ENDLESS, network)
     peers = in_memory(scenario, tmp_path)
@@ -370,7 +370,7 @@ def test_a_quorum_needs_exchanges_not_greetings(
     peer.close()
 
 
-def test_who_greets_exchanges_nothing_and_a_share_does() -> None:
+def test_a_greeting_is_no_exchange_and_a_share_is() -> None:
     sender, receiver = greeted_sessions()
     known = receiver.neighbours[0]
     receiver.receive(0, [sender.protocol.hello(1)], 0.0)

@@ -86,7 +86,7 @@ def test_a_peer_dying_after_its_last_step_finishes_alone(tiny: Tiny, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd", "pdsl", "dp-dda"])
-def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_peer_gone_for_good_ends_no_run(name: str, tiny: Tiny, tmp_path: Path) -> None:
     setting = "algorithm={name: dp-dda}" if name == "dp-dda" else f"algorithm.name={name}"
     scenario = tiny(*settings_for(setting), "topology.name=complete", "rounds=8", HASTY)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]

@@ -113,7 +113,7 @@ def test_a_repeated_step_shares_its_draw_once(tiny: Tiny, shared) -> None:
     assert len(shared) == len({(key, peer) for key, _, peer in shared}) == 2 * 12
 
 
-def test_peers_that_nobody_waits_for_share_it_too(tiny: Tiny, tmp_path: Path, shared) -> None:
+def test_asynchronous_peers_share_noise_too(tiny: Tiny, tmp_path: Path, shared) -> None:
     scenario = tiny(*COMPLETE, GOES_ON)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, insecure_seeds=False)]
     with running(peers) as futures:

@@ -306,7 +306,7 @@ def say_again(hostile: Hostile) -> None:
     hostile.greet()
 
 
-def test_whatever_is_said_again_changes_nothing(hostile: Hostile) -> None:
+def test_repeated_messages_change_nothing(hostile: Hostile) -> None:
     hostile.greet()
     if hostile.own.protocol.mass:
         hostile.own.exchanges.split(0, {0: 0.5})
@@ -327,7 +327,7 @@ def test_whatever_is_said_again_changes_nothing(hostile: Hostile) -> None:
         assert known(hostile.target) == before
 
 
-def test_delayed_messages_set_nobody_back_but_restarts_do(hostile: Hostile) -> None:
+def test_delayed_messages_set_no_peer_back(hostile: Hostile) -> None:
     """The last hello may overtake a share, or rows: who took its sender to be under way still would wait for nobody."""
     hostile.greet()
     late: Message = hostile.message()
@@ -344,7 +344,7 @@ def test_delayed_messages_set_nobody_back_but_restarts_do(hostile: Hostile) -> N
 
 
 @pytest.mark.parametrize("change", [{"sent": 5}, {"sender": 2}])
-def test_a_word_that_is_refused_makes_nobody_join_late(change: dict[str, Any], hostile: Hostile) -> None:
+def test_a_refused_message_makes_no_peer_join_late(change: dict[str, Any], hostile: Hostile) -> None:
     hostile.target.session.is_new = True
     before = known(hostile.target)
     with pytest.raises(RefusedError):
@@ -352,7 +352,7 @@ def test_a_word_that_is_refused_makes_nobody_join_late(change: dict[str, Any], h
     assert known(hostile.target) == before
 
 
-def test_who_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_peer_that_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("topology.name=directed-ring", f"rounds={ROUNDS}")
     theirs = devices(scenario, tmp_path)
     target, own = running_peer(scenario, theirs[0]), running_peer(scenario, theirs[2])

@@ -94,7 +94,7 @@ def test_a_stranger_is_not_answered(authority: Authority, stranger: str) -> None
 
 
 @pytest.mark.parametrize("stranger", ["another authority", "expired", "not yet valid"])
-def test_who_is_called_has_to_show_a_certificate_too(authority: Authority, stranger: str) -> None:
+def test_a_called_peer_must_show_a_certificate(authority: Authority, stranger: str) -> None:
     shown = replace(STRANGERS[stranger](authority), authority=authority.pem)
     causes = {"another authority": "signed", "expired": "expired", "not yet valid": "is valid from"}
     with served(shown) as server, linked(server, authority.issue("peer-0.tiny"), "peer-1.tiny") as link:
@@ -180,7 +180,7 @@ def test_files_are_read_and_checked(authority: Authority, tmp_path: Path) -> Non
         ("a server's alone", "not for both clients and servers"),
     ],
 )
-def test_what_is_wrong_with_a_certificate_is_named(authority: Authority, stranger: str, cause: str) -> None:
+def test_the_fault_of_a_certificate_is_named(authority: Authority, stranger: str, cause: str) -> None:
     shown = STRANGERS[stranger](authority)
     problem = certificate_problem(shown.certificate, authority.pem, "peer-1.tiny")
     assert problem is not None

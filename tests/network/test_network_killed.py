@@ -99,7 +99,7 @@ def check_weight(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "graph", "point", "moment"), CASES)
-def test_whoever_dies_wherever_goes_on(
+def test_a_peer_killed_at_any_point_continues(
     name: str, graph: str, point: str, moment: int, tiny: Tiny, tmp_path: Path, taken: list[int]
 ) -> None:
     every = 1 if moment % 2 else 2
@@ -156,9 +156,7 @@ def test_two_peers_die_together_and_one_dies_twice(name: str, tiny: Tiny, tmp_pa
     [("when a round is settled", 2, 2), ("after a commit", 2, 1)],
     ids=["the round is over", "its shares are on disk"],
 )
-def test_who_goes_on_splits_in_every_round_once(
-    point: str, moment: int, first: int, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_restarted_peer_splits_once_a_round(point: str, moment: int, first: int, tiny: Tiny, tmp_path: Path) -> None:
     """Killed at the end of a round, it takes a whole one next; after it split, it sends those shares as they are."""
     scenario = tiny("topology.name=complete", "rounds=6", QUICK)
     theirs = devices(scenario, tmp_path)
@@ -210,7 +208,7 @@ def cut_off(peer: RunningPeer, neighbors: set[int]) -> None:
 
 
 @pytest.mark.parametrize("when", ["before it begins anew", "after it began anew", "once a share is under way to it"])
-def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_latecomer_killed_while_joining_joins_again(when: str, tiny: Tiny, tmp_path: Path) -> None:
     """Its first commit is on disk, with mass of its own, when it learns that the others began without it.
 
     That mass is lost, and no more: a share that one neighbour sent to what it begins anew as is for whoever goes on
@@ -251,7 +249,7 @@ def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["privsgp-vr", "feddeper", "pdsl", "dp-dda"])
-def test_who_joins_late_pays_for_its_own_steps_alone(name: str, tiny: Tiny, tmp_path: Path, taken: list[int]) -> None:
+def test_a_latecomer_pays_only_for_its_steps(name: str, tiny: Tiny, tmp_path: Path, taken: list[int]) -> None:
     scenario = tiny(
         *settings_for(choosing(name)),
         "topology.name=complete",

@@ -145,7 +145,7 @@ def check_ends(peers: list[RunningPeer], theirs: list[PeerDevice]) -> None:
         for number, (variant, mode) in enumerate(modes_in_turn(TOGETHER, 1))
     ],
 )
-def test_nothing_leaves_before_it_is_paid_for_whoever_dies(
+def test_nothing_leaves_before_it_is_paid_for(
     number: int, mode: str, tiny: Tiny, tmp_path: Path, observer: Observer
 ) -> None:
     """Every algorithm, with a peer that is killed somewhere: each record is of one step, and none is missing.

@@ -59,7 +59,7 @@ def test_peers_continue_beside_a_dead_one(name: str, graph: str, tiny: Tiny, tmp
 # --- members that lie about what they lack and where they are ---
 
 
-def test_a_member_that_waits_forever_holds_nobody_up(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_member_that_waits_forever_delays_no_peer(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("topology.name=complete", *ENDLESS, QUICK)
     theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=True)
     peers = [running_peer(scenario, device) for device in theirs]

@@ -54,7 +54,7 @@ def ended(scenario: Any, folder: Path, lie: Any = None, memory: bool = False) ->
 
 
 @pytest.mark.parametrize("name", ["d-psgd", "dp2-sgd"])
-def test_a_liar_among_the_neighbours_moves_nobody_far(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_lying_neighbour_moves_no_model_far(name: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(*settings_for(f"algorithm.name={name}"), *SCENARIO, ROBUST)
     agreement, calm = Agreement.of(scenario), ended(scenario, tmp_path / "calm", memory=True)
     for lie in LIES:
@@ -109,7 +109,7 @@ def test_rows_are_clipped_to_the_distance_of_the_next(tiny: Tiny, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["privsgp", "pdsl"])
-def test_it_is_refused_where_it_would_not_hold(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_robust_mixing_is_refused_for_other_algorithms(name: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", ROBUST)
     with raises(ScenarioError, "network.robust-without-gossip"):
         running_peer(scenario, devices(scenario, tmp_path)[0])

@@ -284,7 +284,7 @@ def test_all_get_further_at_one_pace_whatever_was_lost() -> None:
         Schedule(Random(seed)).run()
 
 
-def test_no_floor_sinks_where_no_weight_was_lost() -> None:
+def test_no_floor_sinks_without_lost_weight() -> None:
     for seed in range(SCHEDULES):
         Schedule(Random(seed), calm=True).run()
 
@@ -359,7 +359,7 @@ def test_a_neighbour_in_round_0_is_awaited_unless_restarted() -> None:
     assert all(pace.Pace(None).slowest(k, {1: 0}, {1: 7}) is None for k in range(99))
 
 
-def test_what_a_neighbour_catches_up_stays() -> None:
+def test_rounds_a_neighbour_caught_up_stay() -> None:
     honest, boots = pace.Pace(4), {1: 7}
     assert honest.slowest(1000, {1: 0}, boots) is None  # it joins late
     assert honest.slowest(1003, {1: 0}, boots) is None

@@ -193,7 +193,7 @@ def test_one_slow_peer_costs_others_5_percent_of_speed(graph: str, n: int, slow:
         assert walker.policy.on_time >= walker.neighbors - {n - 1}
 
 
-def test_who_comes_back_is_waited_for_again() -> None:
+def test_a_returning_neighbour_is_awaited_again() -> None:
     world = complete(equal, equal, lambda now: 100.0 if 100 < now < 150 else 1.0)
     world.run()
     assert 1 in world.walkers[0].policy.on_time

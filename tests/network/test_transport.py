@@ -79,7 +79,7 @@ def test_no_mass_is_lost_with_any_codec(codec: str, faults: Faults, tiny: Tiny, 
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16"])
-def test_what_rounding_takes_away_stays_with_a_synchronous_sender(codec: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_rounding_errors_stay_with_a_synchronous_sender(codec: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(STILL, SYNCHRONOUS.replace("{", f"{{codec: {codec}, "), "rounds=9", "privacy=none")
     rows = run_all(in_memory(scenario, tmp_path))
     torch.testing.assert_close(rows["x"].sum(0), 4 * initial(scenario), rtol=0, atol=1e-9)

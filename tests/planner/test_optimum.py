@@ -46,7 +46,7 @@ def test_the_papers_resnet_18_has_3120_rounds(capsys: pytest.CaptureFixture[str]
     assert np.allclose(np.array(best), 3120.06 * np.array(epsilons) ** 2 / 9, atol=0.51)
 
 
-def test_constants_are_estimated_on_public_data_alone(build: Build) -> None:
+def test_constants_are_estimated_only_on_public_data(build: Build) -> None:
     experiment = build()
     found = find_constants(experiment)
     examples = experiment.own.examples

@@ -153,5 +153,5 @@ def test_epsilon_by_colluders_agrees_with_the_plan(budget: str) -> None:
         (["rounds=257"], "1,028 releases are more"),
     ],
 )
-def test_where_it_is_not_computed_it_says_why(overrides: list[str], why: str) -> None:
+def test_an_uncomputed_epsilon_says_why(overrides: list[str], why: str) -> None:
     assert why in str(not_computed(experiment_of(*overrides)))

@@ -60,7 +60,7 @@ def other_epsilon(event: dp_accounting.DpEvent, target: float, relation: Neighbo
 
 
 @pytest.mark.parametrize(("relation", "sensitivity"), [(ADD_REMOVE, 1), (ZERO_OUT, 1), (REPLACE, 2)])
-def test_pld_accountant_doubles_the_sensitivity_under_replace_one_alone(relation, sensitivity):
+def test_pld_accountant_doubles_sensitivity_only_under_replace_one(relation, sensitivity):
     accountant = PLDAccountant(relation, 1e-4)
     accountant.compose(dp_accounting.GaussianDpEvent(2.0))
     assert accountant.get_delta(1.0) == pytest.approx(gaussian_delta(1.0, sensitivity / 2.0), rel=1e-4)

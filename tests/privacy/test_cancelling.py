@@ -302,7 +302,7 @@ def test_algorithms_that_only_mix_conserve_sums_others_are_refused(build: Build,
         assert (float(noise.std()) > 0) == (len(peers) > 1)
 
 
-def test_the_mean_model_has_the_own_noise_alone(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_model_has_only_own_noise(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, means = build(PAIRS, "topology.mixing_steps=3"), []
     for factor in (1.0, 0.0):
         whole_std = PairPlan.pair_std
@@ -506,7 +506,7 @@ def test_an_algorithm_that_leaves_unequal_rates_out_is_stopped(build: Build) -> 
         ([PAIRS, "privacy.noise.colluding=4"], "noise.colluding"),
     ],
 )
-def test_what_it_is_not_proved_for_is_refused(build: Build, settings: list[str], code: str) -> None:
+def test_settings_without_a_proof_are_refused(build: Build, settings: list[str], code: str) -> None:
     with raises(ScenarioError, code):
         build(*settings)
 

@@ -119,7 +119,7 @@ def test_a_release_is_the_rounded_sum_of_exact_numbers(sums: list[float], std: f
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_is_refused_and_stays(value: float) -> None:
+def test_nan_is_refused_and_stays(value: float) -> None:
     out = torch.tensor([[1.0, value]])
     with raises(ArgumentError, "noise.not-finite"):
         ExactNoise().add_(out, torch.ones(1), 0, np.arange(1))
@@ -210,7 +210,7 @@ def boundary_pair() -> tuple[int, int, float]:
 
 
 @pytest.mark.parametrize("more", [0, 2**64 - 1])
-def test_where_later_bits_decide_they_are_drawn_and_decide(more: int) -> None:
+def test_later_bits_are_drawn_if_they_decide(more: int) -> None:
     """Beside the boundary between two grid points: the first bits leave it open, and the law is that of all."""
     share, angle, offset = boundary_pair()
     normals, cipher = normals_of(np.array([share]), np.array([angle]))

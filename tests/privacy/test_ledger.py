@@ -472,7 +472,7 @@ def test_a_stopped_peer_stays_stopped_whatever_others_paid(tmp_path):
         assert ledger.spending.limits.tolist() == [7, 40]
 
 
-def test_who_draws_afresh_pays_for_every_step_it_takes(tmp_path):
+def test_fresh_draws_pay_for_every_step(tmp_path):
     with opened(tmp_path, "a", [account(budget=100.0)], block=1, fresh=True) as ledger:
         for k in range(6):
             take(ledger, k)
@@ -734,7 +734,7 @@ def test_segments_add_up_to_what_one_file_does(segmented, tmp_path, monkeypatch)
     assert runs_in(read_entries(segmented.parent, DATA)) == runs_in(entries)
 
 
-def test_opening_reads_the_last_segment_alone(segmented, monkeypatch):
+def test_opening_reads_only_the_last_segment(segmented, monkeypatch):
     read = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path), real(path))[1])

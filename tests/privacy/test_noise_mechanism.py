@@ -127,6 +127,6 @@ def test_a_changed_mechanism_inherits_no_declaration(build: Build) -> None:
         (own("Same", "epsilon: 3.0, hardened: true"), "privacy.own-noise", "hardened"),
     ],
 )
-def test_what_cannot_be_is_refused(build: Build, settings: str, code: str, names: str) -> None:
+def test_wrong_mechanisms_are_refused(build: Build, settings: str, code: str, names: str) -> None:
     with raises(ScenarioError, code, names=names):
         build(settings)

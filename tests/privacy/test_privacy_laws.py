@@ -258,7 +258,7 @@ def around_the_door(cohort: Cohort, state: State) -> None:
         (["algorithm.name=feddeper", "algorithm.rho=0"], lambda own: (own[0], Mix(("x", "w", "personal")))),
     ],
 )
-def test_what_goes_around_the_door_is_found(
+def test_a_leak_around_the_release_is_found(
     build: Build, settings: list[str], program: Callable[[tuple], tuple]
 ) -> None:
     experiment = broken(build, *settings)

@@ -178,7 +178,7 @@ CALLS = st.lists(
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(calls=CALLS, d=st.sampled_from([1, 3, 100, 2000, 4097, 9000]))
 @settings(max_examples=25)
-def test_a_row_depends_on_its_keys_alone(dtype: torch.dtype, calls: Any, d: int) -> None:
+def test_a_row_depends_only_on_its_keys(dtype: torch.dtype, calls: Any, d: int) -> None:
     """Bitwise: any rows in any order and number of a source that was used before, against a fresh one for one row."""
     used, generator = source(3), torch.Generator().manual_seed(1)
     for step, purpose, to_all, rows in calls:
@@ -228,7 +228,7 @@ def test_noise_is_added_to_rows_of_any_layout(d: int) -> None:
         assert torch.equal(out, expected)
 
 
-def test_padding_between_rows_is_left_alone() -> None:
+def test_padding_between_rows_stays_unchanged() -> None:
     base = torch.zeros(4, 205)
     source().add_(base[:, :200], torch.ones(4), 0, np.arange(4))
     assert not base[:, 200:].any()
@@ -250,7 +250,7 @@ def test_fast_noise_is_the_same_in_both_precisions() -> None:
     torch.testing.assert_close(single, double, rtol=2e-5, atol=5e-6)
 
 
-def test_noise_leaves_the_global_generator_alone() -> None:
+def test_noise_leaves_the_global_generator_unchanged() -> None:
     state = torch.get_rng_state()
     draw(source(), range(2), 30_000)
     assert torch.equal(torch.get_rng_state(), state)

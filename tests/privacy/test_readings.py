@@ -69,7 +69,7 @@ def test_no_privacy_loss_leaves_guessing_and_infinity_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("point", [(math.nan, 0.1), (-1.0, 0.1), (1.0, math.nan), (1.0, -0.1)])
-def test_what_is_no_guarantee_is_refused(point: tuple[float, float]) -> None:
+def test_a_wrong_guarantee_is_refused(point: tuple[float, float]) -> None:
     with raises(ScenarioError, "reading.point"):
         right_guesses([point])
     with raises(ScenarioError, "reading.point"):

@@ -111,7 +111,7 @@ def test_the_bytes_of_words_without_rows_are_fixed(name: str, place: int) -> Non
 
 
 @pytest.mark.parametrize("message", fuzz.examples(), ids=lambda message: type(message).__name__)
-def test_what_is_encoded_is_decoded_to_the_same(message: Any) -> None:
+def test_frames_round_trip(message: Any) -> None:
     assert same(fuzz.FRAMES.decode(encode(message)), message)
 
 
@@ -178,7 +178,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused_in_one_line(name: str) -> None:
+def test_wrong_frames_are_refused_in_one_line(name: str) -> None:
     data, code, names = WRONG[name]
     before = bytes(data)
     with raises(RefusedError, code, names=names) as caught:

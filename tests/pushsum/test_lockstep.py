@@ -162,7 +162,7 @@ def test_a_mistake_is_found(mutant: str) -> None:
         simulate_many(300)
 
 
-def test_what_nobody_sends_is_refused() -> None:
+def test_rows_of_other_places_or_senders_are_refused() -> None:
     machine: Lockstep[int, int] = Lockstep(0, lambda place: (), 9)
     machine.arrive(0, {}, {1})
     machine.take(1, 0, 7)

@@ -90,7 +90,7 @@ def test_a_peer_is_witnessed_once_a_neighbour_answers() -> None:
     assert peer.witness.is_witnessed
 
 
-def test_what_was_seen_survives_the_neighbours_restart() -> None:
+def test_counted_lines_survive_the_neighbours_restart() -> None:
     peer, other = Process(0, [1]), Process(1, [0])
     peer.pay(4)
     call(peer, other)

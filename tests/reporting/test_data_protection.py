@@ -110,7 +110,7 @@ def test_no_privacy_is_said_plainly_and_without_figures(tmp_path: Path) -> None:
     assert "There is no protection (ε = ∞) for the data of peers 1-3" in text
 
 
-def test_a_delta_of_one_or_more_protects_nobody(tmp_path: Path) -> None:
+def test_a_delta_of_one_or_more_protects_no_one(tmp_path: Path) -> None:
     text = page_of(make_run(tmp_path / "a", privacy=[privacy_row(peer, 0.5, delta=1.0) for peer in range(4)]))
     assert "right at most 100.0 % of the time" in text
     assert "rules out next to nothing" in text

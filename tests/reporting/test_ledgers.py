@@ -28,7 +28,7 @@ def two_runs(tiny: Tiny, tmp_path: Path) -> list[float]:
     return stated
 
 
-def test_what_it_prints_is_what_the_runs_state(two_runs: list[float], tmp_path: Path) -> None:
+def test_it_prints_the_epsilon_of_the_runs(two_runs: list[float], tmp_path: Path) -> None:
     (path,) = (tmp_path / "ledger").glob("*.jsonl")
     facts = ledger_facts(path, 1e-3, budget=4.5)
     assert [one["peers"] for one in facts["runs"]] == [4, 4]
@@ -71,7 +71,7 @@ def test_the_other_epsilon_is_dp_accountings_own(
     assert 47.11 not in {one["epsilon"] for one in (facts, *facts["runs"])}
 
 
-def test_where_dp_accounting_has_no_event_a_dash_stands(
+def test_a_dash_stands_for_events_dp_accounting_lacks(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(Experiment.build(tiny("rounds=1", "data.batch.sampling=uniform")), tmp_path / "run")

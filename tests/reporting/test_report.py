@@ -268,7 +268,7 @@ def _damage(folder: Path, what: str) -> Path:
         ("summary", "reporting.summary-damaged", r"summary\.json: "),
     ],
 )
-def test_what_is_not_a_run_is_refused(tmp_path: Path, what: str, code: str, names: str) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, what: str, code: str, names: str) -> None:
     with raises(ScenarioError, code, names):
         write_report([_damage(tmp_path, what)], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()

@@ -24,7 +24,7 @@ def commented(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
-def test_what_is_shown_reads_back_to_the_same_scenario(variant: list[str], tiny_text: str) -> None:
+def test_a_shown_scenario_reads_back(variant: list[str], tiny_text: str) -> None:
     scenario = parse_scenario(tiny_text, overrides=settings_for(*variant))
     assert parse_scenario(complete_yaml(scenario)) == scenario
 
@@ -56,7 +56,7 @@ def test_given_options_are_values_and_not_comments() -> None:
     assert "\n  probability: 0.5\n" in text
 
 
-def test_what_follows_from_other_keys_is_said_in_words() -> None:
+def test_derived_defaults_are_said_in_words() -> None:
     text = complete_yaml(small_scenario("algorithm.name=dyn-d2p", "topology.name=torus"))
     said = commented(text)
     assert said["initial_clip"] == "left out, it is privacy.clip_norm"

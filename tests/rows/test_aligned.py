@@ -43,7 +43,7 @@ def test_a_state_read_anywhere_is_aligned_alike(shape):
     assert read.data_ptr() % BOUNDARY == first.data_ptr() % BOUNDARY == 0
 
 
-def test_padding_is_seen_only_where_the_storage_holds_it():
+def test_padding_is_seen_only_in_its_storage():
     rows = aligned(torch.randn(3, 1001))
     whole = padded(rows)
     assert whole is not None

@@ -6,7 +6,7 @@ import pytest
 from flower_privdec.rows import tensors
 
 
-def test_loops_are_compiled_where_no_folder_can_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_compile_without_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def njit(function, cache=False, **options):
         if cache:
             raise RuntimeError("cannot cache function: no locator available")

@@ -127,7 +127,7 @@ def enumerations(schema: dict[str, Any], place: dict[str, Any], path: tuple[str,
 
 
 @pytest.mark.parametrize(("group", "name"), named())
-def test_what_is_listed_is_accepted_and_built(
+def test_every_listed_part_is_accepted_and_built(
     build: Build, tiny: Callable[..., Scenario], group: str, name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -150,7 +150,7 @@ def test_what_is_listed_is_accepted_and_built(
         build(*settings)
 
 
-def test_what_the_schema_accepts_is_listed() -> None:
+def test_every_accepted_part_is_listed() -> None:
     schema = Scenario.model_json_schema()
     accepted: dict[str, set[str]] = {}
     for key, name in enumerations(schema, schema, ()):

@@ -85,7 +85,7 @@ def test_numbers_that_say_what_they_are_are_taken(text: str, number: float) -> N
 
 @pytest.mark.slow
 @given(PLAIN)
-def test_what_is_written_reads_back(data: object) -> None:
+def test_written_yaml_reads_back(data: object) -> None:
     assert read_plain(write_yaml(data), "y")[0] == data
 
 

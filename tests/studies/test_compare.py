@@ -127,7 +127,7 @@ def test_changed_code_of_an_own_algorithm_makes_other_cells(tmp_path: Path, monk
         assert len(list((tmp_path / "cells").iterdir())) == cells
 
 
-def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_incomparable_scenarios_are_refused_before_anything_runs(tmp_path: Path) -> None:
     base, cells = fp.make_scenario(SHORT), tmp_path / "cells"
     wrong: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
         ("scenario.union_tag_invalid", r"algorithm\.name='privsgb'", (base, ["privsgb"]), {}),

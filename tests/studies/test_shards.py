@@ -80,7 +80,7 @@ def test_extra_labels_reach_from_shard_to_whole_test_set(build):
 
 
 @pytest.mark.usefixtures("label_partitions")
-def test_methods_without_personalized_models_try_the_mean_model_alone(build):
+def test_methods_without_personalized_models_try_the_mean_model(build):
     experiment = build(*DEPER, *OWN_LABELS, "algorithm={name: scaffold, learning_rate: 0.5, local_steps: 2}")
     found = evaluate(experiment, engine_after(experiment).state.rows, 6, experiment.own)
     assert list(found["personalized"]) == ["global_model"]
@@ -153,7 +153,7 @@ def test_a_run_leaves_metrics_summary_and_plots(build, tmp_path):
     assert seconds == pytest.approx(summary["wall_seconds"], abs=6e-4)  # which is rounded to 1 ms
 
 
-def test_pictures_are_drawn_where_there_is_something_to_draw():
+def test_pictures_are_drawn_if_there_is_data():
     with plots.drawing():
         assert plots.draw_generalization({"round": 3}) is None
         tried = {"personal_models": {"0": 0.9, "1": 0.5}, "global_model": {"0": 0.7, "1": 0.6}}

@@ -165,7 +165,7 @@ def test_every_published_study_is_sound_in_each_size(name: str, size: str | None
     assert {cell.scenario.name for cell in cells} == {name}
 
 
-def test_what_has_not_been_run_is_ready() -> None:
+def test_parts_without_results_are_ready() -> None:
     """Every command in the table of missing results resolves to sound cells, here with one seed of each."""
     text = (ROOT / "docs" / "studies.md").read_text().partition("## What has not been run")[2]
     commands = re.findall(r"\| `privdec study (.*?)` \|", text)
@@ -326,7 +326,7 @@ def test_a_wrong_definition_names_line_value_and_remedy(
     assert all(part in message for part in parts), message
 
 
-def test_what_cannot_be_run_is_refused_before_anything_runs(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_unrunnable_studies_are_refused_before_anything_runs(study_at: Callable[..., Path], tmp_path: Path) -> None:
     path = study_at(settings=["privacy.epsilonn=1"])
     with raises(ScenarioError, "scenario.extra_forbidden", r"part main, cell 1, push-sum: .*epsilonn.*'epsilon'"):
         run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
@@ -716,7 +716,7 @@ parts:
 """
 
 
-def test_what_one_part_chooses_another_runs(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_part_runs_the_choice_of_another(study_at: Callable[..., Path], tmp_path: Path) -> None:
     """Each cell has what was best in its place, with the cases there, and none of what else was set there."""
     path, cache = study_at(CHOSEN), tmp_path / "cells"
     study, base = load_study(str(path))

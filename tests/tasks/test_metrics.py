@@ -105,7 +105,7 @@ def test_a_number_that_never_changes_has_an_r2() -> None:
     assert METRICS["r2"].measure(LOSSES["mse"], outputs, targets).tolist() == [1.0, 0.0]
 
 
-def test_labels_that_nobody_has_leave_nothing_to_rank() -> None:
+def test_labels_without_examples_leave_nothing_to_rank() -> None:
     outputs, targets = torch.zeros(2, 3, 2), torch.zeros(3, 2)
     assert METRICS["mean-average-precision"].measure(LOSSES["binary-cross-entropy"], outputs, targets).tolist() == [
         0,

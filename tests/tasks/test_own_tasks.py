@@ -110,7 +110,7 @@ def test_runs_of_own_metrics_are_reported(tiny_text: str, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("name", ["words", "decile"])
-def test_what_the_page_shows_is_learned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_own_task_is_learned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for fence in fences(ROOT / "docs" / "how-to" / "researcher.md"):
@@ -149,7 +149,7 @@ def test_an_own_loss_never_sees_two_examples() -> None:
     assert loss.derivative(outputs[:, :0], labels[:, :0]).shape == (2, 0, 3)
 
 
-def test_what_a_loss_says_of_private_examples_is_withheld() -> None:
+def test_a_losss_error_on_private_examples_is_withheld() -> None:
     loss = own_loss("user_tasks:by_hand", "classes")
     with raises(RunError, "code.withheld", r"task\.loss\.module='user_tasks:by_hand'") as caught:
         loss.derivative(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64))
@@ -213,7 +213,7 @@ def test_code_of_a_loss_but_not_metric_changes_runs(
         ("task={loss: {module: 'user_tasks:cross_entropy'}, metrics: [log-loss]}", ("metrics.unfit", "log-loss")),
     ],
 )
-def test_what_does_not_fit_is_refused_before_work_starts(build: Build, settings: str, refusal: tuple[str, ...]) -> None:
+def test_unfit_own_tasks_are_refused_before_work_starts(build: Build, settings: str, refusal: tuple[str, ...]) -> None:
     with raises(ScenarioError, *refusal) as caught:
         build(settings)
     assert "\n" not in str(caught.value)

@@ -93,7 +93,7 @@ def test_memory_and_cpu_of_a_child_count(tmp_path: Path, seen: Seen) -> None:
     assert not took.stopped
 
 
-def test_what_shares_pages_counts_once(tmp_path: Path, seen: Seen) -> None:
+def test_shared_pages_count_once(tmp_path: Path, seen: Seen) -> None:
     seen.enough = lambda watch, found: len(found) == 4
     took = measured(tmp_path, f"import os\n{HOLD}os.fork()\nos.fork()\n{seen.waiting}")
     assert 64 * MIB < took.peak_bytes < 2 * 64 * MIB
@@ -120,7 +120,7 @@ def test_a_limit_ends_what_does_not_listen(tmp_path: Path, monkeypatch: pytest.M
     assert took.status != 0
 
 
-def test_whoever_ends_a_measurement_ends_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ending_a_measurement_ends_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look, seen = measuring.Watch.look, []
 
     def ended(watch: measuring.Watch) -> list[int]:
@@ -263,7 +263,7 @@ def test_an_environment_is_rebuilt_if_its_versions_change(tmp_path: Path, monkey
     assert len(called) == 4
 
 
-def test_this_checkout_is_installed_anew_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_checkout_is_installed_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
     (tmp_path / environments.OWN).mkdir()
     monkeypatch.setattr(subprocess, "run", lambda command, **_: called.append([str(word) for word in command]))
@@ -309,7 +309,7 @@ def test_a_table_shows_figures_bounds_and_failures() -> None:
     assert "| flower (server) | 1.41.0 | time limit | – |" in text
 
 
-def test_what_hands_nothing_back_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_contestant_without_result_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     took = measuring.Measured(3.0, 1.0, MIB, 0.0, "", 1)
     contestant = task.chosen(["flower-opacus"])[0]
     given = contestant.task(tmp_path, tmp_path / "outcome.json", 2)
@@ -318,7 +318,7 @@ def test_what_hands_nothing_back_has_failed(tmp_path: Path, capsys: pytest.Captu
     assert "log.txt" in capsys.readouterr().err
 
 
-def test_what_is_handed_back_becomes_a_row(tmp_path: Path) -> None:
+def test_a_result_becomes_a_row(tmp_path: Path) -> None:
     took = measuring.Measured(30.0, 20.0, MIB, 0.0, "", 0)
     contestant = task.chosen(["flower-opacus"])[0]
     given = contestant.task(tmp_path, tmp_path / "outcome.json", 2)

@@ -1008,7 +1008,7 @@ def scaler(x: Tensor, y: Tensor, optimizer: Any, loss: Any) -> None:
         (scaler, "gradient-past-clipping", "GradScaler"),
     ],
 )
-def test_what_was_not_paid_for_is_refused(body: Any, code: str, named: str, tmp_path: Path) -> None:
+def test_unpaid_steps_are_refused(body: Any, code: str, named: str, tmp_path: Path) -> None:
     refused(setup(tmp_path, loader=DataLoader(data(400), batch_size=100), show_loss=True), code, named, body)
 
 
@@ -1135,7 +1135,7 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "a.jsonl").exists()
 
 
-def test_what_is_private_already_or_a_folder_is_refused(tmp_path: Path) -> None:
+def test_private_parts_and_folders_are_refused(tmp_path: Path) -> None:
     parts = setup(tmp_path)
     with raises(ScenarioError, "training-loop.private-already", names="model"):
         setup(tmp_path, parts.model)

@@ -158,7 +158,7 @@ def test_one_hostile_number_moves_the_model_boundedly(name: str, where: str, val
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["x", "y"])
-def test_what_is_no_number_is_refused_before_a_ledger(where: str, value: float, tmp_path: Path) -> None:
+def test_nan_is_refused_before_a_ledger(where: str, value: float, tmp_path: Path) -> None:
     inputs, targets = X.copy(), SCORES[:, 0].copy()
     (inputs if where == "x" else targets)[3] = value
     with raises(ScenarioError, "linear.data", names=f"{where} holds") as caught:
@@ -251,7 +251,7 @@ def test_a_spent_budget_reads_nothing_and_names_a_remedy(tmp_path: Path) -> None
         (LinearRegression(), {"learning_rate": -1.0}, "training-loop.argument"),
     ],
 )
-def test_what_cannot_be_private_is_refused_by_name(model: Any, options: Any, code: str, tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused_by_name(model: Any, options: Any, code: str, tmp_path: Path) -> None:
     given = {"x": X, "y": BINARY, "noise_multiplier": 1.0, "ledger": tmp_path / "ours.jsonl", **QUIET, **options}
     with raises(ScenarioError, code):
         fit_privately(model, given.pop("x"), given.pop("y"), **given)
