@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What a scenario may name in one place; as `Annotated[str, choice]`, a field that takes these names alone.
+    """The names that a scenario may give in one place; `Annotated[str, choice]` is a field that takes only these.
 
     Attributes:
         lines: what `privdec list` says of each name.
@@ -252,7 +252,7 @@ USUAL_METRICS: dict[Targets, tuple[str, ...]] = {
 
 
 def unfit(metric: str, loss: str, targets: Targets) -> str | None:
-    """Return why a metric does not fit models trained by a loss for some targets, or None where it does."""
+    """Return why a metric does not fit models trained by a loss for some targets; None if it fits."""
     kind = METRIC_KINDS[metric]
     if targets not in kind.targets:
         fit = ", ".join(name for name, other in METRIC_KINDS.items() if targets in other.targets)

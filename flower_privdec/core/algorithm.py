@@ -175,7 +175,7 @@ class Algorithm:
         return max(3, self.slots + 1)
 
     def step_sizes(self, n_peers: int, rounds: int) -> LearningRate:
-        """Return what each peer's steps are multiplied by: the learning rate, unless an algorithm has none."""
+        """Return the factor of each peer's steps: the learning rate, unless an algorithm has none."""
         section: Any = self.section
         rate = np.asarray(section.learning_rate, dtype=np.float64)
         return LearningRate(

@@ -113,7 +113,7 @@ class PrivateStep:
             entry stays on its peer.
         estimate: adds the sums, without noise.
         peers: global ids, int64 [r].
-        rows: where these rows stand in the cohort, int64 [r].
+        rows: the places of these rows in the cohort, int64 [r].
         round_index: the round.
         step: its number in the run, which keys batch and noise.
         receivers: int64 [r], the only receiver of each row's sums, which then keys their noise too; None for all.
@@ -182,12 +182,12 @@ class StepRequest:
     """A private step that an algorithm asks for.
 
     Attributes:
-        sums: where each of the step's sums is added, [r, d], by the names that the algorithm declares.
+        sums: the tensors [r, d] to which the step's sums are added, by the names that the algorithm declares.
         params: the parameters of these rows, [r, d]; gradients are taken at params / divisor. May be one of the sums.
         divisor: push weights [r]; None for 1.
         round_index: the round.
         local_step: which step of the round, if the algorithm takes several.
-        rows: where these rows stand in the cohort, int64 [r]. With receivers they ascend, and a row occurs once for
+        rows: the places of these rows in the cohort, int64 [r]. With receivers they ascend, and a row occurs once for
             each receiver.
         receivers: global ids, int64 [r]: the only peer that gets the sums of each row; None if all may see them.
         factor: what the mean over a batch is multiplied by, one number or float64 [r].

@@ -8,7 +8,7 @@ A frame is a fixed header, a line for each row, and the rows as they lie in memo
     rows                  then zeros up to a multiple of 64, and each row, with zeros up to a multiple of 8
     hello       72 bytes  the counters
     acknowledgement  8 bytes  the boot that froze the share
-    progress     0 bytes  the number alone
+    progress     0 bytes  the header's number says all
     ledger report  48 bytes  challenge, answer, public key or zeros; the header's number counts the sender's boots
                   16 bytes  for each of these, and then for each boot of the receiver: the boot and its lines
 
@@ -447,7 +447,9 @@ class FrameCodec:
 
         # Encoded again, a message has zeros where its kind has no field.
         if self._header(message, size) != head:
-            raise RefusedError(f"{frame} of kind {kind} must have zeros where it has no field", code="frame.zeros")
+            raise RefusedError(
+                f"{frame} of kind {kind} must have zeros in fields that it does not have", code="frame.zeros"
+            )
         return message
 
     def _formats(self, header: FrameHeader) -> RowFormats | None:

@@ -278,7 +278,7 @@ class ProcessGroup:
 
         Args:
             rows: the rows here, [m, ...], for each name; made by `clean_rows`.
-            traffic: which of them go where.
+            traffic: which of them go to which shard.
             foreign: the rows from other shards, [f, ...], for each name, to be received; made by `clean_rows`.
             here: the place of the run, for errors.
         """
