@@ -66,6 +66,7 @@ def test_a_tests_name_has_under_ten_words() -> None:
     assert [each for each in named if len(each[1].split("_")) > LONGEST_NAME] == []
 
 
+@pytest.mark.slow
 def test_tests_match_error_codes_not_wordings() -> None:
     """`raises` of tests/support takes the code; the wording of the system's own errors alone may be matched."""
     nodes = [(path, node) for path in TESTS for node in ast.walk(tree_of(path))]

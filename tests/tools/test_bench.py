@@ -208,6 +208,7 @@ def test_figures_have_the_promised_shape(monkeypatch, tiny_workloads, capsys):
     assert "ledger" not in results["W4"]
 
 
+@pytest.mark.slow
 def test_as_many_peers_as_asked_for(tiny_workloads):
     results = bench.measure(["W2"], rounds=3, peers=6)
     assert results["W2"]["description"].startswith("6 peers, ")
