@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -104,25 +104,23 @@ PARTICIPATIONS = Choice(
         "edges": "the ends of `count` edges of the topology, drawn afresh each round; only these edges are used",
     }
 )
-DATASETS = Choice(
-    {
-        "digits": "1,440 + 357 handwritten digits 8x8, 10 classes; embedded (scikit-learn)",
-        "breast-cancer": "448 + 121 tumours, 30 measures, 2 classes; embedded (scikit-learn)",
-        "mnist": "60,000 + 10,000 digits 28x28, 10 classes; root has MNIST/raw",
-        "fashion-mnist": "60,000 + 10,000 pieces of clothing 28x28, 10 classes; root has FashionMNIST/raw",
-        "cifar10": "50,000 + 10,000 colour images 32x32, 10 classes; root has cifar-10-batches-py",
-        "diabetes": "352 + 90 patients, 10 measures, one number: the disease's progress; embedded (scikit-learn)",
-        "synthetic-labels": "2,000 + 500 drawn examples, 20 features, any of 6 labels",
-        "synthetic-words": "2,000 + 500 drawn texts of up to 20 words of 200, 4 topics",
-        "synthetic-sparse": "2,000 + 500 drawn texts of 47,236 features, some 73 each, 2 classes",
-        "npz": "your own: root is an .npz file with x_train, y_train, x_test, y_test",
-        "csv": "your own table: root and test are CSV files, whose columns table names",
-        "parquet": "your own table: root and test are Parquet files, whose columns table names",
-        "image-folder": "your own images: root and test have a folder of images for each class of labels",
-        "svmlight": "your own: root and test are svmlight files (plain, .gz, .bz2) of n_features features, kept sparse",
-    }
-)
-OWN_DATA = ("npz", "csv", "parquet", "image-folder", "svmlight")  # of the datasets, formats of a user's own files
+
+
+class DatasetPart(RegisteredPart, Protocol):
+    """A dataset's class, as far as a scenario looks at it.
+
+    Attributes:
+        own_files: whether it is a format of a user's own files, which a ledger counts under data.source.
+        needs: keys of the section data that belong to it, and that it needs.
+        takes: keys of the section data that belong to it, and that it may have.
+    """
+
+    own_files: bool
+    needs: tuple[str, ...]
+    takes: tuple[str, ...]
+
+
+DATASETS: Registry[DatasetPart] = Registry("data.dataset", "flower_privdec.data.sets", Section)
 PARTITIONS = Choice(
     {
         "iid": "equal random shares; sizes differ by one example at most",

@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,13 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.catalogue import DATASETS, OWN_DATA, PARTITIONS, Targets, fitting
+from flower_privdec.common.catalogue import DATASETS, PARTITIONS, Targets, fitting
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
-from flower_privdec.data import readers
-from flower_privdec.data.readers import EMBEDDED, Request, Rows, Source, Split, read_npz, read_own, read_svmlight, some
-from flower_privdec.data.table_files import read_image_folder, read_table
+from flower_privdec.data.readers import Request, Rows, Source, Split, read_own, some
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
 from flower_privdec.scenario.sections import PEER, DataSection, PartitionSection
@@ -172,19 +169,6 @@ def _check_most(name: str, value: int, most: int, what: str) -> None:
         raise ScenarioError(f"{name}={value} must be 1 to {most}, {what}")
 
 
-_READERS: dict[str, Callable[..., Source]] = DATASETS.bind(
-    {
-        **EMBEDDED,
-        "mnist": partial(readers.read_images, "MNIST"),
-        "fashion-mnist": partial(readers.read_images, "FashionMNIST"),
-        "cifar10": partial(readers.read_images, "CIFAR10"),
-        "npz": read_npz,
-        "svmlight": read_svmlight,
-        "csv": read_table,
-        "parquet": read_table,
-        "image-folder": read_image_folder,
-    }
-)
 # The ledger's name of all data of a user's own: the same rows in another format, or from a renamed function, must not
 # start at ε = 0.
 OWN = "own"
@@ -257,7 +241,8 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
     if not isinstance(name, str):
         return read_own(name, request)
     DATASETS.check(name, "data.dataset")
-    source = _READERS[name]() if name in EMBEDDED else _READERS[name](request)
+    part: Any = DATASETS[name]
+    source: Source = part().read(request)
     if source.targets != targets:
         raise ScenarioError(
             f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "
@@ -273,7 +258,7 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
 
 def name_of(section: DataSection) -> str:
     """Return the name under which a ledger counts a dataset."""
-    if isinstance(section.dataset, str) and section.dataset not in OWN_DATA:
+    if isinstance(section.dataset, str) and not DATASETS[section.dataset].own_files:
         return section.dataset
     return section.source or OWN
 
@@ -361,7 +346,8 @@ def read_examples(
     Raises:
         ScenarioError: the name, a path or a number is wrong; the message has the remedy.
     """
-    if whole and root is not None and section.dataset in EMBEDDED:
+    named: Any = DATASETS[section.dataset] if isinstance(section.dataset, str) else None
+    if whole and root is not None and named is not None and not named.reads_files:
         raise ScenarioError(
             f"data.dataset={section.dataset} reads no file, and {root} is given as this peer's own data: leave "
             "--data out, or take a dataset that reads files, such as npz",

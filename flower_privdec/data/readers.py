@@ -124,6 +124,32 @@ class Request:
         return self.root
 
 
+class Dataset:
+    """A dataset that a scenario can name: a class with its name and its line, which reads it.
+
+    It takes part as a built-in if its file lies in `flower_privdec/data/sets`, and as a user's own by its module.
+
+    Attributes:
+        name: what a scenario calls it.
+        line: what `privdec list` says of it.
+        own_files: whether it is a format of a user's own files, which a ledger counts under data.source.
+        reads_files: whether it lies at data.root.
+        needs: keys of the section data that belong to it, and that it needs.
+        takes: keys of the section data that belong to it, and that it may have.
+    """
+
+    name: str = ""
+    line: str = ""
+    own_files: bool = False
+    reads_files: bool = True
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+
+    def read(self, request: Request) -> Source:
+        """Return the dataset, whose halves are read when they are asked for."""
+        raise NotImplementedError
+
+
 def scale_pixels(images: Tensor, constants: Constants) -> Tensor:
     """Convert 8-bit images [N, C, H, W] to (v / 255 - mean) / std in one float32 tensor."""
     mean, std = (torch.tensor(part).view(-1, 1, 1) * 255 for part in constants)
@@ -131,7 +157,7 @@ def scale_pixels(images: Tensor, constants: Constants) -> Tensor:
     return x.sub_(mean).div_(std)
 
 
-def _embedded(
+def embedded(
     x: np.ndarray | SparseRows,
     labels: np.ndarray,
     n_train: int,
@@ -158,7 +184,7 @@ def _embedded(
 def read_digits() -> Source:
     """Read scikit-learn's 1,797 digits: [1, 8, 8], counts of 0 to 16 scaled to [0, 1]."""
     table = _sklearn_table("digits", "digits.csv.gz", delimiter=",")
-    return _embedded(table[:, :-1].reshape(-1, 1, 8, 8) / 16.0, table[:, -1], DIGITS_TRAIN, "digits")
+    return embedded(table[:, :-1].reshape(-1, 1, 8, 8) / 16.0, table[:, -1], DIGITS_TRAIN, "digits")
 
 
 def nucleus_features(x: np.ndarray) -> np.ndarray:
@@ -174,14 +200,14 @@ def nucleus_features(x: np.ndarray) -> np.ndarray:
 def read_breast_cancer() -> Source:
     """Read scikit-learn's 569 tumours: [30] by `nucleus_features`."""
     table = _sklearn_table("breast-cancer", "breast_cancer.csv", delimiter=",", skiprows=1)
-    return _embedded(nucleus_features(table[:, :-1]), table[:, -1], BREAST_CANCER_TRAIN, "breast-cancer")
+    return embedded(nucleus_features(table[:, :-1]), table[:, -1], BREAST_CANCER_TRAIN, "breast-cancer")
 
 
 def read_diabetes() -> Source:
     """Read scikit-learn's 442 patients: [10] and how far the disease went in a year, by constants known before."""
     data, target = (_sklearn_table("diabetes", f"diabetes_{part}.csv.gz") for part in ("data_raw", "target"))
     x = (data - np.array(PATIENT_MIDDLE)) / np.array(PATIENT_STEPS)
-    return _embedded(x, (target[:, None] - 150) / 100, DIABETES_TRAIN, "diabetes", "numbers")
+    return embedded(x, (target[:, None] - 150) / 100, DIABETES_TRAIN, "diabetes", "numbers")
 
 
 @lru_cache
@@ -335,14 +361,6 @@ def draw_sparse(count: int) -> tuple[SparseRows, np.ndarray]:
     return SparseRows(x.astype(np.float32).tocsr()), (scores > 0).astype(np.int64)
 
 
-EMBEDDED: dict[str, Callable[[], Source]] = {  # what needs no file
-    "digits": read_digits,
-    "breast-cancer": read_breast_cancer,
-    "diabetes": read_diabetes,
-    "synthetic-labels": lambda: _embedded(*draw_labels(2500), SYNTHETIC_TRAIN, "synthetic labels", "labels"),
-    "synthetic-words": lambda: _embedded(*draw_words(2500), SYNTHETIC_TRAIN, "synthetic words", n_tokens=WORDS),
-    "synthetic-sparse": lambda: _embedded(*draw_sparse(2500), SYNTHETIC_TRAIN, "synthetic sparse"),
-}
 MOST_CLASSES = 10**9
 
 
@@ -594,7 +612,7 @@ def read_members(path: str, forms: Sequence[Sequence[str]], where: str) -> dict[
 
 
 def read_own(own: OwnSection, request: Request) -> Source:
-    """Return a dataset of a user's own function.
+    """Return a dataset of a user's own: of a function, or of a `Dataset`, which is made with the arguments.
 
     The function is called with a half, "train" or "test", and its arguments, with root where the request has one. It
     returns x and y, which are read like the arrays of an .npz file. A process that needs only the public test set
@@ -603,7 +621,12 @@ def read_own(own: OwnSection, request: Request) -> Source:
     Raises:
         ScenarioError: the function cannot be imported. A half that is read: it fails, or returns something else.
     """
-    load_own(own.module, "data.dataset.module")
+    part = load_own(own.module, "data.dataset.module")
+    if isinstance(part, type) and issubclass(part, Dataset):
+        with users_code(f"data.dataset.module={own.module!r} could not be read", "code.fails"):
+            source: Source = part(**own.arguments).read(request)
+        return source
+
     half = partial(_call_for_half, own, request)
     return Source(partial(half, "train"), partial(half, "test"), targets=request.targets, n_tokens=request.n_tokens)
 

@@ -341,7 +341,7 @@ def parts() -> dict[str, dict[str, str]]:
         "models": _lines(catalogue.MODELS.lines, catalogue.MODELS.keys_of),
         "activations": dict(catalogue.ACTIVATIONS.lines),
         "inits": dict(catalogue.INITS.lines),
-        "datasets": dict(catalogue.DATASETS.lines),
+        "datasets": catalogue.DATASETS.lines,
         "partitions": dict(catalogue.PARTITIONS.lines),
         "samplings": dict(catalogue.SAMPLINGS.lines),
         "features": dict(catalogue.FEATURES.lines),

@@ -23,6 +23,7 @@ from pydantic import (
 from flower_privdec.common import catalogue
 from flower_privdec.common.catalogue import (
     CODECS,
+    DATASETS,
     LEAST_WEIGHT,
     LOSS_KINDS,
     METRIC_KINDS,
@@ -143,7 +144,7 @@ def _public(value: Any) -> Any:
 
 
 DatasetChoice = Annotated[
-    Annotated[str, catalogue.DATASETS, Tag("named")] | Annotated[OwnSection, Tag("own")], SECTION_OR_NAME
+    Annotated[str, PartName(DATASETS), Tag("named")] | Annotated[OwnSection, Tag("own")], SECTION_OR_NAME
 ]
 
 
@@ -200,6 +201,19 @@ class TableSection(Section):
                 raise ArgumentError(
                     f"categories.{name} must list each category once, and one at least", code="table.categories"
                 )
+
+
+def _not_of_dataset(key: str) -> ArgumentError:
+    """Return the error of a key that the dataset does not take, or lacks: which ones take it."""
+    needing = [name for name, part in DATASETS.items() if key in part.needs]
+    taking = [name for name, part in DATASETS.items() if key in part.takes]
+    rule = "which need it" if len(needing) > 1 else "which needs it"
+    if taking:
+        rule = "each class once" if not needing else f"{rule}, and {', '.join(taking)}"
+    return ArgumentError(
+        f"{key} is of dataset {', '.join(needing or taking)}, {rule}, and of no other",
+        code=f"data.{key.replace('_', '-')}",
+    )
 
 
 class DataSection(Section):
@@ -259,35 +273,31 @@ class DataSection(Section):
         return self.root is not None and PEER in self.root
 
     def _check(self) -> None:
-        own = not isinstance(self.dataset, str) or self.dataset in catalogue.OWN_DATA
-        if self.source is not None and not own:
+        part = DATASETS[self.dataset] if isinstance(self.dataset, str) else None
+        if self.source is not None and part is not None and not part.own_files:
             raise ArgumentError(
                 f"source is for data of your own, and dataset={self.dataset} has a name: remove it", code="data.source"
             )
-        if (self.dataset == "svmlight") != (self.n_features is not None):
-            raise ArgumentError(
-                "n_features is of dataset svmlight, which needs it, and of no other", code="data.n-features"
-            )
-        tables = self.dataset in ("csv", "parquet")
-        if tables != (self.table is not None):
-            raise ArgumentError(
-                "table is of datasets csv and parquet, which need it, and of no other", code="data.table"
-            )
-        named = tables or self.dataset == "image-folder"
-        if self.labels is not None and (not named or len(set(self.labels)) < len(self.labels)):
-            raise ArgumentError(
-                "labels names each class of csv, parquet or image-folder once, and is of no other dataset",
-                code="data.labels",
-            )
+
+        # Keys that belong to some datasets, which say so themselves.
+        needs = () if part is None else part.needs
+        takes = () if part is None else (*part.needs, *part.takes)
+        for key in ("n_features", "table", "labels"):
+            is_given = getattr(self, key) is not None
+            if (is_given and key not in takes) or (not is_given and key in needs):
+                raise _not_of_dataset(key)
+        if self.labels is not None and len(set(self.labels)) < len(self.labels):
+            raise _not_of_dataset("labels")
         if self.labels is not None and self.classes not in (None, len(self.labels)):
             raise ArgumentError(
                 f"classes={self.classes} and {len(self.labels)} labels differ: leave classes out", code="data.labels"
             )
-        if (named or self.dataset == "svmlight") and self.test is None:
+        if "test" in needs and self.test is None:
             raise ArgumentError(
                 f"test is missing: dataset {self.dataset} needs the public test set beside root",
                 code="data.no-test",
             )
+
         if not self.each_its_own:
             return
         if self.test is None:

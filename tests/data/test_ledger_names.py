@@ -12,7 +12,7 @@ from raising import raises
 from tiny_scenario import TINY
 
 import flower_privdec as fp
-from flower_privdec.common.catalogue import DATASETS, OWN_DATA
+from flower_privdec.common.catalogue import DATASETS
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import parse_scenario
@@ -71,6 +71,9 @@ def scenario_of(data: dict[str, Any], ledger: Path) -> fp.Scenario:
     base = parse_scenario(TINY, overrides=["model.name=linear", "rounds=1", "data={dataset: digits, batch: {size: 3}}"])
     privacy = {"noise_multiplier": 2.0, "delta": 1e-3, "ledger": str(ledger)}
     return fp.make_scenario(base, data={**data, "batch": {"size": 3}}, privacy=privacy)
+
+
+OWN_DATA = [name for name, part in DATASETS.items() if part.own_files]
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["own", "data.source"])

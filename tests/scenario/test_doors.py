@@ -13,7 +13,7 @@ from raising import raises
 from tiny_scenario import Build, Tiny
 
 from flower_privdec import testing
-from flower_privdec.common.catalogue import CODECS, MODELS, NOISES, TOPOLOGIES
+from flower_privdec.common.catalogue import CODECS, DATASETS, MODELS, NOISES, TOPOLOGIES
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.noise import noise_mechanism
@@ -161,6 +161,23 @@ class LouderNoise(NoiseMechanism):
 
     def add_(self, out, std, noised):
         super().add_(out, std * (1 + self.share), noised)
+'''
+DATA = '''
+import numpy as np
+
+from flower_privdec.data.readers import Dataset, embedded
+
+
+class StripesData(Dataset):
+    """Drawn stripes."""
+
+    name = "stripes"
+    line = "drawn rows, of which the sign of the first number is the class"
+    reads_files = False
+
+    def read(self, request):
+        x = np.random.default_rng(1).normal(size=(300, 5))
+        return embedded(x, (x[:, 0] > 0).astype(int), 240, "stripes")
 '''
 PLAIN = ["privacy=none", "data.batch={sampling: full}"]  # no draw, whose keys differ with the scenario
 
@@ -348,3 +365,21 @@ def test_one_file_is_a_noise_by_both_doors(build: Build, tmp_path: Path) -> None
         assert "| `privacy.noise.share` | number | `0.5` | ≥ 0 |" in scenario_reference()
         with raises(ScenarioError, "scenario.literal_error", "did you mean 'louder'"):
             build("privacy.noise={kind: loude}")
+
+
+# --- a dataset ---
+
+
+def test_one_file_is_a_dataset_by_both_doors(build: Build, tiny: Tiny, tmp_path: Path) -> None:
+    with both_doors(DATASETS, tmp_path, "stripes_data", DATA):
+        names = []
+        for dataset in ("stripes", '{module: "stripes_data:StripesData"}'):
+            experiment = build(f"data={{dataset: {dataset}, batch: {{size: 12}}}}", "privacy=none")
+            assert tuple(experiment.public.x.shape) == (60, 5)
+            names.append(experiment.public.name)
+        assert names == ["stripes", "own"]  # what a ledger counts them under
+        assert parts()["datasets"]["stripes"].startswith("drawn rows")
+        with raises(ScenarioError, "scenario.literal_error", "did you mean 'stripes'"):
+            tiny("data.dataset=stripe")
+        with raises(ScenarioError, "data.source", "dataset=stripes has a name"):
+            tiny("data={dataset: stripes, source: mine, batch: {size: 12}}")

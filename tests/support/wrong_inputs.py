@@ -41,7 +41,7 @@ SETTINGS = {  # laid over the tiny scenario of two rounds
     "rounds=.inf": "rounds=inf must be a whole number",
     "rounds=": "rounds=None must be a whole number: give one",
     "data=digits": "data='digits' must be a section, as {key: value}",
-    "data.dataset=digit": "data.dataset='digit' must be one of 'digits', 'breast-cancer', 'mnist',",
+    "data.dataset=digit": "data.dataset='digit' must be one of 'digits', 'breast-cancer', 'diabetes',",
     "data.dataset=3": "data.dataset=3 must be a name that `privdec list` has, or a section with",
     "data.dataset={modul: a}": "unknown key 'data.dataset.modul'; did you mean 'module'?",
     "data.dataset=null": "data.dataset=None must be a name that `privdec list` has, or a section",
