@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_privdec.flower.launch.local_grid import LocalGrid, run_in_process
+    from flower_privdec.flower.mods.app_call import peer_folder
     from flower_privdec.flower.mods.peer_mod import PeerMod
-    from flower_privdec.flower.mods.peer_state import peer_folder, public_key
     from flower_privdec.flower.strategies.dual_averaging_strategy import DualAveragingStrategy as DualAveraging
     from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy as FedDeper
     from flower_privdec.flower.strategies.feddeper_strategy import personalized, train_two_models
     from flower_privdec.flower.strategies.mesh_strategy import Mesh
     from flower_privdec.flower.strategies.push_sum import Gossip, PushSum
+    from flower_privdec.peer.identity import public_key
     from flower_privdec.training_loop import ExamplePrivacy, fit_privately, group_norm, private
 
 if find_spec("flwr") is None:
@@ -46,10 +47,10 @@ _MODULES = {
     "PushSum": "flower.strategies.push_sum",
     "fit_privately": "training_loop",
     "group_norm": "training_loop",
-    "peer_folder": "flower.mods.peer_state",
+    "peer_folder": "flower.mods.app_call",
     "personalized": "flower.strategies.feddeper_strategy",
     "private": "training_loop",
-    "public_key": "flower.mods.peer_state",
+    "public_key": "peer.identity",
     "run_in_process": "flower.launch.local_grid",
     "train_two_models": "flower.strategies.feddeper_strategy",
 }

@@ -422,7 +422,7 @@ class HostSettings:
             return f"privacy.noise.secrets.file={noise.secrets.file_to_read!r} is not a server's to name: name a graph"
 
         if self.known_peers is None or self.colluding is None:
-            from flower_privdec.flower.mods.peer_state import public_key
+            from flower_privdec.peer.identity import public_key
 
             public_key(self.folder)  # writes identity.pub, which the error names
             return (

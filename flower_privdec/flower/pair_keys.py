@@ -37,8 +37,8 @@ from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.pair_plan import partners, secret_pairs
 from flower_privdec.experiment.view import pair_run
-from flower_privdec.flower.mods.peer_state import Identity, KnownPeers
 from flower_privdec.flower.node_settings import HostSettings
+from flower_privdec.peer.identity import Identity, KnownPeers
 from flower_privdec.privacy.noise.agreed import KEY, AgreedSecrets
 
 if TYPE_CHECKING:

@@ -15,20 +15,20 @@ import random
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
-from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Algorithm, Exchange, Mix, State
@@ -36,32 +36,23 @@ from flower_privdec.core.algorithm import Step
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.experiment.noise_statement import NOISE
 from flower_privdec.experiment.spent import json_number
-from flower_privdec.flower.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
-from flower_privdec.flower.mods.peer_state import (
-    UNPROTECTED,
-    WITNESSED,
-    Arrays,
-    Layout,
-    PeerLedger,
-    PeerState,
-    UnfitAnswerError,
+from flower_privdec.flower.mods.app_call import (
+    AppFailedError,
+    answer_of,
     keep_metrics,
-    mass_of,
-    new_incarnation,
-    noise_for,
     numpy_arrays,
-    protocol,
+    record_of,
     returned_arrays,
-    take_step,
-    unprotected_words,
-    working_in,
 )
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
 from flower_privdec.network.transport.tls import credentials_of
+from flower_privdec.peer.app_model import AppModel, Arrays, Layout, mass_of
+from flower_privdec.peer.app_state import WITNESSED
+from flower_privdec.peer.app_updates import UNPROTECTED, PeerLedger, noise_for, take_step, unprotected_words
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.charges import RunName
@@ -82,8 +73,8 @@ NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificat
 LEAST_RETRY = 0.05  # seconds: no message makes a node call others as fast as it can
 
 Config = dict[str, Any]
-TrainApp = Callable[[ArrayRecord, int], Arrays]  # (arrays, round from 1) -> the arrays after training
-EvaluateApp = Callable[[ArrayRecord, int], Mapping[str, MetricRecord]]  # (arrays, round) -> metrics by record name
+TrainApp = Callable[[Arrays, int], Arrays]  # (arrays, round from 1) -> the arrays after training
+EvaluateApp = Callable[[Arrays, int], Mapping[str, MetricRecord]]  # (arrays, round) -> metrics by record name
 
 
 @dataclass(frozen=True)
@@ -258,9 +249,9 @@ class ClientAppRunner:
         train[self._first] |= scenario.train_config
         self._configs = {"train": train, "evaluate": {self._first: dict(scenario.evaluate_config)}}
         for kind in self._configs:
-            self._content(kind, ArrayRecord(), 1)  # fails before the run where a config is wrong
+            self._content(kind, {}, 1)  # fails before the run where a config is wrong
 
-    def _content(self, kind: str, arrays: ArrayRecord, server_round: int) -> RecordDict:
+    def _content(self, kind: str, arrays: Arrays, server_round: int) -> RecordDict:
         try:
             configs = {name: ConfigRecord(dict(values)) for name, values in self._configs[kind].items()}
         except (TypeError, ValueError) as error:
@@ -268,9 +259,9 @@ class ClientAppRunner:
                 f"{kind}_config: {one_line(error)}; give numbers, text or lists of one type", code="app.config"
             ) from error
         configs[self._first][ROUND] = server_round
-        return RecordDict({self._key: arrays, **configs})
+        return RecordDict({self._key: record_of(arrays), **configs})
 
-    def train(self, arrays: ArrayRecord, server_round: int) -> Arrays:
+    def train(self, arrays: Arrays, server_round: int) -> Arrays:
         """Return the arrays after a round's training.
 
         Raises:
@@ -278,46 +269,42 @@ class ClientAppRunner:
             BudgetError: the app's own ledger allows no more training.
         """
         try:
-            reply = self._call("train", arrays, server_round)
+            content = self._call("train", arrays, server_round)
         except BudgetError:
             log.exception("peer %s: the app's own budget", self._peer)
             raise
-        except RAISED_BY_USERS as error:
-            log.exception("peer %s: the app's train function failed", self._peer)
+        except AppFailedError as error:
+            if error.raised is None:
+                raise RunError(
+                    f"the app of peer {self._peer} {error.what}; {error.details}", code="app.failed"
+                ) from None
+            log.error("peer %s: the app's train function failed", self._peer, exc_info=error.raised)
             raise RunError(
-                f"the app of peer {self._peer} raised {type(error).__name__} in round {server_round}, see above; mend "
-                "it, and run the same command again",
+                f"{named} in round {server_round}, see above; mend it, and run the same command again",
                 code="app.failed",
-            ) from error
-        if reply.has_error():
-            why = reason(reply.error.reason)
-            raise RunError(f"the app of peer {self._peer} answered with an error; {why}", code="app.failed")
+            ) from error.raised
+
         try:
-            return returned_arrays(reply.content, self._key, Layout.of(numpy_arrays(arrays)))
-        except UnfitAnswerError as error:
+            return returned_arrays(content, self._key, Layout.of(arrays))
+        except AppFailedError as error:
             raise RunError(f"the app of peer {self._peer} {error.what}; {error.details}", code="app.answer") from None
 
-    def evaluate(self, arrays: ArrayRecord, server_round: int) -> Mapping[str, MetricRecord]:
+    def evaluate(self, arrays: Arrays, server_round: int) -> Mapping[str, MetricRecord]:
         """Return the app's metrics; a failure is logged once, returns none, and does not stop the training."""
         try:
-            reply = self._call("evaluate", arrays, server_round)
-            if not reply.has_error():
-                return reply.content.metric_records
-            why = reason(reply.error.reason)
-        except RAISED_BY_USERS as error:
+            return self._call("evaluate", arrays, server_round).metric_records
+        except AppFailedError as error:
+            why = error.details if error.raised is None else one_line(error.raised)
+        except BudgetError as error:
             why = one_line(error)
         if not self._evaluate_failed:
             log.warning("peer %s: the app does not evaluate (%s)", self._peer, why)
         self._evaluate_failed = True
         return {}
 
-    def _call(self, kind: str, arrays: ArrayRecord, server_round: int) -> Message:
+    def _call(self, kind: str, arrays: Arrays, server_round: int) -> RecordDict:
         message = with_id(Message(self._content(kind, arrays, server_round), self._node, kind))
-        with working_in(self._folder):
-            reply = self._client(message, self._context)
-        if not isinstance(reply, Message):
-            raise RunError(f"it returned a {type(reply).__name__}, and must return Message(..., reply_to=msg)")
-        return reply
+        return answer_of(self._client, message, self._context, self._folder)
 
 
 # --- a peer ---
@@ -491,7 +478,7 @@ class AppTrainer:
         state.rows["unprotected"].fill_(mass.unprotected)
         state.rows.update(_unmixed_rows(mass.unmixed))
 
-    def _mass(self, state: State) -> PeerState:
+    def _mass(self, state: State) -> AppModel:
         """Return a copy of the mass and of the arrays that are not mixed."""
         x = state.rows["x"][0].numpy().copy()
         w = float(state.rows["w"][0])
@@ -500,14 +487,11 @@ class AppTrainer:
         for number, (name, kind, shape) in enumerate(parts):
             unmixed[name] = state.rows[f"{UNMIXED}{number}"][0].numpy().view(kind).reshape(shape).copy()
         unprotected = int(state.rows["unprotected"][0])
-        shares = protocol(self._peer, mass_of(x, w), new_incarnation())
-        return PeerState(self.scenario.name, self._layout, shares, unmixed, unprotected=unprotected)
+        return AppModel(self._peer, self._layout, mass_of(x, w), unmixed, unprotected=unprotected)
 
-    def result(self, state: State) -> PeerState:
+    def result(self, state: State) -> AppModel:
         """Return the mass as it is now, and the arrays that are not mixed."""
-        mass = self._mass(state)
-        mass.round_index = state.round_index
-        return mass
+        return self._mass(state)
 
     def evaluate(self, state: State) -> None:
         """See Trainer: save the model, call the app's evaluate function, and hand in rows where the scenario says so.
@@ -518,8 +502,8 @@ class AppTrainer:
         if mass.w > 0:
             self.finish(state)
             if self._evaluate_app is not None:
-                record = mass.layout.record(mass.model(), mass.unmixed)
-                metrics = self._evaluate_app(record, state.round_index)
+                arrays = mass.layout.arrays(mass.model(), mass.unmixed)
+                metrics = self._evaluate_app(arrays, state.round_index)
                 records = {name: dict(metric) for name, metric in metrics.items()}
                 keep_metrics(self._folder, state.round_index, "evaluate", records)
         if self.scenario.network.hands_in:
@@ -531,7 +515,7 @@ class AppTrainer:
         """See Trainer; the model includes shares that came after the last round."""
         mass = self._mass(state)
         if mass.w > 0:
-            arrays = numpy_arrays(mass.layout.record(mass.model(), mass.unmixed))
+            arrays = mass.layout.arrays(mass.model(), mass.unmixed)
             content = save({name: np.array(value, order="C") for name, value in arrays.items()})
             write_atomically(self._folder / MODEL, content)
 
@@ -675,7 +659,7 @@ def run_mesh(
     settings: PeerSettings,
     privacy: AppPrivacySection | None,
     train: TrainApp,
-) -> PeerState:
+) -> AppModel:
     """Run a SuperNode's peer over direct connections, from its start or its last checkpoint, and return its mass.
 
     The SuperLink and the ServerApp introduce the nodes: they send addresses, the graph and the number of rounds. They
@@ -710,8 +694,7 @@ def run_mesh(
                 continue
             driver.run()
             assert isinstance(running.trainer, AppTrainer)
-            mixed = replace(running.state, round_index=running.rounds)  # after final mixing
-            return running.trainer.result(mixed)
+            return running.trainer.result(running.state)
         finally:
             driver.close()
     raise AssertionError

@@ -20,7 +20,7 @@ from flower_privdec.audits.one_run import OneRun
 from flower_privdec.cli.main import main
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, fit_privately, peer_folder
-from flower_privdec.flower.mods import peer_state
+from flower_privdec.peer import app_updates
 
 PEERS, D = 4, 16
 
@@ -74,7 +74,7 @@ def unclipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
     return update
 
 
-noised = peer_state.exactly_noised
+noised = app_updates.exactly_noised
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ noised = peer_state.exactly_noised
 def test_broken_protections_are_found_by_name(name: str, broken: Callable[..., Any], kind: str) -> None:
     app = app_of(far, clip_norm=1.0, noise_multiplier=2.0)
     assert audited(app, 8).defects == {}
-    with patch.object(peer_state, name, broken):
+    with patch.object(app_updates, name, broken):
         result = audited(app, 8)
     assert kind in result.defects
     assert not result.holds
@@ -96,17 +96,17 @@ def test_broken_protections_are_found_by_name(name: str, broken: Callable[..., A
 
 
 def test_a_ledger_that_charges_too_little_is_found() -> None:
-    charge = peer_state.PeerLedger.charge
+    charge = app_updates.PeerLedger.charge
 
     def once(ledger: Any, round_index: int, noise: float) -> bool:
         return True if round_index > 1 else charge(ledger, round_index, noise)
 
-    with patch.object(peer_state.PeerLedger, "charge", once):
+    with patch.object(app_updates.PeerLedger, "charge", once):
         assert "ledger" in audited(app_of(far, clip_norm=1.0, noise_multiplier=2.0), 8).defects
 
 
 def test_an_observer_without_noise_refutes_what_is_printed() -> None:
-    with patch.object(peer_state, "exactly_noised", lambda update, std: update):
+    with patch.object(app_updates, "exactly_noised", lambda update, std: update):
         result = audited(app_of(far, clip_norm=1.0, noise_multiplier=20.0))
     assert result.epsilon_lower_bound > result.epsilon
 
@@ -229,7 +229,7 @@ def test_the_command_audits_an_app_and_leaves_nothing_behind(
     assert facts["holds"] is True
     assert not (folder.parent / "model.npy").exists()
     assert fp.audit_app("far", 4, trials=16, config={"rounds": 1}).epsilon == facts["epsilon"]
-    with patch.object(peer_state, "exactly_noised", half), pytest.raises(SystemExit) as done:
+    with patch.object(app_updates, "exactly_noised", half), pytest.raises(SystemExit) as done:
         main(words)
     printed = capsys.readouterr()
     assert done.value.code == 1

@@ -30,9 +30,9 @@ from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.records import REQUEST
 from flower_privdec.flower.apps.server_app import Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
-from flower_privdec.flower.mods.peer_state import Identity, public_key
 from flower_privdec.flower.node_settings import HostSettings
 from flower_privdec.flower.pair_keys import ANNOUNCEMENT, COUNT, PAIRS, PairKeys
+from flower_privdec.peer.identity import Identity, public_key
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.privacy.noise.deployed import SharedNoise, SystemNoise

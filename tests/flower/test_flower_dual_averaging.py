@@ -15,10 +15,10 @@ from routing_peers import client, first
 from flower_privdec.algorithms.proximal import Regularizer
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import DualAveraging, LocalGrid
-from flower_privdec.flower.mods.dual_step import DualStep
 from flower_privdec.flower.mods.peer_mod import PeerRequest
 from flower_privdec.graph.mixing import mixing_matrix
 from flower_privdec.graph.topology import build_topology
+from flower_privdec.peer.dual_step import DualStep
 from flower_privdec.privacy.ledger.segments import read_chain
 
 CENTERS = np.array([[1.0, -2.0, 0.3], [3.0, 1.0, 0.0], [-1.0, 0.5, 0.1], [2.0, 2.0, -0.2]])

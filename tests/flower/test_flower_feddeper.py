@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.flower import FedDeper, LocalGrid, PeerMod, PushSum, peer_folder, personalized, train_two_models
-from flower_privdec.flower.mods import peer_state
-from flower_privdec.flower.mods.peer_state import load_state, state_path
 from flower_privdec.models import flatten
+from flower_privdec.peer import app_updates
+from flower_privdec.peer.app_state import load_state, state_path
 from flower_privdec.privacy.ledger.segments import read_chain
 
 SETTINGS = {"learning_rate": 0.5, "rho": 0.1, "mixing_rate": 0.6, "local_steps": 3}
@@ -205,13 +205,13 @@ def test_every_round_is_charged_and_noised_before_anything_leaves(tmp_path, topo
 @pytest.mark.parametrize("topology", ["server", "directed-exponential"])
 def test_messages_of_a_peer_respect_the_clip_norm(tmp_path, topology, monkeypatch):
     """Sensitivity: the update before noise has at most norm C, whatever data and v are, in every round."""
-    norms, noised = [], peer_state.exactly_noised
+    norms, noised = [], app_updates.exactly_noised
 
     def recorded(update, std):
         norms.append(float(np.linalg.norm(update)))
         return noised(update, std)
 
-    monkeypatch.setattr(peer_state, "exactly_noised", recorded)
+    monkeypatch.setattr(app_updates, "exactly_noised", recorded)
     mod = PeerMod(clip_norm=0.25, noise_multiplier=2.0)
     grid = LocalGrid(learning_app(mod), 2, folder=tmp_path)
     FedDeper(topology, **SETTINGS | {"learning_rate": 50.0}, name="run", fraction_evaluate=0.0).start(
@@ -290,7 +290,7 @@ def test_one_example_moves_both_gradients_by_at_most_c(tmp_path):
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
 def test_a_servers_mean_covers_peers_that_stepped(seal, tmp_path, monkeypatch):
     """Also after a restart; a peer whose budget is spent neither moves the mean nor draws it back to x."""
-    monkeypatch.setattr(peer_state, "exactly_noised", lambda update, std: update)
+    monkeypatch.setattr(app_updates, "exactly_noised", lambda update, std: update)
     options = {"seal": seal, "clip_norm": 9.0, "noise_multiplier": 1.0}
     budgets = ({}, {}, {"epsilon": 1e-3})
     apps = [client(lambda arrays, *_: [arrays[0] + 0.1], **options, **budget) for budget in budgets]

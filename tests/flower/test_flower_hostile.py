@@ -20,10 +20,11 @@ from torch import nn
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import FedDeper, Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
-from flower_privdec.flower.mods import peer_mod, peer_state
+from flower_privdec.flower.mods import peer_mod
 from flower_privdec.flower.mods.peer_mod import PeerReport, PeerRequest, pack_bytes, unpack_bytes
-from flower_privdec.flower.mods.peer_state import load_state, state_path
 from flower_privdec.flower.strategies.push_sum import comparable
+from flower_privdec.peer import app_updates
+from flower_privdec.peer.app_state import load_state, state_path
 from flower_privdec.privacy.ledger import ledger as ledger_module
 
 APP = ROOT / "simulations" / "adapted-quickstart-sklearn" / "before"
@@ -320,13 +321,13 @@ def test_a_raising_app_is_named_with_its_path(
 
 
 def test_peers_and_rounds_share_no_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, noised = [], peer_state.exactly_noised
+    drawn, noised = [], app_updates.exactly_noised
 
     def keeping(update: np.ndarray, std: float) -> np.ndarray:
         drawn.append(noised(update, std) - update)
         return update + drawn[-1]
 
-    monkeypatch.setattr(peer_state, "exactly_noised", keeping)
+    monkeypatch.setattr(app_updates, "exactly_noised", keeping)
     grid = LocalGrid(client(lambda arrays, *_: arrays, **PROTECTED), 4, folder=tmp_path)
     PushSum(fraction_evaluate=0.0).start(grid, zeros(400), 3)
     alike = np.corrcoef(np.stack(drawn)) - np.eye(12)

@@ -24,24 +24,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
-from flower_privdec.flower.mods.masking import masked, unmasked_sum
 from flower_privdec.flower.mods.peer_mod import PeerRequest
-from flower_privdec.flower.mods.peer_state import (
-    Identity,
-    KnownPeers,
-    PeerLedger,
-    PeerSeal,
-    PeerState,
-    clipped,
-    load_state,
-    norm,
-    protected,
-    run_frames,
-    solved_noise,
-    spent_so_far,
-    state_path,
-)
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
+from flower_privdec.peer.app_state import PeerState, load_state, run_frames, state_path
+from flower_privdec.peer.app_updates import PeerLedger, clipped, norm, protected, solved_noise, spent_so_far
+from flower_privdec.peer.identity import Identity, KnownPeers, PeerSeal
+from flower_privdec.peer.masking import masked, unmasked_sum
 from flower_privdec.privacy.exact_noise import grid_steps
 from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.pushsum.exactly_once import RefusedError
@@ -316,7 +304,7 @@ def two(tmp_path):
     known = [KnownPeers(tmp_path / name) for name in ("a", "b")]
     for each in known:
         each.meet({peer: identity.public for peer, identity in enumerate(identities)})
-    both = [PeerState.begun("run", peer, {"x": np.ones(3)}, founding=True) for peer in (0, 1)]
+    both = [PeerState.begun("run", peer, {"x": np.ones(3)}, founding=True, incarnation=1) for peer in (0, 1)]
     both[1].shares.introduce(0, both[0].shares.incarnation)
 
     def frames(by):
@@ -344,7 +332,7 @@ def test_a_sealed_share_is_taken_once_by_its_receiver(two):
     assert both[1].w == mass == 1.5
     assert take(second)
     share, lost = send(), both[1]
-    both[1] = PeerState.begun("run", 1, {"x": np.ones(3)}, founding=True)
+    both[1] = PeerState.begun("run", 1, {"x": np.ones(3)}, founding=True, incarnation=1)
     both[1].shares.introduce(0, both[0].shares.incarnation)
     with raises(RefusedError, "edge.incarnation", f"{lost.shares.incarnation:#x}"):
         take(share)
@@ -372,7 +360,9 @@ def test_a_sealing_peer_refuses_an_open_share(two):
 
 @pytest.mark.parametrize("number", [np.inf, np.nan])
 def test_a_share_that_is_not_finite_is_refused(number):
-    sender, receiver = (PeerState.begun("run", peer, {"x": np.ones(3)}, founding=True) for peer in (0, 1))
+    sender, receiver = (
+        PeerState.begun("run", peer, {"x": np.ones(3)}, founding=True, incarnation=1) for peer in (0, 1)
+    )
     sender.x[1] = number
     receiver.shares.introduce(0, sender.shares.incarnation)
     frames = run_frames("run", sender.layout)

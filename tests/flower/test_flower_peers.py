@@ -29,9 +29,9 @@ from torch.nn import functional
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum
-from flower_privdec.flower.mods.peer_state import PeerState, load_state, run_frames, state_path
 from flower_privdec.flower.strategies import peer_network
 from flower_privdec.flower.strategies.peer_network import answers
+from flower_privdec.peer.app_state import PeerState, load_state, run_frames, state_path
 
 
 def mean_of(n_peers: int, size: int = 3) -> np.ndarray:
@@ -422,7 +422,7 @@ def test_peers_with_unlike_models_refuse_shares(tmp_path):
     grid = LocalGrid(client(sets_its_values_once), 2, folder=tmp_path)
     PushSum(name="x", fraction_evaluate=0.0).start(grid, zeros(), 1)
     first_state, _ = states(tmp_path, 2, "x")
-    other = PeerState.begun("x", 1, {"1": np.zeros(3)}, founding=True)
+    other = PeerState.begun("x", 1, {"1": np.zeros(3)}, founding=True, incarnation=1)
     frames, theirs = (run_frames("x", state.layout) for state in (first_state, other))
     first_state.shares.introduce(1, other.shares.incarnation)
     with raises(RunError, "frame.run"):

@@ -15,10 +15,10 @@ from routing_peers import client, sets_its_values_once, zeros
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower import LocalGrid, PushSum
-from flower_privdec.flower.mods.masking import unmasked_sum
 from flower_privdec.flower.mods.peer_mod import PeerRequest
-from flower_privdec.flower.mods.peer_state import load_state, state_path
 from flower_privdec.flower.node_settings import PeerSettings
+from flower_privdec.peer.app_state import load_state, state_path
+from flower_privdec.peer.masking import unmasked_sum
 
 N, RUN = 4, "run"
 

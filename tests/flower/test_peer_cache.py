@@ -16,8 +16,9 @@ from routing_peers import client, first, sets_its_values_once, zeros
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum
 from flower_privdec.flower.mods import peer_mod
-from flower_privdec.flower.mods.peer_state import PeerLedger, PeerState, load_state, state_path
 from flower_privdec.flower.node_settings import PeerCache
+from flower_privdec.peer.app_state import PeerState, load_state, state_path
+from flower_privdec.peer.app_updates import PeerLedger
 from flower_privdec.privacy.ledger.segments import ledger_path, read_chain
 
 PRIVATE: dict[str, Any] = {"clip_norm": 1.0, "noise_multiplier": 2.0, "delta": 1e-3}

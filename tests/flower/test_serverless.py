@@ -30,7 +30,6 @@ from torch.nn import functional
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.engine.engine import Engine
 from flower_privdec.flower.launch.local_grid import opened_app
-from flower_privdec.flower.mods.peer_state import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.flower.serverless import (
     ClientAppRunner,
     InitialArrays,
@@ -40,6 +39,7 @@ from flower_privdec.flower.serverless import (
     node_config_of,
     save_initial,
 )
+from flower_privdec.peer.app_updates import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.privacy.ledger.segments import ledger_path
 from flower_privdec.scenario.loading import parse_app_scenario

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 
 from flower_privdec.flower import LocalGrid, PeerMod
-from flower_privdec.flower.mods.peer_state import PeerState
+from flower_privdec.peer.app_state import PeerState
 from flower_privdec.pushsum.exactly_once import FrozenShare
 from flower_privdec.pushsum.frames import FrameCodec
 

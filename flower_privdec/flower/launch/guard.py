@@ -60,26 +60,29 @@ from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.fields import Section
 from flower_privdec.common.files import write_atomically
 from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, line_for_server
-from flower_privdec.flower.mods.peer_mod import PEER_MOD_FAILED, SAYS, PeerMod
-from flower_privdec.flower.mods.peer_state import (
-    ADJACENCY,
-    SOURCE,
-    UNIT,
-    Layout,
-    PeerLedger,
-    PeerSpent,
-    alone_in,
+from flower_privdec.flower.mods.app_call import (
     binding_privacy,
     keep_metrics,
     numpy_arrays,
-    protected,
+    record_of,
     returned_arrays,
+    working_in,
+)
+from flower_privdec.flower.mods.peer_mod import PEER_MOD_FAILED, SAYS, PeerMod
+from flower_privdec.flower.node_settings import PeerSettings
+from flower_privdec.peer.app_model import Layout
+from flower_privdec.peer.app_state import alone_in
+from flower_privdec.peer.app_updates import (
+    ADJACENCY,
+    SOURCE,
+    UNIT,
+    PeerLedger,
+    PeerSpent,
+    protected,
     solved_noise,
     unsound,
     update_release,
-    working_in,
 )
-from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.scenario.loading import parse_model, read_text
 
 log = logging.getLogger("flwr.privdec")
@@ -287,7 +290,7 @@ class Guard:
                     log.warning("%s, so the app's update counts as zero", wrong)
                     update = np.zeros_like(update)
                 released = protected(self.policy.clip_norm, self.policy.noise, update)
-                model = layout.record(start + released, layout.unmixed(given))
+                model = record_of(layout.arrays(start + released, layout.unmixed(given)))
         return self._reply(name, model)
 
     def _charge(self, node: PeerSettings, context: Context) -> int:

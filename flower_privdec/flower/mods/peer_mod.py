@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -19,46 +20,47 @@ from flower_privdec.common.arguments import check_kinds, check_numbers, check_pa
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.common.user_code import last_line_of_users
-from flower_privdec.flower.error_formatting import USER_ERRORS, line_for_server, reason
-from flower_privdec.flower.mods.dual_step import DualStep
-from flower_privdec.flower.mods.masking import check_set, masked
-from flower_privdec.flower.mods.peer_state import (
-    IDENTITY,
-    KNOWN,
-    SOURCE,
-    WITNESSED,
-    Arrays,
-    Identity,
-    KnownPeers,
-    Layout,
-    PeerLedger,
-    PeerSeal,
-    PeerSpent,
-    PeerState,
-    SavedState,
-    Train,
-    UnfitAnswerError,
-    alone_in,
-    app_privacy,
+from flower_privdec.flower.error_formatting import USER_ERRORS, line_for_server
+from flower_privdec.flower.mods.app_call import (
+    App,
+    AppFailedError,
+    answer_of,
     binding_privacy,
-    boot_of,
-    check_shares,
     keep_metrics,
-    load_state,
-    noise_for,
     numpy_arrays,
     record_in,
+    record_of,
     returned_arrays,
-    run_frames,
-    save_state,
-    spent_so_far,
-    state_path,
-    take_step,
-    unprotected_words,
-    witnesses_of,
-    working_in,
 )
 from flower_privdec.flower.node_settings import PeerSettings
+from flower_privdec.peer.app_model import Arrays, Layout
+from flower_privdec.peer.app_state import (
+    WITNESSED,
+    PeerState,
+    SavedState,
+    alone_in,
+    boot_of,
+    check_shares,
+    load_state,
+    run_frames,
+    save_state,
+    state_path,
+    witnesses_of,
+)
+from flower_privdec.peer.app_updates import (
+    SOURCE,
+    PeerLedger,
+    PeerSpent,
+    Train,
+    app_privacy,
+    noise_for,
+    spent_so_far,
+    take_step,
+    unprotected_words,
+)
+from flower_privdec.peer.dual_step import DualStep
+from flower_privdec.peer.identity import IDENTITY, KNOWN, Identity, KnownPeers, PeerSeal
+from flower_privdec.peer.masking import check_set, masked
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.noted_budgets import noting_budgets
 from flower_privdec.privacy.ledger.segments import ledger_path, read_entries
@@ -256,6 +258,11 @@ def unpack_bytes(record: ArrayRecord | None) -> Iterable[tuple[str, bytes]]:
     return [(name, array.data) for name, array in (record or {}).items()]
 
 
+def new_incarnation() -> int:
+    """Return the number of a state that begins now: more than that of any state which this machine lost."""
+    return time.time_ns()
+
+
 class RequestHandler:
     """One message's work at one peer, whose folder is held meanwhile.
 
@@ -354,7 +361,9 @@ class RequestHandler:
             if INITIAL not in content.array_records:
                 raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
             arrays = numpy_arrays(content.array_records[INITIAL])
-            self.state = PeerState.begun(self.request.run, self.node.peer, arrays, self.request.founding)
+            self.state = PeerState.begun(
+                self.request.run, self.node.peer, arrays, self.request.founding, new_incarnation()
+            )
             if self.request.local_record:
                 self.state.local_arrays = arrays
             if self._dual is not None:
@@ -628,7 +637,6 @@ class RequestHandler:
         )
 
 
-App = Callable[[Message, Context], Message]
 Setting = float | str | Callable[[Context], float | None] | None
 PEER_MOD_FAILED = 1002  # the code of an error that the mod itself answers with; Flower's own are small
 RUN_CONFIG = "run-config:"
@@ -810,11 +818,11 @@ class PeerMod:
             return {}
         state = peer.absorb_inbox(content)
 
-        def call(arrays: ArrayRecord) -> RecordDict:
+        def call(arrays: Arrays) -> RecordDict:
             from_app.update(self._call(peer, arrays, message, context, app))
             return from_app
 
-        def train(arrays: ArrayRecord) -> Arrays:
+        def train(arrays: Arrays) -> Arrays:
             trained = self._trained(peer, call(arrays), state.layout)
             if peer.request.weighted_by:
                 state.recount(self._count(peer, from_app, context))
@@ -824,9 +832,10 @@ class PeerMod:
             peer.take_part(content, train)
             self._renew_local_arrays(peer, state, from_app)
         elif kind == EVALUATE and (model := record_in(content, MODEL, ArrayRecord)) is not None:
-            call(model)
+            call(numpy_arrays(model))
         elif kind == EVALUATE and state.w > 0:
-            call(state.layout.record(state.average if state.average_weight else state.given_model(), state.unmixed))
+            evaluated = state.average if state.average_weight else state.given_model()
+            call(state.layout.arrays(evaluated, state.unmixed))
         elif kind == DELIVER:
             peer.deliver()
         return self._leaving(peer, from_app)
@@ -855,7 +864,7 @@ class PeerMod:
         layout = Layout.of(numpy_arrays(content.array_records[INITIAL]))
         sent_configs = {name: dict(config) for name, config in content.config_records.items() if name != SAYS}
 
-        def train(arrays: ArrayRecord, server_round: int) -> Arrays:
+        def train(arrays: Arrays, server_round: int) -> Arrays:
             configs = {
                 name: ConfigRecord({**config, "server-round": server_round}) for name, config in sent_configs.items()
             }
@@ -865,8 +874,10 @@ class PeerMod:
             return self._trained(peer, answer, layout)
 
         initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), request.arrays)
-        state = run_mesh(request.run, request.scenario, initial, peer.node, peer.privacy, train)
-        peer.state = state if done is None else replace(state, handed=done.handed)
+        mixed = run_mesh(request.run, request.scenario, initial, peer.node, peer.privacy, train)
+        peer.state = PeerState.after_rounds(mixed, request.run, request.rounds, new_incarnation())
+        if done is not None:
+            peer.state.handed = done.handed
 
     def _count(self, peer: RequestHandler, answer: RecordDict, context: Context) -> float:
         """Return the public number of examples by which a peer counts: the owner's, else the app's where it leaves."""
@@ -882,47 +893,45 @@ class PeerMod:
         log.warning(words, peer.node.peer, peer.request.weighted_by, count, MOST_EXAMPLES)
         return 1.0
 
-    def _call(
-        self, peer: RequestHandler, arrays: ArrayRecord, message: Message, context: Context, app: App
-    ) -> RecordDict:
+    def _call(self, peer: RequestHandler, arrays: Arrays, message: Message, context: Context, app: App) -> RecordDict:
         """Let the app's own function answer, with the peer's model where it looks for the global one."""
         own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, MODEL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
-        message.content = RecordDict({peer.request.arrays: arrays, **copies})
+        message.content = RecordDict({peer.request.arrays: record_of(arrays), **copies})
         if peer.state is not None and peer.state.local_arrays:
             local = {name: Array(value) for name, value in peer.state.local_arrays.items()}
             message.content[peer.request.local_record] = ArrayRecord(local)
-        try:
-            with working_in(peer.node.folder), noting_budgets() as budgets:
-                try:
-                    reply = app(message, context)
-                finally:
-                    peer.note_app_budgets(budgets)
-        except BudgetError:
-            log.exception("peer %s: the app's own budget", peer.node.peer)
-            raise
-        except RAISED_BY_USERS as error:
-            if isinstance(error, KeyError) and str(error.args[:1]).startswith(LEGACY_RECORDS):
-                raise RunError(LEGACY_CLIENT, code="flower.legacy-client") from None
-            what = f"raised {type(error).__name__}"
-            line = last_line_of_users(error)
-            if line or self.withholds:
-                log.exception("peer %s: its app %s%s", peer.node.peer, what, line)
-            words = " ".join(str(error).split())[:200]
-            raise self._failed(peer, what, "" if self.withholds else f"{words}{line}".strip()) from None
-        if not isinstance(reply, Message):
-            raise self._failed(peer, f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
-        if reply.has_error() and reply.error.code == PEER_MOD_FAILED:
-            raise RunError(TWICE, code="flower.peer-mod-twice")
-        if reply.has_error():
-            raise self._failed(peer, "answered with an error", reason(reply.error.reason))
-        return reply.content
+        with noting_budgets() as budgets:
+            try:
+                return answer_of(app, message, context, peer.node.folder)
+            except BudgetError:
+                log.exception("peer %s: the app's own budget", peer.node.peer)
+                raise
+            except AppFailedError as error:
+                raise self._explained(peer, error) from None
+            finally:
+                peer.note_app_budgets(budgets)
+
+    def _explained(self, peer: RequestHandler, error: AppFailedError) -> RunError:
+        """Return what to answer when an app failed; what it raised stays in the log if its data are protected."""
+        if error.reply_code == PEER_MOD_FAILED:
+            return RunError(TWICE, code="flower.peer-mod-twice")
+        raised = error.raised
+        if raised is None:
+            return self._failed(peer, error.what, error.details)
+        if isinstance(raised, KeyError) and str(raised.args[:1]).startswith(LEGACY_RECORDS):
+            return RunError(LEGACY_CLIENT, code="flower.legacy-client")
+
+        line = last_line_of_users(raised)
+        if line or self.withholds:
+            log.error("peer %s: its app %s%s", peer.node.peer, error.what, line, exc_info=raised)
+        return self._failed(peer, error.what, "" if self.withholds else error.details)
 
     def _trained(self, peer: RequestHandler, content: RecordDict, layout: Layout) -> Arrays:
         """Return the arrays of the train function's answer; see `returned_arrays`."""
         try:
             return returned_arrays(content, peer.request.arrays, layout)
-        except UnfitAnswerError as error:
+        except AppFailedError as error:
             raise self._failed(peer, error.what, error.details) from None
 
     def _renew_local_arrays(self, peer: RequestHandler, state: PeerState, answer: RecordDict) -> None:

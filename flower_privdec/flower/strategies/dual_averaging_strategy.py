@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from flower_privdec.algorithms.dual_averaging import DualAveragingSection
-from flower_privdec.flower.mods.dual_step import DualStep
 from flower_privdec.flower.strategies.push_sum import Gossip
 from flower_privdec.graph.topology import Topology
+from flower_privdec.peer.dual_step import DualStep
 from flower_privdec.scenario.loading import validated
 
 

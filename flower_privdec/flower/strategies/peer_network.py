@@ -29,7 +29,7 @@ from flwr.serverapp import Grid
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower.error_formatting import reason
-from flower_privdec.flower.mods.masking import unmasked_sum
+from flower_privdec.flower.mods.app_call import record_in
 from flower_privdec.flower.mods.peer_mod import (
     GREET,
     INBOX,
@@ -46,9 +46,10 @@ from flower_privdec.flower.mods.peer_mod import (
     pack_bytes,
     unpack_bytes,
 )
-from flower_privdec.flower.mods.peer_state import UNPROTECTED, record_in
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
 from flower_privdec.graph.topology import CompleteTopology, Topology
+from flower_privdec.peer.app_updates import UNPROTECTED
+from flower_privdec.peer.masking import unmasked_sum
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, FrameHeader, FrameKind
 

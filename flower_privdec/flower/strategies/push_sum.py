@@ -37,8 +37,8 @@ from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.flower.error_formatting import one_line_failure
 from flower_privdec.flower.launch.local_grid import simulates
+from flower_privdec.flower.mods.app_call import numpy_arrays, record_of
 from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, MASS, ROUND, SAYS, PeerReport
-from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays, run_frames
 from flower_privdec.flower.node_settings import FOLDER, safe_name
 from flower_privdec.flower.strategies.peer_network import (
     PeerNetwork,
@@ -51,6 +51,8 @@ from flower_privdec.flower.strategies.peer_network import (
 )
 from flower_privdec.graph.mixing import UNDIRECTED, Mixing
 from flower_privdec.graph.topology import Participation, Topology, build_participation, build_topology
+from flower_privdec.peer.app_model import Layout
+from flower_privdec.peer.app_state import run_frames
 from flower_privdec.rows.keys import keyed_generator
 
 log = logging.getLogger("flwr.privdec")
@@ -284,7 +286,7 @@ class PeerRun:
 
     def record(self, mass: np.ndarray) -> ArrayRecord:
         """Return the model of a mass (x, w), [d + 1], as the app knows it; unmixed arrays as they were initially."""
-        return self.layout.record(mass[:-1] / mass[-1], self.unmixed)
+        return record_of(self.layout.arrays(mass[:-1] / mass[-1], self.unmixed))
 
     def mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
         """Return the mean Σ x / Σ w over some peers' answers; None if there is none, see `total_mass`."""

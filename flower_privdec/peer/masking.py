@@ -1,6 +1,6 @@
 """The network's mean for who may not read a peer's model: masks that cancel in the sum of all.
 
-Each two peers share a key (`peer_state.Identity`) and from it a stream of numbers, which one adds and the other
+Each two peers share a key (`identity.Identity`) and from it a stream of numbers, which one adds and the other
 subtracts. The sum over all of them is the sum of their numbers, exactly, in whole numbers modulo 2^64; any sum over
 fewer is noise.
 

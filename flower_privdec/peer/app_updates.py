@@ -1,0 +1,346 @@
+"""An app's updates: each is charged, clipped as a whole, noised, and added to the peer's mass.
+
+`take_step` is the only path from what an app trained to what a peer sends. `PeerLedger` pays for it, on disk and before
+the app runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from flower_privdec.common.arguments import check_numbers
+from flower_privdec.common.errors import BudgetError
+from flower_privdec.peer.app_model import AppModel, Arrays
+from flower_privdec.privacy.accountant.accounting import epsilon
+from flower_privdec.privacy.accountant.calibration import noise_multiplier
+from flower_privdec.privacy.exact_noise import exactly_noised
+from flower_privdec.privacy.ledger.charges import Charge, RunName
+from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.segments import read_entries
+from flower_privdec.privacy.ledger.spending import releases_in
+from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.updates import UPDATES
+from flower_privdec.scenario.loading import validated
+from flower_privdec.scenario.sections import AppPrivacySection
+
+log = logging.getLogger("flwr.privdec")
+
+SOURCE = "peer-updates"  # what the ledger is of; the file is FOLDER/peer-updates.jsonl
+UNIT = "one peer with all its data"
+ADJACENCY = "its update of every round replaced by zero"
+UNPROTECTED = f"epsilon = inf (unit: {UNIT}); what an app's own training protects is not counted here"
+
+
+def unprotected_words(updates: int) -> str:
+    """Return what to report of ε where some updates of a run were made without protection."""
+    return f"epsilon = inf (unit: {UNIT}; {updates} update{'s' * (updates > 1)} of this run had no protection)"
+
+
+def update_release(noise: float, steps: int = 1) -> Release:
+    """Return what a round releases: one Gaussian sum that the peer's whole update enters, as its only example."""
+    return Release("full", 1.0, 1, 1, noise_multiplier=noise, steps=steps)
+
+
+@lru_cache(maxsize=64)
+def solved_noise(budget: float, delta: float, rounds: int) -> float:
+    """Return the least noise multiplier with which so many rounds keep a budget."""
+    common = {"sampling": "full", "sampling_rate": 1.0, "dataset_size": 1, "batch_size": 1}
+    return noise_multiplier(budget, delta, steps=rounds, **common)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PeerSpent:
+    """What a peer has spent by now.
+
+    Attributes:
+        releases: all of them, equal ones together.
+        delta: δ.
+    """
+
+    releases: tuple[Release, ...]
+    delta: float
+
+    @property
+    def epsilon(self) -> float:
+        """Return ε, an upper bound."""
+        return epsilon(self.releases, self.delta)
+
+    def __str__(self) -> str:
+        charged = " and ".join(
+            f"{release.steps} Gaussian update{'s' * (release.steps > 1)} of noise multiplier "
+            f"{release.noise_multiplier:.4g}"
+            for release in self.releases
+        )
+        return (
+            f"epsilon = {self.epsilon:.4g} at delta = {self.delta:g} (unit: {UNIT}; adjacency: {ADJACENCY}; "
+            f"charged: {charged or 'nothing'})"
+        )
+
+
+class PeerLedger(Ledger):
+    """The open ledger of one peer's updates.
+
+    Each round draws fresh noise, so each charge counts, that of a round begun twice as well.
+
+    Attributes:
+        peer: its id.
+        delta: δ at which ε is reported.
+        budget: the ε that all runs together may not exceed, or ∞.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: str,
+        incarnation: int,
+        peer: int,
+        delta: float,
+        budget: float = math.inf,
+        *,
+        durable: bool = True,
+    ) -> None:
+        """Open the ledger in a folder.
+
+        Args:
+            run: the run's name.
+            incarnation: of the peer in that run.
+            durable: see `Ledger`.
+
+        Raises:
+            BudgetError: the ledger is in use or fails verification.
+        """
+        super().__init__(folder, SOURCE, durable=durable)
+        self.peer = peer
+        self.delta = delta
+        self.budget = budget
+        self.name_run(run, incarnation)
+
+    def name_run(self, run: str, incarnation: int) -> None:
+        """Let the lines from now on be of a run, and of the peer's incarnation in it."""
+        self._run = RunName(f"{run}-{incarnation}", run, "system entropy")
+
+    @property
+    def spent(self) -> PeerSpent:
+        """Return the total of all charges of all runs."""
+        return PeerSpent(releases_in(self.entries), self.delta)
+
+    def charge_witnessed(self, witnessed: Mapping[int, int], noise: float) -> int:
+        """Charge the lines that the ledger lacks, each as an update of a noise multiplier; return how many there are.
+
+        Args:
+            witnessed: see `Ledger.lacks`.
+        """
+        missing = self.lacks(witnessed)
+        if missing:
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
+            charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
+            self.append(run, 0, missing, [charge], witnessed=witnessed)
+        return missing
+
+    def allows(self, noise: float) -> bool:
+        """Return whether the budget allows one more update of a noise multiplier."""
+        return self.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
+
+    def charge(self, round_index: int, noise: float) -> bool:
+        """Charge one round's update, on disk before it is computed, and return True; False where the budget is spent.
+
+        Args:
+            round_index: from 1.
+            noise: the noise multiplier.
+
+        Raises:
+            BudgetError: the disk fails.
+        """
+        if not self.allows(noise):
+            return False
+        steps = (round_index - 1, round_index)
+        self.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
+        return True
+
+    def check_budget(self, noise: float) -> None:
+        """Refuse a run of which no update fits the budget.
+
+        Raises:
+            BudgetError: with what is spent.
+        """
+        if not self.allows(noise):
+            raise BudgetError(
+                f"{self.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon={self.budget:g} allows "
+                f"this run no update of noise multiplier {noise:.4g}; raise the budget or the noise",
+                code="ledger.budget-spent",
+            )
+
+
+def spent_so_far(folder: Path, delta: float) -> PeerSpent:
+    """Return the total of a peer's ledger without locking it.
+
+    Raises:
+        BudgetError: it fails verification.
+    """
+    return PeerSpent(releases_in(read_entries(folder, SOURCE)), delta)
+
+
+def norm(vector: np.ndarray) -> float:
+    """Return the Euclidean norm of a vector, float64 [d], without overflow below it; NaN or ∞ where it has such."""
+    with np.errstate(over="ignore"):
+        length = math.sqrt(float(np.square(vector).sum()))  # pairwise, and on one core
+    if 1e-100 < length < 1e100:  # no square of a number that matters was 0 or infinite
+        return length
+    largest = float(np.max(np.abs(vector), initial=0.0))
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    return largest * float(np.linalg.norm(vector / largest))
+
+
+def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
+    """Return u · min(1, C / ‖u‖), float64 [d]; a zero update stays zero.
+
+    Args:
+        update: finite, float64 [d].
+        clip_norm: C.
+    """
+    length = norm(update)
+    if length <= clip_norm:
+        return update
+    if math.isfinite(length):
+        short = update * (clip_norm / length)
+    else:
+        direction = update / float(np.max(np.abs(update)))
+        short = direction * (clip_norm / float(np.linalg.norm(direction)))
+    length = norm(short)
+    return short if length <= clip_norm else short * (clip_norm / length)  # rounding could leave it a hair too long
+
+
+def unsound(update: np.ndarray) -> str:
+    """Return what is wrong with an update in words; empty where nothing is."""
+    if math.isfinite(float(update.sum())):  # as with an infinite number or NaN among them it is not
+        return ""
+    if np.isnan(update).any():
+        return f"{int(np.isnan(update).sum())} of its {update.size} numbers are NaN"
+    infinite = int((~np.isfinite(update)).sum())
+    return f"{infinite} of its {update.size} numbers are infinite" if infinite else ""
+
+
+def app_privacy(
+    clip_norm: float | None, noise_multiplier: float | None, epsilon: float | None, delta: float
+) -> AppPrivacySection | None:
+    """Return what an app asks for: None where it gives no clip norm, noise or budget.
+
+    Raises:
+        ScenarioError: a value of the wrong kind or out of its range, or a clip norm without noise, or noise without a
+            clip norm.
+    """
+    given = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "epsilon": epsilon}
+    check_numbers({**given, "delta": delta})
+    numbers = {name: float(value) for name, value in given.items() if value is not None}
+    checked = numbers or {"clip_norm": 1.0, "noise_multiplier": 1.0}  # where nothing is asked for, δ is checked alone
+    section = validated(AppPrivacySection, {**checked, "delta": delta}, "PeerMod")
+    return section if numbers else None
+
+
+def noise_for(privacy: AppPrivacySection, rounds: int) -> float:
+    """Return the noise multiplier: the given one, or the least with which so many rounds keep the budget."""
+    if privacy.noise_multiplier is not None:
+        return privacy.noise_multiplier
+    assert privacy.epsilon is not None
+    return solved_noise(privacy.epsilon, privacy.delta, max(1, rounds))
+
+
+LEAST_WEIGHT = 1e-6  # with less of the mass a peer waits for some before it trains again
+APP_SPENT = "its app's own budget allows no more training; it only exchanges"
+Train = Callable[[Arrays], Arrays]
+
+
+class NoStep(NamedTuple):
+    """Why a peer took no step.
+
+    Attributes:
+        why: in words.
+        for_good: whether it takes none in later rounds either, a budget being spent.
+    """
+
+    why: str
+    for_good: bool
+
+
+def take_step(
+    state: AppModel, train: Train, round_index: int, ledger: PeerLedger | None, clip_norm: float | None, noise: float
+) -> NoStep | None:
+    """Charge one update, let the app train, and add m · (u · min(1, C / ‖u‖) + N(0, σ² C² I)) to x.
+
+    u is what the app moved z by. m is the peer's number of examples, 1 where peers count alike, and at most 2 w: of a
+    peer that holds little of the mass, z = x / w would leap.
+
+    Args:
+        state: its x, and the arrays that are not mixed, are put in place.
+        train: returns arrays of the state's layout, as `returned_arrays` has them.
+        round_index: from 1.
+        ledger: None for no protection.
+        clip_norm: C; None where there is no ledger.
+        noise: σ, noise std over C.
+
+    Returns:
+        None where a step was taken. Where the app's own ledger, as `private` has one, allows no more, the state is as
+        it was, and the words of that ledger stay in the app's log.
+
+    Privacy: one Gaussian release of the whole update, charged before the app runs. Without protection the state counts
+    the update in `unprotected`.
+    """
+    if state.w < LEAST_WEIGHT:
+        return NoStep(f"it holds {state.w:.2g} of the mass, and waits for a share before it trains", for_good=False)
+    observer = UPDATES.observer()
+    if ledger is not None and observer is not None:
+        observer.admit(ledger, ledger.delta)
+    if ledger is not None and not ledger.charge(round_index, noise):
+        why = f"its next update would exceed epsilon = {ledger.budget:g}; it stops training and only exchanges"
+        return NoStep(why, for_good=True)
+    given = state.given_model()
+    try:
+        returned = train(state.layout.arrays(given, state.unmixed))
+    except BudgetError:
+        return NoStep(APP_SPENT, for_good=True)
+    with np.errstate(all="ignore"):  # also where the app has numpy raise
+        update = state.layout.moved_by(returned, given)
+        if wrong := unsound(update):
+            update = np.zeros_like(update)
+        else:
+            state.unmixed = state.layout.unmixed(returned)
+        if clip_norm is not None and ledger is not None and observer is not None:
+            update = observer.released(ledger, update, clip_norm, noise, protected)
+        elif clip_norm is not None:
+            update = protected(clip_norm, noise, update)
+        weight = min(state.examples, 2 * state.w) * (1.0 if state.dual is None else state.dual[0].weight(state.dual[1]))
+        step = update if weight == 1 else weight * update
+        after = np.empty_like(state.x)
+        np.add(state.x, step, out=after, casting="same_kind")
+        if infinite := unsound(after):
+            wrong = wrong or infinite
+        else:
+            state.x = after
+            state.unprotected += clip_norm is None
+    if wrong:
+        words = "peer %s, round %s: %s, so its update counts as zero; lower the learning rate, or look at its data"
+        log.warning(words, state.peer, round_index, wrong)
+    return None
+
+
+def protected(clip_norm: float, noise: float, update: np.ndarray) -> np.ndarray:
+    """Return u · min(1, C / ‖u‖) + N(0, σ² C² I), float64 [d], of the operating system's entropy.
+
+    Args:
+        clip_norm: C.
+        noise: σ, over C.
+        update: u, finite, [d].
+
+    Privacy: one Gaussian release of the whole update, which has to be paid for before; rounded exactly, which costs
+    little beside an app's training.
+    """
+    return exactly_noised(clipped(update.astype(np.float64, copy=False), clip_norm), noise * clip_norm)
