@@ -274,10 +274,9 @@ class ClientAppRunner:
             log.exception("peer %s: the app's own budget", self._peer)
             raise
         except AppFailedError as error:
+            named = f"the app of peer {self._peer} {error.what}"
             if error.raised is None:
-                raise RunError(
-                    f"the app of peer {self._peer} {error.what}; {error.details}", code="app.failed"
-                ) from None
+                raise RunError(f"{named}; {error.details}", code="app.failed") from None
             log.error("peer %s: the app's train function failed", self._peer, exc_info=error.raised)
             raise RunError(
                 f"{named} in round {server_round}, see above; mend it, and run the same command again",
