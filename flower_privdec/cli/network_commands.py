@@ -68,7 +68,7 @@ def peer(
     charge_witnessed: Annotated[
         bool,
         typer.Option(
-            "--charge-witnessed", help="Charge what neighbours have seen and this peer's ledger lost, and stop."
+            "--charge-missing", help="Charge what neighbours have seen and this peer's ledger lost, and stop."
         ),
     ] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,

@@ -209,9 +209,9 @@ class PeerSettings:
                     f"mean-peers={mean_peers} must be 2 to num-partitions={total}; {START}", code="node.peers"
                 )
 
-        charge_witnessed = config.get("charge-witnessed", False)
+        charge_witnessed = config.get("charge-missing", False)
         if not isinstance(charge_witnessed, bool):
-            raise RunError(f"charge-witnessed={charge_witnessed!r} must be true or false; {START}", code="node.charge")
+            raise RunError(f"charge-missing={charge_witnessed!r} must be true or false; {START}", code="node.charge")
 
         epsilon, delta = _budget(config, START)
         certificates = _path(config, "certificates")

@@ -206,7 +206,8 @@ def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
 
 
 FORMAT = "flower-privdec-peer-7"
-BOOT, WITNESSED = "boot", "witnessed"  # files of a peer's folder
+BOOT = "start"  # the file of a number that each introduction to a ServerApp draws anew
+WITNESSED = "neighbour-ledgers"  # the file of the ledger lines that neighbours' starts have
 WITNESSES = 4  # on either side, in the order of peers' numbers
 
 

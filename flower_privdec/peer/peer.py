@@ -59,7 +59,7 @@ class PeerPlace:
         folder: its own, for checkpoints, ledger, secret and model.
         data: its own data, taken whole, in place of its part of the scenario's `data.root`; None if there are none.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
-        witnessed: the file of what it has counted of its neighbours' ledgers; `witnessed` in its folder when None.
+        witnessed: the file of what it has counted of its neighbours' ledgers; `neighbour-ledgers` in its folder when None.
     """
 
     peer: int

@@ -19,7 +19,7 @@ from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog
 from flower_privdec.pushsum.witness import WitnessFile
 
 SCENARIO = "scenario.yaml"
-WITNESSED = "witnessed"
+WITNESSED = "neighbour-ledgers"
 
 LineCounts = Mapping[str, Mapping[str, int]]  # ledger lines by neighbour and life, as JSON has them
 

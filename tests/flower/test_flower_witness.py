@@ -79,7 +79,7 @@ class Peers:
 
     def run(self, rounds: int, *, charge: bool = False, forge: Forge | None = None) -> str:
         """Run to a round, as a new ServerApp, and return why peer 1 failed or did not train."""
-        grid = ForgingGrid(self.app, 3, folder=self.folder, config={1: {"charge-witnessed": charge}})
+        grid = ForgingGrid(self.app, 3, folder=self.folder, config={1: {"charge-missing": charge}})
         grid.forge = forge or grid.forge
         graph = "ring" if self.strategy is Gossip else "directed-exponential"
         strategy = self.strategy(graph, name="law", fraction_evaluate=0.0)
@@ -128,7 +128,7 @@ def test_a_restored_or_empty_folder_takes_no_step(fault, strategy, tmp_path):
     assert peers.count[0] == 6  # the others go on
     missing = {"restored": 2, "lost": 4, "ledger deleted": 4}[fault]
     assert f"lacks {missing} lines that a neighbour" in why
-    assert "charge-witnessed=true in its node-config" in why
+    assert "charge-missing=true in its node-config" in why
     peers.run(10, charge=True)
     assert peers.payments() == peers.count[1] > 4
     peers.run(12, charge=True)
@@ -250,7 +250,7 @@ def test_a_server_cannot_write_a_report(seal, tmp_path):
         if receiver != 1:
             return frame
         header: FrameHeader = frames.read_header(frame, len(frame))
-        boot = int((peers.one / "boot").read_text())  # the headers of its own reports are open
+        boot = int((peers.one / "start").read_text())  # the headers of its own reports are open
         return b"".join(frames.encode(LedgerReport(header.sender, 1, 1, 1, boot, (), ())))
 
     why = peers.run(6, forge=forge)
@@ -269,7 +269,7 @@ def test_lines_lost_between_mesh_runs_are_missed(tmp_path):
             peer: {
                 "address": address,
                 "certificates": str(tmp_path / "certs"),
-                "charge-witnessed": charge and peer == 1,
+                "charge-missing": charge and peer == 1,
             }
             for peer, address in enumerate(addresses)
         }

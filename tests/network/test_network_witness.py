@@ -114,7 +114,7 @@ def test_a_backup_or_an_empty_folder_takes_no_step(
     error = run_until_peer_1_is_killed(scenario, theirs, start_again)
     assert isinstance(error, BudgetError)
     assert error.code == "ledger.witnessed"
-    assert "--charge-witnessed" in str(error)
+    assert "--charge-missing" in str(error)
     assert payments(copy) == 3
 
 

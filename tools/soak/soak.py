@@ -5,7 +5,7 @@ Every peer is a process of this machine that reaches the others through a proxy.
 - a peer runs, unless the soak killed it and restarts it;
 - it never made more releases that its neighbours received, in whichever of its processes, folders and copies, than its
   ledger pays for. One whose folder was restored, lost, copied or deleted is given back to the run as its owner would:
-  it is started again, with --charge-witnessed where it asks for that, and from then on its ledger has to hold them all;
+  it is started again, with --charge-missing where it asks for that, and from then on its ledger has to hold them all;
 - its ledger's chain is whole, never shrinks, and pays for every step that `release_counter` counted, with at most one
   payment more per start of the process;
 - some peer reaches a new round within a time limit;
@@ -417,13 +417,13 @@ class SoakedRun:
             last_line = self.processes.last_line(peer)
             self._log.write(f"{now - self._begun:.2f} s: peer {peer} ended ({status}): {last_line}\n")
             is_over = recovery.charging and status == 0
-            if not (is_over or "--charge-witnessed" in last_line or recovery.charging) and recovery.starts > 1:
+            if not (is_over or "--charge-missing" in last_line or recovery.charging) and recovery.starts > 1:
                 if self.scenario.network.mode == "synchronous":
                     return self._give_up(recovery)
                 raise self._broken(f"peer {peer} cannot be started again ({last_line})", "soak.not-recovered")
-            if not is_over and "--charge-witnessed" not in last_line:  # an older ledger than the checkpoint's
+            if not is_over and "--charge-missing" not in last_line:  # an older ledger than the checkpoint's
                 shutil.rmtree(self.processes.folder(peer))
-            recovery.charging = "--charge-witnessed" in last_line and not is_over
+            recovery.charging = "--charge-missing" in last_line and not is_over
             recovery.starts += 1
             if is_over and self.scenario.network.mode == "synchronous":
                 return self._give_up(recovery)

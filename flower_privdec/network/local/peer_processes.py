@@ -158,7 +158,7 @@ class PeerProcesses:
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
         command += self._options
         if charge_witnessed:
-            command.append("--charge-witnessed")
+            command.append("--charge-missing")
 
         # In a process group of its own a peer gets no Ctrl-C. By --with-parent it ends with this process, even if it is
         # paused when this one is killed.

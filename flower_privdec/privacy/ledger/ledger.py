@@ -249,7 +249,7 @@ class Ledger(Totals):
             raise BudgetError(
                 f"{self.path} lacks {missing} lines that a neighbour (or its own state) has seen: it is an old copy or "
                 "a new ledger, or a copy was continued beside it, so its ε is too small; put the newest copy back, or "
-                "charge the missing lines by --charge-witnessed (of a SuperNode: charge-witnessed=true in its "
+                "charge the missing lines by --charge-missing (of a SuperNode: charge-missing=true in its "
                 "node-config)",
                 code="ledger.witnessed",
             )
