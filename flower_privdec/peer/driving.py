@@ -47,19 +47,13 @@ class Work:
     Attributes:
         kind: train, save, evaluate, report or finish; a simulator gives each its duration.
         do: the work.
-        is_done: whether it was performed.
-        result: what it returned.
+        is_done, result: for the driver to set, once it was performed: True, and what it returned.
     """
 
     kind: str
     do: Callable[[], Any]
     is_done: bool = field(default=False, init=False)
     result: Any = field(default=None, init=False)
-
-    def finish(self, result: Any) -> None:
-        """Record what it returned."""
-        self.result = result
-        self.is_done = True
 
 
 Pause = Wait | Work

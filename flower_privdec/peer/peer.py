@@ -59,7 +59,7 @@ class PeerPlace:
         folder: its own, for checkpoints, ledger, secret and model.
         data: its own data, taken whole, in place of its part of the scenario's `data.root`; None if there are none.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
-        witnessed: the file of what it has counted of its neighbours' ledgers; `neighbour-ledgers` in its folder when None.
+        witnessed: the file of what it has counted of its neighbours' ledgers; None for one in its folder.
     """
 
     peer: int
@@ -175,14 +175,14 @@ class RunningPeer(ABC):
             ledger = trainer.witnessed_ledger
             if ledger is not None:
                 ledger.name_lines(boot)
-            counted = self.store.counted({} if last is None else last.transport["witnessed"])
+            counted = self.store.counts.read({} if last is None else last.transport["witnessed"])
             self.witness = LedgerWitness(
                 self.device.peer,
                 self.timetable.neighbours(self.device.peer),
                 boot,
                 ledger,
                 counted,
-                self.store.count,
+                self.store.counts.write,
                 pairs=trainer.pair_secrets,
             )
             self.session: Session = self._make_session(checkpoints)
@@ -206,7 +206,7 @@ class RunningPeer(ABC):
     def _checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints to continue from, the older first; none at the beginning of a run."""
         trainer = self.trainer
-        checkpoints = self.store.checkpoints(trainer.device)
+        checkpoints = self.store.checkpoints.read(trainer.device)
         for checkpoint in checkpoints:
             check_run(self.store.path, checkpoint, self._digest, trainer.run)
             check_state(self.store.path, checkpoint.state, np.array([self.device.peer]), self.end)
@@ -221,9 +221,9 @@ class RunningPeer(ABC):
         """
         trainer = self.trainer
         paid, head = trainer.reserve()
-        facts = {**transport, "place": place, "paid": paid, "witnessed": self.store.uncheckpointed()}
+        facts = {**transport, "place": place, "paid": paid, "witnessed": self.store.counts.unsynced()}
         checkpoint = Checkpoint(state, self._digest, trainer.run, head=head, transport=facts, carried=carried or {})
-        self.store.write(checkpoint)
+        self.store.checkpoints.write(checkpoint)
 
     def _saving(
         self,

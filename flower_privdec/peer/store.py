@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from flower_privdec.common.files import CHECKPOINTS, FolderLock, write_atomically
 from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog
@@ -21,26 +22,11 @@ from flower_privdec.pushsum.witness import WitnessFile
 SCENARIO = "scenario.yaml"
 WITNESSED = "neighbour-ledgers"
 
-LineCounts = Mapping[str, Mapping[str, int]]  # ledger lines by neighbour and life, as JSON has them
 
+class Checkpoints(Protocol):
+    """The last checkpoints of a peer; `CheckpointLog` has them on disk."""
 
-class Store(Protocol):
-    """What a peer keeps between two processes; see the module.
-
-    Attributes:
-        path: names it in errors.
-    """
-
-    path: Path
-
-    def open(self) -> None:
-        """Hold it against other processes.
-
-        Raises:
-            ScenarioError: another process holds it, or it cannot be written to.
-        """
-
-    def checkpoints(self, device: torch.device) -> list[Checkpoint]:
+    def read(self, device: torch.device) -> list[Checkpoint]:
         """Return the checkpoints to continue from, the older first; none at the beginning of a run.
 
         Raises:
@@ -48,24 +34,52 @@ class Store(Protocol):
         """
 
     def write(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint in place of the oldest; it holds what was counted since the last one too.
+        """Put a checkpoint in place of the oldest.
 
         Raises:
             OSError: the disk fails; the checkpoints before are whole.
         """
 
-    def counted(self, more: LineCounts) -> Mapping[int, Mapping[int, int]]:
-        """Return the ledger lines counted of each neighbour's lives; `more` is what the last checkpoint holds."""
 
-    def count(self, neighbor: int, life: int, lines: int) -> None:
-        """Record how many ledger lines a neighbour's life has, before anything follows from it.
+class LineCounts(Protocol):
+    """How many ledger lines each start of each neighbour has, as far as was counted; `WitnessFile` has them on disk."""
+
+    def read(self, more: Mapping[str, Mapping[str, int]]) -> dict[int, dict[int, int]]:
+        """Return the counts by neighbour and start; `more` is what the last checkpoint holds."""
+
+    def write(self, neighbor: int, boot: int, lines: int) -> None:
+        """Record a count, before anything follows from it.
 
         Raises:
             OSError: the disk fails.
         """
 
-    def uncheckpointed(self) -> dict[str, dict[str, int]]:
-        """Return what was counted and only a checkpoint makes safe against a stop of the machine."""
+    def unsynced(self) -> dict[str, dict[str, int]]:
+        """Return what only a checkpoint makes safe against a stop of the machine."""
+
+
+class Store(Protocol):
+    """What a peer keeps between two processes; see the module.
+
+    Attributes:
+        path: names it in errors.
+        checkpoints, counts: its two parts.
+    """
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Checkpoints: ...
+
+    @property
+    def counts(self) -> LineCounts: ...
+
+    def open(self) -> None:
+        """Hold it against other processes.
+
+        Raises:
+            ScenarioError: another process holds it, or it cannot be written to.
+        """
 
     def name_scenario(self, text: Callable[[], str]) -> None:
         """Keep the scenario for people to read, unless it is there."""
@@ -85,29 +99,14 @@ class FolderStore:
 
     def __init__(self, folder: Path, generations: int, counts: Path | None = None) -> None:
         self.path = folder / CHECKPOINTS
+        self.checkpoints = CheckpointLog(self.path, generations)
+        self.counts = WitnessFile(counts or folder / WITNESSED)
         self._folder = folder
         self._lock = FolderLock(folder)
-        self._log = CheckpointLog(self.path, generations)
-        self._counts = WitnessFile(counts or folder / WITNESSED)
 
     def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock.take()
-
-    def checkpoints(self, device: torch.device) -> list[Checkpoint]:
-        return self._log.read(device)
-
-    def write(self, checkpoint: Checkpoint) -> None:
-        self._log.write(checkpoint)
-
-    def counted(self, more: LineCounts) -> Mapping[int, Mapping[int, int]]:
-        return self._counts.read(more)
-
-    def count(self, neighbor: int, life: int, lines: int) -> None:
-        self._counts.write(neighbor, life, lines)
-
-    def uncheckpointed(self) -> dict[str, dict[str, int]]:
-        return self._counts.unsynced()
 
     def name_scenario(self, text: Callable[[], str]) -> None:
         path = self._folder / SCENARIO
@@ -115,13 +114,13 @@ class FolderStore:
             write_atomically(path, text().encode(), public=True)
 
     def close(self) -> None:
-        self._counts.close()
-        self._log.close()
+        self.counts.close()
+        self.checkpoints.close()
         self._lock.release()
 
 
 class MemoryStore:
-    """A store that lasts as long as its object, which a peer of a simulation is killed and started again with.
+    """A store that lasts as long as its object, with which a simulated peer is killed and started again.
 
     Args:
         generations: how many of the last checkpoints stay, 1 or 2.
@@ -130,29 +129,14 @@ class MemoryStore:
     path = Path("memory")
 
     def __init__(self, generations: int) -> None:
-        self._kept = deque[Checkpoint](maxlen=generations)
-        self._lines: dict[int, dict[int, int]] = {}
+        self.checkpoints = MemoryCheckpoints(generations)
+        self.counts = MemoryCounts()
         self._is_open = False
 
     def open(self) -> None:
         if self._is_open:
             raise RuntimeError("a store is for one peer at a time: close the other first")
         self._is_open = True
-
-    def checkpoints(self, device: torch.device) -> list[Checkpoint]:
-        return [_copied(checkpoint) for checkpoint in self._kept]
-
-    def write(self, checkpoint: Checkpoint) -> None:
-        self._kept.append(_copied(checkpoint))
-
-    def counted(self, more: LineCounts) -> Mapping[int, Mapping[int, int]]:
-        return {neighbor: dict(lines) for neighbor, lines in self._lines.items()}
-
-    def count(self, neighbor: int, life: int, lines: int) -> None:
-        self._lines.setdefault(neighbor, {})[life] = lines
-
-    def uncheckpointed(self) -> dict[str, dict[str, int]]:
-        return {}
 
     def name_scenario(self, text: Callable[[], str]) -> None:
         """See Store; nobody reads it here."""
@@ -162,13 +146,46 @@ class MemoryStore:
 
     def copy(self) -> MemoryStore:
         """Return a backup, with which a peer can be started later."""
-        backup = MemoryStore(self._kept.maxlen or 1)
-        backup._kept.extend(self._kept)
-        backup._lines = {neighbor: dict(lines) for neighbor, lines in self._lines.items()}
+        backup = MemoryStore(self.checkpoints.generations)
+        for checkpoint in self.checkpoints.read(torch.device("cpu")):
+            backup.checkpoints.write(checkpoint)
+        for neighbor, starts in self.counts.read({}).items():
+            for start, lines in starts.items():
+                backup.counts.write(neighbor, start, lines)
         return backup
+
+
+class MemoryCheckpoints:
+    """The last checkpoints, in memory; see Checkpoints."""
+
+    def __init__(self, generations: int) -> None:
+        self.generations = generations
+        self._kept = deque[Checkpoint](maxlen=generations)
+
+    def read(self, device: torch.device) -> list[Checkpoint]:
+        return [_copied(checkpoint) for checkpoint in self._kept]
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        self._kept.append(_copied(checkpoint))
+
+
+class MemoryCounts:
+    """Counts of ledger lines, in memory; see LineCounts."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, dict[int, int]] = {}
+
+    def read(self, more: Mapping[str, Mapping[str, int]]) -> dict[int, dict[int, int]]:
+        return {neighbor: dict(lines) for neighbor, lines in self._lines.items()}
+
+    def write(self, neighbor: int, boot: int, lines: int) -> None:
+        self._lines.setdefault(neighbor, {})[boot] = lines
+
+    def unsynced(self) -> dict[str, dict[str, int]]:
+        return {}
 
 
 def _copied(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint whose rows no step writes over; what is carried never changes."""
-    rows: dict[str, Any] = {name: row.clone() for name, row in checkpoint.state.rows.items()}
+    rows: dict[str, Tensor] = {name: row.clone() for name, row in checkpoint.state.rows.items()}
     return replace(checkpoint, state=replace(checkpoint.state, rows=rows))

@@ -78,6 +78,15 @@ class VirtualNetwork:
             self.events += 1
             perform()
 
+    def restart(self, peer: RunningPeer) -> None:
+        """Put another process of a peer in the place of the one that is there, which has been killed."""
+        number = peer.device.peer
+        self.hosts[number].kill()
+        self.ends.pop(number, None)
+        host = _Host(self, peer)
+        self.hosts[number] = host
+        self.at(self.now, host.begin)
+
     def at(self, moment: float, perform: Callable[[], None]) -> None:
         """Put an event down for a moment."""
         heapq.heappush(self._due, (moment, next(self._order), perform))
@@ -92,6 +101,7 @@ class _Host:
         self._patience = peer.network.deadline / 2  # seconds that a call may take
         self._holding = min(peer.network.retry, self._patience) / 2  # seconds that an answer may be held back
         self._is_listening = False
+        self._is_killed = False
         self._is_working = False
         self._calling: set[int] = set()
         self._held: list[_HeldAnswer] = []
@@ -100,7 +110,16 @@ class _Host:
     @property
     def is_there(self) -> bool:
         """Return whether the peer answers calls."""
-        return self._is_listening and self.peer.device.peer not in self.network.ends
+        return self._is_listening and not self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the peer has ended, or was killed."""
+        return self._is_killed or self.peer.device.peer in self.network.ends
+
+    def kill(self) -> None:
+        """Stop here: nothing that this process was about to do happens any more."""
+        self._is_killed = True
 
     def begin(self) -> None:
         """Start the peer; it listens once it waits for the first time."""
@@ -109,7 +128,7 @@ class _Host:
 
     def look(self) -> None:
         """Let the peer go on, answer what can be answered, and make the calls that are due."""
-        if self.peer.device.peer in self.network.ends:
+        if self.is_over:
             return
         self._go_on()
         if not self.is_there:
@@ -152,7 +171,8 @@ class _Host:
 
         def done() -> None:
             self._is_working = False
-            work.finish(result)
+            work.result = result
+            work.is_done = True
             self.look()
 
         self.network.at(self.network.now + self.network.seconds.get(work.kind, 0.0), done)
@@ -196,6 +216,8 @@ class _Host:
     def _finish(
         self, neighbor: int, sent: Messages, answer: bytearray | RunError, began: float, others: Sequence[Messages]
     ) -> None:
+        if self.is_over:
+            return
         session = self.peer.conversation
         now = self.network.now
         if isinstance(answer, RunError):
@@ -212,6 +234,8 @@ class _Host:
         self.look()
 
     def _fail(self, neighbor: int, error: RunError) -> None:
+        if self.is_over:
+            return
         again = self.peer.conversation.failed(neighbor, error, self.network.now)
 
         def call_again() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.peer.asynchronous import AsynchronousPeer
 from flower_privdec.peer.peer import PeerPlace, RunningPeer
+from flower_privdec.peer.store import MemoryStore
 from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.trainer import ScenarioTrainer
 from flower_privdec.peer.virtual_network import VirtualNetwork
@@ -28,12 +31,16 @@ PRIVACY = "privacy={noise_multiplier: 1.0, delta: 1.0e-3}"
 SLOW_DISKS = {"train": 0.3, "save": 0.02}
 
 
-def peers_of(scenario: Scenario, folder: Path) -> dict[int, RunningPeer]:
+def peers_of(
+    scenario: Scenario, folder: Path, stores: Mapping[int, MemoryStore] | None = None
+) -> dict[int, RunningPeer]:
     made = dict[int, RunningPeer]()
     for number in range(scenario.n_peers):
         place = PeerPlace(number, folder / f"peer-{number}", insecure_seeds=True)
         trainer = ScenarioTrainer(scenario, number, place.folder, insecure_seeds=True)
-        made[number] = MODES[scenario.network.mode](trainer, place)
+        place.folder.mkdir(parents=True, exist_ok=True)  # for what it trains, also if its store is in memory
+        store = None if stores is None else stores[number]
+        made[number] = MODES[scenario.network.mode](trainer, place, store)
     return made
 
 
@@ -97,3 +104,32 @@ def test_a_peer_that_is_alone_waits_without_real_time(tiny: Tiny, tmp_path: Path
         peer.close()
     with raises(RunError, "network.unreachable"):
         raise alone.ends[0]
+
+
+def test_a_peer_killed_in_memory_continues_from_its_store(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("algorithm={name: sgp, learning_rate: 1.0e-12}", "privacy=none", "network={deadline: 20.0}")
+    stores = {number: MemoryStore(1) for number in range(scenario.n_peers)}
+    peers = peers_of(scenario, tmp_path, stores)
+    network = VirtualNetwork(peers, seconds=SLOW_DISKS)
+    network.run(until=1.5)
+    assert 0 < peers[1].state.round_index < scenario.rounds
+    peers[1].close()
+    place = PeerPlace(1, tmp_path / "peer-1", insecure_seeds=True)
+    trainer = ScenarioTrainer(scenario, 1, place.folder, insecure_seeds=True)
+    network.restart(AsynchronousPeer(trainer, place, stores[1]))
+    network.run()
+    assert network.ends == dict.fromkeys(peers)
+    last: list[Any] = [network.hosts[number].peer for number in range(scenario.n_peers)]
+    assert weight_of(last) == pytest.approx(scenario.n_peers, rel=1e-12)
+    for peer in last:
+        peer.close()
+
+
+def weight_of(peers: list[Any]) -> float:
+    """Return the push-sum weight of all asynchronous peers, and of the shares that their receivers do not have."""
+    total = sum(float(peer.protocol.mass["w"]) for peer in peers)
+    for peer in peers:
+        for receiver, edge in peer.protocol.edges.items():
+            received = peers[receiver].protocol.edges[peer.device.peer].received
+            total += sum(float(share.values["w"]) for share in edge.frozen if share.number > received)
+    return total

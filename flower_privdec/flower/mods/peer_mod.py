@@ -280,27 +280,34 @@ class RequestHandler:
         self.privacy = binding_privacy(privacy, node)
         folder = node.folder
         cache = node.cache
-        self.path = state_path(folder, request.run)
+
+        # Who it is, and whom it knows.
         self.identity: Identity = cache.get(folder / IDENTITY, lambda: Identity(folder))
         self._known_path = node.known_peers or folder / KNOWN
         self.known: KnownPeers = cache.get(self._known_path, lambda: KnownPeers(folder, node.known_peers))
+        self._seal = PeerSeal(self.identity, self.known) if seal else None
+
+        # Its state. An introduction begins as a new process does: what it answers follows only from what is saved.
+        is_introduced = request.kind == INTRODUCE
+        self.path = state_path(folder, request.run)
         saved = cache.get(self.path, lambda: load_state(self.path))
-        self.state: PeerState | None = (
-            saved.taken(request.kind == INTRODUCE) if isinstance(saved, SavedState) else saved
-        )
+        self.state: PeerState | None = saved.taken(is_introduced) if isinstance(saved, SavedState) else saved
         self._dual = DualStep.from_json(request.dual) if request.dual else None
         if self.state is not None and self._dual is not None:
             self.state.dual = (self._dual, max(1, request.round_index))
-        self._seal = PeerSeal(self.identity, self.known) if seal else None
-        self.fields: dict[str, Any] = {}
-        self.records: dict[str, ArrayRecord] = {}
-        self._refused: dict[str, str] = {}
-        self._spent: PeerSpent | None = None
-        self._boot = boot_of(folder, request.kind == INTRODUCE, cache)
+
+        # Its ledger, and what it has seen of its neighbours'; opened once the state is known.
+        self._boot = boot_of(folder, is_introduced, cache)
         self._counts: WitnessFile = cache.get(folder / WITNESSED, self._read_counts)
         self._ledger: PeerLedger | None = None
         self._witness: LedgerWitness | None = None
         self._reporters: set[int] = set()
+        self._spent: PeerSpent | None = None
+
+        # The answer, as far as it is known.
+        self.fields: dict[str, Any] = {}
+        self.records: dict[str, ArrayRecord] = {}
+        self._refused: dict[str, str] = {}
 
     def note_app_budgets(self, budgets: Iterable[tuple[Path, float, str, str]]) -> None:
         """Remember which ledgers of examples the app's training pays into, for `PeerReport.app_spent`."""
@@ -310,16 +317,19 @@ class RequestHandler:
 
     def _app_spent(self) -> tuple[str, float]:
         """Return what the app's own ledgers hold, in words and as ε, when the run ends; nothing before."""
-        ledgers = {} if self.state is None or self.request.kind != DELIVER else self.state.app_ledgers
+        if self.state is None or self.request.kind != DELIVER:
+            return "", 0.0
+
         words = []
         largest = 0.0
-        for name, (delta, caveat, assumption) in ledgers.items():
+        for name, (delta, caveat, assumption) in self.state.app_ledgers.items():
             path = Path(name)
             spent = epsilon_of_runs(costs_in(read_entries(path.parent, path.stem)), delta)
             largest = max(largest, math.inf if caveat else spent)
+            assumed = f"{assumption}; " if assumption else ""
             words.append(
                 f"epsilon = {spent:.4g} at delta = {delta:g} (unit: one example; adjacency: zero-out; "
-                f"{assumption and assumption + '; '}by the app's own ledger {path.name}{caveat})"
+                f"{assumed}by the app's own ledger {path.name}{caveat})"
             )
         return " and ".join(words), largest
 
@@ -338,7 +348,7 @@ class RequestHandler:
         return counts
 
     def _opened_ledger(self, state: PeerState, privacy: AppPrivacySection) -> PeerLedger:
-        """Return the peer's ledger, open; read again where it is not as this process left it."""
+        """Return the peer's ledger, open; read again if it is not as this process left it."""
         node = self.node
         run = (self.request.run, state.shares.incarnation)
         budget = privacy.epsilon or math.inf
@@ -346,6 +356,7 @@ class RequestHandler:
         if ledger is None or not ledger.reopen():
             durable = not node.cache.is_temporary
             return PeerLedger(node.folder, *run, state.peer, privacy.delta, budget, durable=durable)
+
         ledger.name_run(*run)
         ledger.delta = privacy.delta
         ledger.budget = budget
@@ -387,15 +398,21 @@ class RequestHandler:
         request = self.request
         if state is None:
             raise RunError(f"peer {self.node.peer} has no state of run {request.run!r}: its folder is not what it was")
+
         introduced = dict(zip(request.neighbors, request.keys, strict=True))
         self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.node.n_peers})
         self.node.cache.put(self._known_path, self.known)
+
         frames = run_frames(state.run, state.layout, self._seal)
-        inbox = record_in(content, INBOX, ArrayRecord)
         reports: dict[str, bytes] = {}
         shares: dict[str, bytes] = {}
-        for name, frame in unpack_bytes(inbox):
-            (reports if name.startswith(LEDGER) else shares)[name] = frame
+        for name, frame in unpack_bytes(record_in(content, INBOX, ArrayRecord)):
+            if name.startswith(LEDGER):
+                reports[name] = frame
+            else:
+                shares[name] = frame
+
+        # A ledger that lacks lines stops the peer before anything of the state moves.
         self._witness_ledger(state, frames, reports)
         self._introduce(state)
         try:
@@ -429,9 +446,18 @@ class RequestHandler:
             self._ledger.name_lines(self._boot)
             self._spent = self._ledger.spent
         ledger = self._ledger
-        neighbors = witnesses_of(node.peer, node.n_peers)
-        counts = self._counts.seen, self._counts.write
-        self._witness = witness = LedgerWitness(node.peer, neighbors, self._boot, ledger, *counts, lambda: self._boot)
+
+        # One challenge for all processes of a start: the directory keeps a peer from running twice.
+        witness = LedgerWitness(
+            node.peer,
+            witnesses_of(node.peer, node.n_peers),
+            self._boot,
+            ledger,
+            self._counts.seen,
+            self._counts.write,
+            draw=lambda: self._boot,
+        )
+        self._witness = witness
         for name, frame in reports.items():
             with self._refusing(name):
                 report = frames.decode(frame)
@@ -441,14 +467,17 @@ class RequestHandler:
                 self._reporters.add(report.sender)
         if ledger is None or self.privacy is None:
             return
+
         if not node.charge_witnessed:
             ledger.check_witnessed(state.paid)
             if witness.problem is not None:
                 raise witness.problem
             return
+
         seen = witness.reported
         counted = {boot: max(lines, seen.get(boot, 0)) for boot, lines in (seen | state.paid).items()}
-        if charged := ledger.charge_witnessed(counted, noise_for(self.privacy, request.rounds)):
+        charged = ledger.charge_witnessed(counted, noise_for(self.privacy, request.rounds))
+        if charged:
             log.warning("peer %s charged %s lines that its ledger lacked", node.peer, charged)
             self._spent = ledger.spent
             witness.problem = None
@@ -476,15 +505,20 @@ class RequestHandler:
         request = self.request
         if state is None or request.round_index <= state.round_index:
             return
-        if (model := record_in(content, MODEL, ArrayRecord)) is not None:
-            if self.seals and request.wants_mass:  # the round is for its mean alone
+
+        model = record_in(content, MODEL, ArrayRecord)
+        if model is not None:
+            if self.seals and request.wants_mass:  # the round is only for its mean, which is refused before it is paid
                 check_set(request.mean_of, state.peer, self.node.mean_peers, state.handed.served)
             state.adopt(numpy_arrays(model))
+
         weights = self._receivers()
         if state.w > 0:
             state.count_in_average()
-        self.fields["trained"] = self._train(state, train)
-        state.idle = model is not None and not self.fields["trained"]
+        has_trained = self._train(state, train)
+        self.fields["trained"] = has_trained
+
+        state.idle = model is not None and not has_trained
         state.round_index = request.round_index
         self._hand_in(state)
         if state.w > 0:
@@ -505,7 +539,10 @@ class RequestHandler:
         """
         weights = dict(zip(self.request.receivers, self.request.weights, strict=True))
         check_shares(weights, set(self.request.neighbors) - {self.node.peer})
-        for receiver in list(weights) if self.seals else ():
+        if not self.seals:
+            return weights
+
+        for receiver in list(weights):
             try:
                 self.known.key(receiver)
             except RefusedError as error:
@@ -529,9 +566,11 @@ class RequestHandler:
                 return False
             noise = noise_for(privacy, request.rounds)
             clip_norm = privacy.clip_norm
+
         hindrance = take_step(state, train, request.round_index, ledger, clip_norm, noise)
         if ledger is not None:
-            self._spent, state.paid = ledger.spent, dict(ledger.lines)
+            self._spent = ledger.spent
+            state.paid = dict(ledger.lines)
         if hindrance is not None:
             self.fields |= {"stopped": hindrance.why, "exhausted": hindrance.for_good}
         return hindrance is None
@@ -540,13 +579,17 @@ class RequestHandler:
         """Put (x, w) into the answer: open, or masked so that only the sum over all says something."""
         if not self.request.wants_mass:
             return
-        x = state.x.astype(np.float64) if state.dual is None or not state.w > 0 else state.w * state.result()
-        mass = np.append(x, state.w)
+
+        x = state.x.astype(np.float64)
+        if state.dual is not None and state.w > 0:
+            x = state.w * state.result()
+        mass = np.append(x, state.w)  # [d + 1]
         if state.idle:
             mass[:] = 0.0  # a server's mean is over the peers that took a step
         if not self.seals:
             self.records[MASS] = ArrayRecord({"mass": Array(mass)})
             return
+
         request = self.request
         try:
             check_set(request.mean_of, state.peer, self.node.mean_peers, state.handed.served)
@@ -563,9 +606,8 @@ class RequestHandler:
         request = self.request
         state = self.state
         assert state is not None
-        states = dict(zip(request.neighbors, request.incarnations, strict=True)) | {
-            state.peer: state.shares.incarnation
-        }
+        states = dict(zip(request.neighbors, request.incarnations, strict=True))
+        states[state.peer] = state.shares.incarnation
         pair = [[peer, states.get(peer)] for peer in sorted((state.peer, other))]
         purpose = json.dumps(["mask", request.run, request.round_index, sorted(set(request.mean_of)), pair]).encode()
         return self.identity.key_for(self.known.key(other), b"", purpose)
@@ -601,6 +643,7 @@ class RequestHandler:
         for share in shares:
             with self._refusing(f"to {share.receiver}"):
                 packed[f"{share.receiver}.{share.number}"] = b"".join(frames.encode(share))
+
         witness = self._witness
         if witness is None:
             return pack_bytes(packed)
@@ -611,30 +654,45 @@ class RequestHandler:
         return pack_bytes(packed)
 
     def _report(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:
+        words, epsilon = self._protection(0 if state is None else state.unprotected)
+        app_spent, app_epsilon = self._app_spent()
+        report: dict[str, Any] = {
+            "key": self.identity.public,
+            "sealed": self.seals,
+            "spent": words,
+            "epsilon": epsilon if words else app_epsilon or math.inf,
+            "app_spent": app_spent,
+            "acknowledgements": acknowledgements,
+            "refused_keys": list(self._refused),
+            "refused": list(self._refused.values()),
+            "address": self.node.address,
+        }
+        if state is not None:
+            report |= {
+                "incarnation": state.shares.incarnation,
+                "round_index": state.round_index,
+                "idle": state.idle,
+                "orphaned": state.orphaned + state.shares.orphaned.total(),
+                "examples": state.examples,
+            }
+            if state.handed.served:
+                report["mean_of"] = state.handed.served[-1]
+        return PeerReport(self.node.peer, self.node.n_peers, **report, **self.fields)
+
+    def _protection(self, unprotected: int) -> tuple[str, float]:
+        """Return what the peer has spent, in words and as ε; empty if it has no protection.
+
+        Args:
+            unprotected: how many of its updates in this run had none.
+        """
         spent = self._spent
         if spent is None and self.privacy is not None:
             spent = spent_so_far(self.node.folder, self.privacy.delta)
-        unprotected, (app_spent, app_epsilon) = 0 if state is None else state.unprotected, self._app_spent()
-        return PeerReport(
-            self.node.peer,
-            self.node.n_peers,
-            incarnation=0 if state is None else state.shares.incarnation,
-            round_index=0 if state is None else state.round_index,
-            idle=state is not None and state.idle,
-            key=self.identity.public,
-            sealed=self.seals,
-            spent="" if spent is None else unprotected_words(unprotected) if unprotected else str(spent),
-            epsilon=app_epsilon or math.inf if spent is None else math.inf if unprotected else spent.epsilon,
-            app_spent=app_spent,
-            acknowledgements=acknowledgements,
-            refused_keys=list(self._refused),
-            refused=list(self._refused.values()),
-            orphaned=0 if state is None else state.orphaned + state.shares.orphaned.total(),
-            address=self.node.address,
-            mean_of=[] if state is None or not state.handed.served else state.handed.served[-1],
-            examples=1.0 if state is None else state.examples,
-            **self.fields,
-        )
+        if spent is None:
+            return "", math.inf
+        if unprotected:
+            return unprotected_words(unprotected), math.inf
+        return str(spent), spent.epsilon
 
 
 Setting = float | str | Callable[[Context], float | None] | None
@@ -708,7 +766,7 @@ class PeerMod:
     The app's evaluate function is given z. One mod object serves both: `ClientApp(mods=[PeerMod(...)])`, or
     `@app.train(mods=[peer])` and `@app.evaluate(mods=[peer])`. Arrays of any framework do; those of whole numbers stay
     with the peer. State, ledger and identity are files in the peer's folder: the node-config's `folder`, or `folder`
-    here; in a simulation by default where the strategy says.
+    here; in a simulation by default the one that the strategy names.
 
     Args:
         clip_norm: C, the most by which one round's update moves the model; None for no protection. It and the four
@@ -721,10 +779,10 @@ class PeerMod:
         seal: whether shares are sealed end to end (`PeerSeal`), and open ones refused; by default wherever the peer is
             not one of a simulation.
         examples: the number of examples by which the peer counts, and which every receiver of a share learns. By
-            default it is what the app reports, where its metrics leave, and 1 where they do not. ε does not cover it.
+            default it is what the app reports if its metrics leave, and 1 if they do not. ε does not cover it.
         share_metrics: whether the app's metrics (losses, accuracies, numbers of examples) of private data leave, which
             no ε covers. By default a protected peer keeps them in metrics.jsonl in its folder, and another sends them:
-            say False where the app's own training protects its examples. Where they stay, so does what the app says
+            say False if the app's own training protects its examples. If they stay, so does what the app says
             when it fails. Of what it answers beside metrics and the model's arrays nothing leaves.
 
     Raises:
@@ -737,7 +795,7 @@ class PeerMod:
     long that takes and whether its app fails is open. Noise is the operating system's.
 
     Deviations from the paper: the update is weighed by w, where Stochastic Gradient Push adds a gradient as it is:
-    several local steps over a small w would overshoot. Where w = 1, as on the directed exponential graph with everybody
+    several local steps over a small w would overshoot. If w = 1, as on the directed exponential graph with everybody
     active, it is the same.
 
     Source: Assran et al. 2019, Stochastic Gradient Push, Algorithm 1; Gossip: the same with doubly stochastic weights.
@@ -764,11 +822,14 @@ class PeerMod:
             "delta": delta,
         }
         self._examples = examples
+
+        # What is a function or a key of the run-config is checked when a message comes.
         given = {**self._settings, "examples": examples}
         later = {name for name, value in given.items() if callable(value) or is_key(value)}
         check_numbers({name: value for name, value in given.items() if name not in later})
         if not later & self._settings.keys():
             app_privacy(**self._settings)  # type: ignore[arg-type]
+
         is_protected = any(value is not None for name, value in self._settings.items() if name != "delta")
         self.folder = None if folder is None else Path(folder)
         self.seal = seal
@@ -818,12 +879,12 @@ class PeerMod:
             return {}
         state = peer.absorb_inbox(content)
 
-        def call(arrays: Arrays) -> RecordDict:
-            from_app.update(self._call(peer, arrays, message, context, app))
+        def call(model: ArrayRecord) -> RecordDict:
+            from_app.update(self._call(peer, model, message, context, app))
             return from_app
 
         def train(arrays: Arrays) -> Arrays:
-            trained = self._trained(peer, call(arrays), state.layout)
+            trained = self._trained(peer, call(record_of(arrays)), state.layout)
             if peer.request.weighted_by:
                 state.recount(self._count(peer, from_app, context))
             return trained
@@ -831,14 +892,24 @@ class PeerMod:
         if kind == ROUND:
             peer.take_part(content, train)
             self._renew_local_arrays(peer, state, from_app)
-        elif kind == EVALUATE and (model := record_in(content, MODEL, ArrayRecord)) is not None:
-            call(numpy_arrays(model))
-        elif kind == EVALUATE and state.w > 0:
-            evaluated = state.average if state.average_weight else state.given_model()
-            call(state.layout.arrays(evaluated, state.unmixed))
+        elif kind == EVALUATE:
+            model = self._evaluated(state, content)
+            if model is not None:
+                call(model)
         elif kind == DELIVER:
             peer.deliver()
         return self._leaving(peer, from_app)
+
+    @staticmethod
+    def _evaluated(state: PeerState, content: RecordDict) -> ArrayRecord | None:
+        """Return the model to evaluate: the one that the message has, or the peer's; None if it has none yet."""
+        sent = record_in(content, MODEL, ArrayRecord)
+        if sent is not None:
+            return sent
+        if not state.w > 0:
+            return None
+        own = state.average if state.average_weight else state.given_model()
+        return record_of(state.layout.arrays(own, state.unmixed))
 
     def _mesh(self, peer: RequestHandler, message: Message, context: Context, app: App) -> None:
         """Run all rounds with the other peers directly, and keep the resulting state.
@@ -869,7 +940,7 @@ class PeerMod:
                 name: ConfigRecord({**config, "server-round": server_round}) for name, config in sent_configs.items()
             }
             message.content = RecordDict({**configs})
-            answer = self._call(peer, arrays, message, context, app)
+            answer = self._call(peer, record_of(arrays), message, context, app)
             keep_metrics(peer.node.folder, server_round, "train", answer.metric_records)
             return self._trained(peer, answer, layout)
 
@@ -893,11 +964,17 @@ class PeerMod:
         log.warning(words, peer.node.peer, peer.request.weighted_by, count, MOST_EXAMPLES)
         return 1.0
 
-    def _call(self, peer: RequestHandler, arrays: Arrays, message: Message, context: Context, app: App) -> RecordDict:
-        """Let the app's own function answer, with the peer's model where it looks for the global one."""
-        own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, MODEL, INBOX)}
-        copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
-        message.content = RecordDict({peer.request.arrays: record_of(arrays), **copies})
+    def _call(
+        self, peer: RequestHandler, model: ArrayRecord, message: Message, context: Context, app: App
+    ) -> RecordDict:
+        """Let the app's own function answer, with the peer's model under the name of the global one."""
+        given = RecordDict({peer.request.arrays: model})
+        for name, record in message.content.items():
+            if name in (SAYS, INITIAL, MODEL, INBOX):
+                continue
+            # An app may write into its configs, which the next call is given again.
+            given[name] = ConfigRecord(dict(record)) if isinstance(record, ConfigRecord) else record
+        message.content = given
         if peer.state is not None and peer.state.local_arrays:
             local = {name: Array(value) for name, value in peer.state.local_arrays.items()}
             message.content[peer.request.local_record] = ArrayRecord(local)

@@ -143,7 +143,8 @@ class Driver:
                 result = pause.do()
             finally:
                 self._lock.acquire()
-            pause.finish(result)
+            pause.result = result
+            pause.is_done = True
 
     def close(self) -> None:
         """Stop calling and listening, and release the peer."""
