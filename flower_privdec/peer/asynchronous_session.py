@@ -328,8 +328,10 @@ class AsynchronousSession(Session):
             return []
         queue = known.queue
         acknowledgements = [] if known.answering else queue.acknowledgements
-        shares = [share for share in self.protocol.shares_to_send() if share.receiver == known.number]
-        due = [share for share in shares if share is not queue.share]
+        due: list[Message] = []
+        if self.protocol.owes(known.number):
+            shares = self.protocol.shares_to_send()
+            due += [share for share in shares if share.receiver == known.number and share is not queue.share]
         return [*acknowledgements, *due, *queue.rows.values()]
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:

@@ -332,7 +332,7 @@ def test_a_sealed_share_is_taken_once_by_its_receiver(two):
     assert both[1].w == mass == 1.5
     assert take(second)
     share, lost = send(), both[1]
-    both[1] = PeerState.begun("run", 1, {"x": np.ones(3)}, founding=True, incarnation=1)
+    both[1] = PeerState.begun("run", 1, {"x": np.ones(3)}, founding=True, incarnation=2)
     both[1].shares.introduce(0, both[0].shares.incarnation)
     with raises(RefusedError, "edge.incarnation", f"{lost.shares.incarnation:#x}"):
         take(share)

@@ -422,7 +422,7 @@ def test_peers_with_unlike_models_refuse_shares(tmp_path):
     grid = LocalGrid(client(sets_its_values_once), 2, folder=tmp_path)
     PushSum(name="x", fraction_evaluate=0.0).start(grid, zeros(), 1)
     first_state, _ = states(tmp_path, 2, "x")
-    other = PeerState.begun("x", 1, {"1": np.zeros(3)}, founding=True, incarnation=1)
+    other = PeerState.begun("x", 1, {"1": np.zeros(3)}, founding=True, incarnation=2**63)
     frames, theirs = (run_frames("x", state.layout) for state in (first_state, other))
     first_state.shares.introduce(1, other.shares.incarnation)
     with raises(RunError, "frame.run"):

@@ -256,7 +256,7 @@ def test_earlier_unprotected_updates_are_reported(tmp_path):
 def test_an_app_that_returns_another_model_is_named(returned, wrong, tmp_path):
     app = ClientAppRunner(client(lambda *_: returned), scenario_of(), zeros(), 0, tmp_path)
     with raises(RunError, "app.answer", names=wrong):
-        app.train(ArrayRecord([np.zeros(3)]), 1)
+        app.train({"0": np.zeros(3)}, 1)
 
 
 def test_an_update_moves_the_model_by_bounded_amounts(tmp_path):
@@ -381,7 +381,7 @@ def test_a_server_apps_config_reaches_every_train_function(tmp_path):
 
     scenario = scenario_of("train_config={learning-rate: 0.2, more: x}")
     runner = ClientAppRunner(app, scenario, initial, 0, tmp_path)
-    runner.train(ArrayRecord([np.zeros(1)]), 3)
+    runner.train({"0": np.zeros(1)}, 3)
     assert heard == {"learning-rate": 0.2, "more": "x", "server-round": 3}
 
 

@@ -133,7 +133,8 @@ class Driver:
         """Let the peer go on, and perform its work, until it waits; return the wait, or None at its end."""
         while True:
             pause = self.peer.on_tick(time.monotonic())
-            if pause is not self._pause:  # it went on, so there may be something to send
+            is_saving = isinstance(pause, Work) and pause.kind == "save"
+            if pause is not self._pause and not is_saving:  # it went on; what it saves leaves after that
                 self.notify()
             self._pause = pause
             if not isinstance(pause, Work):
