@@ -59,8 +59,9 @@ class Driver:
         self.peer = peer
         self._lock = RLock()
         self.changed = Condition(self._lock)
+        self._retry = peer.network.retry  # seconds until it is asked again for news that only time brings
         self._patience = peer.network.deadline / 2  # seconds that a call may take
-        self._holding = min(peer.network.retry, self._patience) / 2  # seconds that an answer may be held back
+        self._holding = min(self._retry, self._patience) / 2  # seconds that an answer may be held back
         self._wake: dict[int, Condition] = {}  # of the same lock: a neighbour's thread wakes up only for its own news
         self._connections: dict[int, Connection] = {}
         self._threads: list[Thread] = []
@@ -204,7 +205,7 @@ class Driver:
         try:
             while True:
                 with self.changed:
-                    self._wake[neighbor].wait_for(has_news, session.retry)
+                    self._wake[neighbor].wait_for(has_news, self._retry)
                     if self._stopping:
                         return
                     now = time.monotonic()
