@@ -70,12 +70,16 @@ class CrossGradientAggregation(CrossGradients):
         x = state.rows["x"]
         active = cohort.participation.active(k)
         rates = cohort.learning_rate.at(k)
+
         for row, peer in enumerate(state.peers.tolist()):
-            if active[peer]:
-                members, gradients = answers(state, row)
-                shares = cohort.tensor(agreeable(gradients, int(np.searchsorted(members, peer))))
-                v[row].mul_(self.momentum).sub_(shares @ gradients, alpha=float(rates[peer]))
-                torch.add(state.rows["mixed"][row], v[row], out=x[row])
+            if not active[peer]:
+                continue
+            members, gradients = answers(state, row)
+            place = int(np.searchsorted(members, peer))
+            shares = cohort.tensor(agreeable(gradients, place))
+            v[row].mul_(self.momentum).sub_(shares @ gradients, alpha=float(rates[peer]))
+            torch.add(state.rows["mixed"][row], v[row], out=x[row])
+
         del state.rows["gradient"]
         state.edges.clear()
 
@@ -84,17 +88,19 @@ def mix_heard(cohort: Cohort, state: State) -> None:
     """Put Σ_j ω_ij x_j into the rows `mixed`, of one's own model and those that were gathered."""
     if cohort.mixing is None:
         raise TypeError("the models that were gathered have no mixing weights")
+
     heard = state.edges["x"]
     x = state.rows["x"]
     mixed = state.rows["mixed"]
     for row, peer in enumerate(state.peers.tolist()):
-        gradients = heard.of(peer)
+        neighbours = heard.of(peer)
         terms = cohort.mixing.hosted(state.round_index, state.peers).terms[row]
         omega = {sender: weight for sender, _, weight in terms}
-        weights = cohort.tensor(np.array([omega[sender] for sender in gradients.other.tolist()]))
+
         torch.mul(x[row], omega[peer], out=mixed[row])
+        weights = cohort.tensor(np.array([omega[sender] for sender in neighbours.other.tolist()]))
         if len(weights):
-            mixed[row].add_(weights @ gradients.values)
+            mixed[row].add_(weights @ neighbours.values)
 
 
 def agreeable(gradients: Tensor, own: int) -> np.ndarray:

@@ -59,12 +59,15 @@ def cross_gradients(cohort: Cohort, state: State) -> None:
     """
     heard = state.edges.pop("x")
     x = state.rows["x"]
+
+    # A row for each model that a peer answers, its own included, in the order of the peers and then of the senders.
     own = np.concatenate([heard.own, state.peers])
     other = np.concatenate([heard.other, state.peers])
     order = np.lexsort((other, own))
     own = own[order]
     other = other[order]
     models = torch.cat([heard.values, x])[torch.from_numpy(order)]
+
     gradients = torch.zeros_like(models)
     rows = np.searchsorted(state.peers, own)
     steps = np.flatnonzero(cohort.active(state.round_index)[rows])
@@ -81,6 +84,7 @@ def cross_gradients(cohort: Cohort, state: State) -> None:
             )
         )
         gradients[chosen] = part
+
     mine = np.flatnonzero(own == other)
     theirs = np.flatnonzero(own != other)
     state.rows["gradient"] = gradients[torch.as_tensor(mine, device=x.device)]
@@ -116,11 +120,14 @@ def check_symmetric(name: str, mixing: Mixing) -> None:
             f"algorithm.name={name} on topology server must be on a graph of peers who answer each other: use complete",
             code="mixing.server",
         )
+
     for k in range(topology.period or 1):
+        # Sorted by one end and by the other, the links there and back stand at the same places.
         senders, receivers, weights = mixing.matrix(k).links()
-        there, back = (np.lexsort(pair) for pair in ((senders, receivers), (receivers, senders)))
-        alike = np.array_equal(senders[there], receivers[back]) and np.array_equal(receivers[there], senders[back])
-        if not alike or not np.allclose(weights[there], weights[back], rtol=1e-12):
+        there = np.lexsort((senders, receivers))
+        back = np.lexsort((receivers, senders))
+        same_ends = np.array_equal(senders[there], receivers[back]) and np.array_equal(receivers[there], senders[back])
+        if not same_ends or not np.allclose(weights[there], weights[back], rtol=1e-12):
             raise ScenarioError(
                 f"algorithm.name={name} on topology {topology.name} must have symmetric weights, ω_ij = ω_ji, for "
                 "peers reply to their in-neighbors; use an undirected graph, such as ring, bipartite or complete",

@@ -92,7 +92,7 @@ class FedDeper(FedAvg):
         return rows | {"personal": rows["x"].clone()}
 
     def personal(self, rows: dict[str, Tensor]) -> Tensor | None:
-        """Return each peer's personalized model, [m, d], where the rows that stay at home are at hand."""
+        """Return each peer's personalized model, [m, d], if the rows that stay at home are at hand."""
         return rows.get("personal")
 
     def cautions(self, active: int, n_peers: int, rounds: int, *, server: bool) -> list[str]:
@@ -104,15 +104,20 @@ class FedDeper(FedAvg):
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
         """Walk y and v together; v ends mixed with y."""
         where = torch.as_tensor(rows, device=cohort.device)
+
+        # One tensor holds both, so that one pass over a batch takes the gradients at y and at v.
         pair = empty_rows(start, 2, *start.shape)
         y = pair[0].copy_(start)
         v = pair[1].copy_(state.rows["personal"][where])
         sums = {"gradient": y, "personal": v}
         both = partial(self.both, pair.view(-1, pair.shape[-1]))
+
         pull = empty_rows(start, *start.shape)
         for local_step in range(self.steps_per_round):
+            # The pull is by v + y - 2 x as they are before the step.
             if self.rho:
                 torch.add(v, y, out=pull).sub_(start, alpha=2)
+
             cohort.descend_rows_(
                 StepRequest(
                     sums=sums,
@@ -125,6 +130,7 @@ class FedDeper(FedAvg):
             )
             if self.rho:
                 y.sub_(pull, alpha=self.rho)
+
         state.rows["personal"].index_copy_(0, where, v.lerp_(y, self.mixing_rate))
         return y
 

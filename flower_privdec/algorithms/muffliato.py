@@ -127,6 +127,7 @@ class Muffliato(Algorithm):
                 "one matrix; use acceleration: none",
                 code="muffliato.chebyshev",
             )
+
         if topology.n_peers > MOST_MEASURED:
             raise ScenarioError(
                 f"{where} must have n_peers <= {MOST_MEASURED}, not {topology.n_peers}: it needs the eigenvalues of W; "

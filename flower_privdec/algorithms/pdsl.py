@@ -154,12 +154,14 @@ class PDSL(CrossGradients):
                 "data.validation must say how many public test examples pdsl weighs gradients by: add it",
                 code="pdsl.validation",
             )
+
         if loss.targets != "classes":
             raise ScenarioError(
                 f"algorithm.name=pdsl weighs by accuracy, and the task's loss takes {loss.targets}: use dp-cga, which "
                 "weighs by none",
                 code="pdsl.no-classes",
             )
+
         if count is not None and count > len(public.validation.y):
             raise ScenarioError(
                 f"algorithm.validation_subsample={count} must be at most data.validation={len(public.validation.y)}",
@@ -175,21 +177,27 @@ class PDSL(CrossGradients):
         """Take the weighted step of every active peer, eq. 15 to 23."""
         k = state.round_index
         mixing = cohort.mixing
-        x = state.rows["x"]
-        u = state.rows["u"]
         if mixing is None:
             raise TypeError("pdsl exchanges gradients and has no mixing weights")
+
+        x = state.rows["x"]
+        u = state.rows["u"]
         active = cohort.participation.active(k)
         rates = cohort.learning_rate.at(k)
         state.rows["shapley"][:, k % cohort.every] = 0
+
         for row, peer in enumerate(state.peers.tolist()):
-            if active[peer]:
-                members, gradients = answers(state, row)
-                omega = {sender: weight for sender, _, weight in mixing.hosted(k, state.peers).terms[row]}
-                values = self._values(cohort, state, row, x[row] - rates[peer] * gradients)
-                shares = aggregation_weights(values, [omega[member] for member in members.tolist()])
-                u[row].mul_(self.options.momentum).add_(cohort.tensor(shares) @ gradients)
-                x[row].sub_(u[row], alpha=float(rates[peer]))
+            if not active[peer]:
+                continue
+            members, gradients = answers(state, row)
+            models_after = x[row] - rates[peer] * gradients  # one for each member's gradient
+            values = self._values(cohort, state, row, models_after)
+
+            omega = {sender: weight for sender, _, weight in mixing.hosted(k, state.peers).terms[row]}
+            shares = aggregation_weights(values, [omega[member] for member in members.tolist()])
+            u[row].mul_(self.options.momentum).add_(cohort.tensor(shares) @ gradients)
+            x[row].sub_(u[row], alpha=float(rates[peer]))
+
         del state.rows["gradient"]
         state.edges.clear()
 
@@ -197,20 +205,22 @@ class PDSL(CrossGradients):
         """Return φ of the members whose models are given, [n], and count what it took."""
         started = time.perf_counter()
         validation = cohort.validation
-        options = self.options
-        k = state.round_index
-        peer = int(state.peers[row])
         if validation is None:
             raise TypeError("pdsl weighs gradients by public examples and has none")
+
+        options = self.options
+        k = state.round_index
         if options.validation_subsample is not None:
             drawn = keyed_generator(cohort.seed, "validation-subsample", k)
             validation = validation.some(drawn.choice(len(validation), options.validation_subsample, replace=False))
+
         game = Game(len(models), lambda coalitions: validation.worth(cohort.kernel, models, coalitions))
         if options.permutations is None:
             values = exact(game)
         else:
-            generator = keyed_generator(cohort.seed, "permutations", k, peer)
+            generator = keyed_generator(cohort.seed, "permutations", k, int(state.peers[row]))
             values = monte_carlo(game, options.permutations, generator, options.truncation)
+
         state.rows["shapley"][row, k % cohort.every, : len(values)] = torch.from_numpy(values)
         state.rows["evaluations"][row] += game.evaluations
         cohort.game_seconds += time.perf_counter() - started

@@ -74,9 +74,12 @@ def descend(cohort: Cohort, state: State, every: int) -> None:
     if k % every:
         cohort.add_step_(x, x, k, divisor=w, estimate=partial(corrected_gradient, state))
         return
+
+    # The step -γ μ tells μ too: both are released once.
     active = torch.as_tensor(np.flatnonzero(cohort.active(k)), device=cohort.device)
     step = torch.zeros_like(x)
     cohort.add_step_(step, x, k, divisor=w, estimate=full_gradient)
+
     state.rows["snapshot"][active] = (x / w.unsqueeze(1))[active]
     state.rows["anchor"][active] = (step / -_rate(cohort, k, cohort.peers))[active]
     state.rows["anchored"][active] = 1.0

@@ -106,8 +106,12 @@ class Dense:
     @staticmethod
     def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
         """Take one example of the batch after the other."""
-        point = step.params.clone() if step.out is step.params else step.params
+        # Every example's gradient is taken at the parameters of before the step.
+        point = step.params
+        if step.out is step.params:
+            point = step.params.clone()
         _add_mean_(state, cohort, step)
+
         rows = torch.as_tensor(step.rows, device=cohort.device)
         share = _per_example(cohort, step.rows).unsqueeze(1)
         one = _ones(cohort, len(rows))
@@ -115,6 +119,8 @@ class Dense:
             slot = _slot(step.batch, b)
             now = torch.zeros_like(point)
             cohort.kernel.add_clipped_(now, point, slot, step.clip_norm, one, step.divisor)
+
+            # Rows with a smaller batch have no example in this slot.
             used = slot.weight[:, 0] > 0
             where = (rows[used], slot.index[used, 0])
             change = now[used] - state["table"][where]
@@ -140,18 +146,21 @@ class Factored:
         """Fill the table at x."""
         kernel = stacked(cohort.kernel)
         longest = _longest(cohort)
+
+        # The first layer's inputs are the examples themselves, which are kept already.
         rows = {"table.mean": torch.zeros_like(x)}
         for number, layer in enumerate(kernel.layers):
             out, inner = layer.weight.shape
             rows[f"table.delta{number}"] = x.new_zeros(len(x), longest, out)
             if number:
                 rows[f"table.input{number}"] = x.new_zeros(len(x), longest, inner)
+
         share = _per_example(cohort, cohort.rows)
         for start, batch in _fills(cohort):
             stop = start + batch.y.shape[1]
             factors = _folded(kernel.factors(x, batch), batch, _clip(cohort))
             for name, value in _named(factors):
-                rows[name][:, start:stop] = value * batch.weight.unsqueeze(2)  # nothing where a peer has no example
+                rows[name][:, start:stop] = value * batch.weight.unsqueeze(2)  # 0 past a peer's last example
             kernel.accumulate_(rows["table.mean"], factors, batch.weight * share.unsqueeze(1))
         return rows
 
@@ -160,19 +169,23 @@ class Factored:
         """Take the whole batch at once: new factors in, old factors out."""
         kernel = stacked(cohort.kernel)
         batch = step.batch
-        new = _folded(kernel.factors(step.params, batch, step.divisor), batch, step.clip_norm)
         rows = torch.as_tensor(step.rows, device=cohort.device)
+
+        new = _folded(kernel.factors(step.params, batch, step.divisor), batch, step.clip_norm)
         where = (rows.unsqueeze(1), batch.index)
         old = _joined(new, [(state[name][where] if name in state else None) for name, _ in _all(new)])
         _add_mean_(state, cohort, step)
+
         weight = batch.weight * step.scale.unsqueeze(1)
         share = batch.weight * _per_example(cohort, step.rows).unsqueeze(1)
-        mean = state["table.mean"][rows] if len(rows) < len(cohort.peers) else state["table.mean"]
+        is_whole = len(rows) == len(cohort.peers)  # indexing would copy the mean, for nothing
+        mean = state["table.mean"] if is_whole else state["table.mean"][rows]
         for factors, sign in ((new, 1), (old, -1)):
             kernel.accumulate_(step.out, factors, sign * weight)
             kernel.accumulate_(mean, factors, sign * share)
-        if mean is not state["table.mean"]:
+        if not is_whole:
             state["table.mean"][rows] = mean
+
         for name, value in _named(new):
             _put_(state[name], rows.unsqueeze(1), batch, value)
 
@@ -232,16 +245,17 @@ class Blocks:
         sampler = cohort.data.sampler
         counts = sampler.blocks(cohort.rows)
         table = x.new_zeros(len(x), int(counts.max()), x.shape[1])
+
         clip = _clip(cohort)
         share = 1 / cohort.tensor(sampler.normalizer)
         for block in range(int(counts.max())):
+            # A peer with fewer blocks takes its last one again, which is then set to nothing.
             batch = cohort.data.block(cohort.rows, np.minimum(block, counts - 1))
             cohort.kernel.add_clipped_(table[:, block], x, batch, clip, share)
             table[torch.as_tensor(counts <= block), block] = 0
-        return {
-            "table": table,
-            "table.mean": table.sum(1) / cohort.tensor(counts.astype(np.float64)).unsqueeze(1),
-        }
+
+        mean = table.sum(1) / cohort.tensor(counts.astype(np.float64)).unsqueeze(1)
+        return {"table": table, "table.mean": mean}
 
     @staticmethod
     def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
