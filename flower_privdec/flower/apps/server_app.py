@@ -208,7 +208,11 @@ class ScenarioStrategy(Strategy):
         self.nodes: list[tuple[int, np.ndarray]] = []  # each node's id and the global ids of its peers
         self._discovered = discovered
         self._simulated = False
+        self._text = ""  # the scenario as the nodes are given it, YAML
         self._salt = ""
+        self._closing = ExitStack()  # what is released when `start` returns or raises
+        self._spent = Spent([], [], [], [])
+        self._noise: list[str] = []  # the sources of the peers' noise
 
     def start(
         self,
@@ -248,7 +252,7 @@ class ScenarioStrategy(Strategy):
 
         os.chdir(self.base)
         flower = logging.getLogger("flwr")
-        with ExitStack() as self._closing:
+        with self._closing:
             messages = self._prepare()
 
             # Flower's base strategy logs several lines on every "round", which is only a message here.
@@ -305,8 +309,6 @@ class ScenarioStrategy(Strategy):
             check_hosting(self.scenario, simulated=True, salted=True)
             self._salt = run_name.new_salt()
             log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
-        self._spent = Spent([], [], [], [])
-        self._noise: list[str] = []
 
     def _evaluations(self, after: int = 0) -> list[int]:
         """Return after which rounds, beyond `after`, the models are evaluated."""
