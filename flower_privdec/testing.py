@@ -45,12 +45,12 @@ class Released:
     Attributes:
         step: its number in the run.
         peers: int64 [r].
-        receivers: int64 [r], the only receiver of each row's sums; None where every neighbour gets them.
+        receivers: int64 [r], the only receiver of each row's sums; None if every neighbour gets them.
         positions: the local positions each row drew.
         unit: [r], one clip norm in the sums.
         before: the rows before each sum is added, [r, d].
         raw: each sum without noise, [r, d].
-        after: the rows with the sum added and, where it is published, its noise, [r, d].
+        after: the rows with the sum added and, if it is published, its noise, [r, d].
         public: the names of the sums that are published.
     """
 
@@ -206,20 +206,25 @@ def assert_sensitivity(
     with recording() as tape:
         run_rounds(experiment, rounds)
     drawing = drawings_of(experiment, experiment.own.peers, experiment.own.sampler)[peer]
+
     most = 0.0
     for example in examples or (0,):
         with replaying(tape) as again, zeroed_out(peer, example):
             run_rounds(experiment, rounds)
+
         for one, other in zip(tape.steps, again.steps, strict=True):
             declared = {release.name: release for release in experiment.algorithm.released(one.step, drawing) or ()}
             for row, name in product(np.flatnonzero(one.peers == peer).tolist(), one.public):
                 release = declared[name]
+                takes_part = release.over == "all" or example in one.positions[row]
+                allowed = release.drawn if takes_part else release.idle
                 moved = float((one.raw[name][row] - other.raw[name][row]).norm() / one.unit[row])
-                allowed = release.drawn if release.over == "all" or example in one.positions[row] else release.idle
-                where = f"step {one.step}: sum {name!r} of peer {peer}"
-                message = f"{where} moves by {moved:.6g} clip norms, declared {allowed:.6g}"
+
+                message = f"step {one.step}: sum {name!r} of peer {peer} moves by {moved:.6g} clip norms"
+                message = f"{message}, declared {allowed:.6g}"
                 _hold(moved <= allowed * (1 + slack) + slack, message, "law.sensitivity")
-                most = max(most, moved / allowed if allowed else 0.0)
+                if allowed:
+                    most = max(most, moved / allowed)
     return most
 
 
@@ -262,36 +267,44 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
         BrokenLaw: naming the step and the sum.
     """
     plan = experiment.own.protection
-    cohort = experiment.cohort()
     assert plan is not None
-    cohort.noise = watched = _Watched(cohort.noise)
+    cohort = experiment.cohort()
+    watched = _Watched(cohort.noise)
+    cohort.noise = watched
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     with recording() as tape:
         for _ in range(rounds):
             engine.round()
+
     drawings = drawings_of(experiment, experiment.own.peers, experiment.own.sampler)
     for step in tape.steps:
         for row, peer in enumerate(step.peers.tolist()):
             for declared in experiment.algorithm.released(step.step, drawings[peer]) or ():
-                multiplier = 0.0 if declared.to == "self" else plan.noise_multipliers[step.step, peer] * declared.noise
+                multiplier = 0.0
+                if declared.to != "self":  # what stays with the peer has no noise
+                    multiplier = plan.noise_multipliers[step.step, peer] * declared.noise
                 receiver = None if step.receivers is None else int(step.receivers[row])
                 std = watched.drawn.get((peer, step.step, declared.name, receiver))
                 _check_noise(step, row, declared.name, multiplier, std)
 
 
 def _check_noise(step: Released, row: int, name: str, multiplier: float, std: float | None) -> None:
+    """Check a sum's noise as it was asked for, and as it was added."""
     where = f"step {step.step}: sum {name!r} of peer {step.peers[row]}"
     expected = multiplier * float(step.unit[row])
-    message = f"{where} has noise {std}, and must have {expected}"
     after = step.after[name][row]
     rounding = max(1e-9, 8 * torch.finfo(after.dtype).eps)  # relative
+
+    message = f"{where} has noise {std}, and must have {expected}"
     _hold(abs((std or 0.0) - expected) <= rounding * expected, message, "law.noise")
 
-    noise = after - step.before[name][row] - step.raw[name][row]
+    noise = after - step.before[name][row] - step.raw[name][row]  # [d]
     size = float(noise.norm()) / math.sqrt(len(noise))
-    message = f"{where}: its noise of {expected} was not added"
-    nothing = max(1e-9, rounding * float(after.norm()))
-    _hold(size > 0.1 * expected if expected else size <= nothing, message, "law.noise")
+    if expected:
+        _hold(size > 0.1 * expected, f"{where}: its noise of {expected} was not added", "law.noise")
+    else:
+        only_rounding = max(1e-9, rounding * float(after.norm()))
+        _hold(size <= only_rounding, f"{where}: noise was added, and none is declared", "law.noise")
 
 
 # --- nothing else leaves ---
@@ -322,7 +335,9 @@ def _other_rows(x: SparseRows, rows: np.ndarray) -> SparseRows:
 
 def _other(values: Tensor, count: int | None) -> Tensor:
     """Return other numbers; of whole numbers below `count`, other ones below it."""
-    return values * -0.7 + 0.3 if count is None or values.is_floating_point() else (values + 1) % count
+    if count is None or values.is_floating_point():
+        return values * -0.7 + 0.3
+    return (values + 1) % count
 
 
 def seen_in_engine(experiment: Experiment) -> Seen:
@@ -369,7 +384,7 @@ def assert_nothing_else_leaves(
         peer: whose examples are all replaced.
 
     Raises:
-        BrokenLaw: naming where something differs.
+        BrokenLaw: naming the place in which something differs.
     """
     with recording() as tape:
         expected = watch(experiment)

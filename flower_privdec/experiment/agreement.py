@@ -50,7 +50,7 @@ class Agreement:
         loss, metrics: what models are trained by, and tried by.
         module, initial: the model and the trained parameters [d] that every peer starts from.
         constants: a hash of the model's other parameters and buffers, and of those that it starts from in another
-            run; "" where it has none.
+            run; "" if it has none.
         origin: the run that it starts from.
         inherited: the folder of the ledger that is charged for both.
     """
@@ -78,7 +78,7 @@ class Agreement:
         """Build what a scenario says to everybody.
 
         Raises:
-            ScenarioError: when a part cannot be had or two parts do not fit.
+            ScenarioError: a part cannot be had, or two parts do not fit.
         """
         device = resolve_device(scenario.compute.device)
         algorithm = build_algorithm(scenario.algorithm)
@@ -88,6 +88,7 @@ class Agreement:
         tested = fingerprint_of(public)
         public = _with_features(public, scenario.features)
         algorithm.check_public(public, loss)
+
         module = build_module(scenario, **module_facts(public, loss))
         dtype = DTYPES[scenario.compute.dtype]
         origin = read_origin(scenario)
@@ -105,6 +106,7 @@ class Agreement:
             single_example=batch.size == 1 and batch.sampling in ("uniform", "shuffle"),
         )
         algorithm.check_model(kernel)
+
         constants = constants_hash(module)
         if origin is not None:  # the initial parameters do not follow from the scenario then: all must have them alike
             constants = hashlib.sha256(constants.encode() + numbers_of(flatten(module))).hexdigest()
@@ -142,7 +144,7 @@ def _with_features(public: PublicSet, section: FeaturesSection | None) -> Public
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device a scenario asks for; refuse a GPU where there is none."""
+    """Return the device that a scenario asks for; refuse a GPU that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -228,7 +230,7 @@ def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int, n
     Args:
         input_shape: of one example, as the model sees it.
         outputs: how many it has.
-        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are real numbers.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None if they are real numbers.
 
     Raises:
         ScenarioError: the model cannot be had, or does not fit.

@@ -1,4 +1,4 @@
-"""A run's state on disk, whole and safe to read: safetensors with a few strings beside, or a peer's `CheckpointLog`.
+"""A run's state on disk, whole and safe to read: safetensors with a few strings, or a peer's `CheckpointLog`.
 
 A log is written in place, with one fdatasync for each checkpoint. It begins with three *roots*, a page each. A root has
 a sequence number and names a *record*: the facts of a checkpoint as JSON, its small tensors, and where the large ones
@@ -34,7 +34,9 @@ from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import Edges, State
 from flower_privdec.privacy.ledger.charges import RunName
 
-EDGE, CARRIED = "edge.", "carried."  # prefixes of the names of edges and of a transport's tensors, which are no rows
+# Prefixes of the names of edges and of a transport's tensors, which are no rows.
+EDGE = "edge."
+CARRIED = "carried."
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Checkpoint:
         head: the length and the last hash of the ledger.
         transport: the transport's own state, as JSON can hold it, by name.
         carried: its tensors.
-        metrics: how many bytes metrics.jsonl had, and their hash, where a folder keeps that file beside it.
+        metrics: how many bytes metrics.jsonl had, and their hash, if the folder has that file.
     """
 
     state: State
@@ -98,11 +100,11 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
     """Read a checkpoint back, bit for bit.
 
     Args:
-        scenario: hash of the scenario that would go on.
+        scenario: hash of the scenario that would continue.
         run: what that run is called here and now.
 
     Raises:
-        ScenarioError: when the file is no whole checkpoint, or the run could not go on from it with the same numbers.
+        ScenarioError: the file is no whole checkpoint, or the run could not continue from it with the same numbers.
     """
     checkpoint = read_checkpoint(path, device)
     check_run(path, checkpoint, scenario, run)
@@ -114,7 +116,7 @@ def _refused(path: Path, problem: str, code: str) -> ScenarioError:
 
 
 def check_run(path: Path, checkpoint: Checkpoint, scenario: str, run: RunName) -> None:
-    """Refuse a checkpoint from which a run could not go on with the same numbers; see `load_checkpoint`."""
+    """Refuse a checkpoint from which a run could not continue with the same numbers; see `load_checkpoint`."""
     if checkpoint.scenario != scenario:
         problem = "is a checkpoint of another scenario; resume with the scenario.yaml beside it"
         raise _refused(path, problem, "other-scenario")
@@ -131,7 +133,7 @@ def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: 
     """Refuse the state of other peers, or of a round that a run does not have.
 
     Args:
-        path: where it was read from.
+        path: the file that it was read from.
         peers: global ids of those hosted here.
         rounds: of the run.
         rows: names of those that there must be.
@@ -139,21 +141,25 @@ def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: 
     Raises:
         ScenarioError: naming what is wrong.
     """
-    if missing := [name for name in rows if name not in state.rows]:
+    missing = [name for name in rows if name not in state.rows]
+    if missing:
         raise _refused(path, f"lacks {missing}; restore it from a copy", "incomplete")
+
     if not np.array_equal(state.peers, peers):
-        holds, here = (peer_ranges(some.tolist()) for some in (state.peers, peers))
+        holds = peer_ranges(state.peers.tolist())
+        here = peer_ranges(peers.tolist())
         raise _refused(path, f"holds the peers {holds}, and here are {here}; resume where it was made", "other-peers")
+
     if state.round_index > rounds:
         problem = f"is of round {state.round_index} of rounds={rounds}; restore it from a copy"
         raise _refused(path, problem, "round")
 
 
 def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> Checkpoint:
-    """Read any checkpoint, to look at; a run goes on from `load_checkpoint`.
+    """Read any checkpoint, to look at; a run continues from `load_checkpoint`.
 
     Raises:
-        ScenarioError: when the file is no checkpoint.
+        ScenarioError: the file is no checkpoint.
     """
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
@@ -297,7 +303,7 @@ class CheckpointLog:
         self._constant: dict[tuple[int, int], tuple[Tensor, Extent]] = {}  # by address and size
 
     def read(self, device: torch.device) -> list[Checkpoint]:
-        """Return the checkpoints to continue from, the older first; none where there is no file.
+        """Return the checkpoints to continue from, the older first; none if the file is missing.
 
         Raises:
             ScenarioError: it has no readable checkpoint.
@@ -371,13 +377,14 @@ class CheckpointLog:
         }
 
     def _place(self, content: memoryview, used: list[Extent]) -> int:
-        """Write something to where nothing used lies, which the file is extended for, and return its offset."""
+        """Write something to the first gap between what is used, extending the file if needed; return its offset."""
         offset = ROOTS * PAGE
         for start, nbytes, _ in sorted(used):
             if start >= offset + len(content):
                 break
-            offset = max(offset, -(-(start + nbytes) // PAGE) * PAGE)
-        end = -(-(offset + len(content)) // PAGE) * PAGE
+            offset = max(offset, _page_end(start + nbytes))
+
+        end = _page_end(offset + len(content))
         if end > self._size:
             os.posix_fallocate(self._file, self._size, end - self._size)
             self._size = end
@@ -395,6 +402,11 @@ class CheckpointLog:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _page_end(offset: int) -> int:
+    """Return the end of the page that an offset lies in, or the offset itself between two pages."""
+    return -(-offset // PAGE) * PAGE
 
 
 def read_checkpoints(path: Path) -> list[Checkpoint]:
@@ -468,4 +480,5 @@ def _read_record(content: memoryview, extent: Extent, device: torch.device) -> t
         dtype, *shape = facts["tensors"][name]
         flat = torch.frombuffer(bytearray(numbers), dtype=DTYPES[dtype]) if size else torch.empty(0)
         tensors[name] = flat.to(device, DTYPES[dtype]).reshape(shape)
+
     return extents, restored(facts, tensors)

@@ -56,18 +56,20 @@ def find_minimum(objective: ConvexObjective) -> Minimum | None:
     """Find the minimum of an objective; the result is cached on disk.
 
     Returns:
-        The minimum; None where no bound is known, without a regularizer (it may not even be reached) and for a loss
-        that has kinks and is not the hinge, or is a user's own.
+        The minimum; None if no bound is known: without a regularizer (it may not even be reached), and for a loss that
+        has kinks and is not the hinge, or is a user's own.
 
     Privacy: of raw examples (`ConvexObjective`). The cache holds the two numbers, under a hash of the objective.
     """
     if objective.regularizer == Regularizer() or objective.loss.name not in ("hinge", *SMOOTH):
         return None
+
     key = (objective.regularizer, objective.loss.name, objective.outputs, objective.bias)
     digest = hashlib.sha256(repr(key).encode())
     for part in (objective.features.indptr, objective.features.indices, objective.features.data, objective.weights):
         digest.update(np.ascontiguousarray(part).data)
     digest.update(objective.targets.contiguous().numpy().data)
+
     path = cache_folder() / f"minimum-{digest.hexdigest()}.json"
     solution = read_cached(path, lambda cached: Minimum(float(cached["value"]), float(cached["gap"])))
     if solution is None:
@@ -79,23 +81,26 @@ def find_minimum(objective: ConvexObjective) -> Minimum | None:
 def solve(objective: ConvexObjective) -> Minimum:
     """Minimise until the gap is at most TOLERANCE."""
     h = objective.regularizer
-    if objective.loss.name == "hinge" and h.l1 and not h.l2:
+    is_hinge = objective.loss.name == "hinge"
+    if is_hinge and h.l1 and not h.l2:
         return _linear_program(objective)
-    start = np.zeros(objective.dimension)
+
+    x = np.zeros(objective.dimension)
     least = math.inf
     bound = -math.inf
-    for smoothing in SMOOTHINGS if objective.loss.name == "hinge" else (0.0,):
+    minimise = _minimise_in_ball if math.isfinite(h.radius) else _minimise
+    for smoothing in SMOOTHINGS if is_hinge else (0.0,):
         losses = _losses(objective, smoothing)
-        start = (_minimise_in_ball if math.isfinite(h.radius) else _minimise)(objective, losses, start)
-        least = min(least, objective.value(start))
-        bound = max(bound, lower_bound(objective, losses, start))
+        x = minimise(objective, losses, x)
+        least = min(least, objective.value(x))
+        bound = max(bound, lower_bound(objective, losses, x))
         if least - bound <= TOLERANCE:
             break
     return Minimum(least, max(0.0, least - bound))
 
 
 def _losses(objective: ConvexObjective, smoothing: float) -> Losses:
-    """Return the losses of outputs and their derivatives; of the hinge smoothed ones."""
+    """Return a function that gives the losses of outputs and their derivatives; for the hinge smoothed ones."""
     if not smoothing:
         loss = objective.loss
         targets = objective.targets
@@ -105,6 +110,7 @@ def _losses(objective: ConvexObjective, smoothing: float) -> Losses:
             return loss.value(tensor, targets).numpy(), loss.derivative(tensor, targets).numpy()
 
         return plain
+
     sign = 2.0 * objective.targets.numpy()[:, None] - 1
 
     def smoothed(outputs: Array) -> tuple[Array, Array]:
@@ -116,20 +122,22 @@ def _losses(objective: ConvexObjective, smoothing: float) -> Losses:
 
 
 def lower_bound(objective: ConvexObjective, losses: Losses, x: Array) -> float:
-    """Return what the objective is nowhere below, by the dual point that belongs to a model."""
-    outputs = objective.features @ objective.matrix(x)
+    """Return a lower bound of the objective, by the dual point that belongs to a model."""
+    outputs = objective.features @ objective.matrix(x)  # [N, k]
     values, slopes = losses(outputs)
     weighted = objective.weights[:, None] * slopes
-    v = -objective.vector(objective.features.T @ weighted)
-    h = objective.regularizer
+    v = -objective.vector(objective.features.T @ weighted)  # [d]
     dual_value = float(objective.weights @ values - (weighted * outputs).sum())
-    if math.isfinite(h.radius):  # each case subtracts h*(v)
+
+    # Each case subtracts h*(v).
+    h = objective.regularizer
+    if math.isfinite(h.radius):
         return dual_value - h.radius * float(np.linalg.norm(v))
     if math.isfinite(h.lower):
         return dual_value - float(np.maximum(v * h.lower, v * h.upper).sum())
     if h.l2:
         return dual_value - float((np.maximum(np.abs(v) - h.l1, 0) ** 2).sum()) / (2 * h.l2)
-    # an l1 norm alone: at the nearest dual point s v, s <= 1, for which h* is finite
+    # Only an l1 norm: at the nearest dual point s v, s <= 1, for which h* is finite.
     return dual_value * min(1.0, h.l1 / max(float(np.abs(v).max()), 1e-300))
 
 
@@ -165,15 +173,19 @@ def _lbfgsb(value: Callable[[Array], tuple[float, Array]], start: Array, bounds:
 
 
 def _minimise_in_ball(objective: ConvexObjective, losses: Losses, start: Array) -> Array:
-    """Minimise over a ball: by an l2 weight, halved in until the model's norm is the radius, or hardly any is left."""
+    """Minimise over a ball, by the l2 weight whose minimum has the radius as its norm, or by hardly any weight."""
     radius = objective.regularizer.radius
-    low = -30.0
+    low = -30.0  # of the weight's logarithm
     high = 30.0
     x = start
     for _ in range(STEPS):
         middle = (low + high) / 2
-        x = _minimise(replace(objective, regularizer=Regularizer(l2=math.exp(middle))), losses, x)
-        low, high = (middle, high) if np.linalg.norm(x) > radius else (low, middle)
+        weighted = replace(objective, regularizer=Regularizer(l2=math.exp(middle)))
+        x = _minimise(weighted, losses, x)
+        if np.linalg.norm(x) > radius:
+            low = middle
+        else:
+            high = middle
         if abs(np.linalg.norm(x) / radius - 1) < 1e-12:
             break
     return np.asarray(x * min(1.0, radius / max(float(np.linalg.norm(x)), 1e-300)))
@@ -207,10 +219,10 @@ def _linear_program(objective: ConvexObjective) -> Minimum:
 class ConvexObjective:
     """F(x) = (1/n) Σ_i (1/q_i) Σ_j l(x; example j of peer i) + h(x), of one linear layer, in float64.
 
-    A model is a vector [d]: the weights [k, D], then the biases [k] where there are some.
+    A model is a vector [d]: the weights [k, D], then the biases [k] if there are some.
 
     Attributes:
-        features: [N, D], of all peers' examples, with a last column of ones where there is a bias.
+        features: [N, D], of all peers' examples, with a last column of ones if there is a bias.
         targets: [N, ...].
         weights: [N], 1 / (n q_i) of each example, times the weight of its class; without class weights they sum to 1.
     """
@@ -226,7 +238,8 @@ class ConvexObjective:
     @staticmethod
     def of(agreement: Agreement, own: OwnParts) -> ConvexObjective:
         """Return what the peers of a run, whose own parts are all here, minimise together."""
-        layer, parts = agreement.kernel.layers[0], own.examples.parts  # type: ignore[attr-defined]
+        layer = agreement.kernel.layers[0]  # type: ignore[attr-defined]
+        parts = own.examples.parts
         rows = np.concatenate(parts)
         weights = np.concatenate([np.full(len(part), 1 / (len(parts) * len(part))) for part in parts])
         loss = agreement.loss
@@ -235,6 +248,7 @@ class ConvexObjective:
             # The solvers know the losses without weights; a class's weight is one more factor of its examples.
             weights = weights * np.array(loss.class_weights)[targets.numpy()]
             loss = loss.plain
+
         chosen = own.examples.x[torch.from_numpy(rows)]
         matrix = chosen.matrix if isinstance(chosen, SparseRows) else chosen.flatten(1).numpy()
         features = scipy.sparse.csr_matrix(matrix, dtype=np.float64)
@@ -265,10 +279,13 @@ class ConvexObjective:
     def matrix(self, x: Array) -> Array:
         """Return a model as [D, k], so that outputs are features @ matrix."""
         inner = self.features.shape[1] - self.bias
-        weight = x[: self.outputs * inner].reshape(self.outputs, inner).T
-        return np.vstack([weight, x[self.outputs * inner :][None]]) if self.bias else weight
+        n_weights = self.outputs * inner
+        weight = x[:n_weights].reshape(self.outputs, inner).T
+        if not self.bias:
+            return weight
+        return np.vstack([weight, x[n_weights:][None]])
 
     def vector(self, matrix: Array) -> Array:
-        """Return what `matrix` was made of, [d]."""
+        """Return the model [d] of a `matrix`."""
         inner = self.features.shape[1] - self.bias
         return np.concatenate([matrix[:inner].T.ravel(), matrix[inner:].ravel()])

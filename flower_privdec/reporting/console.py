@@ -26,7 +26,7 @@ from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 from flower_privdec.scenario.loading import file_form
 
-# `KEY: ... left out, WHAT;` of a docstring's Attributes: what a key is where a scenario leaves it out.
+# `KEY: ... left out, WHAT;` of a docstring's Attributes: what a key is if a scenario leaves it out.
 LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
 
 
@@ -258,7 +258,7 @@ def graph_facts(graph: dict[str, Any]) -> str:
 
 
 def print_topology(description: dict[str, Any], as_json: bool) -> None:
-    """Print a graph's facts and, where it is small and no picture was written, its edges round by round."""
+    """Print a graph's facts and, if it is small and no picture was written, its edges round by round."""
     if as_json:
         _print_json(description)
         return
@@ -351,7 +351,7 @@ def parts() -> dict[str, dict[str, str]]:
 
 
 def _lines(described: Mapping[str, str], options: Callable[[str], Mapping[str, Any]]) -> dict[str, str]:
-    """Return each name's line with the keys that it takes and their defaults, where these do not follow from others."""
+    """Return each name's line with the keys that it takes, and their defaults unless these follow from others."""
     lines = {}
     for name, line in described.items():
         keys = [

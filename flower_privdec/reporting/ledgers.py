@@ -34,18 +34,22 @@ PREFIX = FORMAT.rpartition("-")[0].encode()
 
 
 def ledgers_below(path: Path) -> list[Path]:
-    """Return the ledgers at a path: itself where it is a file, else all below the folder.
+    """Return the ledgers at a path: the file itself, or all below a folder.
 
-    A ledger of which the last file is missing counts by those that are sealed; a file that is named as ledgers are and
-    does not begin as one is logged.
+    If the last file of a ledger is missing, its sealed files count. A file that is named like a ledger and does not
+    begin as one is logged.
 
     Raises:
         ScenarioError: there is none.
     """
     if path.is_file():
         return [path]
+
     named = {file for file in path.rglob("*.jsonl") if file.is_file() and file.name != METRICS}
-    sealed = {file.with_name(f"{file.name.rsplit('.', 2)[0]}.jsonl") for file in path.rglob("*.sealed")}
+    sealed = set()
+    for file in path.rglob("*.sealed"):
+        source = file.name.rsplit(".", 2)[0]  # SOURCE.NUMBER.sealed
+        sealed.add(file.with_name(f"{source}.jsonl"))
     ledgers = sealed | {file for file in named if _is_ledger(file)}
     for other in sorted(named - ledgers):
         logger.warning("%s does not begin as a ledger does, and is not counted", other)
@@ -73,11 +77,11 @@ def ledger_facts(
         budget: an ε of which to return what is left.
         colluding: the number of peers that collude with the adversary; None for all other peers together.
         check: whether dp-accounting composes the same events too, as `dp_accounting` of each run and of all together:
-            an ε, or None where it has no event for one of the mechanisms.
+            an ε, or None if it has no event for one of the mechanisms.
 
     Returns:
         ledger, source, lines, delta, colluding; runs: of each its id, the step before which all are charged, the number
-            of its peers, the ε of that run alone, and the environment that drew its noise; epsilon: of all runs
+            of its peers, the ε of only that run, and the environment that drew its noise; epsilon: of all runs
             together, for an example that was at the costliest peer in each partition of the data; against: if noise
             cancelled between peers in some run, pairs of a number of colluding peers and the ε of all runs together
             against it, the last of all other peers (None); left: of the budget, None without one; unfinished: bytes of
@@ -90,6 +94,7 @@ def ledger_facts(
     check_delta(delta)
     if budget is not None and not 0 < budget < math.inf:
         raise ScenarioError(f"{option('epsilon', budget)} must be a budget, > 0 and finite", code="ledger.budget")
+
     totals = Totals()
     lines = 0
     source = ""
@@ -99,7 +104,11 @@ def ledger_facts(
         lines += len(entries)
         source = segment.source
         size = segment.size
+
+    # A line that was never written whole pays for nothing. Whole lines there were added by a run meanwhile.
     rest = path.read_bytes()[size:]
+    unfinished = 0 if b"\n" in rest else len(rest)
+
     adversary = Adversary(colluding)
     costs = runs_in(totals.entries, adversary)
     together = _spent(costs_in(totals.entries, adversary), delta, check)
@@ -113,7 +122,7 @@ def ledger_facts(
         **together,
         "against": _by_colluders(totals, delta),
         "left": None if budget is None else max(0.0, budget - float(together["epsilon"])),
-        "unfinished": 0 if b"\n" in rest else len(rest),  # whole lines were added by a run meanwhile
+        "unfinished": unfinished,
     }
 
 
@@ -121,14 +130,18 @@ def _by_colluders(totals: Totals, delta: float) -> list[tuple[int | None, float 
     """Return the ε of all runs against the numbers of colluders that a ledger tells apart, the last against all."""
     releases = releases_in(totals.entries)
     numbers = sorted({colluding for release in releases for colluding, _ in release.against})
-    return [
-        (colluding, json_number(epsilon_of_runs(costs_in(totals.entries, Adversary(colluding)), delta)))
-        for colluding in ([*numbers, None] if numbers else [])
-    ]
+    if not numbers:
+        return []
+
+    by_colluders = list[tuple[int | None, float | str]]()
+    for colluding in (*numbers, None):
+        costs = costs_in(totals.entries, Adversary(colluding))
+        by_colluders.append((colluding, json_number(epsilon_of_runs(costs, delta))))
+    return by_colluders
 
 
 def _spent(runs: Sequence[Alternatives], delta: float, check: bool) -> dict[str, Any]:
-    """Return the ε of runs together, and dp-accounting's where it is asked for."""
+    """Return the ε of runs together, and dp-accounting's if it is asked for."""
     facts: dict[str, Any] = {"epsilon": json_number(epsilon_of_runs(runs, delta))}
     if check:
         other = dp_accounting_epsilon(runs, delta)
@@ -161,21 +174,17 @@ def print_ledgers(
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-    heads = ["run", "drawn by", "steps", "peers", "ε", *([OTHER] if check else [])]
+
+    heads = ["run", "drawn by", "steps", "peers", "ε"]
+    if check:
+        heads.append(OTHER)
     for one in facts:
-        rows = [
-            [run["run"][:8], run["environment"], f"{run['steps']:,}", str(run["peers"]), *_epsilons(run)]
-            for run in one["runs"]
-        ]
-        left = ""
-        if one["left"] is not None:  # rounded down
-            left = f"; {math.floor(1000 * one['left']) / 1000:g} left of {epsilon_text(budget)}"
-        ours, *theirs = _epsilons(one)
-        other = f" ({OTHER}: {theirs[0]})" if check else ""
-        against = f", with {Adversary(colluding)}" if one["against"] else ""
-        note = f"all together: ε = {ours}{other} at δ = {setting(delta)}{against}{left}"
-        if check and any(run["dp_accounting"] is None for run in one["runs"]):
-            note += "; –: dp-accounting has no event for uniform or block sampling under zero-out"
+        rows = []
+        for run in one["runs"]:
+            cells = [run["run"][:8], run["environment"], f"{run['steps']:,}", str(run["peers"])]
+            rows.append(cells + _epsilons(run))
+        note = _together_text(one, delta, budget, colluding, check)
+
         typer.echo(f"{one['ledger']}: {one['lines']:,} lines, verified")
         if one["unfinished"]:
             typer.echo(
@@ -187,7 +196,26 @@ def print_ledgers(
             typer.echo(comparison_text(["adversary", "ε"], by_colluders, "of all runs together"))
 
 
+def _together_text(
+    facts: dict[str, Any], delta: float, budget: float | None, colluding: int | None, check: bool
+) -> str:
+    """Return the line on all runs of a ledger together."""
+    ours, *theirs = _epsilons(facts)
+    text = f"all together: ε = {ours}"
+    if check:
+        text += f" ({OTHER}: {theirs[0]})"
+    text += f" at δ = {setting(delta)}"
+    if facts["against"]:
+        text += f", with {Adversary(colluding)}"
+    if facts["left"] is not None:
+        rounded_down = math.floor(1000 * facts["left"]) / 1000
+        text += f"; {rounded_down:g} left of {epsilon_text(budget)}"
+    if check and any(run["dp_accounting"] is None for run in facts["runs"]):
+        text += "; –: dp-accounting has no event for uniform or block sampling under zero-out"
+    return text
+
+
 def _epsilons(facts: dict[str, Any]) -> list[str]:
-    """Return ε and, where it was asked for, dp-accounting's."""
+    """Return ε and, if it was asked for, dp-accounting's."""
     others = [facts["dp_accounting"]] if "dp_accounting" in facts else []
     return [epsilon_text(facts["epsilon"]), *("–" if other is None else epsilon_text(other) for other in others)]

@@ -119,7 +119,7 @@ def rounds(name: str, unit: str = "round") -> Iterator[Callable[[int, int], None
     """Show the round of a run on stderr: a bar on a terminal, a few lines elsewhere.
 
     Args:
-        unit: what is counted, where it is not rounds.
+        unit: what is counted, if not rounds.
 
     Yields:
         A function to call with the round and the number of rounds.

@@ -100,7 +100,7 @@ def expand(
     the axes in order, the part's cases, `settings`, and the seed.
 
     Args:
-        choices: of the parts that others are chosen in; where one lacks, a cell waits, and has the first point.
+        choices: of the parts that others are chosen in; without one, a cell waits, and has the first point.
 
     Raises:
         ScenarioError: naming the cell whose scenario breaks a rule, or a part of too many cells.
@@ -169,7 +169,7 @@ def expand(
                 raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
             if name == "training-loss" and not all(cell.scenario.evaluation.training_loss for cell in cells):
                 raise ScenarioError(
-                    f"part {part.name}, {key}: '{name}' is measured where a scenario asks for it; set "
+                    f"part {part.name}, {key}: '{name}' is measured only if a scenario asks for it; set "
                     "evaluation.training_loss=true (and, with privacy, evaluation.private=ignored) in all cells",
                     code="study.training-loss",
                 )
@@ -199,7 +199,7 @@ def _check_labels(cell: Cell, axes: Mapping[str, Axis]) -> None:
         plain = isinstance(wanted, int | float | str | None) and isinstance(has, int | float | str | None)
         if plain and has not in (None, wanted) and tuple(axis.key.split(".")) not in PATHS:
             raise ScenarioError(
-                f"part {cell.part}, cell {', '.join(cell.labels)}: {axis.key}={shown(has)} where its axis' label is "
+                f"part {cell.part}, cell {', '.join(cell.labels)}: {axis.key}={shown(has)}, but its axis' label is "
                 f"{label}; a later axis, a case or {option('set', axis.key)} sets it too: leave that out",
                 code="study.label",
             )
@@ -260,6 +260,7 @@ def cell_key(scenario: Scenario) -> str:
     parts = own_parts(scenario, metrics=True)
     if not parts:
         return key
+
     digest = hashlib.sha256(key.encode())
     targets = [part.target.encode() for part in parts if isinstance(part, Given)]
     code = code_of([part for part in parts if not isinstance(part, Given)])
@@ -289,7 +290,7 @@ def _graphs_and_model(scenario: Scenario) -> dict[str, str]:
 
 
 def _check_rows(part: Part, cells: Sequence[Cell]) -> None:
-    """Refuse rows that are not what they are called: one run in two of them, or several where a point ignores an axis.
+    """Refuse rows that are not what they are called: one run in two rows, or several though a point ignores an axis.
 
     Raises:
         ScenarioError: naming the two cells.
@@ -306,7 +307,7 @@ def _check_rows(part: Part, cells: Sequence[Cell]) -> None:
         if differing - (first.ignores & cell.ignores) and not chosen:
             raise ScenarioError(
                 f"part {part.name}: {_row(first)} and {_row(cell)} are one run, so that one of the two rows is not "
-                "what it is called; let their settings differ, or, where a point makes no use of an axis, give it "
+                "what it is called; let their settings differ, or, if a point makes no use of an axis, give it "
                 f"`ignores: [{', '.join(axes[place] for place in sorted(differing))}]`",
                 code="study.one-run",
             )
@@ -382,7 +383,7 @@ def make_cache(cache: Path) -> None:
             pass
     except OSError as error:
         raise ScenarioError(
-            f"{cache}, where the cells' results are kept, cannot be written to ({error.strerror}); run the study in "
+            f"{cache}, which keeps the cells' results, cannot be written to ({error.strerror}); run the study in "
             "another folder",
             code="study.cache",
         ) from error
@@ -403,7 +404,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def check_unchanged(cells: Iterable[Cell]) -> None:
-    """Refuse to go on where a user's module is no longer what it was when the cells were made.
+    """Refuse to continue if a user's module is no longer what it was when the cells were made.
 
     Raises:
         RunError: naming the first such cell.
@@ -431,6 +432,7 @@ def run_cell(text: str, folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         if is_finished(folder):
             return
+
         began = time.process_time()
         scenario = parse_scenario(text)
         if folder != folder_of(folder.parent, cell_key(scenario)):
@@ -442,6 +444,8 @@ def run_cell(text: str, folder: Path) -> None:
             _clear(folder, {"lock"})  # files of a run that ended before its first checkpoint, or on other data
             write_atomically(folder / INPUTS, inputs, public=True)
         run(Experiment.build(scenario), folder, resume=resume, lean=True, workers=1)
+
+        # Results on inputs that changed under the run would be found as results of what lies there now.
         if stamps_of(scenario) != stamps:
             raise RunError(CHANGED, code="study.changed")
         (folder / "checkpoint").unlink(missing_ok=True)  # first: it would resume what is cleared below

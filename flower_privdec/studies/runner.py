@@ -33,7 +33,7 @@ from flower_privdec.studies.spec import Study, load_study
 
 @dataclass(frozen=True)
 class Publication:
-    """What was published, and where.
+    """What was published, and its folder.
 
     Attributes:
         parts: the published parts.
@@ -140,8 +140,8 @@ def run_and_publish(
         if stale:
             remedy = f"{stale} cells there are of another version, or were changed; run them again, with --jobs 1"
         raise ScenarioError(
-            f"no run of study {study.name} is finished in {cache}, where its cells are: nothing is published to {out}; "
-            f"{remedy}",
+            f"no run of study {study.name} is finished in {cache}, the folder of its cells: nothing is published to "
+            f"{out}; {remedy}",
             code="study.nothing-finished",
         )
 

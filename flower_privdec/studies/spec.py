@@ -336,7 +336,7 @@ class TitledSection(Section):
 
 
 class Part(TitledSection):
-    """One question of a study: a grid of cells, its table, figures and, where there is one, a claim.
+    """One question of a study: a grid of cells, its table, figures and perhaps a claim.
 
     Attributes:
         claim: a sentence that the checks test; left out, the part is a table and figures.
