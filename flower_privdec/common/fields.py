@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -119,6 +119,22 @@ PerPeer = Annotated[
     BeforeValidator(_per_peer),
     WithJsonSchema({"anyOf": [_POSITIVE, {"type": "array", "items": _POSITIVE}]}),
 ]
+
+
+def per_peer_lists(section: Section) -> Iterator[tuple[str, tuple[float, ...]]]:
+    """Yield each key of a section that takes one number for each peer, and has a list of them, with the list."""
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if isinstance(value, tuple) and _is_per_peer(field.annotation, field.metadata):
+            yield key, value
+
+
+def _is_per_peer(annotation: Any, metadata: Sequence[Any]) -> bool:
+    """Return whether an annotation is PerPeer, or PerPeer with more rules, or optional."""
+    extras = [*metadata, *getattr(annotation, "__metadata__", ())]
+    if any(isinstance(extra, BeforeValidator) and extra.func is _per_peer for extra in extras):
+        return True
+    return any(_is_per_peer(inner, ()) for inner in get_args(annotation))
 
 
 def _plain_name(value: str) -> str:

@@ -54,6 +54,7 @@ from flower_privdec.common.fields import (
     Section,
     check_keys,
     own_modules,
+    per_peer_lists,
 )
 from flower_privdec.common.registry import PartField, PartName
 from flower_privdec.common.user_code import Given, find_given, is_given, raised_at
@@ -310,6 +311,24 @@ class DataSection(Section):
                     f"{key} is for one dataset that is partitioned, and root has {PEER}: remove one of them",
                     code="data.own-files",
                 )
+
+    def check_scenario(self, scenario: Scenario) -> None:
+        """Refuse data whose source has no name in a shared ledger, and blocks for an algorithm that draws none."""
+        dataset = self.dataset
+        shares_ledger = scenario.private is not None and scenario.private.ledger is not None
+        is_object = not isinstance(dataset, str) and is_given(dataset.module)
+        if shares_ledger and is_object and self.source is None:
+            raise ArgumentError(
+                "data.source is missing: name the source of the data that are given, the same name in every run over "
+                "them, under which privacy.ledger counts what is spent",
+                code="data.source",
+            )
+        if scenario.algorithm.sampled_blocks != (self.batch.sampling == "blocks"):
+            raise ArgumentError(
+                "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other: set both, or "
+                "set data.batch.sampling=poisson and leave algorithm.table out",
+                code="batch.blocks",
+            )
 
 
 class FeaturesSection(Section):
@@ -748,6 +767,25 @@ class PrivacySection(Section):
                 code="privacy.own-noise",
             )
 
+    def check_scenario(self, scenario: Scenario) -> None:
+        """Refuse constants and noise that do not fit the algorithm."""
+        algorithm = scenario.algorithm
+        takes_phi_min = "phi_min" in algorithm.paper_constants and self.calibration == "paper"
+        if self.paper.phi_min is not None and not takes_phi_min:
+            raise ArgumentError(
+                "privacy.paper.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it",
+                code="privacy.phi-min",
+            )
+
+        # What momentum or Adam makes of two peers' noise is no longer equal and opposite.
+        has_optimizer = getattr(algorithm, "optimizer", None) is not None
+        if isinstance(self.noise, CancellingSection) and has_optimizer:
+            raise ArgumentError(
+                "algorithm.optimizer with privacy.noise.kind=cancelling must be left out: noise of pairs "
+                "cancels in the sum of plain steps alone",
+                code="algorithm.optimizer",
+            )
+
 
 PrivacyChoice = Annotated[
     Annotated[Literal["none"], Tag("none")] | Annotated[PrivacySection, Tag("section")], SECTION_OR_NONE
@@ -927,6 +965,15 @@ class EvaluationSection(Section):
     private: Literal["withheld", "ignored"] = "withheld"
     training_loss: bool = False
 
+    def check_scenario(self, scenario: Scenario) -> None:
+        """Refuse figures on private examples, unless their owner says that anyone may see them."""
+        if scenario.private is not None and self.training_loss and self.private == "withheld":
+            raise ArgumentError(
+                "evaluation.training_loss is a figure on private examples, which no ε covers: leave it out, or, with "
+                "data that anyone may see, say evaluation.private=ignored",
+                code="evaluation.training-loss",
+            )
+
 
 class ComputeSection(Section):
     """Where and how the numbers are computed.
@@ -959,6 +1006,20 @@ class ComputeSection(Section):
             raise ArgumentError(
                 f"workers={self.workers} have one thread each, not threads={self.threads}: leave threads out",
                 code="compute.threads",
+            )
+
+    def check_scenario(self, scenario: Scenario) -> None:
+        """Refuse noise of the system if there is no noise, and more workers than peers."""
+        if self.generator == "system" and scenario.private is None:
+            raise ArgumentError(
+                "compute.generator=system is for noise, and privacy is none: leave generator out",
+                code="compute.generator",
+            )
+        if self.workers != "auto" and self.workers > scenario.n_peers:
+            raise ArgumentError(
+                f"compute.workers={self.workers} must be at most n_peers={scenario.n_peers}: a worker hosts peers; "
+                "use auto",
+                code="compute.workers",
             )
 
 
@@ -1119,76 +1180,39 @@ class Scenario(LocatedFile):
         return to_yaml(self)
 
     def _check(self) -> None:
-        private = self.private
-        algorithm = self.algorithm
-        dataset = self.data.dataset
-        ledger = private is not None and private.ledger is not None
-        if ledger and self.data.source is None and not isinstance(dataset, str) and is_given(dataset.module):
-            raise ArgumentError(
-                "data.source is missing: name the source of the data that are given, the same name in every run over "
-                "them, under which privacy.ledger counts what is spent",
-                code="data.source",
-            )
-        if self.compute.generator == "system" and private is None:
-            raise ArgumentError(
-                "compute.generator=system is for noise, and privacy is none: leave generator out",
-                code="compute.generator",
-            )
-        clips = ("learning_rate", "initial_clip", "clip_norm")
-        lists = {f"algorithm.{key}": getattr(algorithm, key, None) for key in clips}
-        lists |= {f"privacy.{key}": getattr(private, key, None) for key in ("epsilon", "delta", "clip_norm")}
-        for key, value in lists.items():
-            if isinstance(value, tuple) and len(value) != self.n_peers:
-                raise ArgumentError(
-                    f"{key} lists {len(value)} numbers for n_peers={self.n_peers}: give one a peer",
-                    code="scenario.per-peer",
-                )
-        workers = self.compute.workers
-        if workers != "auto" and workers > self.n_peers:
-            raise ArgumentError(
-                f"compute.workers={workers} must be at most n_peers={self.n_peers}: a worker hosts peers; use auto",
-                code="compute.workers",
-            )
+        # Rules across sections. Each is a method of the section whose key it blames; these are nobody's own.
         ends = [0, *(stage.until for stage in self.earlier or ()), self.rounds]
         if any(one >= other for one, other in pairwise(ends)):
             raise ArgumentError(
                 f"earlier ends at the rounds {ends[1:-1]}, which must ascend and be below rounds={self.rounds}",
                 code="scenario.earlier",
             )
+        for name, section in {"algorithm": self.algorithm, "privacy": self.privacy}.items():
+            if isinstance(section, Section):
+                self._check_per_peer(name, section)
+
+        self.data.check_scenario(self)
+        self.compute.check_scenario(self)
+        self.evaluation.check_scenario(self)
         _check_addresses(self)
-        cancelling = private is not None and isinstance(private.noise, CancellingSection)
-        if cancelling and getattr(algorithm, "optimizer", None) is not None:
-            raise ArgumentError(
-                "algorithm.optimizer with privacy.noise.kind=cancelling must be left out: noise of pairs "
-                "cancels in the sum of plain steps alone",
-                code="algorithm.optimizer",
-            )
-        if private is not None and self.evaluation.training_loss and self.evaluation.private == "withheld":
-            raise ArgumentError(
-                "evaluation.training_loss is a figure on private examples, which no ε covers: leave it out, or, with "
-                "data that anyone may see, say evaluation.private=ignored",
-                code="evaluation.training-loss",
-            )
-        if private is not None and private.paper.phi_min is not None:
-            is_needed = "phi_min" in algorithm.paper_constants and private.calibration == "paper"
-            if not is_needed:
-                raise ArgumentError(
-                    "privacy.paper.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it",
-                    code="privacy.phi-min",
-                )
-        if algorithm.sampled_blocks != (self.data.batch.sampling == "blocks"):
-            raise ArgumentError(
-                "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other: set both, or "
-                "set data.batch.sampling=poisson and leave algorithm.table out",
-                code="batch.blocks",
-            )
-        algorithm.check_scenario(self)
-        if self.n_peers == 1 and _exchanges(algorithm):
+        if self.private is not None:
+            self.private.check_scenario(self)
+
+        self.algorithm.check_scenario(self)
+        if self.n_peers == 1 and _exchanges(self.algorithm):
             raise ArgumentError(
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
                 "one peer has no neighbor to exchange with; use algorithm local, or more peers",
                 code="scenario.n-peers",
             )
+
+    def _check_per_peer(self, name: str, section: Section) -> None:
+        for key, value in per_peer_lists(section):
+            if len(value) != self.n_peers:
+                raise ArgumentError(
+                    f"{name}.{key} lists {len(value)} numbers for n_peers={self.n_peers}: give one a peer",
+                    code="scenario.per-peer",
+                )
 
     def seed_of(self, draws: Literal["data", "model", "run"]) -> int:
         """Return the seed of one kind of draws."""

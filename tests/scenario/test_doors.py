@@ -250,6 +250,15 @@ def test_a_built_in_without_its_own_name_is_refused(tmp_path: Path, text: str, c
         list(ALGORITHMS)
 
 
+def test_a_list_for_each_peer_has_one_number_for_each_in_any_key(tiny: Tiny, tmp_path: Path) -> None:
+    text = ALGORITHM.replace("share: Fraction", "share: PerPeer").replace("import Fraction", "import PerPeer")
+    with both_doors(ALGORITHMS, tmp_path, "half_push", text):
+        for setting in (BUILT_IN, OWN):
+            tiny(setting, "algorithm.share=[0.1, 0.2, 0.3, 0.4]")
+            with raises(ScenarioError, "scenario.per-peer", r"algorithm\.share lists 2 numbers for n_peers=4"):
+                tiny(setting, "algorithm.share=[0.1, 0.2]")
+
+
 # --- a graph ---
 
 
