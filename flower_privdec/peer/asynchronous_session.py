@@ -288,7 +288,7 @@ class AsynchronousSession(Session):
         if known.boot != hello.boot:
             known.restart(hello.boot, hello.round_index)
         known.round_index = max(hello.round_index, known.round_index)
-        known.want = Want(hello.want)
+        known.want = hello.want
         known.level = hello.level
         queue = known.queue
         if queue.share is not None and queue.share.number > hello.seen:

@@ -67,7 +67,8 @@ class Neighbour:
 
         informed: the last round, or the place, of this peer that it is known to have heard of; None for none.
         reported_to: the last round of this peer in a call or an answer to it.
-        want: what it lacks of push-sum weight, as far as it reported since its last share.
+        want: what it lacks of push-sum weight, as far as it reported since its last share: a `Want`, or a number that
+            is none, for a member may send any.
         level: how often its weight floor sank, as far as it reported.
 
         queue: what is to be sent to it.
@@ -110,7 +111,7 @@ class Neighbour:
     # What each has reported to the other.
     informed: int | None = None
     reported_to: int = NOWHERE
-    want: Want = Want.UNKNOWN
+    want: int = Want.UNKNOWN
     level: int = 0
 
     # What is to be sent to it.

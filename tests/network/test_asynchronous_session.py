@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from share_machines import commit, greeted_sessions
 
 from flower_privdec.network.transport.grpc_transport import UnreachableError
 from flower_privdec.peer.asynchronous_session import LOST, AsynchronousSession
+from flower_privdec.peer.pace import Want
 from flower_privdec.peer.session import Messages
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, PushSumProtocol
 from flower_privdec.pushsum.frames import TensorArithmetic
@@ -113,3 +116,12 @@ def test_an_unreachable_neighbour_is_gone_until_called_again() -> None:
     started.restore(machine._durable)
     sender.receive(1, [started.hello(0)], 0.0)
     assert not sender.is_lost(1)
+
+
+def test_a_want_that_is_none_ends_nobody() -> None:
+    sender, receiver = two()
+    for want in range(4):  # as many as a hello can carry
+        hello = replace(sender.protocol.hello(1), want=want)
+        receiver.receive(0, decoded(sender, receiver, [hello]), 0.0)
+        assert receiver.neighbours[0].want == want
+        receiver.report(Want.WAITS, 0)
