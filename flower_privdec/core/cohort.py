@@ -415,7 +415,8 @@ class Cohort:
             self.ledger.charge(number, readers)
         batch = self.data.batch(number, readers)
 
-        # Both float64 [r] here, and rounded to the parameters' type last: noise_std is solved for exactly these.
+        # These are float64 [r], and rounded to the parameters' type only in the step below. The noise is solved in clip
+        # norms of a sum, so it is scaled as its sum is.
         scale = request.factor / self.data.sampler.normalizer[request.rows]
         clip_norm = None
         noise_std = {}
