@@ -1,7 +1,14 @@
 """Peers that train a Flower app's model and exchange it directly, over the transport of `network`, with no server.
 
 `run_app_peer` runs an unmodified app on a device of its own (`privdec peer --app`); `run_mesh` runs all rounds of a
-`Mesh` strategy inside one train message of a SuperNode. Both are an `AppTrainer` in a `RunningPeer`.
+`Mesh` strategy inside one train message of a SuperNode. Both are an `AppTrainer` in a `RunningPeer`, as a scenario's
+peer is another trainer in one: the peer exchanges rows, keeps checkpoints and talks to neighbours, and the trainer
+takes the step of a round.
+
+    RunningPeer ──> AppTrainer ──> take_step: charges, clips and noises
+                                     └──> the app: a `ClientAppRunner`, or of a mesh the ClientApp around this message
+
+The state of a peer is its rows (core.State), from which each step reads an `AppModel` and writes it back.
 """
 
 from __future__ import annotations
@@ -126,7 +133,9 @@ def load_initial(path: Path) -> InitialArrays:
     """
 
     def decoded(value: dict[str, Any]) -> Any:
-        return base64.b64decode(value["base64"], validate=True) if value.keys() == {"base64"} else value
+        if value.keys() == {"base64"}:
+            return base64.b64decode(value["base64"], validate=True)
+        return value
 
     try:
         with safe_open(path, "np") as file:
@@ -146,7 +155,10 @@ def load_initial(path: Path) -> InitialArrays:
 
 
 class _FirstMessage(BaseException):
-    """Ends a ServerApp at its first message, or None, past any `except Exception` in it."""
+    """Ends a ServerApp at its first message, or with None if it sends none.
+
+    It is a BaseException to pass any `except Exception` of the app.
+    """
 
     def __init__(self, message: Message | None) -> None:
         self.message = message
@@ -170,18 +182,23 @@ def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialA
         RunError: it sends another message first, or none.
     """
     grid = _FirstMessageGrid(app.client, n_peers, config={}, run_config=app.run_config)
+    context = Context(grid.run.run_id, 0, {}, RecordDict(), dict(app.run_config))
+
+    # Strategies log a start that does not happen here.
     flower = logging.getLogger("flwr")
-    message = None
     level = flower.level
-    flower.setLevel(logging.WARNING)  # strategies log a start that does not happen
+    flower.setLevel(logging.WARNING)
+
+    message = None
     _seed(seed)
     try:
-        app.server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(app.run_config)))
+        app.server(grid, context)
     except _FirstMessage as first:
         message = first.message
     finally:
         _seed(None)
         flower.setLevel(level)
+
     kind = "none" if message is None else message.metadata.message_type
     records = {} if message is None else message.content.array_records
     if message is None or kind.split(".")[0] != "train" or len(records) != 1:
@@ -191,17 +208,21 @@ def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialA
             f"the {INITIAL} of another peer's folder",
             code="app.first-message",
         )
-    ((key, arrays),) = records.items()
+
+    ((key, record),) = records.items()
+    arrays = {name: np.array(value) for name, value in numpy_arrays(record).items()}  # copies, of one's own
     configs = {name: dict(config) for name, config in message.content.config_records.items()}
-    return InitialArrays({name: np.array(value) for name, value in numpy_arrays(arrays).items()}, key, configs)
+    return InitialArrays(arrays, key, configs)
 
 
 def _seed(seed: int | None) -> None:
+    """Seed the generators that apps use; None for the system's entropy."""
     random.seed(seed)
-    np.random.seed(None if seed is None else seed % 2**32)  # noqa: NPY002 (apps use it)
     if seed is None:
+        np.random.seed(None)  # noqa: NPY002
         torch.seed()
     else:
+        np.random.seed(seed % 2**32)  # noqa: NPY002 (the largest seed that it takes)
         torch.manual_seed(seed)
 
 
@@ -244,12 +265,14 @@ class ClientAppRunner:
         self._key = initial.key
         self._node, self._context = list(grid.contexts.items())[peer]
         self._evaluate_failed = False
+
+        # The scenario's settings go into the first ConfigRecord, which apps read.
         train = {name: dict(config) for name, config in initial.configs.items()} or {"config": {}}
         self._first = next(iter(train))
         train[self._first] |= scenario.train_config
         self._configs = {"train": train, "evaluate": {self._first: dict(scenario.evaluate_config)}}
         for kind in self._configs:
-            self._content(kind, {}, 1)  # fails before the run where a config is wrong
+            self._content(kind, {}, 1)  # raises before the run if a config is wrong
 
     def _content(self, kind: str, arrays: Arrays, server_round: int) -> RecordDict:
         try:
@@ -339,13 +362,13 @@ class AppTrainer:
         private: the peer's privacy; None for no protection.
 
     Attributes:
-        idle: why it does not train now; empty where it does.
+        idle: why it does not train now; empty if it does.
 
     Raises:
         ScenarioError: the scenario's graph or participation cannot be built.
 
     Privacy: that of `PeerMod`: unit one peer with all its data; adjacency: its update of every round replaced by zero;
-    one Gaussian release a round, charged on disk before the app trains, and again where a round is repeated after a
+    one Gaussian release a round, charged on disk before the app trains, and again if a round is repeated after a
     crash. It holds against all neighbours together, and against an observer of all their traffic.
     """
 
@@ -374,35 +397,39 @@ class AppTrainer:
         self._train_app = train
         self._evaluate_app = evaluate
         self._private = private
-        self._exhausted = False
+        self._exhausted = False  # whether a budget allows no more training
+
         self._mix = Mix(("x", "w"))
         self.algorithm = AppTraining(lambda _, state: self._train(state), self._mix)
         mixing, self.participation = build_exchange(scenario, self.algorithm)
         assert mixing is not None
         self.mixing: Mixing = mixing
+
         digest = numbers_hash(scenario)
         self.run = RunName(digest[:32], digest, ENVIRONMENT)
-        shared = None if private is None else private.ledger
-        self._ledger_folder = folder / "ledger" if shared is None else Path(shared)
+        self._ledger_folder = folder / "ledger"
+        if private is not None and private.ledger is not None:
+            self._ledger_folder = Path(private.ledger)
 
     @property
     def witnessed_ledger(self) -> Ledger | None:
         return self.ledger
 
     def reserve(self) -> tuple[int, Head | None]:
-        """See Trainer; an app's step is charged as it begins, beside which its disk takes no time."""
-        return 0, None if self.ledger is None else self.ledger.head
+        """See Trainer; nothing is paid in advance: an app trains far longer than its charge takes to reach the disk."""
+        head = None if self.ledger is None else self.ledger.head
+        return 0, head
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         return 0 if self.ledger is None else self.ledger.charge_witnessed(witnessed, self._noise)
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
-        if (private := self._private) is not None:
+        private = self._private
+        if private is not None:
+            # Each start names its lines apart, so that a round that is repeated after a crash is charged again.
+            start = secrets.randbits(62)
             budget = private.epsilon or math.inf
-            incarnation = secrets.randbits(62)
-            self.ledger = PeerLedger(
-                self._ledger_folder, self.scenario.name, incarnation, self._peer, private.delta, budget
-            )
+            self.ledger = PeerLedger(self._ledger_folder, self.scenario.name, start, self._peer, private.delta, budget)
         try:
             if self.ledger is not None and state is None:
                 self.ledger.check_budget(self._noise)
@@ -413,7 +440,10 @@ class AppTrainer:
         except BaseException:
             self.close()
             raise
-        return self._first_state() if state is None else state
+
+        if state is None:
+            return self._first_state()
+        return state
 
     def _first_state(self) -> State:
         """Return the state before round 0: x [1, d], w [1], unprotected [1], and the bytes of each unmixed array.
@@ -423,8 +453,9 @@ class AppTrainer:
         layout = self._layout
         arrays = self._initial.arrays
         x = torch.from_numpy(layout.vector(arrays).astype(layout.dtype))[None]
-        local = {"unprotected": torch.zeros(1, dtype=torch.int64), **_unmixed_rows(layout.unmixed(arrays))}
-        return State(np.array([self._peer]), rows={"x": x, "w": torch.ones(1, dtype=x.dtype), **local})
+        rows = {"x": x, "w": torch.ones(1, dtype=x.dtype), "unprotected": torch.zeros(1, dtype=torch.int64)}
+        rows |= _unmixed_rows(layout.unmixed(arrays))
+        return State(np.array([self._peer]), rows=rows)
 
     def use_mixing(self, mixing: Mixing) -> None:
         """See Trainer; no step depends on it."""
@@ -438,15 +469,18 @@ class AppTrainer:
     @cached_property
     def _noise(self) -> float:
         """Return the noise multiplier: the scenario's, or the least that keeps the budget over this peer's rounds."""
-        scenario = self.scenario
         private = self._private
         assert private is not None
-        active = self.participation.active
-        takes_all = scenario.participation.kind == "all"
-        rounds = scenario.rounds if takes_all else sum(bool(active(k)[self._peer]) for k in range(scenario.rounds))
+
+        rounds = self.scenario.rounds
+        if self.scenario.participation.kind != "all":
+            # Who takes part is public, so a peer pays only for its own rounds.
+            active = self.participation.active
+            rounds = sum(bool(active(k)[self._peer]) for k in range(rounds))
         return noise_for(private, rounds)
 
     def advance(self, state: State) -> Exchange | None:
+        # The program has two places: 0 is the step, 1 the exchange.
         if state.at == 0:
             self._train(state)
             state.at = 1
@@ -458,53 +492,67 @@ class AppTrainer:
         return None
 
     def _train(self, state: State) -> None:
-        """Take a round's step, where this peer is active, has some mass, and can pay for it."""
+        """Take a round's step, if this peer is active, has some mass, and can pay for it."""
         k = state.round_index
-        private = self._private
         if self._exhausted or not self.participation.active(k)[self._peer]:
             return
-        mass = self._mass(state)
-        clip_norm = None if private is None else private.clip_norm
-        noise = 0.0 if private is None else self._noise
-        hindrance = take_step(mass, lambda a: self._train_app(a, k + 1), k + 1, self.ledger, clip_norm, noise)
-        if hindrance is not None:
-            self.idle, self._exhausted = hindrance
-            if hindrance.for_good:
-                log.warning("peer %s, round %s: %s", self._peer, k + 1, hindrance.why)
-            return
-        self.idle = ""
-        state.rows["x"][0].copy_(torch.from_numpy(mass.x))
-        state.rows["unprotected"].fill_(mass.unprotected)
-        state.rows.update(_unmixed_rows(mass.unmixed))
 
-    def _mass(self, state: State) -> AppModel:
+        clip_norm = None
+        noise = 0.0
+        if self._private is not None:
+            clip_norm = self._private.clip_norm
+            noise = self._noise
+
+        # Flower counts rounds from 1.
+        server_round = k + 1
+        model = self._model(state)
+        no_step = take_step(
+            model, lambda arrays: self._train_app(arrays, server_round), server_round, self.ledger, clip_norm, noise
+        )
+        if no_step is not None:
+            self.idle = no_step.why
+            self._exhausted = no_step.for_good
+            if no_step.for_good:
+                log.warning("peer %s, round %s: %s", self._peer, server_round, no_step.why)
+            return
+
+        self.idle = ""
+        state.rows["x"][0].copy_(torch.from_numpy(model.x))
+        state.rows["unprotected"].fill_(model.unprotected)
+        state.rows.update(_unmixed_rows(model.unmixed))
+
+    def _model(self, state: State) -> AppModel:
         """Return a copy of the mass and of the arrays that are not mixed."""
         x = state.rows["x"][0].numpy().copy()
         w = float(state.rows["w"][0])
+
         unmixed = {}
         parts = [part for part in self._layout.parts if np.dtype(part[1]).kind != "f"]
         for number, (name, kind, shape) in enumerate(parts):
-            unmixed[name] = state.rows[f"{UNMIXED}{number}"][0].numpy().view(kind).reshape(shape).copy()
+            row = state.rows[f"{UNMIXED}{number}"][0]  # bytes
+            unmixed[name] = row.numpy().view(kind).reshape(shape).copy()
+
         unprotected = int(state.rows["unprotected"][0])
         return AppModel(self._peer, self._layout, mass_of(x, w), unmixed, unprotected=unprotected)
 
     def result(self, state: State) -> AppModel:
         """Return the mass as it is now, and the arrays that are not mixed."""
-        return self._mass(state)
+        return self._model(state)
 
     def evaluate(self, state: State) -> None:
-        """See Trainer: save the model, call the app's evaluate function, and hand in rows where the scenario says so.
+        """See Trainer: save the model, call the app's evaluate function, and hand in rows if the scenario says so.
 
         Privacy: the app's metrics are of private examples, and stay in the folder; no loss is reported.
         """
-        mass = self._mass(state)
-        if mass.w > 0:
+        model = self._model(state)
+        if model.w > 0:
             self.finish(state)
             if self._evaluate_app is not None:
-                arrays = mass.layout.arrays(mass.model(), mass.unmixed)
+                arrays = model.layout.arrays(model.model(), model.unmixed)
                 metrics = self._evaluate_app(arrays, state.round_index)
                 records = {name: dict(metric) for name, metric in metrics.items()}
                 keep_metrics(self._folder, state.round_index, "evaluate", records)
+
         if self.scenario.network.hands_in:
             rows = {name: state.rows[name].numpy() for name in ("x", "w")}
             content = save(rows, {"privdec": json.dumps(self._spent(state))})
@@ -512,25 +560,24 @@ class AppTrainer:
 
     def finish(self, state: State) -> None:
         """See Trainer; the model includes shares that came after the last round."""
-        mass = self._mass(state)
-        if mass.w > 0:
-            arrays = mass.layout.arrays(mass.model(), mass.unmixed)
+        model = self._model(state)
+        if model.w > 0:
+            arrays = model.layout.arrays(model.model(), model.unmixed)
             content = save({name: np.array(value, order="C") for name, value in arrays.items()})
             write_atomically(self._folder / MODEL, content)
 
     def status(self, state: State) -> dict[str, Any]:
-        """See Trainer; with the unit of ε, and why the peer does not train where it does not."""
-        return {
-            **{"loss": None, **self._spent(state), "idle": self.idle},
-            "budget": None if self._private is None else self._private.epsilon,
-            "noise": NOISE["system"],
-        }
+        """See Trainer; with the unit of ε, and why the peer does not train if it does not."""
+        budget = None if self._private is None else self._private.epsilon
+        status: dict[str, Any] = {"loss": None, **self._spent(state)}
+        return status | {"idle": self.idle, "budget": budget, "noise": NOISE["system"]}
 
     def _spent(self, state: State) -> dict[str, Any]:
         """Return ε as JSON has it, and in words with its unit."""
         if self.ledger is None:
             return {"epsilon": json_number(math.inf), "privacy": UNPROTECTED}
-        if unprotected := int(state.rows["unprotected"][0]):
+        unprotected = int(state.rows["unprotected"][0])
+        if unprotected:
             return {"epsilon": json_number(math.inf), "privacy": unprotected_words(unprotected)}
         return {"epsilon": json_number(self.ledger.spent.epsilon), "privacy": str(self.ledger.spent)}
 
@@ -540,9 +587,12 @@ class AppTrainer:
 
 
 def _unmixed_rows(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return arrays that are not mixed as rows of bytes, [1, n] each, of any type."""
-    flat = [np.array(value, order="C").reshape(-1).view(np.uint8) for value in arrays.values()]
-    return {f"{UNMIXED}{number}": torch.from_numpy(row)[None] for number, row in enumerate(flat)}
+    """Return arrays that are not mixed, of any type, as rows of bytes, [1, n] each."""
+    rows = {}
+    for number, value in enumerate(arrays.values()):
+        flat = np.array(value, order="C").reshape(-1).view(np.uint8)
+        rows[f"{UNMIXED}{number}"] = torch.from_numpy(flat)[None]
+    return rows
 
 
 def app_peer(
@@ -578,9 +628,12 @@ def app_peer(
             f"{INITIAL} of another peer's folder",
             code="app.initial-differs",
         )
+
+    # Peers whose digests differ refuse each other, for it is part of what they agree on.
     named = scenario.model_copy(update={"initial": digest})
     private = private or scenario.private
-    return peer_of(AppTrainer(named, device.peer, device.folder, initial, train, evaluate, private), device)
+    trainer = AppTrainer(named, device.peer, device.folder, initial, train, evaluate, private)
+    return peer_of(trainer, device)
 
 
 def run_app_peer(
@@ -613,6 +666,7 @@ def run_app_peer(
     device = device_of(scenario, peer, folder, certificates)
     config = node_config_of(node_config)
     with opened_app(app, scenario.run_config) as opened:
+        # A peer that is started again goes on with the arrays that it began with.
         path = folder / INITIAL
         if initial is None and path.exists():
             initial = path
@@ -623,6 +677,7 @@ def run_app_peer(
             arrays = initial_from_server_app(opened, scenario.n_peers, scenario.seed)
             source = f"of the app's ServerApp, drawn with seed {scenario.seed}; saved in {path}"
         print(f"initial arrays {arrays.digest[:16]}: {source}", file=sys.stderr)
+
         runner = ClientAppRunner(opened.client, scenario, arrays, peer, folder, config, opened.run_config)
         running = app_peer(scenario, device, arrays, runner.train, runner.evaluate)
         run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
@@ -638,7 +693,9 @@ def node_config_of(pairs: Sequence[str]) -> Mapping[str, Any]:
     config = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
-        value = read_plain(text, "--node-config", one_value=True)[0] if equals else None
+        value = None
+        if equals:
+            value, _ = read_plain(text, "--node-config", one_value=True)
         if not key.strip() or not isinstance(value, str | int | float):
             raise ScenarioError(
                 f"--node-config {pair!r} must be KEY=VALUE, the value text, a number, true or false",
@@ -678,7 +735,9 @@ def run_mesh(
     agreed = _checked_scenario(run, scenario, settings)
     assert agreed.network.peers is not None
     assert settings.certificates is not None
+    # The ledger is the peer's own, of all its runs; in the mesh's folder each run would have another.
     private = None if privacy is None else privacy.model_copy(update={"ledger": str(settings.folder)})
+
     folder = mesh_folder(settings, run)
     credentials = credentials_of(agreed, settings.certificates, settings.peer)
     addresses = tuple(peer.address for peer in agreed.network.peers)
@@ -705,7 +764,7 @@ def mesh_folder(settings: PeerSettings, run: str) -> Path:
 
 
 def _checked_scenario(run: str, text: str, settings: PeerSettings) -> AppScenario:
-    """Return the scenario of a train message; raises RunError where it has what a server may not decide."""
+    """Return the scenario of a train message; raises RunError if it has what a server may not decide."""
     scenario = parse_app_scenario(text, where="the scenario of the train message")
     topology = scenario.topology
     peers = scenario.network.peers
