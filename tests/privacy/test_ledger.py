@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -854,6 +855,15 @@ def test_an_opening_of_a_file_sealed_meanwhile_is_refused(written, monkeypatch):
         with raises(BudgetError, "ledger.in-use"):
             reopen(written)
     reopen(written)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def without_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(file_lock.fcntl, "flock", without_locks)
+    with raises(BudgetError, "ledger.no-locks"):
+        Ledger(tmp_path, DATA)
 
 
 class FaultyDisk(Disk):

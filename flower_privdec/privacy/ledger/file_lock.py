@@ -35,7 +35,7 @@ def open_locked(path: Path, durable: bool = True) -> int:
         A descriptor that appends. Closing it releases the lock.
 
     Raises:
-        BudgetError: the file cannot be created, is no regular file, or is in use.
+        BudgetError: the file cannot be created, is no regular file, is in use, or its file system has no locks.
     """
     try:
         make_owners_folder(path.parent)
@@ -51,7 +51,13 @@ def open_locked(path: Path, durable: bool = True) -> int:
         message = f"{path} is not a regular file, so what is written to it may be lost; give another ledger folder"
         raise BudgetError(message, code="ledger.not-a-file")
 
-    if not _lock(fd, path):
+    try:
+        is_ours = _lock(fd, path)
+    except OSError as error:
+        os.close(fd)
+        message = f"{path} cannot be locked ({error.strerror}); give a ledger folder on a file system that has locks"
+        raise BudgetError(message, code="ledger.no-locks") from error
+    if not is_ours:
         os.close(fd)
         message = f"{path} is in use by another run; wait for it to end, or give another ledger folder"
         raise BudgetError(message, code="ledger.in-use")
@@ -59,14 +65,17 @@ def open_locked(path: Path, durable: bool = True) -> int:
 
 
 def _lock(fd: int, path: Path) -> bool:
-    """Lock an open file, without waiting, and return whether that succeeded."""
+    """Lock an open file, without waiting, and return whether that succeeded; raises OSError if it has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
 
-        # Between open and flock, the last holder may have sealed its segment and put a new file under this path. The
-        # lock would then be on a file that no process appends to.
+    # Between open and flock, the last holder may have sealed its segment and put a new file under this path, or taken
+    # the file away. The lock would then be on a file that no process appends to.
+    try:
         return os.path.samestat(path.stat(), os.fstat(fd))
-    except OSError:
+    except FileNotFoundError:
         return False
 
 
