@@ -1,7 +1,8 @@
 """Datasets, their partition among peers, and the sampling of batches."""
 
 from flower_privdec.data.datasets import Examples, PublicSet, partition, read_examples, read_public
-from flower_privdec.data.peer_data import Batch, LocalBatch, PeerData, Sampler
+from flower_privdec.data.peer_data import Batch, PeerData
+from flower_privdec.data.sampling import LocalBatch, Sampler
 
 __all__ = [
     "Batch",

@@ -29,7 +29,7 @@ from torch import Tensor
 from flower_privdec.common.door import Door
 from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text, setting
-from flower_privdec.data.peer_data import draw_poisson
+from flower_privdec.data.sampling import draw_poisson
 from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
 from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
 from flower_privdec.privacy.ledger.charges import Charge, Entry, RunName

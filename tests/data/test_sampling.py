@@ -18,7 +18,7 @@ from scipy.stats import chi2
 from flower_privdec.common.catalogue import SAMPLINGS
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.data import Examples, LocalBatch, PeerData, Sampler
-from flower_privdec.data.peer_data import draw_distinct, draw_poisson
+from flower_privdec.data.sampling import draw_distinct, draw_poisson
 from flower_privdec.rows.keys import keyed_generator, seed_keys
 from flower_privdec.scenario.sections import BatchSection
 
