@@ -250,7 +250,7 @@ def test_a_built_in_without_its_own_name_is_refused(tmp_path: Path, text: str, c
         list(ALGORITHMS)
 
 
-def test_a_list_in_any_key_has_one_number_a_peer(tiny: Tiny, tmp_path: Path) -> None:
+def test_lists_in_any_key_have_one_number_per_peer(tiny: Tiny, tmp_path: Path) -> None:
     text = ALGORITHM.replace("share: Fraction", "share: PerPeer").replace("import Fraction", "import PerPeer")
     with both_doors(ALGORITHMS, tmp_path, "half_push", text):
         for setting in (BUILT_IN, OWN):
