@@ -269,7 +269,7 @@ class SavedState:
     Attributes:
         state: whose shares are those of the snapshot.
         snapshot: does not change.
-        live: the same state, as the message that saved it went on with it to its end; None where it failed.
+        live: the same state, as the message that saved it went on with it to its end; None if it failed.
     """
 
     state: PeerState

@@ -40,7 +40,7 @@ UNPROTECTED = f"epsilon = inf (unit: {UNIT}); what an app's own training protect
 
 
 def unprotected_words(updates: int) -> str:
-    """Return what to report of ε where some updates of a run were made without protection."""
+    """Return what to report of ε if some updates of a run were made without protection."""
     return f"epsilon = inf (unit: {UNIT}; {updates} update{'s' * (updates > 1)} of this run had no protection)"
 
 
@@ -150,7 +150,7 @@ class PeerLedger(Ledger):
         return self.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
 
     def charge(self, round_index: int, noise: float) -> bool:
-        """Charge one round's update, on disk before it is computed, and return True; False where the budget is spent.
+        """Charge one round's update, on disk before it is computed, and return True; False if the budget is spent.
 
         Args:
             round_index: from 1.
@@ -189,7 +189,7 @@ def spent_so_far(folder: Path, delta: float) -> PeerSpent:
 
 
 def norm(vector: np.ndarray) -> float:
-    """Return the Euclidean norm of a vector, float64 [d], without overflow below it; NaN or ∞ where it has such."""
+    """Return the Euclidean norm of a vector, float64 [d], without overflow below it; NaN or ∞ if it has such."""
     with np.errstate(over="ignore"):
         length = math.sqrt(float(np.square(vector).sum()))  # pairwise, and on one core
     if 1e-100 < length < 1e100:  # no square of a number that matters was 0 or infinite
@@ -220,7 +220,7 @@ def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
 
 
 def unsound(update: np.ndarray) -> str:
-    """Return what is wrong with an update in words; empty where nothing is."""
+    """Return what is wrong with an update in words; empty if nothing is."""
     if math.isfinite(float(update.sum())):  # as with an infinite number or NaN among them it is not
         return ""
     if np.isnan(update).any():
@@ -232,7 +232,7 @@ def unsound(update: np.ndarray) -> str:
 def app_privacy(
     clip_norm: float | None, noise_multiplier: float | None, epsilon: float | None, delta: float
 ) -> AppPrivacySection | None:
-    """Return what an app asks for: None where it gives no clip norm, noise or budget.
+    """Return what an app asks for; None if it gives no clip norm, noise or budget.
 
     Raises:
         ScenarioError: a value of the wrong kind or out of its range, or a clip norm without noise, or noise without a
@@ -241,7 +241,8 @@ def app_privacy(
     given = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "epsilon": epsilon}
     check_numbers({**given, "delta": delta})
     numbers = {name: float(value) for name, value in given.items() if value is not None}
-    checked = numbers or {"clip_norm": 1.0, "noise_multiplier": 1.0}  # where nothing is asked for, δ is checked alone
+    # If nothing is asked for, only δ is checked: the two numbers stand for any that are right.
+    checked = numbers or {"clip_norm": 1.0, "noise_multiplier": 1.0}
     section = validated(AppPrivacySection, {**checked, "delta": delta}, "PeerMod")
     return section if numbers else None
 
@@ -276,7 +277,7 @@ def take_step(
 ) -> NoStep | None:
     """Charge one update, let the app train, and add m · (u · min(1, C / ‖u‖) + N(0, σ² C² I)) to x.
 
-    u is what the app moved z by. m is the peer's number of examples, 1 where peers count alike, and at most 2 w: of a
+    u is what the app moved z by. m is the peer's number of examples, 1 if peers count alike, and at most 2 w: of a
     peer that holds little of the mass, z = x / w would leap.
 
     Args:
@@ -284,11 +285,11 @@ def take_step(
         train: returns arrays of the state's layout, as `returned_arrays` has them.
         round_index: from 1.
         ledger: None for no protection.
-        clip_norm: C; None where there is no ledger.
+        clip_norm: C; None if there is no ledger.
         noise: σ, noise std over C.
 
     Returns:
-        None where a step was taken. Where the app's own ledger, as `private` has one, allows no more, the state is as
+        None if a step was taken. If the app's own ledger, as `private` has one, allows no more, the state is as
         it was, and the words of that ledger stay in the app's log.
 
     Privacy: one Gaussian release of the whole update, charged before the app runs. Without protection the state counts
@@ -296,36 +297,50 @@ def take_step(
     """
     if state.w < LEAST_WEIGHT:
         return NoStep(f"it holds {state.w:.2g} of the mass, and waits for a share before it trains", for_good=False)
+
+    # Pay first and durably. A crash may then count an update too many, never one too few.
     observer = UPDATES.observer()
     if ledger is not None and observer is not None:
         observer.admit(ledger, ledger.delta)
     if ledger is not None and not ledger.charge(round_index, noise):
         why = f"its next update would exceed epsilon = {ledger.budget:g}; it stops training and only exchanges"
         return NoStep(why, for_good=True)
-    given = state.given_model()
+
+    given = state.given_model()  # [d]
     try:
         returned = train(state.layout.arrays(given, state.unmixed))
     except BudgetError:
         return NoStep(APP_SPENT, for_good=True)
-    with np.errstate(all="ignore"):  # also where the app has numpy raise
-        update = state.layout.moved_by(returned, given)
-        if wrong := unsound(update):
+
+    with np.errstate(all="ignore"):  # even if the app lets numpy raise
+        update = state.layout.moved_by(returned, given)  # [d]
+        wrong = unsound(update)
+        if wrong:
             update = np.zeros_like(update)
         else:
             state.unmixed = state.layout.unmixed(returned)
+
+        # An update that counts as zero gets its noise too: that it was unsound is of the app's data.
         if clip_norm is not None and ledger is not None and observer is not None:
             update = observer.released(ledger, update, clip_norm, noise, protected)
         elif clip_norm is not None:
             update = protected(clip_norm, noise, update)
-        weight = min(state.examples, 2 * state.w) * (1.0 if state.dual is None else state.dual[0].weight(state.dual[1]))
+
+        weight = min(state.examples, 2 * state.w)
+        if state.dual is not None:
+            averaging, t = state.dual
+            weight *= averaging.weight(t)
         step = update if weight == 1 else weight * update
-        after = np.empty_like(state.x)
+
+        after = np.empty_like(state.x)  # [d]
         np.add(state.x, step, out=after, casting="same_kind")
-        if infinite := unsound(after):
+        infinite = unsound(after)
+        if infinite:
             wrong = wrong or infinite
         else:
             state.x = after
             state.unprotected += clip_norm is None
+
     if wrong:
         words = "peer %s, round %s: %s, so its update counts as zero; lower the learning rate, or look at its data"
         log.warning(words, state.peer, round_index, wrong)

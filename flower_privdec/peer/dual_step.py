@@ -17,7 +17,7 @@ class DualStep:
 
         x_t = argmin_x <-s, x> + ι A_t (l2 ‖x‖²/2 + l1 ‖x‖_1) + γ_t ‖x‖²/2, inside the box or the ball
 
-    with s the sum of a_t times the updates, a_t = t and γ_t = γ where strongly convex, else a_t = 1 and γ_t = γ √t, and
+    with s the sum of a_t times the updates, a_t = t and γ_t = γ if strongly convex, else a_t = 1 and γ_t = γ √t, and
     A_t = a_1 + ... + a_t.
 
     Attributes:

@@ -84,7 +84,7 @@ class KnownPeers:
     """Whose key is whose, as one peer has it: pinned by its owner, or as first seen.
 
     Args:
-        folder: the peer's, where what is first seen is kept.
+        folder: the peer's, which keeps what is first seen.
         pinned: a JSON file {"PEER": "PUBLIC KEY IN HEXADECIMAL", ...} of the owner's; then no one else is known.
 
     Raises:

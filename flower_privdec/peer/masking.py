@@ -11,7 +11,7 @@ states once (`Handed`). A peer that does not answer spoils its round's mean.
 What remains: a ServerApp may depart from the protocol between two sums over one set. By weights and withheld shares it
 moves mass out of one peer's model alone, and by a learning rate of zero it stops an app's training. What it then finds
 is a peer's model with the noise of all its updates, of which the peer's ε holds; an unprotected peer has no noise. The
-same is left where it keeps all others from a step, as by withheld reports of ledgers: they enter its mean as zero. It
+same is left if it keeps all others from a step, as by withheld reports of ledgers: they enter its mean as zero. It
 could also introduce peers of its own making, unless the owners pin keys.
 """
 

@@ -53,13 +53,13 @@ class Trainer(Protocol):
 
     Attributes:
         scenario: name, number of peers, rounds, network, evaluation and threads, on which all peers agree.
-        algorithm: the program, whose exchanges the peer performs; its steps are called by `advance` alone.
+        algorithm: the program, whose exchanges the peer performs; only `advance` calls its steps.
         mixing: the graph and its weights.
         run: names the run in checkpoints.
         device: where the rows are.
-        constants: a hash of the parts of the model that are not trained; "" where it has none, or they are not known.
-        witnessed_ledger: that neighbours see; None where there is none, or noise follows from a seed.
-        pair_secrets: with neighbours, whose reports carry the keys; None where noise does not cancel between peers.
+        constants: a hash of the parts of the model that are not trained; "" if it has none, or they are not known.
+        witnessed_ledger: that neighbours see; None if there is none, or if noise follows from a seed.
+        pair_secrets: with neighbours, whose reports carry the keys; None if noise does not cancel between peers.
     """
 
     mixing: Mixing
@@ -77,7 +77,7 @@ class Trainer(Protocol):
     def witnessed_ledger(self) -> Ledger | None: ...
 
     def reserve(self) -> tuple[int, Head | None]:
-        """Return for how many steps the ledger has paid, and its head; 0 and None where there is none.
+        """Return for how many steps the ledger has paid, and its head; 0 and None if there is none.
 
         It may then begin to put the next private step's charge on disk; the step waits for it.
         """
@@ -118,14 +118,14 @@ class Trainer(Protocol):
         """
 
     def status(self, state: State) -> dict[str, Any]:
-        """Return `loss` (None where there is none), `epsilon`, `budget` and `noise`, and anything more to report.
+        """Return `loss` (None if there is none), `epsilon`, `budget` and `noise`, and anything more to report.
 
         Where noise cancels between peers, `epsilon` is against as many colluders as the scenario names, and
         `epsilon_if_all_collude` against all other peers.
         """
 
     def finish(self, state: State) -> None:
-        """Save the model after final mixing, and leave it where the scenario allows others to read it."""
+        """Save the model after final mixing, and leave it for others to read if the scenario allows that."""
 
     def close(self) -> None:
         """Close the ledger; a second time does nothing."""
@@ -237,7 +237,7 @@ class ScenarioTrainer:
         self._hand_in(state, rows_path(self._folder, state.round_index))
 
     def _hand_in(self, state: State, path: Path) -> None:
-        """Leave the device's model in its folder, and the rows to be handed in where the scenario allows it."""
+        """Leave the device's model in its folder, and the rows to be handed in if the scenario allows that."""
         rows = {name: state.rows[name] for name in self.algorithm.open_rows}
         self._loss = public_losses(self.experiment, rows)[0]
         model = self.algorithm.models(rows)[0]
@@ -345,7 +345,7 @@ def _check_pairs(scenario: Scenario, mixing: Mixing) -> None:
 
 
 def _hold(data: Path) -> int:
-    """Lock a peer's own data file against other peers of this machine; return its descriptor, -1 where none can be."""
+    """Lock a peer's own data file against other peers of this machine; return its descriptor, -1 if none can be."""
     try:
         file = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # which reading it raises

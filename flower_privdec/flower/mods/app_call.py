@@ -1,4 +1,4 @@
-"""Calling a user's app in a peer's place: the only place where that is done.
+"""Calling a user's app in a peer's place: nothing else does that.
 
 `answer_of` calls it. What it may answer is checked by `returned_arrays`, and what of its metrics stays is kept by
 `keep_metrics`. An app's failure is an `AppFailedError`, whose details may tell of its data: a caller that protects the

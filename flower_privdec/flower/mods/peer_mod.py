@@ -136,15 +136,15 @@ class PeerRequest(_Record):
     """What the strategy asks of a peer. It names no key, no ledger and, outside a simulation, no path.
 
     Attributes:
-        kind: introduce, join, greet (reports of ledgers alone), round, deliver, evaluate or mesh.
+        kind: introduce, join, greet (only reports of ledgers), round, deliver, evaluate or mesh.
         run: the run's name.
         peer: the receiver.
         folder: where a simulation's peers keep their files.
         arrays: the key of the ArrayRecord that the app's functions look for.
         local_record: the name of an ArrayRecord that never leaves the peer: the initial arrays at first, then what the
             app's train function last answered under that name; it is given to both of the app's functions. Empty: none.
-        dual: the step of dual averaging (`DualStep`) that gives the peer's model; empty where x / w is it.
-        weighted_by: the metric of the app by whose value the peer counts, where its metrics leave; empty: by 1.
+        dual: the step of dual averaging (`DualStep`) that gives the peer's model; empty if x / w is it.
+        weighted_by: the metric of the app by whose value the peer counts, if its metrics leave; empty: by 1.
         round_index, rounds: the round, from 1, and how many there will be; deliver: the round whose mean it is.
         founding: join: whether the initial arrays are this peer's mass, or only say what a model looks like.
         receivers, weights: round: the peers j that W[j, peer] of the mass goes to.
@@ -188,21 +188,21 @@ class PeerReport(_Record):
 
     Attributes:
         peer, n_peers: which it is, of how many.
-        incarnation: of its state of this run; 0 where it has none.
+        incarnation: of its state of this run; 0 if it has none.
         round_index: the last round in which it took part.
         key: its public key.
         sealed: whether it seals what it sends.
         trained: whether it trained now.
         idle: over a server, whether it took no step in the last round that it took part in.
-        stopped: why it did not train; empty where it did.
+        stopped: why it did not train; empty if it did.
         exhausted: whether that is for good, its budget being spent.
-        spent: its ε in words, with unit, adjacency and what was charged; empty where nothing is protected.
-        epsilon: its ε; ∞ where nothing is protected. Where the app protects its examples, at the end theirs.
+        spent: its ε in words, with unit, adjacency and what was charged; empty if nothing is protected.
+        epsilon: its ε; ∞ if nothing is protected. If the app protects its examples, at the end theirs.
         app_spent: that of the app's examples in words, at the end.
         acknowledgements: frames: which shares are in its mass on disk.
         refused_keys, refused: the shares that it refused, and why.
         orphaned: how many of its shares went to states that were lost.
-        address: HOST:PORT at which other peers can reach it; empty where they cannot.
+        address: HOST:PORT at which other peers can reach it; empty if they cannot.
         mean_of: the peers of the last masked sum that it entered.
         examples: the public number by which it counts.
         keeps_metrics: whether the app's metrics stay in its folder.
@@ -270,7 +270,7 @@ class RequestHandler:
         request: of the strategy.
         node: the settings of the peer's node.
         privacy: how it protects what it sends.
-        seal: whether it seals what it sends, and takes sealed shares alone.
+        seal: whether it seals what it sends, and takes only sealed shares.
     """
 
     def __init__(self, request: PeerRequest, node: PeerSettings, privacy: AppPrivacySection | None, seal: bool) -> None:
@@ -951,7 +951,7 @@ class PeerMod:
             peer.state.handed = done.handed
 
     def _count(self, peer: RequestHandler, answer: RecordDict, context: Context) -> float:
-        """Return the public number of examples by which a peer counts: the owner's, else the app's where it leaves."""
+        """Return the public number of examples by which a peer counts: the owner's, else the app's if it leaves."""
         count: Any = setting_of("examples", self._examples, context)
         if count is None and not self.keeps_metrics:
             metrics: Mapping[str, Any] = next(iter(answer.metric_records.values()), {})
@@ -1012,7 +1012,7 @@ class PeerMod:
             raise self._failed(peer, error.what, error.details) from None
 
     def _renew_local_arrays(self, peer: RequestHandler, state: PeerState, answer: RecordDict) -> None:
-        """Keep the record of a train function's answer that never leaves, where it is the model's and finite."""
+        """Keep the record of a train function's answer that never leaves, if it is the model's and finite."""
         name = peer.request.local_record
         if not state.local_arrays or name not in answer.array_records:
             return

@@ -26,7 +26,7 @@ from flower_privdec.scenario.sections import AppScenario
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 WAITING_SECONDS = 3.0  # until a peer that has taken rounds says what it waits for
-AGAIN_SECONDS = 60.0  # until it says so again, where there is no terminal
+AGAIN_SECONDS = 60.0  # until it says so again, if there is no terminal
 PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG: the kernel signals this process when its parent ends
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
 
@@ -54,7 +54,7 @@ def run_peer(
     with_parent: bool = False,
     charge_witnessed: bool = False,
 ) -> None:
-    """Run one peer until its rounds are done, SIGTERM or Ctrl-C; it begins, or goes on where its folder holds the run.
+    """Run one peer until its rounds are done, SIGTERM or Ctrl-C; it begins, or continues if its folder holds the run.
 
     Args:
         folder: its own.
@@ -106,7 +106,7 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
     A peer that was done before takes no round; it waits for its neighbours to end, and keeps the summary of its run.
 
     Args:
-        every: how many rounds lie between two status lines where there is no terminal.
+        every: how many rounds lie between two status lines if there is no terminal.
         with_parent, charge_witnessed: see `run_peer`.
     """
     folder = running.device.folder
@@ -146,8 +146,8 @@ def _stop_at_end(running: RunningPeer) -> None:
 class _StatusLine:
     """Shows how a peer does, and what it waits for: over the same line on a terminal.
 
-    Elsewhere it is a line an evaluation, and one while the peer waits: at once before its first round, later where no
-    round ended for WAITING_SECONDS; again where that changed, but not within WAITING_SECONDS; and every AGAIN_SECONDS.
+    Elsewhere it is a line an evaluation, and one while the peer waits: at once before its first round, later if no
+    round ended for WAITING_SECONDS; again if that changed, but not within WAITING_SECONDS; and every AGAIN_SECONDS.
     """
 
     def __init__(self, running: RunningPeer, every: int) -> None:
