@@ -499,6 +499,7 @@ def _peers(plan: dict[str, Any]) -> Table:
     peers = plan["peers"]
     numbers = ("noise multiplier", f"σ at rounds 0, {rounds // 2}, {rounds - 1}", "ε after each quarter", "δ")
     table = _table([("peers", "left"), *((heading, "right") for heading in numbers)])
+
     optional = [key for key in OPTIONAL if any(row[key] is not None for row in peers)]
     for key in optional:
         constant = key == "mu_0" and all(row["mu_bar"] is not None for row in peers)
@@ -526,11 +527,15 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
         return
     fewest, most = pairs["secrets_of_a_peer"]
     others = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+
     strength = pairs["strength"]
-    deployed = pairs["network_strength"]
-    network = "" if deployed == strength else f"; on a network strength {number(deployed)}, for peers may restart"
-    bound = pairs["least_mean_noise"]
-    least = "" if bound is None else f"these pairs allow no less than {percent(bound)}; "
+    network = ""
+    if pairs["network_strength"] != strength:
+        network = f"; on a network strength {number(pairs['network_strength'])}, because peers may restart"
+
+    least = ""
+    if pairs["least_mean_noise"] is not None:
+        least = f"these pairs allow no less than {percent(pairs['least_mean_noise'])}; "
     yield (
         "pairs",
         f"strength {number(strength)}, secrets with {others} peers each, of which {pairs['colluding']} may "
@@ -577,14 +582,19 @@ def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]
 
 def _cost(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str | None]]:
     """Yield memory and time; verbose also memory by part and by kind of table, and how gradients are computed."""
-    sizes = [f"{name} {memory(size)}" for name, size in plan["memory"].items() if size] if verbose else []
-    yield "memory", f"about {memory(plan['memory_bytes'])}{': ' if sizes else ''}{', '.join(sizes)}"
+    needed = f"about {memory(plan['memory_bytes'])}"
+    if verbose:
+        sizes = [f"{name} {memory(size)}" for name, size in plan["memory"].items() if size]
+        needed = f"{needed}: {', '.join(sizes)}" if sizes else needed
+    yield "memory", needed
+
     if verbose:
         yield "gradients", plan["gradients"]
     if verbose and plan["tables"] is not None:
         texts = {name: NOTHING if size is None else memory(size) for name, size in plan["tables"].items()}
         used = {plan["table"]: " (chosen)"}
         yield "tables", ", ".join(f"{name} {text}{used.get(name, '')}" for name, text in texts.items())
+
     by = f", by {plan['workers']} processes" if plan["workers"] > 1 else ""
     if plan["seconds"] is None:
         yield "time", "not timed: it does not fit into memory"

@@ -122,59 +122,89 @@ def expand(
             )
         common_after = [*settings, f"name={json.dumps(study.name)}"]
         _check_settings(settings)
+
         cells: list[Cell] = []
         for combination in itertools.product(*points):
             best = None
             if source is not None:
+                # What was chosen at the same place of the axes that both parts have.
                 place = {name: point.label for name, point in zip(part.axes, combination, strict=True)}
                 shared = tuple(place[name] for name in source.axes_at(size) if name not in source.best_over)
                 best = (choices or {}).get(source.name, {}).get(shared)
             waits = source is not None and best is None
             own = _own_settings(part, source, size, combination, best)
+            unchosen = tuple(_own_settings(part, None, size, combination, None))
             for seed in repetitions:
                 lines = [*anchored([*common, *own], study.folder), *common_after, *seed]
-                unchosen = tuple(_own_settings(part, None, size, combination, None))
                 cell = replace(_cell(part, combination, text, base, lines), own=unchosen)
-                cells.append(replace(cell, waits=True, key=f"waits-{cell.key}") if waits else cell)
+                if waits:
+                    cell = replace(cell, waits=True, key=f"waits-{cell.key}")
+                cells.append(cell)
+
         _check_rows(part, cells)
         for cell in cells:
             _check_labels(cell, part.axes_at(size))
-        rows = [cells[start : start + len(repetitions)] for start in range(0, len(cells), len(repetitions))]
-        if any(len({cell.key for cell in row}) < len(row) for row in rows):
+        _check_seeds_differ(part, cells, len(repetitions))
+        _check_fields(part, cells)
+        _check_figures(part, cells)
+        _check_metrics(part, cells)
+        all_cells += cells
+    return all_cells
+
+
+def _check_seeds_differ(part: Part, cells: Sequence[Cell], n_seeds: int) -> None:
+    """Refuse seeds that change nothing, because the scenario gives a seed for each kind of draws."""
+    for start in range(0, len(cells), n_seeds):
+        keys = [cell.key for cell in cells[start : start + n_seeds]]
+        if len(set(keys)) < len(keys):
             raise ScenarioError(
                 f"part {part.name}: seeds data, model and run are all given in the scenario, so that another seed "
                 "changes nothing; leave out those that the study's seeds should vary",
                 code="study.seeds-fixed",
             )
-        for i, path in enumerate(part.fields):
-            if not any(_has_field(cell.scenario, path) for cell in cells):
-                raise ScenarioError(
-                    f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, as algorithm.learning_rate",
-                    code="study.unknown-field",
-                )
-        for i, figure in enumerate(part.figures):
-            places = [list(part.axes).index(name) for name in figure.where]
-            drawn = [cell for cell in cells if [cell.labels[place] for place in places] == [*figure.where.values()]]
-            if figure.along == "gradients" and any(cell.scenario.data.batch.size is None for cell in drawn):
-                raise ScenarioError(
-                    f"part {part.name}, figures.{i}: gradients are counted by data.batch.size, which a cell lacks; "
-                    "give it in all cells, or draw along rounds",
-                    code="study.gradients",
-                )
-        kinds = kinds_of(cell.scenario for cell in cells)
-        for key, name in part.all_metrics().items():
-            try:
-                metric(name, kinds)
-            except ScenarioError as error:
-                raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
-            if name == "training-loss" and not all(cell.scenario.evaluation.training_loss for cell in cells):
-                raise ScenarioError(
-                    f"part {part.name}, {key}: '{name}' is measured only if a scenario asks for it; set "
-                    "evaluation.training_loss=true (and, with privacy, evaluation.private=ignored) in all cells",
-                    code="study.training-loss",
-                )
-        all_cells += cells
-    return all_cells
+
+
+def _check_fields(part: Part, cells: Sequence[Cell]) -> None:
+    """Refuse a column that is no key of any cell's scenario."""
+    for i, path in enumerate(part.fields):
+        if not any(_has_field(cell.scenario, path) for cell in cells):
+            raise ScenarioError(
+                f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, as algorithm.learning_rate",
+                code="study.unknown-field",
+            )
+
+
+def _check_figures(part: Part, cells: Sequence[Cell]) -> None:
+    """Refuse a figure along gradients of cells whose gradients cannot be counted."""
+    for i, figure in enumerate(part.figures):
+        if figure.along != "gradients":
+            continue
+        places = [list(part.axes).index(name) for name in figure.where]
+        labels = list(figure.where.values())
+        drawn = [cell for cell in cells if [cell.labels[place] for place in places] == labels]
+        if any(cell.scenario.data.batch.size is None for cell in drawn):
+            raise ScenarioError(
+                f"part {part.name}, figures.{i}: gradients are counted by data.batch.size, which a cell lacks; "
+                "give it in all cells, or draw along rounds",
+                code="study.gradients",
+            )
+
+
+def _check_metrics(part: Part, cells: Sequence[Cell]) -> None:
+    """Refuse a metric that no cell has, or that some cells do not measure."""
+    kinds = kinds_of(cell.scenario for cell in cells)
+    for key, name in part.all_metrics().items():
+        try:
+            metric(name, kinds)
+        except ScenarioError as error:
+            raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
+
+        if name == "training-loss" and not all(cell.scenario.evaluation.training_loss for cell in cells):
+            raise ScenarioError(
+                f"part {part.name}, {key}: '{name}' is measured only if a scenario asks for it; set "
+                "evaluation.training_loss=true (and, with privacy, evaluation.private=ignored) in all cells",
+                code="study.training-loss",
+            )
 
 
 def _check_settings(settings: Sequence[str]) -> None:
@@ -225,13 +255,21 @@ def _own_settings(
     if source is not None:
         axes = source.axes_at(size)
         names = [name for name in axes if name in source.best_over]
-        chosen = dict(zip(names, best or [axes[name].labels()[0] for name in names], strict=True))
-        everything = {(name, point.label): point for name, axis in axes.items() for point in axis.all_points()}
-        points = {name: points.get(name) or everything[name, chosen[name]] for name in axes} | points
+        if best is None:
+            best = tuple(axes[name].labels()[0] for name in names)
+        chosen = dict(zip(names, best, strict=True))
+
+        # The source's axes in their order, with the points chosen there, and then this part's other axes.
+        all_points = {(name, point.label): point for name, axis in axes.items() for point in axis.all_points()}
+        points = {name: points.get(name) or all_points[name, chosen[name]] for name in axes} | points
         cases = [case for case in source.cases if not case.where.keys().isdisjoint(chosen)] + cases
-    labels = {name: point.label for name, point in points.items()}.items()
+
     lines = [line for point in points.values() for line in point.settings]
-    return lines + [line for case in cases if labels >= case.where.items() for line in case.settings]
+    labels = {name: point.label for name, point in points.items()}
+    for case in cases:
+        if labels.items() >= case.where.items():
+            lines += case.settings
+    return lines
 
 
 def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, settings: list[str]) -> Cell:
