@@ -63,7 +63,8 @@ class SparseRows:
         pairs = np.zeros((len(flat), 2, len(columns)), np.float32)
         pairs[:, 0][inside] = self.matrix.indices[places]
         pairs[:, 1][inside] = self.matrix.data[places]
-        return torch.from_numpy(pairs).view(*rows.shape, 2, -1)
+        # L is named: of no rows, as in a step in which all peers are spent, it could not be worked out.
+        return torch.from_numpy(pairs).view(*rows.shape, 2, len(columns))
 
     def content(self) -> Sequence[np.ndarray]:
         """Return the rows' arrays in a canonical form, for a hash."""

@@ -8,11 +8,12 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from battery_rows import row_of
 
 from tools.battery.battery import PLAIN, new_array, stale_lines, try_row
 from tools.battery.covering import Row
 from tools.battery.laws import Outcome, try_case
-from tools.battery.levels import LEVELS, NAMES, applies
+from tools.battery.levels import NAMES, applies
 from tools.battery.refused import Line, known, read
 from tools.battery.rows import Case
 
@@ -27,12 +28,6 @@ def rows() -> list[Row]:
         array.accept(row)
         some.append(row)
     return some
-
-
-def row_of(**levels: str) -> Row:
-    """Return a plain row but for some levels, by the names of their factors (`_` for a space)."""
-    chosen = {name.replace("_", " "): level for name, level in levels.items()}
-    return tuple(LEVELS[name].index(chosen.get(name, LEVELS[name][0])) for name in NAMES)
 
 
 @pytest.mark.parametrize("number", range(CASES))

@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from battery_rows import row_of
 
 from flower_privdec.common.errors import PrivdecError, ScenarioError
 from tools.battery import remedies
-from tools.battery.covering import Row
 from tools.battery.laws import refusal_of
-from tools.battery.levels import LEVELS, NAMES
 from tools.battery.remedies import follow
 from tools.battery.rows import Case
 
 
 def case_of(folder: Path, **levels: str) -> Case:
     """Return the case of a plain row but for some levels."""
-    row: Row = tuple(LEVELS[name].index(levels.get(name, LEVELS[name][0])) for name in NAMES)
-    return Case.of(row, folder / "row")
+    return Case.of(row_of(**levels), folder / "row")
 
 
 @pytest.mark.parametrize(

@@ -228,3 +228,13 @@ def test_the_plan_says_what_sparse_examples_take(build: Build) -> None:
     few = make_plan(build(*SYNTHETIC, DDA, "rounds=2", "n_peers=16", "participation={kind: edges, count: 1}"))
     assert few["memory"]["state"] == 3 * 16 * d * 8
     assert "memory" in plan_text(few, verbose=True)
+
+
+def test_a_step_of_spent_peers_packs_no_rows(build: Build, tmp_path: Path) -> None:
+    """Noise that cancels goes on after all budgets are spent, for what pairs share; no example is drawn then."""
+    budget = "privacy={epsilon: 6, delta: 1.0e-3, noise_multiplier: 0.8, noise: {kind: cancelling, colluding: 0}}"
+    experiment = build(*SYNTHETIC, budget, "data.batch.size=30", "rounds=12")
+    summary = run(experiment, tmp_path)
+    assert max(row["rounds_run"] for row in summary["privacy"]) < 12
+    rows = SparseRows(sparse.csr_matrix(np.eye(3, dtype=np.float32)))
+    assert rows.packed(np.zeros((0, 2), dtype=np.int64)).shape == (0, 2, 2, 1)

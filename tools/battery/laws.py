@@ -329,8 +329,13 @@ def _run_with_ending(
     if runtime == "engine" and experiment.scenario.compute.generator != "system":
         charged = _up_to_evaluation(before_it, reference)
         return Taken([before_it, after_it], [charged, after_it]), summary
-    # Other noise is another release, which is paid for again: at most that of all steps.
-    return Taken([reference], [reference, reference]), summary
+    # Other noise is another release, which is paid for again: at most that of all steps. With a budget, what was paid
+    # for again may leave no room for the last steps, so nothing is known to have been taken.
+    fewest = reference
+    private = experiment.scenario.private
+    if private is not None and private.epsilon is not None:
+        fewest = replace(reference, steps=[])
+    return Taken([fewest], [reference, reference]), summary
 
 
 def _up_to_evaluation(killed: Measured, reference: Measured) -> Measured:

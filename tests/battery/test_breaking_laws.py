@@ -1,0 +1,96 @@
+"""The laws of the battery, each broken on purpose: it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from battery_rows import row_of
+
+from flower_privdec.experiment import checkpoint, fingerprints, run_key, spent
+from flower_privdec.flower.apps.server_app import Relay
+from flower_privdec.privacy.noise.philox import PhiloxNoise
+from flower_privdec.scenario import loading
+from tools.battery.laws import try_case
+from tools.battery.rows import Case
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def relay_is_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row that a node waits for is that of the sender before."""
+    true = Relay._rows_for
+
+    def rows_for(relay: Relay, peers: np.ndarray) -> dict[str, Any]:
+        sent = list(relay._outbox.items())
+        relay._outbox = {key: sent[at - 1][1] for at, (key, _) in enumerate(sent)}
+        return true(relay, peers)
+
+    monkeypatch.setattr(Relay, "_rows_for", rows_for)
+
+
+def setting_of_a_deep_key_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = loading.put
+
+    def put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
+        if len(path) < 3:
+            true(data, path, value)
+
+    monkeypatch.setattr(loading, "put", put)
+
+
+def noise_is_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = PhiloxNoise.add_
+
+    def add_(source: PhiloxNoise, out: Any, std: Any, *rest: Any) -> None:
+        true(source, out, 0.8 * std, *rest)
+
+    monkeypatch.setattr(PhiloxNoise, "add_", add_)
+
+
+def epsilon_times(factor: float) -> Break:
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        true = spent.epsilons
+        monkeypatch.setattr(spent, "epsilons", lambda *given: [factor * value for value in true(*given)])
+
+    return patch
+
+
+def data_are_in_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (fingerprints, run_key):
+        monkeypatch.setattr(module, "fingerprint", lambda x, y: b"any data")
+
+
+def resumed_rows_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = checkpoint.restored
+
+    def restored(*given: Any) -> Any:
+        read = true(*given)
+        read.state.rows["x"] += 1e-6
+        return read
+
+    monkeypatch.setattr(checkpoint, "restored", restored)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "levels", "law"),
+    [
+        (relay_is_off_by_one, {"graph": "ring", "runtime": "relay"}, "runtimes agree"),
+        (setting_of_a_deep_key_is_lost, {"sampling": "uniform"}, "yaml, --set and Python agree"),
+        (noise_is_smaller, {}, "law.noise"),
+        (epsilon_times(0.97), {}, "no ε is below the truth"),
+        (epsilon_times(1.05), {}, "no ε is 2 % above the truth"),
+        (data_are_in_no_key, {"data": "npz", "edit": "example"}, "what changes numbers changes keys"),
+        (resumed_rows_are_moved, {"ending": "stopped"}, "straight and resumed agree"),
+    ],
+    ids=["relay", "settings", "noise", "too little", "too much", "keys", "resume"],
+)
+def test_a_law_that_is_broken_is_seen(
+    break_it: Break, levels: dict[str, str], law: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    outcome = try_case(Case.of(row_of(**levels), tmp_path / "row"))
+    assert law in [violation.law for violation in outcome.violations], outcome
