@@ -7,7 +7,6 @@ import json
 import os
 from collections import Counter
 from copy import deepcopy
-from functools import partial
 from itertools import combinations, count
 from pathlib import Path
 from typing import Any
@@ -243,7 +242,8 @@ def test_a_server_with_q_colluders_faces_the_charged_noise(
 def test_machines_on_which_seeded_noise_cannot_cancel_are_refused(
     host: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flower_privdec.experiment.run_name.cpu_model", partial(next, count()))
+    machines = count()
+    monkeypatch.setattr("flower_privdec.experiment.run_name.cpu_model", lambda: f"machine {next(machines)}")
     code = {"relay": "noise.pair-machines", "sharded": "nodes.failed"}[host]
     with raises(RunError, code, "draw other noise of pairs|about to run something else"):
         flower_runs.run_under_flower(tiny(*COMPLETE, "compute.generator=null"), tmp_path / "run", host)
