@@ -506,7 +506,7 @@ def _hash_without(scenario: Scenario | AppScenario, excluded: Any, *, movable: b
     data |= {"seed": None, "seeds": scenario.all_seeds()}  # regardless of their source
     compute = data.get("compute", {})
     if compute.get("generator") == "portable":
-        compute["generator"] = "comparable"  # its name when the published tables were drawn, which so can be repeated
+        compute["generator"] = "comparable"  # the name that its keys were made with
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()
 
 
