@@ -121,6 +121,7 @@ def test_no_two_public_classes_share_a_name() -> None:
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
+@pytest.mark.slow
 def test_no_test_imports_from_another_test() -> None:
     tests = {test.stem for test in TESTS if test.parent.name != "support"}
     for path in TESTS:

@@ -63,6 +63,7 @@ def test_no_privacy_says_that_epsilon_has_no_bound(scenario, tmp_path, capsys):
     assert not (out / "ledger").exists()
 
 
+@pytest.mark.slow
 def test_given_noise_stops_at_the_budget_and_says_so(scenario, tmp_path, capsys):
     out = tmp_path / "run"
     assert privdec("run", scenario, "--out", out, "--set", "privacy.noise_multiplier=0.9") == 0
