@@ -22,7 +22,9 @@ from flower_privdec.common.catalogue import DATASETS, PARTITIONS, Targets, fitti
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import require
-from flower_privdec.data.readers import Request, Rows, Source, Split, read_own, some
+from flower_privdec.data.arrays import some
+from flower_privdec.data.dataset import Request, Rows, Source, Split
+from flower_privdec.data.own_sets import read_own
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
 from flower_privdec.scenario.sections import PEER, DataSection, PartitionSection

@@ -22,7 +22,8 @@ from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import require
-from flower_privdec.data.readers import Request, Rows, Source, Split, decode_images
+from flower_privdec.data.dataset import Request, Rows, Source, Split
+from flower_privdec.data.pixels import decode_images
 from flower_privdec.scenario.sections import TableSection
 
 ROOM = 20  # bytes of memory for each byte of a file of text, at most

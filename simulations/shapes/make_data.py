@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.datasets import dump_svmlight_file
 
-from flower_privdec.data.readers import draw_sparse
+from flower_privdec.data.drawn_sets import draw_sparse
 
 TRAIN = 20_000
 TEST = 4_000

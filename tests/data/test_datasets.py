@@ -19,7 +19,8 @@ from whole_dataset import load_dataset
 
 from flower_privdec.common.catalogue import DATASETS
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.data.readers import CIFAR10_PIXELS, FASHION_PIXELS, MNIST_PIXELS, _sklearn_table, nucleus_features
+from flower_privdec.data.embedded_tables import _sklearn_table, nucleus_features
+from flower_privdec.data.pixels import CIFAR10_PIXELS, FASHION_PIXELS, MNIST_PIXELS
 
 
 def refused(*needles: str, root: Any = None, name: str = "npz", **options: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flower_privdec import testing
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.data import readers
+from flower_privdec.data import svmlight_files
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.minimum import ConvexObjective, solve
@@ -183,11 +183,11 @@ def test_a_truncated_or_endless_file_is_refused(build: Build, tmp_path: Path, mo
     (tmp_path / "plain.bz2").write_bytes(b"1 1:1\n")
     with raises(ScenarioError, "data.unreadable", r"plain\.bz2"):
         of_file(build, str(tmp_path / "plain.bz2"), test)
-    monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 10)
+    monkeypatch.setattr(svmlight_files, "LONGEST_LINE", 1 << 10)
     with raises(ScenarioError, "data.long-line", r"bomb\.gz:2: .*1,024 bytes"):
         of_file(build, written(tmp_path, b"1 1:1\n" + b" " * 4096, "bomb.gz"), test)
-    monkeypatch.setattr(readers, "LOOK_EVERY", 1 << 12)
-    monkeypatch.setattr(readers, "MEMORY_FACTOR", 1 << 40)
+    monkeypatch.setattr(svmlight_files, "LOOK_EVERY", 1 << 12)
+    monkeypatch.setattr(svmlight_files, "MEMORY_FACTOR", 1 << 40)
     with raises(ScenarioError, "memory.short", r"bomb\.gz"):
         of_file(build, written(tmp_path, b"1 1:1\n" * 4000, "bomb.gz"), test)
 

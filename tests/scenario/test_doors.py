@@ -165,7 +165,7 @@ class LouderNoise(NoiseMechanism):
 DATA = '''
 import numpy as np
 
-from flower_privdec.data.readers import Dataset, embedded
+from flower_privdec.data.dataset import Dataset, embedded
 
 
 class StripesData(Dataset):

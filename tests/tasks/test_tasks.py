@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.data import PublicSet
-from flower_privdec.data.readers import draw_labels, draw_words
+from flower_privdec.data.drawn_sets import draw_labels, draw_words
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment

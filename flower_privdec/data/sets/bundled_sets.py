@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from flower_privdec.data.readers import (
-    SYNTHETIC_TRAIN,
-    WORDS,
-    Dataset,
-    Request,
-    Source,
-    draw_labels,
-    draw_sparse,
-    draw_words,
-    embedded,
-    read_breast_cancer,
-    read_diabetes,
-    read_digits,
-)
+from flower_privdec.data.dataset import Dataset, Request, Source, embedded
+from flower_privdec.data.drawn_sets import SYNTHETIC_TRAIN, WORDS, draw_labels, draw_sparse, draw_words
+from flower_privdec.data.embedded_tables import read_breast_cancer, read_diabetes, read_digits
 
 
 class DigitsData(Dataset):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flower_privdec.data.readers import Dataset, Request, Source, read_images
+from flower_privdec.data.dataset import Dataset, Request, Source
+from flower_privdec.data.image_sets import read_images
 
 
 class MnistData(Dataset):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from flower_privdec.data.readers import Dataset, Request, Source, read_npz, read_svmlight
+from flower_privdec.data.dataset import Dataset, Request, Source
+from flower_privdec.data.npz_files import read_npz
+from flower_privdec.data.svmlight_files import read_svmlight
 from flower_privdec.data.table_files import read_image_folder, read_table
 
 
