@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from api_sections import SECTIONS
+from paths import ROOT
 
 import flower_privdec as fp
 from flower_privdec.cli import main
@@ -169,3 +170,17 @@ def test_paths_of_a_study_begin_in_its_folder(project: Path) -> None:
     assert roots == [f"{project}/studies/a.npz", f"{project}/studies/b/a.npz"]
     one = expand(study, base, None, study.parts, ["topology.file=x.txt"])[0].scenario
     assert (one.topology.file, one.private.ledger) == (f"{os.getcwd()}/x.txt", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "made_of"),
+    [
+        ("digits", "98e54fd383201bec82b08465a9a44deb317ecdd6675085a7ded8a42707964cbd"),
+        ("pdsl-digits", "dfb083613a91ce7dc5e89364907ba9081c80eff3a0c4ba6119b25bbc94c457d7"),
+        ("dp-dda-breast-cancer", "2f651fced966f71d66ebae33519f6b02b8bce7760aa926e96992f9246b05929f"),
+    ],
+)
+def test_keys_of_published_tables_stay(name: str, made_of: str) -> None:
+    """A key of the file that moves, or a further option with a default, must move no draw."""
+    scenario = load_scenario(ROOT / "scenarios" / f"{name}.yaml")
+    assert numbers_hash(scenario) == made_of
