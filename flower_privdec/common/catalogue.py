@@ -288,6 +288,7 @@ class NoiseKeys(Section):
 
 NOISES: Registry[RegisteredPart] = Registry("privacy.noise.kind", "flower_privdec.privacy.noise.kinds", NoiseKeys)
 CODECS: Registry[RegisteredPart] = Registry("network.codec", "flower_privdec.pushsum.codecs", Section)
+TRANSPORTS: Registry[RegisteredPart] = Registry("network.transport", "flower_privdec.network.transport.kinds", Section)
 ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})
 INITS = Choice({"default": "torch's own, keyed by the seed", "zeros": "every parameter 0"})
 FLOWER_MODES = Choice(

@@ -347,6 +347,7 @@ def parts() -> dict[str, dict[str, str]]:
         "features": dict(catalogue.FEATURES.lines),
         "noises": _lines(catalogue.NOISES.lines, catalogue.NOISES.keys_of),
         "codecs": catalogue.CODECS.lines,
+        "transports": catalogue.TRANSPORTS.lines,
     }
 
 

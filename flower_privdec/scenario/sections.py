@@ -31,6 +31,7 @@ from flower_privdec.common.catalogue import (
     MOST_WEIGHT,
     NOISES,
     TOPOLOGIES,
+    TRANSPORTS,
     USUAL_METRICS,
     GraphSection,
     MetricKind,
@@ -812,6 +813,7 @@ def _identity(value: str) -> str:
 Address = Annotated[str, AfterValidator(_address)]
 Identity = Annotated[str, AfterValidator(_identity)]
 CodecName = Annotated[str, PartName(CODECS, own=True)]
+TransportName = Annotated[str, PartName(TRANSPORTS, own=True)]
 
 
 def is_loopback(address: str) -> bool:
@@ -861,6 +863,8 @@ class NetworkSection(Section):
         peers: one for each peer, in the order of their numbers; left out, all are on this machine.
         codec: how rows look on the wire: exact, as they are; float32 or bfloat16, where push-sum shares are sent, whose
             rounding stays in the sender's mass; or a class of your own, `package.module:Name`. All peers use one.
+        transport: what carries calls between peers: grpc, over TLS; or a class of your own, `package.module:Name`. All
+            peers use one.
         start: seconds that a peer that begins waits for all of its neighbours; then it begins with those that are
             there, where mode is asynchronous.
         give_up: seconds after which a peer ends that has met no neighbour (synchronous: not all); left out, it waits.
@@ -885,6 +889,7 @@ class NetworkSection(Section):
 
     mode: Literal["asynchronous", "synchronous"] = "asynchronous"
     codec: CodecName = "exact"
+    transport: TransportName = "grpc"
     peers: list[NetworkPeer] | None = None
     start: Positive = 60.0
     give_up: Positive | None = None

@@ -38,6 +38,7 @@ KEYS = {  # where a scenario names what is listed
     "features": "features.kind",
     "noises": "privacy.noise.kind",
     "codecs": "network.codec",
+    "transports": "network.transport",
 }
 NUMBERS = ["data.dataset=diabetes", "data.test_samples=50", "task.loss=mse"]
 LABELS = ["data.dataset=synthetic-labels", "task.loss=binary-cross-entropy"]

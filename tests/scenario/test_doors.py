@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from doors import both_doors
+from networked import LONG, devices, driver_of, running
 from raising import raises
 from tiny_scenario import Build, Tiny
 
 from flower_privdec import testing
-from flower_privdec.common.catalogue import CODECS, DATASETS, MODELS, NOISES, TOPOLOGIES
+from flower_privdec.common.catalogue import CODECS, DATASETS, MODELS, NOISES, TOPOLOGIES, TRANSPORTS
 from flower_privdec.common.errors import ArgumentError, ScenarioError
+from flower_privdec.experiment import Experiment
 from flower_privdec.graph.topology import build_topology
+from flower_privdec.network.local.peer_processes import on_this_machine
+from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.privacy.noise import noise_mechanism
 from flower_privdec.pushsum.frames import TensorArithmetic, wire_codec
 from flower_privdec.reporting.console import parts, print_parts
@@ -131,6 +136,31 @@ class ByteCodec:
     def decode(self, sent, like):
         scale, steps = sent[:8].clone().view(torch.float64), sent[8:].view(torch.int8)
         return (steps.double() / 127 * scale).reshape(like.shape).to(like)
+'''
+TRANSPORT = '''
+from flower_privdec.network.transport.transport import MemoryNetwork
+
+CALLED = MemoryNetwork()
+
+
+class HallTransport:
+    """Calls through a hall of this process."""
+
+    name = "hall"
+    line = "peers of one process"
+
+    def __init__(self, peer, addresses, identities, credentials):
+        assert addresses[peer] and identities[peer] and credentials.key
+        self.carrying = CALLED.transport(peer)
+
+    def serve(self, answer, cap, callers):
+        return self.carrying.serve(answer, cap, callers)
+
+    def connect(self, peer, cap):
+        return self.carrying.connect(peer, cap)
+
+    def close(self):
+        self.carrying.close()
 '''
 NOISE = '''
 from flower_privdec.common.catalogue import NoiseKeys
@@ -353,6 +383,56 @@ def test_one_file_is_a_codec_by_both_doors(tiny: Tiny, tmp_path: Path) -> None:
         assert parts()["codecs"]["byte"] == "a byte a number"
         with raises(ScenarioError, "network.codec", "did you mean 'byte'"):
             tiny("network={codec: bytee}")
+
+
+# --- a transport ---
+
+
+def test_one_file_is_a_transport_by_both_doors(tiny: Tiny, tmp_path: Path) -> None:
+    with both_doors(TRANSPORTS, tmp_path, "hall_transport", TRANSPORT):
+        rooms = {"hall": f"{TRANSPORTS.room}.hall_transport", "hall_transport:HallTransport": "hall_transport"}
+        for name, room in rooms.items():
+            scenario = tiny("rounds=2", f"network={{mode: synchronous, final_mixing: 0, transport: '{name}'}}")
+            peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path / room)]
+            with running(peers) as futures:
+                rows = torch.cat([future.result(LONG)["x"] for future in futures])
+            called = importlib.import_module(room).CALLED
+            assert called.running.keys() == {0, 1, 2, 3}  # it was this one that carried the calls
+            torch.testing.assert_close(rows, testing.run_rounds(Experiment.build(scenario), 2).state.rows["x"])
+        assert parts()["transports"]["hall"] == "peers of one process"
+        with raises(ScenarioError, "network.transport", "did you mean 'hall'"):
+            tiny("network={transport: hal}")
+
+
+WRONG_TRANSPORTS = """
+class NoClose:
+    def __init__(self, *place): ...
+    def serve(self, answer, cap, callers): ...
+    def connect(self, peer, cap): ...
+
+class NoPlace(NoClose):
+    def __init__(self): ...
+    def close(self): ...
+"""
+
+
+def test_a_wrong_transport_is_refused_before_a_peer_begins(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong_transports.py").write_text(WRONG_TRANSPORTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, code in (
+        ("wrong_transports:NoClose", "code.kind"),
+        ("wrong_transports:NoPlace", "code.fails"),
+        ("wrong_transports:Missing", "code.no-name"),
+    ):
+        scenario = tiny(f"network={{transport: '{name}'}}")
+        peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+        with raises(ScenarioError, code, "network.transport='wrong_transports"):
+            driver_of(peer)
+        peer.close()
+    with raises(ScenarioError, "code.no-name", "network.transport='wrong_transports"):
+        on_this_machine(scenario)
 
 
 # --- noise ---

@@ -25,8 +25,8 @@ from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.files import owners_file, write_atomically
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
 from flower_privdec.network.peer.status import STATUS_CAP, request_status
-from flower_privdec.network.transport.grpc_transport import GrpcConnection
-from flower_privdec.network.transport.tls import credentials_of, identities, make_certificates
+from flower_privdec.network.transport.named import transport_class, transport_of
+from flower_privdec.network.transport.tls import credentials_of, make_certificates
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.sections import NetworkPeer, is_loopback
 
@@ -42,7 +42,8 @@ def on_this_machine(scenario: Scenario) -> Scenario:
     """Return a scenario with an address on this machine for each peer: its own, or else free ones.
 
     Raises:
-        ScenarioError: it has an address elsewhere, or parts that other processes cannot be given.
+        ScenarioError: it has an address elsewhere, parts that other processes cannot be given, or a transport that
+            does not exist.
     """
     if scenario.given:
         raise ScenarioError(
@@ -58,6 +59,7 @@ def on_this_machine(scenario: Scenario) -> Scenario:
         )
 
     network = scenario.network
+    transport_class(network.transport)  # raises here, once, what each peer's process would raise
     peers = network.peers or [NetworkPeer(address=address) for address in free_addresses(scenario.n_peers)]
     away = [peer.address for peer in peers if not is_loopback(peer.address)]
     if away:
@@ -261,9 +263,8 @@ class Watch:
         scenario = processes.scenario
         assert scenario.network.peers is not None
         credentials = credentials_of(scenario, processes.certificates, peer)
-        address = scenario.network.peers[peer].address
-        name = identities(scenario)[peer]
-        connection = GrpcConnection(address, name, credentials, STATUS_CAP)
+        addresses = [other.address for other in scenario.network.peers]
+        connection = transport_of(scenario, peer, addresses, credentials).connect(peer, STATUS_CAP)
         word_without_answer = STARTING
         try:
             while not self._stopping.is_set() and not self._is_done(peer):

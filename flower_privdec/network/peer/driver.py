@@ -17,8 +17,8 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.network.peer.status import STATUS_REQUEST
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
-from flower_privdec.network.transport.grpc_transport import GrpcTransport
-from flower_privdec.network.transport.tls import Credentials, identities
+from flower_privdec.network.transport.named import transport_of
+from flower_privdec.network.transport.tls import Credentials
 from flower_privdec.network.transport.transport import Connection, Content, Transport
 from flower_privdec.peer.driving import Pause, Wait, Work
 from flower_privdec.peer.peer import POLL, OnRound, PeerPlace, RunningPeer
@@ -35,7 +35,7 @@ class PeerDevice(PeerPlace):
     Attributes:
         credentials: by which others know it.
         addresses: HOST:PORT of every peer.
-        transport: in place of gRPC over TLS, which needs credentials and addresses.
+        transport: in place of the one that the scenario names, which is given credentials and addresses.
         loss: chance that a call to another peer, or its answer, is lost on purpose.
     """
 
@@ -65,7 +65,8 @@ class Driver:
         self._wake: dict[int, Condition] = {}  # of the same lock: a neighbour's thread wakes up only for its own news
         self._connections: dict[int, Connection] = {}
         self._threads: list[Thread] = []
-        self._transport: Transport | None = None
+        # Built before the peer begins: a transport that cannot be built costs no privacy.
+        self._transport = _transport_of(peer)
         self._pause: Pause | None = None
         self._stopping = False
 
@@ -85,8 +86,7 @@ class Driver:
         with self.changed:
             self._go_on()  # up to the first wait: what neighbours are greeted with is in the store then
 
-        transport = _transport_of(peer)
-        self._transport = transport
+        transport = self._transport
         cap = peer.conversation.cap
         neighbors = list(peer.neighbours)
         port = transport.serve(self._answer, cap, len(neighbors))
@@ -157,8 +157,7 @@ class Driver:
             connection.close()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
         self.peer.close()
 
     def notify(self) -> None:
@@ -252,8 +251,7 @@ def _transport_of(peer: RunningPeer) -> Transport:
     transport = device.transport
     if transport is None:
         assert device.credentials is not None
-        names = identities(peer.trainer.scenario)
-        transport = GrpcTransport(device.peer, device.addresses, names, device.credentials)
+        transport = transport_of(peer.trainer.scenario, device.peer, device.addresses, device.credentials)
     if device.loss:
         transport = FaultyTransport(transport, device.peer, Faults(lose=device.loss))
     return transport

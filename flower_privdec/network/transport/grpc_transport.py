@@ -18,7 +18,7 @@ import socket
 import stat
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -139,43 +139,6 @@ def assembled(parts: Iterable[bytes], cap: int, who: str) -> memoryview:
         buffer[size : size + len(part)] = part
         size += len(part)
     return buffer[:size]
-
-
-class GrpcTransport:
-    """Calls over gRPC and TLS; see Transport.
-
-    Args:
-        peer: its own number.
-        addresses: HOST:PORT of every peer; port 0 as its own takes a free one.
-        identities: the DNS name that each peer's certificate is for.
-        credentials: its own.
-    """
-
-    def __init__(
-        self, peer: int, addresses: Sequence[str], identities: Sequence[str], credentials: Credentials
-    ) -> None:
-        self._peer = peer
-        self._addresses = addresses
-        self._identities = identities
-        self._credentials = credentials
-        self._server: GrpcServer | None = None
-
-    def serve(self, answer: Answer, cap: int, callers: int) -> int:
-        """See Transport; return the port that it listens on.
-
-        Raises:
-            RunError: the address cannot be listened on.
-        """
-        members = {identity: peer for peer, identity in enumerate(self._identities)}
-        self._server = GrpcServer(self._addresses[self._peer], self._credentials, members, answer, cap)
-        return self._server.port
-
-    def connect(self, peer: int, cap: int) -> GrpcConnection:
-        return GrpcConnection(self._addresses[peer], self._identities[peer], self._credentials, cap)
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
 
 
 class GrpcServer:

@@ -1,0 +1,1 @@
+"""Transports that a scenario can name (`network.transport`), one a file."""

@@ -1,0 +1,54 @@
+"""The transport that a scenario names, built-in or a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flower_privdec.common.catalogue import TRANSPORTS
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.user_code import load_own, users_code
+from flower_privdec.network.transport.tls import Credentials, identities
+from flower_privdec.network.transport.transport import Transport
+from flower_privdec.scenario.sections import HasPeers
+
+METHODS = ("serve", "connect", "close")
+
+
+def transport_of(scenario: HasPeers, peer: int, addresses: Sequence[str], credentials: Credentials) -> Transport:
+    """Return the transport of a peer that its scenario names; it listens to nothing yet.
+
+    Args:
+        addresses: HOST:PORT of every peer.
+        credentials: the peer's own.
+
+    Raises:
+        ScenarioError: there is no such transport, or a user's own cannot be built.
+    """
+    name = scenario.network.transport
+    part = transport_class(name)
+    with users_code(f"network.transport={name!r} could not be built", code="code.fails"):
+        transport: Transport = part(peer, addresses, identities(scenario), credentials)
+    return transport
+
+
+def transport_class(name: str) -> Any:
+    """Return the class of a transport, by its name or as `package.module:Name`.
+
+    Raises:
+        ScenarioError: there is none, or it lacks a method.
+    """
+    if name in TRANSPORTS:
+        return TRANSPORTS[name]
+    if ":" not in name:  # of a scenario that was changed in Python, which nothing validates
+        raise ScenarioError(
+            f"network.transport={name!r} must be one of {', '.join(TRANSPORTS)}, or your own, as package.module:Name",
+            code="network.transport",
+        )
+
+    def accepts(part: Any) -> bool:
+        return callable(part) and all(hasattr(part, method) for method in METHODS)
+
+    return load_own(
+        name, "network.transport", accepts=accepts, must_be="a class with the methods serve, connect and close"
+    )
