@@ -33,8 +33,9 @@ from flower_privdec.graph.topology import (
 from flower_privdec.models import build_model, flatten
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario, FeaturesSection, TaskSection, placed
-from flower_privdec.tasks.losses import Loss, own_loss, resolve_loss, try_loss
+from flower_privdec.tasks.losses import Loss, resolve_loss
 from flower_privdec.tasks.metrics import METRICS, Metric, own_metric, try_metric
+from flower_privdec.tasks.own_losses import own_loss, try_loss
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

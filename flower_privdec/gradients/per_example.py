@@ -23,7 +23,8 @@ from flower_privdec.gradients.protocol import (
     unknown_tokens,
 )
 from flower_privdec.models import flatten
-from flower_privdec.tasks.losses import Loss, no_custom_vmap_rules
+from flower_privdec.tasks.losses import Loss
+from flower_privdec.tasks.own_losses import no_custom_vmap_rules
 
 _KEPT = 4  # tensors for each output of a layer, while gradients are computed
 _WRITTEN_BYTES = 2**26  # gradients written out at once; a call of vmap costs about 2 ms whatever it does

@@ -1,24 +1,23 @@
-"""Losses of one example, built in or a user's own: value, derivative in the outputs, and what the outputs predict."""
+"""Losses of one example: value, derivative in the outputs, and what the outputs predict.
+
+Every built-in loss is a pair of functions of outputs [..., k] and targets; the second one is the derivative, written
+out, so that no graph of autograd is made. A derivative is a new tensor, which its caller
+may overwrite, so its own last steps work in place. A user's own loss is in `own_losses`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
 from torch.nn import functional
 
 from flower_privdec.common import catalogue
 from flower_privdec.common.catalogue import LOSS_KINDS, Targets
-from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
-from flower_privdec.common.formatting import one_line
-from flower_privdec.common.user_code import load_own
-from flower_privdec.tasks.additivity import Trial, refuse, weights_cancel
+from flower_privdec.common.errors import ScenarioError
 
 OutputFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -35,9 +34,9 @@ class Loss:
         derivative: (outputs, targets) -> d loss / d outputs [..., k], a new tensor.
         targets: the kind of target that it accepts.
         single: whether there is one output; its sign is the predicted class, 1 or 0.
-        outputs: how many there must be; None where the targets determine it.
-        width: the number of targets of an example, where it differs from the number of outputs.
-        class_weights: by which `value` and `derivative` of an example of each class were multiplied; None for 1.
+        outputs: how many there must be; None if the targets determine it.
+        width: the number of targets of an example, if it differs from the number of outputs.
+        class_weights: the factor of `value` and `derivative` for the examples of each class; None for 1.
         plain: the loss without these weights; None if there are none.
     """
 
@@ -52,7 +51,7 @@ class Loss:
     plain: Loss | None = None
 
     def weighted(self, class_weights: Sequence[float]) -> Loss:
-        """Return this loss, of which each example's is multiplied by a public weight of its class.
+        """Return this loss, with each example's multiplied by the public weight of its class.
 
         Raises:
             ScenarioError: there is not one weight for each class.
@@ -86,13 +85,19 @@ class Loss:
         if self.single and width != 2:
             message = f"task.loss={self.name!r} needs two classes, not {width}: use cross-entropy"
             raise ScenarioError(message, code="loss.classes")
-        return 1 if self.single else self.outputs or width
+        if self.single:
+            return 1
+        return self.outputs or width
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return what outputs [..., k] predict: classes [...], or for each label 0 or 1, or the numbers."""
-        if self.targets == "classes":
-            return (outputs[..., 0] > 0).long() if self.single else outputs.argmax(-1)
-        return (outputs > 0).long() if self.targets == "labels" else outputs
+        if self.targets == "numbers":
+            return outputs
+        if self.targets == "labels":
+            return (outputs > 0).long()
+        if self.single:
+            return (outputs[..., 0] > 0).long()
+        return outputs.argmax(-1)
 
     def blank(self, outputs: Tensor) -> Tensor:
         """Return all-zero targets of the shape that this loss expects for outputs [..., k]."""
@@ -108,7 +113,7 @@ def weights_of(class_weights: tuple[float, ...], labels: Tensor, like: Tensor) -
 
 @cache
 def _table(class_weights: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the weights as a tensor, made once: a copy to a GPU would wait for it."""
+    """Return the weights as a tensor, made once: each copy from the host would wait for the GPU."""
     return torch.tensor(class_weights, dtype=dtype, device=device)
 
 
@@ -124,8 +129,12 @@ def resolve_loss(loss: str | Loss) -> Loss:
     return LOSSES[loss]
 
 
+# --- classes: labels int64 [...] ---
+
+
 def _cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    return outputs.logsumexp(-1) - outputs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    of_label = outputs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return outputs.logsumexp(-1) - of_label
 
 
 def _cross_entropy_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -135,17 +144,35 @@ def _cross_entropy_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _sign(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Labels 0 and 1 as -1 and +1, in the shape of the single output."""
+    """Return labels 0 and 1 as -1 and +1, in the shape of the single output, [..., 1]."""
     return labels.unsqueeze(-1).to(outputs.dtype).mul_(2).sub_(1)
 
 
 def _margin(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return how far each example is on the right side of 0, [...]."""
     return (_sign(outputs, labels) * outputs).squeeze(-1)
+
+
+def _logistic(outputs: Tensor, labels: Tensor) -> Tensor:
+    return functional.softplus(-_margin(outputs, labels))
+
+
+def _logistic_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
+    return torch.sigmoid(outputs) - labels.unsqueeze(-1).to(outputs.dtype)
+
+
+def _hinge(outputs: Tensor, labels: Tensor) -> Tensor:
+    return torch.relu(1 - _margin(outputs, labels))
 
 
 def _hinge_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
     negative_sign = torch.rsub(labels.unsqueeze(-1).to(outputs.dtype), 1, alpha=2)  # -1 for class 1, 1 for class 0
-    return negative_sign.mul_((negative_sign * outputs).gt(-1))
+    is_short = (negative_sign * outputs).gt(-1)
+    return negative_sign.mul_(is_short)
+
+
+def _squared_hinge(outputs: Tensor, labels: Tensor) -> Tensor:
+    return _hinge(outputs, labels).square()
 
 
 def _squared_hinge_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -153,176 +180,60 @@ def _squared_hinge_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
     return (1 - sign * outputs).clamp_(min=0).mul_(sign).mul_(-2)
 
 
+# --- numbers and labels: float [..., k], means over k ---
+
+
 def _error(outputs: Tensor, numbers: Tensor) -> Tensor:
     return outputs - numbers.to(outputs.dtype)
 
 
+def _mse(outputs: Tensor, numbers: Tensor) -> Tensor:
+    return _error(outputs, numbers).square().mean(-1)
+
+
+def _mse_derivative(outputs: Tensor, numbers: Tensor) -> Tensor:
+    return _error(outputs, numbers).mul_(2 / outputs.shape[-1])
+
+
+def _mae(outputs: Tensor, numbers: Tensor) -> Tensor:
+    return _error(outputs, numbers).abs().mean(-1)
+
+
+def _mae_derivative(outputs: Tensor, numbers: Tensor) -> Tensor:
+    return _error(outputs, numbers).sign_().div_(outputs.shape[-1])
+
+
 def _huber(outputs: Tensor, numbers: Tensor) -> Tensor:
     absolute_error = _error(outputs, numbers).abs()
-    return torch.where(absolute_error < 1, absolute_error.square() / 2, absolute_error - 0.5).mean(-1)
+    small = absolute_error.square() / 2
+    large = absolute_error - 0.5
+    return torch.where(absolute_error < 1, small, large).mean(-1)
 
 
-_FUNCTIONS: dict[str, tuple[OutputFunction, OutputFunction]] = {  # of outputs o and targets y: value, derivative
+def _huber_derivative(outputs: Tensor, numbers: Tensor) -> Tensor:
+    return _error(outputs, numbers).clamp_(-1, 1).div_(outputs.shape[-1])
+
+
+def _binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (functional.softplus(outputs) - labels.to(outputs.dtype) * outputs).mean(-1)
+
+
+def _binary_cross_entropy_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
+    return torch.sigmoid(outputs).sub_(labels.to(outputs.dtype)).div_(outputs.shape[-1])
+
+
+_SINGLE = ("logistic", "hinge", "squared-hinge")
+_FUNCTIONS: dict[str, tuple[OutputFunction, OutputFunction]] = {  # value, derivative
     "cross-entropy": (_cross_entropy, _cross_entropy_derivative),
-    "logistic": (
-        lambda o, y: functional.softplus(-_margin(o, y)),
-        lambda o, y: torch.sigmoid(o) - y.unsqueeze(-1).to(o.dtype),
-    ),
-    "hinge": (lambda o, y: torch.relu(1 - _margin(o, y)), _hinge_derivative),
-    "squared-hinge": (lambda o, y: torch.relu(1 - _margin(o, y)).square(), _squared_hinge_derivative),
-    "mse": (lambda o, y: _error(o, y).square().mean(-1), lambda o, y: _error(o, y).mul_(2 / o.shape[-1])),
-    "mae": (lambda o, y: _error(o, y).abs().mean(-1), lambda o, y: _error(o, y).sign_().div_(o.shape[-1])),
-    "huber": (_huber, lambda o, y: _error(o, y).clamp_(-1, 1).div_(o.shape[-1])),
-    "binary-cross-entropy": (
-        lambda o, y: (functional.softplus(o) - y.to(o.dtype) * o).mean(-1),
-        lambda o, y: torch.sigmoid(o).sub_(y.to(o.dtype)).div_(o.shape[-1]),
-    ),
+    "logistic": (_logistic, _logistic_derivative),
+    "hinge": (_hinge, _hinge_derivative),
+    "squared-hinge": (_squared_hinge, _squared_hinge_derivative),
+    "mse": (_mse, _mse_derivative),
+    "mae": (_mae, _mae_derivative),
+    "huber": (_huber, _huber_derivative),
+    "binary-cross-entropy": (_binary_cross_entropy, _binary_cross_entropy_derivative),
 }
 LOSSES = {
-    name: Loss(name, *functions, LOSS_KINDS[name].targets, single=name in ("logistic", "hinge", "squared-hinge"))
-    for name, functions in _FUNCTIONS.items()
+    name: Loss(name, value, derivative, LOSS_KINDS[name].targets, single=name in _SINGLE)
+    for name, (value, derivative) in _FUNCTIONS.items()
 }
-
-
-TRIAL_EXAMPLES = 2  # examples, of public random numbers
-
-
-def own_loss(target: str, targets: Targets, outputs: int | None = None) -> Loss:
-    """Return a loss that a user's function computes for one example.
-
-    The function is given one example's outputs [k] and its target: a class, whole and without axes, or numbers or
-    labels [w]. It returns the loss, a tensor without axes. It is called under torch.func.vmap, on copies, so that it
-    can neither see another example nor change this one. What it keeps elsewhere, in globals or files, can carry numbers
-    from one example to a later one: such a function is not private.
-
-    Args:
-        outputs: how many the model must have, where that is not what the targets say.
-
-    Raises:
-        ScenarioError: the function cannot be had.
-    """
-    one = _on_copies(target)
-    value, derivative = (_example_by_example(target, part) for part in (one, grad(one)))
-    return Loss(target, value, derivative, targets, outputs=outputs)
-
-
-def _on_copies(target: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a user's function of an example, which gets copies."""
-    function = load_own(target, "task.loss.module", must_be="a function of an example's outputs and target")
-
-    def one(outputs: Tensor, wanted: Tensor) -> Tensor:
-        value: Tensor = function(outputs.clone(), wanted.clone())
-        return value.to(outputs.dtype)
-
-    return one
-
-
-def _example_by_example(target: str, function: OutputFunction) -> OutputFunction:
-    """Call a function of one example for every example [...] by itself.
-
-    The messages of its errors, which may reveal examples, are withheld.
-    """
-
-    def call(outputs: Tensor, targets: Tensor) -> Tensor:
-        lead = outputs.shape[:-1]
-        wide = targets.shape[outputs.ndim - 1 :]
-        flat = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1, *wide)
-        if len(flat[0]) == 0:
-            return torch.zeros_like(outputs)
-        values = outputs
-        failure = None
-        try:
-            values = vmap(function)(*flat)
-        except RAISED_BY_USERS as error:  # a user's own function may raise anything
-            failure = type(error).__name__
-        if failure is not None:  # raised here, an error that does not carry the other one along
-            raise RunError(
-                f"task.loss.module={target!r} raised {failure}: its message is withheld, for it may reveal data",
-                code="code.withheld",
-            )
-        return values.reshape(*lead, *values.shape[1:])
-
-    return call
-
-
-def try_loss(loss: Loss, outputs: int) -> None:
-    """Try a user's own loss on random outputs, which reveal no example.
-
-    Raises:
-        ScenarioError: it fails, returns no number, would see examples together, has no gradient for an example, or has
-            weights of classes that cancel.
-    """
-    one = _on_copies(loss.name)
-    x = torch.randn(TRIAL_EXAMPLES, outputs, generator=torch.Generator().manual_seed(0))
-    try:
-        with torch.random.fork_rng(devices=[]), no_custom_vmap_rules():
-            shape = list(vmap(one)(x, loss.blank(x)).shape[1:])
-            if not shape:
-                vmap(grad(one))(x, loss.blank(x))
-    except RAISED_BY_USERS as error:  # a user's own function may raise anything
-        raise ScenarioError(
-            f"task.loss.module={loss.name!r} cannot be differentiated example by example: {one_line(error)}; write it "
-            "with torch operations alone (torch.where for a choice, gather for an index, no .item()), from outputs and "
-            "a target to a number",
-            code="loss.not-per-example",
-        ) from None
-    if shape:
-        raise ScenarioError(
-            f"task.loss.module={loss.name!r} returns {shape} for an example: it must be one number",
-            code="loss.not-a-number",
-        )
-    trial = Trial()
-    for targets in _random_targets(loss, outputs):
-        for x in _random_outputs(len(targets), outputs):
-            with suppress(*RAISED_BY_USERS), torch.random.fork_rng(devices=[]):
-                gradients = vmap(grad(one))(x, targets)
-                finite = torch.isfinite(gradients).all(1)
-                trial.ran = True
-                trial.nan |= not bool(finite.all())
-                trial.alive |= bool((finite & gradients.any(1)).any())
-    trial.weighs = loss.targets == "classes" and weights_cancel(one, outputs, loss.width or outputs)
-    remedy = "give task.class_weights in the place of its own, or reduction='sum'"
-    refuse(trial, f"task.loss.module={loss.name!r}", remedy=remedy)
-
-
-def _random_outputs(count: int, outputs: int) -> Iterator[Tensor]:
-    """Yield outputs of some examples, of the kinds that models have: any numbers, chances, shares, and their logs."""
-    x = torch.randn(count, outputs, generator=torch.Generator().manual_seed(1))
-    yield x
-    yield x.sigmoid()
-    yield x.softmax(-1)
-    yield x.log_softmax(-1)
-
-
-def _random_targets(loss: Loss, outputs: int) -> Iterator[Tensor]:
-    """Yield targets of some examples, of the kinds that a loss could take."""
-    generator = torch.Generator().manual_seed(0)
-    width = loss.width or outputs
-    if loss.targets == "classes":
-        yield torch.arange(max(width, TRIAL_EXAMPLES)) % width
-        return
-    shape = (8, width)
-    yield torch.randint(2, shape, generator=generator).float()
-    if loss.targets == "numbers":
-        yield torch.randn(shape, generator=generator)
-        yield torch.rand(shape, generator=generator)
-
-
-@contextmanager
-def no_custom_vmap_rules() -> Iterator[None]:
-    """Raise for every autograd.Function whose own vmap rule would see all examples at once.
-
-    What is called under vmap cannot depend on an example's numbers, so that trying it once finds all that is called.
-    """
-    apply = vars(torch.autograd.Function)["apply"]
-
-    def checked(function: type[torch.autograd.Function], *args: Any, **options: Any) -> Any:
-        if function.vmap is not torch.autograd.Function.vmap:
-            raise ValueError(f"{function.__name__} has a vmap rule of its own, which sees the examples together")
-        return apply.__get__(None, function)(*args, **options)
-
-    torch.autograd.Function.apply = classmethod(checked)
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = apply

@@ -22,7 +22,7 @@ from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioErro
 from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chunks, upper
 from flower_privdec.models import fix_norms
 from flower_privdec.tasks.additivity import fresh
-from flower_privdec.tasks.losses import no_custom_vmap_rules
+from flower_privdec.tasks.own_losses import no_custom_vmap_rules
 
 WAYS = ("auto", "vmap", "loop")
 BOTH = "the model or the criterion, on one example at a time,"

@@ -18,15 +18,10 @@ from whole_dataset import Whole, load_dataset
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import cache_folder
 from flower_privdec.data import features
-from flower_privdec.data.features import (
-    Extractor,
-    Scattering2D,
-    apply_features,
-    cached,
-    draw_strokes,
-    n_paths,
-    whitening,
-)
+from flower_privdec.data.feature_cache import cached
+from flower_privdec.data.features import Extractor, apply_features, whitening
+from flower_privdec.data.scattering import Scattering2D, n_paths
+from flower_privdec.data.strokes import draw_strokes
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
 from flower_privdec.scenario.sections import FeaturesSection

@@ -22,7 +22,8 @@ from flower_privdec.experiment.minimum import ConvexObjective
 from flower_privdec.gradients import build_kernel
 from flower_privdec.models import flatten
 from flower_privdec.scenario import numbers_hash
-from flower_privdec.tasks.losses import LOSSES, own_loss, try_loss
+from flower_privdec.tasks.losses import LOSSES
+from flower_privdec.tasks.own_losses import own_loss, try_loss
 
 KEY = f"task.class_weights={WEIGHTS.tolist()}"
 OF_CLASSES = [name for name, loss in LOSSES.items() if loss.targets == "classes"]

@@ -26,7 +26,8 @@ from flower_privdec.planner.optimal_rounds import optimum
 from flower_privdec.reporting.console import print_summary
 from flower_privdec.scenario import load_scenario
 from flower_privdec.scenario.loading import own_parts
-from flower_privdec.tasks.losses import LOSSES, own_loss
+from flower_privdec.tasks.losses import LOSSES
+from flower_privdec.tasks.own_losses import own_loss
 
 NUMBERS = TASKS["numbers"][0]
 OWN = "task={{loss: {{module: 'user_tasks:{}', targets: {}}}}}"
