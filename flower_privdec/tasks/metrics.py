@@ -23,6 +23,8 @@ class Metric:
     """A metric.
 
     Attributes:
+        name: its name in a scenario.
+        kind: what is known of it, such as which targets it fits.
         measure: (loss, outputs [..., N, k], targets [N] or [N, k]) -> values [...]; the loss says what outputs predict.
     """
 
@@ -32,27 +34,42 @@ class Metric:
 
 
 def _counts(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count by class or label what is right, what is predicted and what is there, each [..., C]."""
-    if loss.targets == "labels":
-        there = targets.double()
-        predicted = loss.predict(outputs).double()
-        return (predicted * there).sum(-2), predicted.sum(-2), there.sum(-2).expand(*outputs.shape[:-2], -1)
-    n_classes = 2 if loss.single else outputs.shape[-1]
+    """Count by class or label what is right, what is predicted and what is there, each float64 [..., C]."""
     predicted = loss.predict(outputs)
-    empty = torch.zeros(*predicted.shape[:-1], n_classes, dtype=torch.float64, device=outputs.device)
-    right = (predicted == targets).double()
+    if loss.targets == "labels":
+        positive = predicted.double()  # [..., N, C]
+        true = targets.double()  # [N, C]
+        right = (positive * true).sum(-2)
+        there = true.sum(-2).expand(*outputs.shape[:-2], -1)
+        return right, positive.sum(-2), there
+
+    n_classes = outputs.shape[-1]
+    if loss.single:
+        n_classes = 2
+    zeros = torch.zeros(*predicted.shape[:-1], n_classes, dtype=torch.float64, device=outputs.device)
     ones = torch.ones_like(predicted, dtype=torch.float64)
-    place = targets.expand_as(predicted)
+    classes = targets.expand_as(predicted)  # [..., N]
+    hits = (predicted == targets).double()
     return (
-        empty.scatter_add(-1, place, right),
-        empty.scatter_add(-1, predicted, ones),
-        empty.scatter_add(-1, place, ones),
+        zeros.scatter_add(-1, classes, hits),
+        zeros.scatter_add(-1, predicted, ones),
+        zeros.scatter_add(-1, classes, ones),
     )
 
 
 def _mean_over(values: Tensor, present: Tensor) -> Tensor:
-    """Return the mean of values [..., C] where they are known; 0 where none is."""
+    """Return the mean of the values [..., C] that are present; 0 if none is."""
+    # `where` takes NaN of 0 / 0 out before the sum.
     return torch.where(present, values, 0).sum(-1) / present.sum(-1).clamp_min(1)
+
+
+def _accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    return (loss.predict(outputs) == targets).double().mean(-1)
+
+
+def _subset_accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    is_right = (loss.predict(outputs) == targets).all(-1)
+    return is_right.double().mean(-1)
 
 
 def _balanced_accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -61,36 +78,55 @@ def _balanced_accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _macro_f1(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Classes that are neither there nor predicted do not count; labels count as 0 then."""
+    """A class that is neither there nor predicted does not count; a label counts as 0 then."""
     right, predicted, there = _counts(loss, outputs, targets)
-    present = torch.ones_like(there, dtype=torch.bool) if loss.targets == "labels" else predicted + there > 0
-    return _mean_over(2 * right / (predicted + there).clamp_min(1), present)
+    f1 = 2 * right / (predicted + there).clamp_min(1)
+    present = predicted + there > 0
+    if loss.targets == "labels":
+        present = torch.ones_like(there, dtype=torch.bool)
+    return _mean_over(f1, present)
 
 
 def _micro_f1(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    right, predicted, there = (count.sum(-1) for count in _counts(loss, outputs, targets))
-    return 2 * right / (predicted + there).clamp_min(1)
+    right, predicted, there = _counts(loss, outputs, targets)
+    both = predicted.sum(-1) + there.sum(-1)
+    return 2 * right.sum(-1) / both.clamp_min(1)
 
 
 def _log_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     if loss.single:
         signs = targets.double() * 2 - 1
         return functional.softplus(-signs * outputs[..., 0].double()).mean(-1)
-    chances = outputs.double().log_softmax(-1)
-    place = targets.expand(outputs.shape[:-1]).unsqueeze(-1)
-    return -chances.gather(-1, place).squeeze(-1).mean(-1)
+
+    log_chances = outputs.double().log_softmax(-1)
+    classes = targets.expand(outputs.shape[:-1]).unsqueeze(-1)
+    return -log_chances.gather(-1, classes).squeeze(-1).mean(-1)
 
 
 def _errors(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.double() - targets.double()
 
 
+def _mse(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    return _errors(outputs, targets).square().mean((-2, -1))
+
+
+def _rmse(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    return _mse(loss, outputs, targets).sqrt()
+
+
+def _mae(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    return _errors(outputs, targets).abs().mean((-2, -1))
+
+
 def _r2(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """1 - Σ (ŷ - y)² / Σ (y - ȳ)², mean over the numbers; of a number that never changes 1 if it is hit, else 0."""
-    missed = _errors(outputs, targets).square().sum(-2)
-    spread = (targets.double() - targets.double().mean(-2)).square().sum(-2).expand_as(missed)
-    constant = torch.where(missed > 0, 0.0, 1.0).to(missed)
-    return torch.where(spread > 0, 1 - missed / spread, constant).mean(-1)
+    """1 - Σ (ŷ - y)² / Σ (y - ȳ)², mean over the numbers; for a number that never changes 1 if it is hit, else 0."""
+    missed = _errors(outputs, targets).square().sum(-2)  # [..., k]
+    true = targets.double()
+    spread = (true - true.mean(-2)).square().sum(-2).expand_as(missed)
+
+    of_constant = torch.where(missed > 0, 0.0, 1.0).to(missed)
+    return torch.where(spread > 0, 1 - missed / spread, of_constant).mean(-1)
 
 
 def _mean_average_precision(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -100,25 +136,29 @@ def _mean_average_precision(_loss: Loss, outputs: Tensor, targets: Tensor) -> Te
     has does not count.
     """
     order = (-outputs.double()).transpose(-1, -2).sort(-1)  # [..., C, N], best first
-    scores = order.values.contiguous()
+    scores = order.values.contiguous()  # negated, ascending
     hits = targets.double().t().expand(order.values.shape).gather(-1, order.indices)
-    ends = torch.searchsorted(scores, scores, right=True)  # how many examples have at least this score
+
+    # How many examples have at least the score of each; those of equal scores have the same precision.
+    ends = torch.searchsorted(scores, scores, right=True)
     precision = hits.cumsum(-1).gather(-1, ends - 1) / ends
+
     positives = hits.sum(-1)
-    return _mean_over((precision * hits).sum(-1) / positives, positives > 0)
+    average_precision = (precision * hits).sum(-1) / positives
+    return _mean_over(average_precision, positives > 0)
 
 
 _MEASURES: dict[str, Measure] = {
-    "accuracy": lambda loss, o, y: (loss.predict(o) == y).double().mean(-1),
+    "accuracy": _accuracy,
     "balanced-accuracy": _balanced_accuracy,
     "macro-f1": _macro_f1,
     "log-loss": _log_loss,
-    "rmse": lambda _, o, y: _errors(o, y).square().mean((-2, -1)).sqrt(),
-    "mse": lambda _, o, y: _errors(o, y).square().mean((-2, -1)),
-    "mae": lambda _, o, y: _errors(o, y).abs().mean((-2, -1)),
+    "rmse": _rmse,
+    "mse": _mse,
+    "mae": _mae,
     "r2": _r2,
     "micro-f1": _micro_f1,
-    "subset-accuracy": lambda loss, o, y: (loss.predict(o) == y).all(-1).double().mean(-1),
+    "subset-accuracy": _subset_accuracy,
     "mean-average-precision": _mean_average_precision,
 }
 METRICS = {name: Metric(name, METRIC_KINDS[name], measure) for name, measure in _MEASURES.items()}
@@ -133,10 +173,12 @@ def own_metric(target: str, name: str, kind: MetricKind) -> Metric:
     function = load_own(target, "task.metrics.module", must_be="a function of all outputs and all targets")
 
     def measure(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-        models = outputs.reshape(-1, *outputs.shape[-2:])
+        models = outputs.reshape(-1, *outputs.shape[-2:])  # [models, N, k]
         try:
+            # Clones, for a function may change its arguments in place.
             values = [float(function(model.clone(), targets.clone())) for model in models]
-        except RAISED_BY_USERS as error:  # a user's own function may raise anything
+        except RAISED_BY_USERS as error:
+            # Test examples are public, so the message need not be withheld as that of a loss is.
             failure = f"{one_line(error)}{last_line_of_users(error)}"
             raise RunError(f"task.metrics.module={target!r} fails on the public test set: {failure}") from error
         return torch.tensor(values, dtype=torch.float64).reshape(outputs.shape[:-2])
@@ -145,7 +187,7 @@ def own_metric(target: str, name: str, kind: MetricKind) -> Metric:
 
 
 def try_metric(metric: Metric, loss: Loss, outputs: int, targets: Tensor) -> None:
-    """Try a metric on random outputs for the public targets.
+    """Try a metric on random outputs for the public targets of the test set.
 
     Raises:
         ScenarioError: it fails, or returns no number.
