@@ -24,7 +24,7 @@ from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
 from flower_privdec.data.pixels import PLAIN_PIXELS, channels_first, scale_pixels
-from flower_privdec.data.table_files import from_frame
+from flower_privdec.data.table_columns import from_frame
 from flower_privdec.experiment.fingerprints import content_of
 from flower_privdec.experiment.object_hash import object_hash
 from flower_privdec.graph.topology import Topology, networkx

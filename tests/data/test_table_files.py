@@ -15,7 +15,7 @@ from tiny_scenario import Tiny
 from flower_privdec import testing
 from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.data.table_files import from_frame
+from flower_privdec.data.table_columns import from_frame
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import TableSection

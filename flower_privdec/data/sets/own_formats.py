@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from flower_privdec.data.dataset import Dataset, Request, Source
+from flower_privdec.data.image_folders import read_image_folder
 from flower_privdec.data.npz_files import read_npz
 from flower_privdec.data.svmlight_files import read_svmlight
-from flower_privdec.data.table_files import read_image_folder, read_table
+from flower_privdec.data.table_files import read_table
 
 
 class NpzData(Dataset):
