@@ -1,6 +1,7 @@
 """Datasets, their partition among peers, and the sampling of batches."""
 
-from flower_privdec.data.datasets import Examples, PublicSet, partition, read_examples, read_public
+from flower_privdec.data.datasets import Examples, PublicSet, read_examples, read_public
+from flower_privdec.data.partitions import partition
 from flower_privdec.data.peer_data import Batch, PeerData
 from flower_privdec.data.sampling import LocalBatch, Sampler
 

@@ -17,7 +17,7 @@ from paths import ROOT
 from flower_privdec.common.catalogue import PARTITIONS
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data import partition
-from flower_privdec.data.datasets import _dirichlet
+from flower_privdec.data.partitions import _dirichlet
 from flower_privdec.scenario.sections import PartitionSection
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 60))
