@@ -9,7 +9,7 @@ from flower_privdec.core import Exchange, Mix
 from flower_privdec.data import Sampler
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.drawings import KIND, drawings_of
-from flower_privdec.graph.mixing import disagreement_left
+from flower_privdec.graph.mixing_speed import disagreement_left
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, best_strength, trades
 from flower_privdec.scenario import Scenario

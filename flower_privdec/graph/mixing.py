@@ -47,7 +47,7 @@ class Hosted:
 
     Attributes:
         peers: the hosted peers, in their order.
-        rows: of W for them.
+        rows: the rows of W for them.
         sent: the terms of messages from them, in the order of `MixingMatrix.links`.
         heard: the links of messages to them, sorted by receiver and sender.
         answered: the links of replies to them, sorted by receiver and sender.
@@ -62,7 +62,11 @@ class Hosted:
     @cached_property
     def terms(self) -> tuple[tuple[Term, ...], ...]:
         """Return the terms of each hosted peer's own row: itself first, then by distance."""
-        return tuple(tuple(self.rows.rows([peer]).terms()) for peer in self.peers.tolist())
+        by_peer = []
+        for peer in self.peers.tolist():
+            own_row = self.rows.rows([peer])
+            by_peer.append(tuple(own_row.terms()))
+        return tuple(by_peer)
 
 
 Array = npt.NDArray[Any]
@@ -134,7 +138,10 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array)
         weights: of the terms, in x's dtype.
     """
     fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    pays = len(columns) * x.shape[1] >= FUSED_FROM or np.diff(indptr).max() >= FUSED_TERMS
+    multiplications = len(columns) * x.shape[1]
+    most_terms = np.diff(indptr).max()
+    pays = multiplications >= FUSED_FROM or most_terms >= FUSED_TERMS
+
     source = padded(x)
     target = padded(out)
     if not (fits and pays) or source is None or target is None:
@@ -150,12 +157,15 @@ def _loop(indptr: Array, columns: Array, weights: Array, x: Array, out: Array, w
         target = out[row]
         term = x[columns[first]]
         weight = weights[first]
-        if end - first == 2:  # in one pass, with the same roundings
+
+        # If a peer hears one other, one pass over the row will do, with the same roundings.
+        if end - first == 2:
             second = x[columns[first + 1]]
             its_weight = weights[first + 1]
             for c in range(width):
                 target[c] = weight * term[c] + its_weight * second[c]
             continue
+
         for c in range(width):
             target[c] = weight * term[c]
         for s in range(first + 1, end):
@@ -213,29 +223,33 @@ class MixingMatrix(ABC):
     def hosted(self, peers: Peers) -> Hosted:
         """Return the rows and messages of some of the receivers; the last result is cached."""
         key = peers.tobytes()
-        if key not in self._last_hosted:
-            senders, receivers, weights = self.links()
-            between = senders != receivers
-            here = between & np.isin(senders, peers)
-            there = between & np.isin(receivers, peers)
+        if key in self._last_hosted:
+            return self._last_hosted[key]
 
-            def by_second(first: Peers, second: Peers) -> tuple[Link, ...]:
-                order = np.lexsort((first, second))
-                return tuple(zip(first[order].tolist(), second[order].tolist(), strict=True))
+        senders, receivers, weights = self.links()
+        between = senders != receivers  # a peer's term for itself is no message
+        here = between & np.isin(senders, peers)
+        there = between & np.isin(receivers, peers)
 
-            sent = zip(senders[here].tolist(), receivers[here].tolist(), weights[here].tolist(), strict=True)
-            heard = by_second(senders[there], receivers[there])
-            answered = by_second(receivers[here], senders[here])
-            self._last_hosted.clear()
-            self._last_hosted[key] = Hosted(peers, self.rows(peers), tuple(sent), heard, answered)
-        return self._last_hosted[key]
+        def by_second(first: Peers, second: Peers) -> tuple[Link, ...]:
+            order = np.lexsort((first, second))
+            return tuple(zip(first[order].tolist(), second[order].tolist(), strict=True))
+
+        sent = zip(senders[here].tolist(), receivers[here].tolist(), weights[here].tolist(), strict=True)
+        heard = by_second(senders[there], receivers[there])
+        answered = by_second(receivers[here], senders[here])
+        hosted = Hosted(peers, self.rows(peers), tuple(sent), heard, answered)
+
+        self._last_hosted.clear()
+        self._last_hosted[key] = hosted
+        return hosted
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Mix: out[i] = sum_j W[i, j] x[j].
 
         Args:
             x: a row for each column of W, [columns, ...], floating, on any device.
-            out: where to write, [receivers, ...], rows of their own and no part of x; made, aligned, when not given.
+            out: where to write, [receivers, ...], rows of their own and no part of x; made, aligned, if not given.
 
         Returns:
             out. Weights are float64 and are rounded once to x's dtype.
@@ -248,8 +262,10 @@ class MixingMatrix(ABC):
             raise ArgumentError(
                 f"payload {list(x.shape)} {x.dtype} must be floating, {self.n_columns} rows", code="mixing.payload"
             )
-        if out is None:
-            out = empty_rows(x, *shape) if len(shape) == 2 else x.new_empty(shape)
+        if out is None and len(shape) == 2:
+            out = empty_rows(x, *shape)
+        elif out is None:
+            out = x.new_empty(shape)
         if out.shape != shape or out.dtype != x.dtype or out.data_ptr() == x.data_ptr() != 0:
             raise ArgumentError(
                 f"out {list(out.shape)} {out.dtype} must be {list(shape)} {x.dtype}, and not x", code="mixing.out"
@@ -262,14 +278,14 @@ class MixingMatrix(ABC):
         """Mix rows that may be overwritten, [columns, ...] with a receiver for each: in place, or into `spare`.
 
         Returns:
-            The mixed rows, equal to the last bit to those of `apply`, and a buffer that is free afterwards
-            (None where none was needed).
+            The mixed rows, equal to the last bit to those of `apply`, and a buffer that is free afterwards (None if
+            none was needed).
         """
         return self.apply(x, out=spare), x
 
     @property
     def moved(self) -> Peers | None:
-        """Return the receivers whose rows are not just their own, where these are few; else None."""
+        """Return the receivers whose rows are not just their own; None unless these are few."""
         return None
 
     def apply_sources(self, payloads: Tensor, out: Tensor | None = None) -> Tensor:
@@ -338,16 +354,18 @@ class SparseMatrix(MixingMatrix):
         return None if self._changed is None else self._changed[1].receivers
 
     def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """See MixingMatrix; in place where most rows stay, or are long and all hear the peer the same number before."""
+        """See MixingMatrix; in place if most rows stay, or all are long and hear the peer the same number before."""
         changed = self._changed
         if changed is not None and x.shape[0] == self.n_columns:
             rows, part = changed
             x.detach()[torch.from_numpy(rows).to(x.device)] = part.apply(x)
             return x, spare
+
         shift = self._shift if self.halves else None
         long = x.nbytes >= IN_PLACE_FROM * self.n_columns
         if shift is None or not long or x.device.type != "cpu" or x.shape[0] != self.n_columns:
             return super().replace(x, spare)
+
         # Each cycle row by row: a row is changed before the one it hears, so that only the first of a cycle is copied.
         by_peer = x.detach().unbind(0)
         for start in range(math.gcd(len(by_peer), shift)):
@@ -368,12 +386,15 @@ class SparseMatrix(MixingMatrix):
 
     def _combine(self, x: Tensor, out: Tensor) -> None:
         long = x.device.type == "cpu" and x.nbytes >= IN_PLACE_FROM * len(x)
-        if self.halves and (long or len(self._runs) <= FEW_RUNS):  # without a copy; shift graphs have two runs
+        if self.halves and (long or len(self._runs) <= FEW_RUNS):
+            # Without a copy; shift graphs have two runs.
             for first, own, other, count in self._runs:
                 torch.lerp(x[own : own + count], x[other : other + count], 0.5, out=out[first : first + count])
         elif self.halves:
             for chunk in _chunks(x, len(out)):
-                own_rows, others = (x.index_select(0, term.columns[chunk]) for term in self._slots(x))
+                own_slot, other_slot = self._slots(x)
+                own_rows = x.index_select(0, own_slot.columns[chunk])
+                others = x.index_select(0, other_slot.columns[chunk])
                 torch.lerp(own_rows, others, 0.5, out=out[chunk])
         else:
             weights = self._float32_weights if x.dtype is torch.float32 else self.weights
@@ -382,7 +403,7 @@ class SparseMatrix(MixingMatrix):
 
     @cached_property
     def _changed(self) -> tuple[Peers, SparseMatrix] | None:
-        """The rows that are not just their receiver's own, and their weights; None where these are most rows."""
+        """The rows that are not just their receiver's own, and their weights; None if these are most rows."""
         first = self.indptr[:-1]
         own = (np.diff(self.indptr) == 1) & (self.columns[first] == self.receivers) & (self.weights[first] == 1)
         if 2 * own.sum() <= len(own):
@@ -395,7 +416,9 @@ class SparseMatrix(MixingMatrix):
         own, other = self.columns.reshape(-1, 2).T
         shifts = (own - other) % self.n_columns
         in_order = len(own) == self.n_columns and np.array_equal(own, np.arange(self.n_columns))
-        return int(shifts[0]) if in_order and (shifts == shifts[0]).all() else None
+        if in_order and (shifts == shifts[0]).all():
+            return int(shifts[0])
+        return None
 
     @cached_property
     def _runs(self) -> list[Run]:
@@ -422,13 +445,12 @@ class SparseMatrix(MixingMatrix):
             for s in range(int(counts.max())):
                 rows = np.flatnonzero(counts > s)
                 at = self.indptr[rows] + s
-                built.append(
-                    Slot(
-                        None if len(rows) == len(counts) else torch.from_numpy(rows).to(x.device),
-                        torch.from_numpy(self.columns[at]).to(x.device),
-                        torch.from_numpy(self.weights[at]).to(x).unsqueeze(1),
-                    )
-                )
+                receivers = None
+                if len(rows) < len(counts):
+                    receivers = torch.from_numpy(rows).to(x.device)
+                columns = torch.from_numpy(self.columns[at]).to(x.device)
+                weights = torch.from_numpy(self.weights[at]).to(x).unsqueeze(1)
+                built.append(Slot(receivers, columns, weights))
         return self._on_device[key]
 
 
@@ -450,7 +472,10 @@ class AverageMatrix(MixingMatrix):
         receivers = []
         weights = []
         for peer, own, averaged in zip(self.receivers, self.own, self.averaged, strict=True):
-            heard = self.members[np.argsort((peer - self.members) % self.n_columns)] if averaged else own[None]
+            heard = own[None]
+            if averaged:
+                distance = (peer - self.members) % self.n_columns
+                heard = self.members[np.argsort(distance)]
             senders.append(heard)
             receivers.append(np.full(len(heard), peer))
             weights.append(np.full(len(heard), 1 / len(heard)))
@@ -462,8 +487,10 @@ class AverageMatrix(MixingMatrix):
         return AverageMatrix(self.n_columns, self.receivers[at], self.members, self.own[at], self.averaged[at])
 
     def _columns(self) -> Peers:
-        members = self.members[: None if self.averaged.any() else 0]
-        return np.concatenate([members, self.own[~self.averaged]])
+        own = self.own[~self.averaged]
+        if self.averaged.any():
+            return np.concatenate([self.members, own])
+        return own
 
     def _relabel(self, sources: Peers) -> AverageMatrix:
         members = np.searchsorted(sources, self.members)  # those not among the sources are not read
@@ -483,10 +510,12 @@ class AverageMatrix(MixingMatrix):
                     out[row] = mean
 
     def _indices(self, device: torch.device) -> tuple[list[int], Tensor | None, Tensor]:
-        """Return the averaged rows, the members (None when they are all columns), and rows' own columns."""
+        """Return the averaged rows, the members (None if they are all columns), and rows' own columns."""
         if device not in self._on_device:
             all_columns = np.array_equal(self.members, np.arange(self.n_columns))
-            members = None if all_columns else torch.from_numpy(self.members).to(device)
+            members = None
+            if not all_columns:
+                members = torch.from_numpy(self.members).to(device)
             rows = np.flatnonzero(self.averaged).tolist()
             self._on_device[device] = (rows, members, torch.from_numpy(self.own).to(device))
         return self._on_device[device]
@@ -497,7 +526,7 @@ class AverageMatrix(MixingMatrix):
 
 
 RULES = WEIGHTS.some("column-stochastic", "metropolis", "doubly-stochastic", "max-degree")
-UNDIRECTED = ("metropolis", "max-degree")  # symmetric, and so for undirected graphs alone
+UNDIRECTED = ("metropolis", "max-degree")  # symmetric, and so for undirected graphs only
 
 
 def mixing_matrix(
@@ -765,111 +794,3 @@ class PartlyHeard(Mixing):
             tuple(link for link in whole.heard if link[0] in heard),
             tuple(link for link in whole.answered if link[0] in heard),
         )
-
-
-RANDOM_ROUNDS = 128
-MEASURED_PLACES = 4096
-NEGLIGIBLE = 1e-4
-MOST_MEASURED = 1024  # peers: the eigenvalues of a matrix of as many rows
-
-
-def disagreement_left(mixing: Mixing) -> float:
-    """Return how much of the variance of noise that sums to 0 is in the peers' models before each round's steps.
-
-    Every round adds such noise of variance 1; that of j rounds ago was mixed j times as often as a round mixes. With
-    P_j the product of these matrices, each row divided by its push-sum weight, this is the sum over j of
-    |P_j - mean row|² / n. It is 0 where a round reaches the mean.
-
-    Raises:
-        ScenarioError: there are too many peers to multiply matrices of as many rows.
-    """
-    n = mixing.n_peers
-    total = 0.0
-    if n > MOST_MEASURED:
-        raise ScenarioError(
-            f"n_peers={n} must be <= {MOST_MEASURED} to measure how fast noise mixes: give privacy.noise.strength",
-            code="noise.strength",
-        )
-    for place, rows in enumerate(_weighted_means(mixing, 0, MEASURED_PLACES)):
-        if (place + 1) % mixing.steps:
-            continue
-        left = float(_centred(rows).square().sum()) / n
-        total += left
-        if left <= NEGLIGIBLE * total:
-            break
-    return total
-
-
-def rounds_to_agree(mixing: Mixing, first: int, most: int, tolerance: float) -> tuple[int, float]:
-    """Return after how many rounds of mixing alone the peers agree, whatever their models were.
-
-    The product of the rounds' matrices, each row divided by its push-sum weight, makes of the peers' models the rows'
-    weighted means; where all rows are nearly the same, so are the models.
-
-    Args:
-        first: the first of the rounds.
-        most: rounds at most.
-        tolerance: the part of the largest distance between two models that may be left.
-
-    Returns:
-        The rounds, at most `most`; and which part is left after them, at most.
-
-    Raises:
-        ScenarioError: there are too many peers to multiply matrices of as many rows.
-    """
-    n = mixing.n_peers
-    left = 1.0
-    if n > MOST_MEASURED:
-        raise ScenarioError(
-            f"network.final_mixing=auto must have {MOST_MEASURED} peers at most, not n_peers={n}: give it a number",
-            code="network.final-mixing",
-        )
-    for count, rows in enumerate(_weighted_means(mixing, first, most), start=1):
-        left = float(_centred(rows).abs().sum(1).max())
-        if left <= tolerance:
-            return count, left
-    return most, left
-
-
-def _weighted_means(mixing: Mixing, first: int, count: int) -> Iterator[Tensor]:
-    """Yield the products of the matrices from a place on, [n, n], each row divided by its push-sum weight."""
-    product = torch.eye(mixing.n_peers, dtype=torch.float64)
-    for place in range(first, first + count):
-        product = mixing.matrix(place).apply(product)
-        yield product / product.sum(1, keepdim=True)
-
-
-def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
-    """Measure how fast a graph agrees: 1 - |lambda_2(W_{K-1} ... W_0)|^(1/K), per round.
-
-    K is the period when the graph has one and everybody is active, and the horizon otherwise. The consensus
-    direction is removed and the rest rescaled in every round, so that long products do not underflow.
-
-    Args:
-        horizon: rounds of a random graph or participation to multiply; 128 when not given.
-
-    Returns:
-        The gap in [0, 1]: 1 when K rounds reach the exact mean, 0 when they leave some peers disconnected: a random
-        graph of few edges a round needs a longer horizon than the default one.
-    """
-    n = mixing.n_peers
-    period = mixing.topology.period if mixing.participation.kind == "all" else None
-    rounds = period or horizon or RANDOM_ROUNDS
-    product = _centred(torch.eye(n, dtype=torch.float64))
-    log_scale = 0.0
-    for k in range(rounds):
-        product = _centred(mixing.matrix(k).apply(product))
-        scale = float(product.abs().max())
-        if scale < 1e-13:
-            return 1.0
-        product = product / scale
-        log_scale = log_scale + np.log(scale)
-    radius = float(np.abs(np.linalg.eigvals(product.numpy())).max())
-    if radius < n * 1e-15:
-        return 1.0
-    return max(0.0, float(1 - np.exp((np.log(radius) + log_scale) / rounds)))
-
-
-def _centred(rows: torch.Tensor) -> torch.Tensor:
-    """Subtract the mean over rows from every column: the part without consensus remains."""
-    return rows - rows.mean(dim=0)

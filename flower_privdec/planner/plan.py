@@ -13,7 +13,7 @@ from flower_privdec.engine.workers import partition_cohort
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory_estimate import memory_need, shortage, table_bytes
 from flower_privdec.gradients import explain_kernel
-from flower_privdec.graph.mixing import MOST_MEASURED
+from flower_privdec.graph.mixing_speed import MOST_MEASURED
 from flower_privdec.planner.optimal_rounds import optimum
 from flower_privdec.planner.pairs import pair_facts
 from flower_privdec.planner.peers import peer_rows

@@ -32,7 +32,8 @@ import numpy as np
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.core import Algorithm, Exchange, Reply
-from flower_privdec.graph.mixing import Mixing, rounds_to_agree
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.mixing_speed import rounds_to_agree
 
 Sent = TypeVar("Sent")  # a message as it is sent
 Heard = TypeVar("Heard")  # a message as it is received

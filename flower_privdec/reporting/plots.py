@@ -19,7 +19,8 @@ import numpy as np
 from flower_privdec.algorithms import build_algorithm
 from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.experiment.agreement import build_exchange
-from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.mixing_speed import MOST_MEASURED, spectral_gap
 from flower_privdec.graph.topology import CompleteTopology, Topology, joint_connectivity
 from flower_privdec.reporting.run_folder import RunGroup, read_result
 from flower_privdec.reporting.wording import main_loss, main_metric, main_value

@@ -15,7 +15,8 @@ from raising import raises
 from flower_privdec.algorithms.muffliato import relaxation
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.graph.mixing import Mixing, spectral_gap
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.mixing_speed import spectral_gap
 from flower_privdec.graph.topology import build_topology
 
 laws = settings(max_examples=30)

@@ -22,8 +22,8 @@ from flower_privdec.graph.mixing import (
     MixingMatrix,
     SparseMatrix,
     mixing_matrix,
-    spectral_gap,
 )
+from flower_privdec.graph.mixing_speed import spectral_gap
 from flower_privdec.graph.topology import (
     StaticTopology,
     build_participation,

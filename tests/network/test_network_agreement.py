@@ -23,7 +23,8 @@ from flower_privdec.cli import main
 from flower_privdec.common.errors import NotAgreedError, ScenarioError
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement
-from flower_privdec.graph.mixing import Mixing, rounds_to_agree
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.mixing_speed import rounds_to_agree
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.network.peer.driver import PeerDevice
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
