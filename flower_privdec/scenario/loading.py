@@ -1,4 +1,14 @@
-"""Read, hash and write scenario files, as YAML of plain data (text, numbers, lists, mappings) of bounded size."""
+"""Read, hash and write scenario files: YAML of plain data (text, numbers, lists, mappings) of bounded size.
+
+A file becomes a scenario in three steps:
+
+    read_plain   YAML to plain data, with the line of every key. A file may come from a stranger: its size, its depth
+                 and the size of what its aliases stand for are limited before anything is built.
+    anchor       Relative paths of the plain data begin in the file's folder; those of `--set`, where the command runs.
+    validated    Plain data to a strict model (`sections`). Errors name the line of the key that they blame (`findings`).
+
+`to_yaml` is the way back: what it writes reads back to an equal scenario.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +38,12 @@ from flower_privdec.common.user_code import find_given, is_given, load_own, with
 from flower_privdec.scenario.findings import Location, Places, explain
 from flower_privdec.scenario.sections import PEER, AppScenario, LocatedFile, Membership, Scenario
 
-LONGEST, LARGEST, DEEPEST = 1 << 20, 1_000_000, 32  # characters; values once aliases stand for copies; levels
+LONGEST = 1 << 20  # characters of a file
+LARGEST = 1_000_000  # values of a file, where each alias counts as a copy of what it stands for
+DEEPEST = 32  # levels
 LARGEST_WHOLE = 2**63
 
-_CONTROL = ("Cc", "Cs", "Zl", "Zp")
+_CONTROL = ("Cc", "Cs", "Zl", "Zp")  # Unicode's categories of control characters, surrogates and line separators
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 _EXPONENT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")
@@ -50,48 +62,64 @@ class _Loader(yaml.SafeLoader):
         self.lines: dict[Location, int] = {}
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        """Compose a node and count it, an alias as what it stands for."""
-        event, before = self.peek_event(), self._count  # type: ignore[no-untyped-call]
-        alias = isinstance(event, yaml.AliasEvent)
+        """Compose a node and count its values; an alias counts as a copy of what it stands for."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        is_alias = isinstance(event, yaml.AliasEvent)
+        count_before = self._count
+
+        # Refuse before the recursion: Python's own limit would end it with another error.
         self._depth += 1
         if self._depth > DEEPEST:
             raise _refused(f"more than {DEEPEST} levels deep", event)
         node = super().compose_node(parent, index)
-        if alias and id(node) not in self._sizes:
-            raise _refused(f"the alias *{event.anchor} stands in what it names", event)
-        values, levels = self._sizes[id(node)] if alias else (1 + self._count - before, self._levels(node))
-        self._count = before + values
+
+        if is_alias:
+            # A node gets its size when it is complete, so an alias without one stands inside the node that it names.
+            if id(node) not in self._sizes:
+                raise _refused(f"the alias *{event.anchor} stands in what it names", event)
+            values, levels = self._sizes[id(node)]
+        else:
+            values = 1 + self._count - count_before
+            levels = self._levels(node)
+        self._count = count_before + values
         self._sizes[id(node)] = values, levels
+
         if self._count > LARGEST or self._depth + levels - 1 > DEEPEST:
             raise _refused(f"with its aliases more than {LARGEST:,} values, or {DEEPEST} levels deep", event)
         self._depth -= 1
         return node
 
     def _levels(self, node: Node | None) -> int:
-        """Return the depth of a node, from that of its parts."""
-        pairs = node.value if isinstance(node, MappingNode) else ()
-        parts = [value for _, value in pairs] if pairs else node.value if isinstance(node, SequenceNode) else ()
+        """Return the depth of a node, whose parts are complete."""
+        parts: list[Node] = []
+        if isinstance(node, MappingNode):
+            parts = [value for _, value in node.value]
+        elif isinstance(node, SequenceNode):
+            parts = node.value
         return 1 + max((self._sizes[id(part)][1] for part in parts), default=0)
 
     def plain(self, node: Node, path: Location) -> Any:
-        """Return what a node holds, and note the lines of its keys."""
+        """Return the plain data of a node, and record the lines of its keys."""
         self.lines.setdefault(path, node.start_mark.line + 1)
+
         if node.tag not in [f"tag:yaml.org,2002:{kind}" for kind in _PLAIN]:
             problem = f"the tag {shown(node.tag)} is not taken: write text, numbers, lists and mappings"
             raise self._error(node, problem, "yaml.tag")
+
         if isinstance(node, MappingNode):
             return {key: self.plain(part, (*path, key)) for key, part in self._keys(node, path)}
         if isinstance(node, SequenceNode):
             return [self.plain(part, (*path, index)) for index, part in enumerate(node.value)]
         return self._scalar(node)
 
-    def _keys(self, node: MappingNode, path: Location) -> Any:
+    def _keys(self, node: MappingNode, path: Location) -> Iterator[tuple[str, Node]]:
+        """Yield each key of a mapping with its value, and record the key's line."""
         for key, part in node.value:
-            if not isinstance(key, ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                description = (
-                    f"the key {shown(key.value)}" if isinstance(key, ScalarNode) else "a list or mapping as key"
-                )
-                raise self._error(key, f"{description} must be a word; quote it", "yaml.key")
+            if not isinstance(key, ScalarNode):
+                raise self._error(key, "a list or mapping as key must be a word; quote it", "yaml.key")
+            if key.tag != "tag:yaml.org,2002:str":
+                raise self._error(key, f"the key {shown(key.value)} must be a word; quote it", "yaml.key")
+
             here = (*path, self._text(key))
             if here in self.lines:
                 raise self._error(key, f"key {shown(key.value)} stands twice; keep one", "yaml.repeated-key")
@@ -99,38 +127,49 @@ class _Loader(yaml.SafeLoader):
             yield key.value, part
 
     def _scalar(self, node: Node) -> Any:
-        if node.tag.endswith(":str") or (":" in node.value and node.tag.endswith((":int", ":float"))):
-            return self._text(node)  # 1:30 too, which YAML 1.1 takes for 90
+        """Return the value of a scalar, which is exactly what is written: no number changes when it is read."""
+        is_number = node.tag.endswith((":int", ":float"))
+        if node.tag.endswith(":str") or (is_number and ":" in node.value):
+            return self._text(node)  # 1:30 is text, too: YAML 1.1 takes it for 90
+
         text = shown(node.value)
         if node.tag.endswith(":int") and _OCTAL.fullmatch(node.value):
             problem = f"{text} may be octal; write it without leading zeros, or quote it"
             raise self._error(node, problem, "yaml.octal")
         try:
             value = self.construct_object(node)
-        except (ValueError, KeyError, IndexError, OverflowError) as error:  # as !!int of what is none
+        except (ValueError, KeyError, IndexError, OverflowError) as error:  # for example `!!int word`
             problem = f"{text} cannot be read as what it looks like; quote it"
             raise self._error(node, problem, "yaml.scalar") from error
+
         if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
             problem = f"{text} must be less than 2^63; write a number so large as 1e30"
             raise self._error(node, problem, "yaml.number")
-        if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
+
+        # Python reads 1e999 as infinity and 1e-999 as 0, without an error.
+        written = node.value.lower()
+        if isinstance(value, float) and math.isinf(value) and "inf" not in written:
             problem = f"{text} is beyond the largest number there is, 1.8e308; lower it"
             raise self._error(node, problem, "yaml.number")
-        if value == 0 and isinstance(value, float) and set(node.value.lower().partition("e")[0]) & set("123456789"):
+        mantissa = written.partition("e")[0]
+        if isinstance(value, float) and value == 0 and set(mantissa) & set("123456789"):
             problem = f"{text} is below the smallest number there is, 5e-324; raise it"
             raise self._error(node, problem, "yaml.number")
         return value
 
     def _text(self, node: Node) -> str:
+        """Return the text of a node; refuse control characters, which a terminal would obey."""
         text: str = node.value
-        odd = next((sign for sign in text if category(sign) in _CONTROL and sign not in "\n\t"), None)
-        if odd is not None:
-            problem = f"{shown(text)} holds the control character {odd!r}; take it out"
-            raise self._error(node, problem, "yaml.control")
+        for character in text:
+            if character not in "\n\t" and category(character) in _CONTROL:
+                problem = f"{shown(text)} holds the control character {character!r}; take it out"
+                raise self._error(node, problem, "yaml.control")
         return text
 
     def _error(self, node: Node, problem: str, code: str) -> ScenarioError:
-        line = "" if self._one_value else f":{node.start_mark.line + 1}"
+        line = f":{node.start_mark.line + 1}"
+        if self._one_value:
+            line = ""
         return ScenarioError(f"{self._where}{line}: {problem}", code=code)
 
 
@@ -138,6 +177,7 @@ def _refused(problem: str, event: Any) -> ComposerError:
     return ComposerError(None, None, problem, event.start_mark)
 
 
+# Dates stay text: only plain data have the same meaning in YAML, JSON and Python.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -169,7 +209,7 @@ def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, 
         The data, no two parts of it one object; and the line of every key and every item of a list.
 
     Raises:
-        ScenarioError: it is no YAML, too large or too deep, or holds something else than plain data; with the line.
+        ScenarioError: it is not YAML, too large or too deep, or holds more than plain data; with the line.
     """
     data, lines = _read_plain(text, where, one_value)
     return copy.deepcopy(data), dict(lines)
@@ -179,21 +219,34 @@ def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, 
 def _read_plain(text: str, where: str, one_value: bool) -> tuple[Any, dict[Location, int]]:
     if len(text) > LONGEST:
         raise ScenarioError(f"{where}: has more than {LONGEST:,} characters; give a shorter one", code="yaml.long")
+
     try:
         loader = _Loader(text, where, one_value=one_value)
         node = loader.get_single_node()
-        return (None if node is None else loader.plain(node, ())), loader.lines
+        if node is None:
+            return None, loader.lines
+        return loader.plain(node, ()), loader.lines
     except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        mark = getattr(error, "problem_mark", None)
-        position = getattr(error, "position", None)
-        line = "" if position is None else f":{text.count(chr(10), 0, position) + 1}"
-        place = f":{mark.line + 1}" if mark else line
+        raise _not_yaml(error, text, where, one_value) from error
+
+
+def _not_yaml(error: yaml.YAMLError, text: str, where: str, one_value: bool) -> ScenarioError:
+    """Return the error of a text that is not YAML, with its line unless the text is one value."""
+    # PyYAML's parser has a problem and its mark; its reader, which meets bad characters, a reason and a position.
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
+    mark = getattr(error, "problem_mark", None)
+    position = getattr(error, "position", None)
+
+    place = ""
+    if one_value:
+        remedy = "quote the value"
+    else:
         remedy = "mend the line"
-        if one_value:
-            place = ""
-            remedy = "quote the value"
-        raise ScenarioError(f"{where}{place}: not valid YAML ({problem}); {remedy}", code="scenario.yaml") from error
+        if mark:
+            place = f":{mark.line + 1}"
+        elif position is not None:
+            place = f":{text.count(chr(10), 0, position) + 1}"
+    return ScenarioError(f"{where}{place}: not valid YAML ({problem}); {remedy}", code="scenario.yaml")
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -203,10 +256,14 @@ APP_SCENARIO = "a scenario for an app is a mapping of sections (name, n_peers, r
 
 
 def read_yaml(text: str, where: str, form: str = SCENARIO) -> tuple[dict[str, Any], dict[Location, int]]:
-    """Read a YAML mapping into plain data and the line of every key; errors say where, and of what form it must be.
+    """Read a YAML mapping into plain data and the line of every key.
+
+    Args:
+        where: names the text in an error.
+        form: what the mapping must be, in words.
 
     Raises:
-        ScenarioError: see `read_plain`; or it is no mapping.
+        ScenarioError: see `read_plain`; or it is not a mapping.
     """
     data, lines = read_plain(text, where)
     if data is None:
@@ -221,21 +278,25 @@ def _override(data: dict[str, Any], setting: str) -> Location:
     key, equals, text = setting.partition("=")
     path = tuple(key.strip().split("."))
     where = f"--set {shown(setting)[1:-1]}"
+
     if not equals or not all(part.isprintable() and part for part in path):
         raise ScenarioError(f"{where}: must read key.path=value, as in --set privacy.epsilon=1")
     if len(path) > DEEPEST:
         raise ScenarioError(f"{where}: the key has {len(path)} parts; give a key of the scenario")
-    put(data, path, read_plain(text, where, one_value=True)[0])
+
+    value, _ = read_plain(text, where, one_value=True)
+    put(data, path, value)
     return path
 
 
 def put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Put a value where the keys of a path lead, making the sections on the way."""
-    for part in path[:-1]:
-        if not isinstance(data.get(part), dict):
-            data[part] = {}
-        data = data[part]
-    data[path[-1]] = value
+    """Set the value at a path of keys; make the sections on the way."""
+    *sections, key = path
+    for name in sections:
+        if not isinstance(data.get(name), dict):
+            data[name] = {}
+        data = data[name]
+    data[key] = value
 
 
 PATHS = (  # keys of a scenario that name a file or a folder
@@ -260,7 +321,7 @@ def anchored(settings: Iterable[str], folder: Path) -> list[str]:
 
 
 def anchor(data: dict[str, Any], folder: Path) -> None:
-    """Let the relative paths of a scenario's plain data begin in a folder, in place; `{peer}` alone is none."""
+    """Make the relative paths of a scenario's plain data absolute, from a folder; `{peer}` by itself is not a path."""
     for section, key in _paths_in(data):
         if section[key] not in ("", PEER):
             section[key] = os.path.abspath(folder / Path(section[key]).expanduser())
@@ -279,11 +340,14 @@ def _paths_in(data: Any) -> Iterator[tuple[dict[str, Any], str]]:
 def parse_model(
     root: type[Model], text: str, *, form: str, where: str, overrides: Iterable[str] = (), folder: Path | None = None
 ) -> Model:
-    """Read a strict model from YAML text; see `parse_scenario`. `form` is said to a text that is no mapping."""
+    """Read a strict model from YAML text; see `parse_scenario`, and `read_yaml` for `form`."""
     data, lines = read_yaml(text, where, form)
     if folder is not None:
         anchor(data, folder)
-    return validated(root, data, where, lines, {_override(data, setting): "--set" for setting in overrides})
+
+    # After the file's own paths are anchored: those of a setting begin where the command runs.
+    overridden = {_override(data, setting): "--set" for setting in overrides}
+    return validated(root, data, where, lines, overridden)
 
 
 def validated(
@@ -297,7 +361,7 @@ def validated(
 
     Args:
         where: what to call the data in an error.
-        lines: on which line of it each key stands, where it has lines.
+        lines: the line of each key, if the data are of a text.
         overrides: what was laid over the data, and what to call that.
 
     Raises:
@@ -350,22 +414,32 @@ def parse_scenario(
 
 
 def read_text(path: Path, what: str = "a scenario file") -> str:
-    """Read a text file that a user named, as far as it is bounded.
+    """Read a text file that a user named; of a longer one, a little more than a scenario may have.
 
     Raises:
-        ScenarioError: when it cannot be read.
+        ScenarioError: it cannot be read.
     """
+    most = 4 * LONGEST  # bytes: a character of UTF-8 has four at most
+    name = str(path)
     try:
         with path.open("rb") as file:
-            content = file.read(4 * LONGEST + 1)
+            content = file.read(most + 1)
         return content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        cut = isinstance(error, UnicodeDecodeError) and len(content) > 4 * LONGEST  # in the middle of a character
-        reason = "too long" if cut else getattr(error, "strerror", None) or "not UTF-8 text"
-        name = shown(tried(path) if isinstance(error, FileNotFoundError) else str(path))[1:-1]
-        raise ScenarioError(
-            f"{name}: cannot be read as {what} ({reason}); give the path of a YAML file", code="scenario.unreadable"
-        ) from error
+    except UnicodeDecodeError as error:
+        # A file that is too long may have been cut in the middle of a character.
+        reason = "too long" if len(content) > most else "not UTF-8 text"
+        cause: Exception = error
+    except FileNotFoundError as error:
+        reason = error.strerror
+        name = tried(path)
+        cause = error
+    except OSError as error:
+        reason = error.strerror or "not readable"
+        cause = error
+    raise ScenarioError(
+        f"{shown(name)[1:-1]}: cannot be read as {what} ({reason}); give the path of a YAML file",
+        code="scenario.unreadable",
+    ) from cause
 
 
 def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
@@ -391,15 +465,16 @@ def load_app_scenario(path: Path, overrides: Iterable[str] = ()) -> AppScenario:
 
 
 def load_for_network(path: Path, overrides: Iterable[str] = ()) -> Scenario | AppScenario:
-    """Read the scenario of a network's peers: an app's, where the file has no section data, model or algorithm."""
+    """Read the scenario of a network's peers; it is an app's if the file has no section data, model or algorithm."""
     file = find_scenario(path)
-    sections = read_yaml(read_text(file), str(file))[0]
-    load = load_scenario if {"data", "model", "algorithm"} & sections.keys() else load_app_scenario
-    return load(file, overrides)
+    sections, _ = read_yaml(read_text(file), str(file))
+    if {"data", "model", "algorithm"} & sections.keys():
+        return load_scenario(file, overrides)
+    return load_app_scenario(file, overrides)
 
 
 def load_membership(path: Path, overrides: Iterable[str] = ()) -> Membership:
-    """Read who the peers of a scenario's file are, and nothing else: no part of the scenario is imported."""
+    """Read only who the peers of a scenario's file are: no part of the scenario is imported."""
     file = find_scenario(path)
     return parse_model(
         Membership, read_text(file), form=SCENARIO, where=str(file), overrides=overrides, folder=file.parent
@@ -407,20 +482,26 @@ def load_membership(path: Path, overrides: Iterable[str] = ()) -> Membership:
 
 
 def file_form(scenario: Scenario | AppScenario) -> dict[str, Any]:
-    """Return a scenario as a file has it; None stands where it is not the default, as in `network.lead`."""
+    """Return a scenario as plain data of a file; keys that are None are left out unless None is a choice.
+
+    `network.lead: null` is one: it lifts the limit that stands by default.
+    """
     data: dict[str, Any] = _without_unset(scenario, json.loads(scenario.model_dump_json(by_alias=True)))
     return data
 
 
 def _without_unset(value: Any, data: Any) -> Any:
+    """Return the plain data of a value without the keys that were not set."""
     if isinstance(value, Section) and isinstance(data, dict):
+        # The data have a field's alias as its key, and the section its name: `from` and `origin`.
         names = {field.alias or name: name for name, field in type(value).model_fields.items()}
-        shown: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
         for key, part in data.items():
             name = names.get(key) or str(key)
             if part is not None or _is_off(type(value), name):
-                shown[key] = _without_unset(getattr(value, name), part)
-        return shown
+                kept[key] = _without_unset(getattr(value, name), part)
+        return kept
+
     if isinstance(value, list | tuple) and isinstance(data, list):
         return [_without_unset(inner, part) for inner, part in zip(value, data, strict=True)]
     if isinstance(value, Mapping) and isinstance(data, dict):
@@ -429,7 +510,7 @@ def _without_unset(value: Any, data: Any) -> Any:
 
 
 def _is_off(section: type[Section], name: str) -> bool:
-    """Return whether None is a value of a key, and not its default."""
+    """Return whether None is a choice for a key: it has a default, which is not None."""
     field = section.model_fields.get(name)
     return field is not None and field.default is not None and not field.is_required()
 
@@ -437,43 +518,47 @@ def _is_off(section: type[Section], name: str) -> bool:
 def to_yaml(scenario: Scenario | AppScenario) -> str:
     """Return the scenario with every default visible, as YAML that reads back to the same scenario.
 
-    Parts that were given as Python objects are there by names that hold in this process alone, and it says so.
+    Parts that were given as Python objects have names that hold only in this process; a comment says so.
     """
-    data = file_form(scenario)
-    has_objects = any(is_given(module) for _, module in own_modules(scenario))
-    return (UNNAMEABLE if has_objects else "") + write_yaml(data)
+    text = write_yaml(file_form(scenario))
+    if any(is_given(module) for _, module in own_modules(scenario)):
+        text = UNNAMEABLE + text
+    return text
 
 
 def without_folders(scenario: Scenario) -> Scenario:
-    """Return a scenario whose paths are names alone, for another machine, which has paths of its own.
+    """Return a scenario whose paths are only names, for another machine, which has paths of its own.
 
-    Its `scenario_hash` is the same. Of `data.root` with `{peer}` in it what begins there stays.
+    Its `scenario_hash` is the same. A `data.root` with `{peer}` keeps everything from `{peer}` on.
     """
     data = json.loads(scenario.model_dump_json(by_alias=True))
     for section, key in _paths_in(data):
         path = section[key]
-        section[key] = path[path.index(PEER) :] if PEER in path else os.path.basename(path)
+        if PEER in path:
+            section[key] = path[path.index(PEER) :]
+        else:
+            section[key] = os.path.basename(path)
     return Scenario.model_validate(data)
 
 
 def scenario_hash(scenario: Scenario | AppScenario, *, movable: bool = True) -> str:
-    """Return a hash of everything that decides the run's results: not threads, memory, addresses or the planner's.
+    """Return a hash of everything that decides the run's results: not threads, memory, addresses or the plan.
 
     Args:
-        movable: whether paths count by their names alone, so that a run's files may move, and differ among machines.
+        movable: whether paths count only by their names, so that a run's files may move, and differ among machines.
     """
     excluded = {"compute": {"threads", "workers", "memory_mib"}, "plan": True, "network": True}
     return _hash_without(scenario, excluded, movable=movable)
 
 
 def seedless_hash(scenario: Scenario) -> str:
-    """Return a hash of what runs have in common that repeat one experiment with other seeds, whatever their names."""
+    """Return a hash that is the same for runs that repeat one experiment with other seeds, whatever their names."""
     nothing = {"name": True, "plan": True, "network": True, "compute": {"threads", "workers", "memory_mib"}}
     return _hash_without(scenario.model_copy(update={"seed": 0, "seeds": None}), nothing)
 
 
 def numbers_hash(scenario: Scenario | AppScenario) -> str:
-    """Return a hash of what decides the numbers of a run's trajectory, beside data and machine.
+    """Return a hash of everything but data and machine that decides the numbers of a run's trajectory.
 
     Names, paths and how often a run is looked at decide nothing, nor does the device, which `run_key` adds.
     """
@@ -486,17 +571,22 @@ def numbers_hash(scenario: Scenario | AppScenario) -> str:
 
 
 def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
-    """Return the classes and functions of the user's own that a scenario names, for what their code decides.
-
-    Those that were given as objects are `Given`, once it is sure that they have not changed.
+    """Return the user's own classes and functions that a scenario names; `Given` for those that are Python objects.
 
     Args:
-        scenario: which names them.
-        metrics: with those by which models are tried, which decide what is written down and nothing else.
+        metrics: whether to include metrics, which decide nothing but figures.
+
+    Raises:
+        ScenarioError: one is missing, or was given as an object and has changed since.
     """
-    named = [pair for pair in own_modules(scenario) if metrics or not pair[0].startswith("task.metrics.")]
-    loaded = [(load_own(module, key), find_given(module)) for key, module in named]
-    return [part if replacement is None else replacement for part, replacement in loaded]
+    parts: list[Any] = []
+    for key, module in own_modules(scenario):
+        if key.startswith("task.metrics.") and not metrics:
+            continue
+        part = load_own(module, key)  # for an object, too: it raises if that has changed
+        given = find_given(module)
+        parts.append(part if given is None else given)
+    return parts
 
 
 def _hash_without(scenario: Scenario | AppScenario, excluded: Any, *, movable: bool = False) -> str:
@@ -539,10 +629,10 @@ FOLDER = "scenarios"
 
 
 def shipped(kind: str = ".") -> dict[str, Path]:
-    """Return what can be named without its path: `scenarios/KIND/NAME.yaml` by NAME.
+    """Return the files that can be named without a path: `scenarios/KIND/NAME.yaml` by NAME.
 
-    A file under the folder one is in comes before the package's own of that name, which lie inside an installed
-    package and beside it in a checkout.
+    A file below the current folder comes before the package's own of that name. The package's lie inside it if it is
+    installed, and beside it in a checkout.
 
     Args:
         kind: `.` for scenarios, `studies` for studies.
@@ -556,17 +646,20 @@ def shipped(kind: str = ".") -> dict[str, Path]:
 
 
 def find_scenario(path: Path | str) -> Path:
-    """Return the path of a scenario's file, or that of a bundled scenario by its name, as `digits`.
+    """Return the path of a scenario's file, or that of a bundled scenario by its name, such as `digits`.
 
     Raises:
-        ScenarioError: a name that is neither a file's nor known.
+        ScenarioError: it is neither a file nor the name of a bundled scenario.
     """
     path = Path(path).expanduser()
-    with suppress(OSError):  # too long a name: the reader reports it
+    with suppress(OSError):  # the name is too long: whoever reads the file reports it
         if path.exists():
             return path
+
+    # What looks like a path is one, and whoever reads it reports that it is missing.
     if path.suffix or path.parent != Path():
         return path
+
     paths = shipped()
     if path.name not in paths:
         raise ScenarioError(
