@@ -1,4 +1,9 @@
-"""One-line errors with file and line: pydantic's errors in a scenario, and errors about a valid one."""
+"""One-line errors with file and line: pydantic's errors in a scenario, and errors about a valid one.
+
+Pydantic reports a *location*, the keys that lead to a value. It also holds the tags of unions that pydantic went
+through, which are not keys of the file: `_clean` takes them out. The line of a location is that of its nearest parent
+that the file has (`Places`). Every sentence names the value, the rule and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,7 @@ class Places:
     """The file and lines of a scenario's values.
 
     Attributes:
-        where: the path of the text; empty where there is none.
+        where: the path of the text; empty if there is none.
         lines: the line of each key.
         overrides: the keys that were overridden, and by which option.
     """
@@ -55,12 +60,15 @@ class Places:
 
     def of(self, loc: Location) -> str:
         """Return `file:line: ` or `--set: ` for a location, by its nearest known parent."""
+        # An override is to blame if it set the value, something inside it, or a section around it.
         for path, name in self.overrides.items():
             if loc and loc[: len(path)] == path[: len(loc)]:
                 return f"{name}: "
+
         for end in range(len(loc), 0, -1):
-            if loc[:end] in self.lines:
-                return f"{self.where}:{self.lines[loc[:end]]}: "
+            parent = loc[:end]
+            if parent in self.lines:
+                return f"{self.where}:{self.lines[parent]}: "
         return f"{self.where}: " if self.where else ""
 
     def __eq__(self, other: object) -> bool:
@@ -72,7 +80,8 @@ class Places:
 
 def key_of(sentence: str) -> Location:
     """Return the key that a sentence begins with."""
-    return tuple(re.split(r"[ =:,]", sentence, maxsplit=1)[0].strip("'").split("."))
+    word = re.split(r"[ =:,]", sentence, maxsplit=1)[0]
+    return tuple(word.strip("'").split("."))
 
 
 @contextmanager
@@ -90,32 +99,45 @@ def located(places: Places, root: type[BaseModel]) -> Iterator[None]:
 
 
 def _clean(error: Any, data: Any) -> Location:
-    """Return the location of an error of pydantic, without the tags of unions."""
+    """Return the location of an error of pydantic, without the tags of unions.
+
+    Args:
+        data: the plain data, which have every part of the location but tags, and the last one if that is missing.
+    """
     loc: Location = error["loc"]
     path: list[int | str] = []
     for i, part in enumerate(loc):
-        is_place = isinstance(data, list) and isinstance(part, int) and part < len(data)
-        present = part in data if isinstance(data, dict) else is_place
-        if present or (error["type"] == "missing" and i == len(loc) - 1):
+        is_last = i == len(loc) - 1
+        if isinstance(data, dict):
+            is_present = part in data
+        else:
+            is_present = isinstance(data, list) and isinstance(part, int) and part < len(data)
+
+        if is_present:
             path.append(part)
-        if present:
             data = data[part]
+        elif is_last and error["type"] == "missing":
+            path.append(part)
     return tuple(path)
 
 
 def _model_at(loc: Location, root: type[BaseModel], data: Any) -> type[BaseModel]:
     """Return the section model in which pydantic's location lies."""
-    models: list[type[BaseModel]] = [root]
+    models: list[type[BaseModel]] = [root]  # that the section may be, by the parts of the location so far
     for part in loc:
         field = models[0].model_fields.get(str(part))
-        data = data.get(part, data) if isinstance(data, dict) else data
+        if isinstance(data, dict):
+            data = data.get(part, data)  # a tag is no key of the data
+
         if field:
             matching = _forms_of(field, data)
         elif part in ("own", "named"):
-            matching = [model for model in models if ("module" in model.model_fields) == (part == "own")]
+            is_own = part == "own"
+            matching = [model for model in models if ("module" in model.model_fields) == is_own]
         else:
             matching = [model for model in models if part in _tags(model)]
-        models = matching or models
+        if matching:  # else it is the number of an item of a list
+            models = matching
     return models[0]
 
 
@@ -124,8 +146,10 @@ def _tags(model: type[BaseModel]) -> Sequence[Any]:
     field = model.model_fields.get("name") or model.model_fields.get("kind")
     if field is None:
         return ()
-    choices = [list(part) for part in field.metadata if isinstance(part, Choice)]
-    return choices[0] if choices else get_args(field.annotation)
+    for extra in field.metadata:
+        if isinstance(extra, Choice):
+            return list(extra)
+    return get_args(field.annotation)  # of a Literal
 
 
 def _part_of(field: FieldInfo) -> PartField | None:
@@ -137,30 +161,38 @@ def _forms_of(field: FieldInfo, data: Any = None) -> list[type[BaseModel]]:
     part = _part_of(field)
     if part is None:
         return _sections_of(field.annotation)
+
     chosen = part.form_of(data)
-    return [*part.forms()] if chosen is None else [chosen]
+    if chosen is not None:
+        return [chosen]
+    return [*part.forms()]
 
 
 def _sections_of(annotation: Any) -> list[type[BaseModel]]:
     """Return the section models a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for inner in getattr(annotation, "__args__", ()) for model in _sections_of(inner)]
+
+    found: list[type[BaseModel]] = []
+    for inner in getattr(annotation, "__args__", ()):
+        found += _sections_of(inner)
+    return found
 
 
 def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
-    """Return the end of an error about a key of another section."""
+    """Return the hint that a key belongs to another section; empty if it belongs to none."""
     for name, info in root.model_fields.items():
         for section in _forms_of(info):
             if key in section.model_fields:
                 return f"; did you mean '{path}{name}.{key}'?"
-            if place := _elsewhere(key, section, f"{path}{name}."):
-                return place
+            hint = _elsewhere(key, section, f"{path}{name}.")
+            if hint:
+                return hint
     return ""
 
 
 def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) -> str:
-    """Return that a section has no such key, and which one was probably meant."""
+    """Return the sentence about a key that its section does not have, with the key that was probably meant."""
     where = error["loc"]
     key = str(where[-1])
     fields = _model_at(where[:-1], root, data).model_fields
@@ -172,11 +204,14 @@ def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) ->
     others = forms if len(forms) > 1 else []
     takers = [str(tag) for form in others if key in form.model_fields for tag in _tags(form)]
 
+    # The nearest explanation first: a slip in this section, another choice, another section, a slip in another choice.
     hint = did_you_mean(key, names)
     if not hint and takers:
         hint = f"; it belongs to {', '.join(takers)}"
     if not hint:
-        hint = _elsewhere(key, root) or did_you_mean(key, {name for form in others for name in form.model_fields})
+        hint = _elsewhere(key, root)
+    if not hint:
+        hint = did_you_mean(key, {name for form in others for name in form.model_fields})
 
     path = ".".join(map(str, loc))
     return f"unknown key '{shown(path)[1:-1]}'{hint} (valid keys: {', '.join(names)})"
@@ -189,25 +224,34 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(error, loc, root, data)
+
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
         key = f"{name}.{context['discriminator'].strip(QUOTE)}"
         tag = context["tag"]
         return f"{key}='{tag}' must be one of {', '.join(tags)}{did_you_mean(tag, tags)}"
-    if kind in ("missing", "union_tag_not_found"):
-        name = name if kind == "missing" else f"{name}.{context['discriminator'].strip(QUOTE)}"
+
+    if kind == "missing":
         return f"'{name}' is missing; add it"
-    if kind == "value_error":
+    if kind == "union_tag_not_found":
+        return f"'{name}.{context['discriminator'].strip(QUOTE)}' is missing; add it"
+
+    if kind == "value_error":  # of our own rules, which say all but where they are
         message = str(context.get("error"))
         if not loc or message.startswith(f"{name}."):
             return message
-        return f"{name}={shown(error['input'])} {message}" if message.startswith("must") else f"{name}: {message}"
-    field = _model_at(loc[:-1], root, data).model_fields.get(str(loc[-1])) if loc else None
+        if message.startswith("must"):
+            return f"{name}={shown(error['input'])} {message}"
+        return f"{name}: {message}"
+
+    field = None
+    if loc:
+        field = _model_at(loc[:-1], root, data).model_fields.get(str(loc[-1]))
     return f"{name}={shown(error['input'])} must be {_rule(error, loc, field)}"
 
 
 def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
-    """Return what a value must be, with a remedy where that is none."""
+    """Return what a value must be, with a remedy unless that says it all."""
     kind = error["type"]
     context = error.get("ctx", {})
     if kind == "literal_error" and loc != ("privacy",):
@@ -215,17 +259,26 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
         return f"one of {context['expected']}{hint}"
     if loc in CHOICES:
         return CHOICES[loc]
+
     if error["input"] is None:
-        required = field is not None and field.is_required()
-        return f"{TYPES.get(kind, 'given')}: {'give one' if required else 'leave the key out for its default'}"
+        remedy = "leave the key out for its default"
+        if field is not None and field.is_required():
+            remedy = "give one"
+        return f"{TYPES.get(kind, 'given')}: {remedy}"
+
+    # A word in place of a section is probably the name of a part: `model: softmax`.
     if isinstance(error["input"], str) and field is not None and TYPES.get(kind) == SECTION:
         keys = [key for form in _forms_of(field) for key in ("name", "kind") if key in form.model_fields]
+        if not keys:
+            return SECTION
         text = shown(error["input"])[1:-1]
-        return f"{SECTION}: write {{{keys[0]}: {text}}}" if keys else SECTION
+        return f"{SECTION}: write {{{keys[0]}: {text}}}"
+
     if kind == "string_pattern_mismatch":
         return f"as the pattern {context['pattern']} has it"
     if kind in TYPES:
         return TYPES[kind]
+
     rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")
     rule = rule.replace("less than or equal to", "<=").replace("greater than", ">").replace("less than", "<")
     return str(rule)
@@ -237,17 +290,24 @@ def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Pl
     Its code is pydantic's type, below "scenario".
     """
     findings = error.errors()
+
+    # A key that is written wrong explains others that are missing. Rules across sections, which have no location, last.
     first = min(findings, key=lambda item: (item["type"] != "extra_forbidden", len(item["loc"]) == 0))
     loc = _clean(first, data)
-    n_named = 1
     sentence = _sentence(first, loc, root, data)
+    n_named = 1
     if first["type"] == "missing":
         absent = [".".join(map(str, _clean(item, data))) for item in findings if item["type"] == "missing"]
         n_named = len(absent)
         if n_named > 1:
             sentence = f"{', '.join(map(repr, absent))} are missing; add them"
-    more = f" (and {len(findings) - n_named} more)" if len(findings) > n_named else ""
-    place = places.of(loc or key_of(sentence))  # a rule across sections begins with the key it blames
+
+    more = ""
+    if len(findings) > n_named:
+        more = f" (and {len(findings) - n_named} more)"
+
+    # The sentence of a rule across sections begins with the key that it blames.
+    place = places.of(loc or key_of(sentence))
     return ScenarioError(place + sentence + more, code=_code(first, root))
 
 
@@ -261,7 +321,9 @@ def _code(error: Any, root: type[BaseModel]) -> str:
     where = error["loc"]
     if error["type"] == "extra_forbidden":
         field = root.model_fields.get(str(where[0]))
-        part = _part_of(field) if field else None
+        part = None
+        if field:
+            part = _part_of(field)
         if part is not None and any(where[-1] in form.model_fields for form in part.forms()):
             return part.stray
     return f"scenario.{error['type']}"

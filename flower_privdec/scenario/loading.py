@@ -5,7 +5,7 @@ A file becomes a scenario in three steps:
     read_plain   YAML to plain data, with the line of every key. A file may come from a stranger: its size, its depth
                  and the size of what its aliases stand for are limited before anything is built.
     anchor       Relative paths of the plain data begin in the file's folder; those of `--set`, where the command runs.
-    validated    Plain data to a strict model (`sections`). Errors name the line of the key that they blame (`findings`).
+    validated    Plain data to a strict model (`sections`). Errors name the line of the key they blame (`findings`).
 
 `to_yaml` is the way back: what it writes reads back to an equal scenario.
 """
@@ -429,13 +429,11 @@ def read_text(path: Path, what: str = "a scenario file") -> str:
         # A file that is too long may have been cut in the middle of a character.
         reason = "too long" if len(content) > most else "not UTF-8 text"
         cause: Exception = error
-    except FileNotFoundError as error:
-        reason = error.strerror
-        name = tried(path)
-        cause = error
     except OSError as error:
         reason = error.strerror or "not readable"
         cause = error
+        if isinstance(error, FileNotFoundError):
+            name = tried(path)
     raise ScenarioError(
         f"{shown(name)[1:-1]}: cannot be read as {what} ({reason}); give the path of a YAML file",
         code="scenario.unreadable",

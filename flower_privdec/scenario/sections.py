@@ -1,4 +1,14 @@
-"""Scenarios, of a simulation or of peers that run a Flower app: strict pydantic models, and rules across sections."""
+"""Scenarios, of a simulation or of peers that run a Flower app: strict pydantic models, and rules across sections.
+
+A section is one mapping of the file (`common.fields`). It declares the keys that all choices share; keys that belong to
+one choice, such as a graph's degree, are declared by the class of that choice, and a registry joins the two
+(`common.registry`). Rules are checked where the key that they blame is declared:
+
+    _check            of one section, whose values must fit each other
+    check_scenario    of a section, whose values must fit other sections; `Scenario._check` calls it
+
+An error of `_check` names a key of its own section, and one of `check_scenario` a key from the root of the file.
+"""
 
 from __future__ import annotations
 
@@ -75,12 +85,12 @@ class PartitionSection(Section):
 
     Attributes:
         kind: how:
-        alpha: of the Dirichlet distribution, small is skewed; for kind dirichlet alone.
-        min_size: the least examples a peer holds, for kind dirichlet alone: one that drew fewer is given random
+        alpha: of the Dirichlet distribution, small is skewed; only for kind dirichlet.
+        min_size: the least examples a peer holds, only for kind dirichlet: one that drew fewer is given random
             examples of the peers that hold most; left out, what is drawn stays, and a peer without any is refused.
-        shards_per_peer: for kind shards alone.
-        classes_per_peer: for kind pathological alone.
-        sizes: one count, or one share of the whole, for each peer; for kind sizes alone.
+        shards_per_peer: only for kind shards.
+        classes_per_peer: only for kind pathological.
+        sizes: one count, or one share of the whole, for each peer; only for kind sizes.
     """
 
     kind: Annotated[str, catalogue.PARTITIONS] = "iid"
@@ -101,11 +111,11 @@ class BatchSection(Section):
     Attributes:
         sampling: which examples of a peer:
         size: examples in a batch, on average for poisson; every sampling but full needs it, or a rate.
-        rate: in place of size, of poisson alone: the probability of every example to be drawn, the same at every peer.
+        rate: in place of size, only for poisson: the probability of every example to be drawn, the same at every peer.
             A peer of J examples then draws rate J on average, by which its sums are divided; privacy is amplified
             alike at all peers, and a peer with few examples has the more noise in its mean.
-        small_peers: what becomes of a peer that holds fewer examples than size: it is refused; or full, it takes all
-            it holds in every step. Nothing is then amplified for it, so that it needs more noise for the same ε.
+        small_peers: what happens if a peer holds fewer examples than size: it is refused; or full, it takes all that it
+            holds in every step. Nothing is then amplified for it, so that it needs more noise for the same ε.
     """
 
     sampling: Annotated[str, catalogue.SAMPLINGS] = "poisson"
@@ -115,18 +125,21 @@ class BatchSection(Section):
 
     def _check(self) -> None:
         if self.rate is not None and self.sampling != "poisson":
+            remedy = "give size, or use poisson"
+            if self.sampling == "full":
+                remedy = "remove it"
             raise ArgumentError(
-                f"rate belongs to sampling poisson, not to {self.sampling}: "
-                + ("remove it" if self.sampling == "full" else "give size, or use poisson"),
-                code="batch.rate",
+                f"rate belongs to sampling poisson, not to {self.sampling}: {remedy}", code="batch.rate"
             )
         if self.sampling == "full" and self.size is not None:
             raise ArgumentError("sampling full takes every local example: remove size", code="batch.size")
         if self.size is not None and self.rate is not None:
             raise ArgumentError("size and rate both set how much is drawn: give one", code="batch.size")
         if self.sampling != "full" and self.size is None and self.rate is None:
-            either = "size (examples a step) or rate" if self.sampling == "poisson" else "size (examples a step)"
-            raise ArgumentError(f"sampling {self.sampling} needs {either}: add it", code="batch.size")
+            needed = "size (examples a step)"
+            if self.sampling == "poisson":
+                needed += " or rate"
+            raise ArgumentError(f"sampling {self.sampling} needs {needed}: add it", code="batch.size")
         if self.small_peers == "full" and self.size is None:
             raise ArgumentError(
                 "small_peers is for peers that hold fewer than size, and there is no size: remove it",
@@ -135,7 +148,7 @@ class BatchSection(Section):
 
 
 def _public(value: Any) -> Any:
-    """Refuse a validation set of examples that are not the public test set's."""
+    """Refuse a validation set that is not taken from the public test set."""
     if isinstance(value, str | dict | list):
         raise ArgumentError(
             "must be how many examples of the public test set to take: weights by private examples would reveal them, "
@@ -151,6 +164,7 @@ DatasetChoice = Annotated[
 
 
 def _scaling(value: Any) -> Any:
+    """Return a list of two as a center and a scale."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ArgumentError("must be a center and a scale, as [40, 20]", code="table.scaling")
     return tuple(value)
@@ -170,8 +184,8 @@ class TableSection(Section):
         target_scale: a center and a scale of a target that is a number: the model learns (target - center) / scale.
         numbers: for each column of numbers a center and a scale: the feature is (value - center) / scale.
         categories: for each column of categories all that there are: a feature for each, 1 where a row has it.
-        missing: a missing value, or a column that a file lacks, is refused; or center, it counts as the center, or as
-            no category; or flag, so too, and a feature more for every column is 1 where it is missing.
+        missing: what happens if a value is missing, or a file lacks a column: refused; center, it counts as the
+            center, or as no category; flag, it does too, and one more feature for each column is 1 where it is missing.
         missing_values: the texts that stand for a missing value.
         delimiter: of CSV.
     """
@@ -191,13 +205,18 @@ class TableSection(Section):
                 "numbers and categories must name one column at least, each once, and not the target",
                 code="table.columns",
             )
-        for name, (center, scale) in {**self.numbers, "target_scale": self.target_scale or (0.0, 1.0)}.items():
+
+        scalings = dict(self.numbers)
+        if self.target_scale is not None:
+            scalings["target_scale"] = self.target_scale
+        for name, (center, scale) in scalings.items():
             if not (math.isfinite(center) and math.isfinite(scale) and scale > 0):
                 raise ArgumentError(
                     f"{name} has center {center} and scale {scale}, which must be finite, the scale > 0: constants "
                     "that are public, for those of private rows are a release",
                     code="table.scale",
                 )
+
         for name, listed in self.categories.items():
             if not listed or len(set(listed)) < len(listed):
                 raise ArgumentError(
@@ -206,12 +225,17 @@ class TableSection(Section):
 
 
 def _not_of_dataset(key: str) -> ArgumentError:
-    """Return the error of a key that the dataset does not take, or lacks: which ones take it."""
+    """Return the error of a key that the dataset lacks, or does not take: it names those that do."""
     needing = [name for name, part in DATASETS.items() if key in part.needs]
     taking = [name for name, part in DATASETS.items() if key in part.takes]
-    rule = "which need it" if len(needing) > 1 else "which needs it"
-    if taking:
-        rule = "each class once" if not needing else f"{rule}, and {', '.join(taking)}"
+
+    rule = "which needs it"
+    if len(needing) > 1:
+        rule = "which need it"
+    if taking and needing:
+        rule += f", and {', '.join(taking)}"
+    elif taking:
+        rule = "each class once"
     return ArgumentError(
         f"{key} is of dataset {', '.join(needing or taking)}, {rule}, and of no other",
         code=f"data.{key.replace('_', '-')}",
@@ -224,31 +248,31 @@ class DataSection(Section):
     Attributes:
         dataset: `digits` and `breast-cancer` are embedded; `npz` is a file of your own with the arrays x_train,
             y_train, x_test and y_test. A function of your own is called with "train" or "test", its arguments, and root
-            where that is given; it returns x and y.
+            if that is given; it returns x and y.
         root: the folder in which the data lie, or the .npz file; nothing is downloaded. A relative path begins in the
             folder of the scenario's file, as those of test, `model.from`, `privacy.ledger` and a graph's `file` do,
             whether a command or Python reads it; one that `--set` or Python gives, where the command runs. A function
-            gets `{peer}` alone as the peer's number.
+            gets `{peer}` by itself as the peer's number.
             With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is partitioned; so
             has a device that names its own by `privdec peer --data`.
-        test: where the public test set lies, in place of root; needed where root has `{peer}`, and for svmlight.
+        test: where the public test set lies, in place of root; needed if root has `{peer}`, and for svmlight.
         source: of data of your own, the name under which a ledger counts them, in whichever format they are; by
             default `own`.
         n_features: of svmlight, which needs it: how many features there are; indices are 1 to n_features.
         table: of csv and parquet, which need it: the columns.
-        labels: the names of the classes, in their order: the target's values of csv and parquet, left out where they
+        labels: the names of the classes, in their order: the target's values of csv and parquet, left out if they
             are 0, 1, 2, ...; the folders of image-folder, which needs it.
         classes: how many there are; left out, they are counted.
-        vocabulary: how many tokens there are, where examples of your own are whole numbers 0..vocabulary-1; left out,
+        vocabulary: how many tokens there are, if examples of your own are whole numbers 0..vocabulary-1; left out,
             they are real numbers.
         at_least: a number of examples that every peer has at least, which all peers may know; one that has fewer is
-            refused. Noise that cancels between peers is calibrated to it, and needs it where each peer has data of its
-            own, the number of which is private.
+            refused. Noise that cancels between peers is calibrated to it, and needs it if each peer has data of its
+            own, whose number is private.
         samples: how many training examples to take, at random; left out, all.
         test_samples: how many of the public test set to take; left out, all.
         validation: how many more of the public test set to keep out of every test figure, for an algorithm that weighs
-            what it hears by them, as pdsl does and must; with others they are only kept out, so that all are tried on
-            the same examples. Left out, none.
+            what it receives by them, as pdsl does and must; with others they are only kept out, so that all are tried
+            on the same examples. Left out, none.
         partition: how the training examples are partitioned.
         batch: how a peer draws its examples.
     """
@@ -275,19 +299,25 @@ class DataSection(Section):
         return self.root is not None and PEER in self.root
 
     def _check(self) -> None:
-        part = DATASETS[self.dataset] if isinstance(self.dataset, str) else None
+        part = None
+        if isinstance(self.dataset, str):
+            part = DATASETS[self.dataset]
         if self.source is not None and part is not None and not part.own_files:
             raise ArgumentError(
                 f"source is for data of your own, and dataset={self.dataset} has a name: remove it", code="data.source"
             )
 
-        # Keys that belong to some datasets, which say so themselves.
-        needs = () if part is None else part.needs
-        takes = () if part is None else (*part.needs, *part.takes)
+        # Keys that belong to some datasets, whose classes say so themselves.
+        needs: tuple[str, ...] = ()
+        takes: tuple[str, ...] = ()
+        if part is not None:
+            needs = part.needs
+            takes = (*part.needs, *part.takes)
         for key in ("n_features", "table", "labels"):
             is_given = getattr(self, key) is not None
             if (is_given and key not in takes) or (not is_given and key in needs):
                 raise _not_of_dataset(key)
+
         if self.labels is not None and len(set(self.labels)) < len(self.labels):
             raise _not_of_dataset("labels")
         if self.labels is not None and self.classes not in (None, len(self.labels)):
@@ -300,21 +330,23 @@ class DataSection(Section):
                 code="data.no-test",
             )
 
+        # What peers with a file each must say, and what has no meaning for them.
         if not self.each_its_own:
             return
         if self.test is None:
             raise ArgumentError(
-                f"test is missing: where root has {PEER}, name the test set that all peers share", code="data.no-test"
+                f"test is missing: if root has {PEER}, name the test set that all peers share", code="data.no-test"
             )
         for key in ("samples", "partition"):
-            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+            is_default = getattr(self, key) == type(self).model_fields[key].default
+            if key in self.model_fields_set and not is_default:
                 raise ArgumentError(
                     f"{key} is for one dataset that is partitioned, and root has {PEER}: remove one of them",
                     code="data.own-files",
                 )
 
     def check_scenario(self, scenario: Scenario) -> None:
-        """Refuse data whose source has no name in a shared ledger, and blocks for an algorithm that draws none."""
+        """Refuse data without a name in a shared ledger, and blocks for an algorithm that does not draw them."""
         dataset = self.dataset
         shares_ledger = scenario.private is not None and scenario.private.ledger is not None
         is_object = not isinstance(dataset, str) and is_given(dataset.module)
@@ -333,7 +365,7 @@ class DataSection(Section):
 
 
 class FeaturesSection(Section):
-    """What each example is turned into, by itself and with nothing fitted on private data.
+    """How each example is turned into features, by itself and with nothing fitted on private data.
 
     Attributes:
         kind: a wavelet scattering transform (extra `features`).
@@ -359,7 +391,7 @@ class FeaturesSection(Section):
 
 
 class ModelSection(Section):
-    """The model every peer trains; without a name and a module, that of the run from which it starts.
+    """The model that every peer trains; without name and module, the model of the run from which it starts.
 
     Attributes:
         from: the folder of a finished run whose mean model this one starts from; name may be left out then. On the
@@ -377,7 +409,9 @@ class ModelSection(Section):
             return data
         named = data.get("name") is not None
         own = data.get("module") is not None
-        if named == own and (named or data.get("from") is None):
+        is_both = named and own
+        is_neither = not named and not own
+        if is_both or (is_neither and data.get("from") is None):
             raise ArgumentError("give either a model's name, or module: package.module:factory", code="model.one-of")
         if not own and data.get("arguments"):
             raise ArgumentError(
@@ -426,7 +460,7 @@ ModelChoice = Annotated[
 ]
 
 
-TAKEN = {  # what else stands beside metrics in a run's files
+TAKEN = {  # names that a run's files have beside those of metrics
     *("round", "loss", "consensus_distance", "personalized", "epsilon", "seconds", "name", "algorithm", "runtime"),
     *("n_peers", "rounds", "rounds_done", "seed", "seeds", "metrics", "traffic", "privacy", "budget_note", "noise"),
     *("numbers", "budget", "spread", "n_runs", "stopped_at", "stopped_by", "started_from"),
@@ -467,13 +501,13 @@ class OwnMetricSection(Section):
     share: bool = False
 
     def kind(self) -> MetricKind:
-        """Return what is known of it."""
+        """Return the metric's properties."""
         high = self.better == "higher"
         return MetricKind(self.title, ("classes", "numbers", "labels"), high=high, share=self.share)
 
     @property
     def title(self) -> str:
-        """What to call it."""
+        """The metric's name."""
         return self.name or self.module.rpartition(":")[2]
 
 
@@ -504,12 +538,18 @@ class TaskSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _usual_metrics(cls, data: Any) -> Any:
+        """Fill in the metrics that are usual for the loss; a loss that is wrong is refused by its own field later."""
         if not isinstance(data, dict) or data.get("metrics") is not None:
             return data
+
         loss = data.get("loss", "cross-entropy")
-        kinds = LOSS_KINDS.get(loss) if isinstance(loss, str) else None
-        targets = kinds.targets if kinds else loss.get("targets") if isinstance(loss, dict) else None
-        return {**data, "metrics": list(USUAL_METRICS.get(targets or "classes", ("accuracy",)))}
+        targets: Any = None
+        if isinstance(loss, str) and loss in LOSS_KINDS:
+            targets = LOSS_KINDS[loss].targets
+        elif isinstance(loss, dict):
+            targets = loss.get("targets")
+        usual = USUAL_METRICS.get(targets or "classes", ("accuracy",))
+        return {**data, "metrics": list(usual)}
 
     def _check(self) -> None:
         self._check_class_weights()
@@ -525,9 +565,13 @@ class TaskSection(Section):
                     f"{metric} cannot be computed from the outputs of loss {self.loss_name}: give metrics of your own",
                     code="metrics.unfit",
                 )
-            elif wrong := unfit(metric, self.loss_name, self.targets):
-                raise ArgumentError(f"{metric} {wrong}", code="metrics.unfit")
-        if len(names := self.kinds()) < len(self.metrics):
+            else:
+                problem = unfit(metric, self.loss_name, self.targets)
+                if problem is not None:
+                    raise ArgumentError(f"{metric} {problem}", code="metrics.unfit")
+
+        names = self.kinds()
+        if len(names) < len(self.metrics):
             raise ArgumentError(f"metrics names one of {', '.join(names)} twice: keep one", code="metrics.repeated")
 
     def _check_class_weights(self) -> None:
@@ -539,12 +583,14 @@ class TaskSection(Section):
                 "out, or weigh them in a loss of your own (task.loss.module)",
                 code="task.class-weights",
             )
+
         for place, weight in enumerate(self.class_weights):
             if not (weight == 0 or LEAST_WEIGHT <= weight <= MOST_WEIGHT):
                 raise ArgumentError(
                     f"class_weights[{place}]={weight} must be 0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
                     code="task.class-weights",
                 )
+
         if not any(self.class_weights):
             raise ArgumentError(
                 "class_weights are all 0, so that nothing would be learned: give one class at least a weight above 0",
@@ -552,10 +598,14 @@ class TaskSection(Section):
             )
 
     def kinds(self) -> dict[str, MetricKind]:
-        """Return what is known of each metric, by its name."""
-        own = {metric.title: metric.kind() for metric in self.metrics if isinstance(metric, OwnMetricSection)}
-        names = [metric if isinstance(metric, str) else metric.title for metric in self.metrics]
-        return {name: own[name] if name in own else METRIC_KINDS[name] for name in names}
+        """Return the properties of each metric, by its name."""
+        kinds: dict[str, MetricKind] = {}
+        for metric in self.metrics:
+            if isinstance(metric, OwnMetricSection):
+                kinds[metric.title] = metric.kind()
+            else:
+                kinds.setdefault(metric, METRIC_KINDS[metric])  # a user's own may have the same name
+        return kinds
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Return each metric's name with its title, whether more is better, and whether it is a share of 1."""
@@ -563,18 +613,24 @@ class TaskSection(Section):
 
     @property
     def own_loss(self) -> OwnLossSection | None:
-        """The loss of the user's own, or None."""
-        return self.loss if isinstance(self.loss, OwnLossSection) else None
+        """The loss of the user's own; None if the loss is one of the package."""
+        if isinstance(self.loss, OwnLossSection):
+            return self.loss
+        return None
 
     @property
     def loss_name(self) -> str:
-        """What the loss is called."""
-        return self.loss if isinstance(self.loss, str) else self.loss.module
+        """The loss's name, or the module of a user's own."""
+        if isinstance(self.loss, str):
+            return self.loss
+        return self.loss.module
 
     @property
     def targets(self) -> Targets:
         """What an example's target is."""
-        return LOSS_KINDS[self.loss].targets if isinstance(self.loss, str) else self.loss.targets
+        if isinstance(self.loss, str):
+            return LOSS_KINDS[self.loss].targets
+        return self.loss.targets
 
 
 Weights = Annotated[str, catalogue.WEIGHTS]
@@ -597,8 +653,8 @@ class TopologySection(GraphSection):
 class OwnTopologySection(OwnSection):
     """A graph of a user's own, and with which weights it is mixed.
 
-    The function is called with n_peers and its arguments, and with the scenario's seed where it has a parameter of
-    this name that the arguments leave out. It returns a networkx graph on the nodes 0 to n_peers - 1, for each peer a
+    The function is called with n_peers and its arguments, and with the scenario's seed if it has a parameter of that
+    name and the arguments leave it out. It returns a networkx graph on the nodes 0 to n_peers - 1, for each peer a
     list of those it sends to, or a `flower_privdec.graph.topology.Topology`.
 
     Attributes:
@@ -659,7 +715,10 @@ class ScheduleSection(Section):
 
 
 def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+    """Return the section of a graph that only its name stands for."""
+    if isinstance(value, str):
+        return {"name": value}
+    return value
 
 
 class CancellingSection(NoiseKeys):
@@ -667,7 +726,7 @@ class CancellingSection(NoiseKeys):
 
     Attributes:
         colluding: with how many peers an adversary who sees all messages may collude; ε holds against that. No default:
-            what all other peers together would learn stands beside ε in every summary.
+            every summary states beside ε what all other peers together would learn.
         secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options. On a
             network its pairs have to be neighbours.
         strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
@@ -688,7 +747,7 @@ class CancellingSection(NoiseKeys):
     def _check(self) -> None:
         if self.secrets.name in ("server", "random-edges"):
             raise ArgumentError(
-                f"secrets={self.secrets.name} is no graph that stays the same: take complete, for example",
+                f"secrets={self.secrets.name} is not a graph that stays the same: take complete, for example",
                 code="noise.secrets-graph",
             )
 
@@ -699,7 +758,9 @@ NoiseChoice = Annotated[
 
 
 def _below_one(delta: float | tuple[float, ...]) -> float | tuple[float, ...]:
-    if max(delta if isinstance(delta, tuple) else (delta,)) >= 1:
+    """Refuse a δ of 1 or more, at which a guarantee is none."""
+    largest = max(delta) if isinstance(delta, tuple) else delta
+    if largest >= 1:
         raise ArgumentError("must be < 1 (well below one over the number of examples)", code="privacy.delta")
     return delta
 
@@ -735,9 +796,9 @@ class PrivacySection(Section):
             else ∞.
         ledger: a folder of ledgers that several runs share, so that ε counts all of them; left out, the ledger lies in
             the run's own folder and counts this run alone.
-        hardened: whether deployed peers draw and round their noise exactly, so that its digits show nothing of the sum
-            below it. The noise is then larger by what rounding may add to a sum, 0.01 to 10 % in float32 and nothing to
-            speak of in float64, and takes three to four times as long to draw. Simulations are as without.
+        hardened: whether deployed peers draw and round their noise exactly, so that its digits reveal nothing of the
+            sum below it. The noise is then larger by what rounding may add to a sum, 0.01 to 10 % in float32 and hardly
+            anything in float64, and takes three to four times as long to draw. It changes no simulation.
     """
 
     epsilon: PerPeer | None = None
@@ -783,7 +844,7 @@ class PrivacySection(Section):
         if isinstance(self.noise, CancellingSection) and has_optimizer:
             raise ArgumentError(
                 "algorithm.optimizer with privacy.noise.kind=cancelling must be left out: noise of pairs "
-                "cancels in the sum of plain steps alone",
+                "cancels only in the sum of plain steps",
                 code="algorithm.optimizer",
             )
 
@@ -798,6 +859,7 @@ IDENTITY = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-
 
 
 def _address(value: str) -> str:
+    """Raise unless a value is HOST:PORT."""
     match = ADDRESS.fullmatch(value)
     if match is None or not 0 < int(match["port"]) < 65536:
         raise ArgumentError("must be HOST:PORT, as 10.0.0.7:7100 or [::1]:7100", code="network.address")
@@ -805,6 +867,7 @@ def _address(value: str) -> str:
 
 
 def _identity(value: str) -> str:
+    """Raise unless a value is a DNS name."""
     if not IDENTITY.fullmatch(value):
         raise ArgumentError("must be a DNS name in lower case, as peer-3.hospitals", code="network.identity")
     return value
@@ -843,7 +906,7 @@ class ClippedSection(Section):
     Attributes:
         kind: clipped.
         byzantine: how many of a peer's neighbours may send it anything. In each exchange the rows of the `byzantine`
-            farthest are moved towards the peer's own, to the distance of the next; a peer takes nothing where no more
+            farthest are moved towards the peer's own, to the distance of the next; a peer takes nothing if no more
             than that many have sent.
 
     Source: He, Karimireddy and Jaggi, Byzantine-robust decentralized learning via ClippedGossip (2022), with the
@@ -858,21 +921,21 @@ class NetworkSection(Section):
     """Where the peers of a network are, and how long they wait for each other.
 
     Attributes:
-        mode: asynchronous, where a peer goes on without neighbours that are late; or synchronous, where all peers wait
-            for their neighbours in every exchange, which gives the numbers of a simulation.
+        mode: asynchronous, a peer goes on without neighbours that are late; or synchronous, all peers wait for their
+            neighbours in every exchange, which gives the numbers of a simulation.
         peers: one for each peer, in the order of their numbers; left out, all are on this machine.
-        codec: how rows look on the wire: exact, as they are; float32 or bfloat16, where push-sum shares are sent, whose
+        codec: how rows look on the wire: exact, as they are; float32 or bfloat16, only for push-sum shares, whose
             rounding stays in the sender's mass; or a class of your own, `package.module:Name`. All peers use one.
         transport: what carries calls between peers: grpc, over TLS; or a class of your own, `package.module:Name`. All
             peers use one.
-        start: seconds that a peer that begins waits for all of its neighbours; then it begins with those that are
-            there, where mode is asynchronous.
+        start: seconds that a peer waits for all of its neighbours before it begins; in asynchronous mode it then begins
+            with those that are there.
         give_up: seconds after which a peer ends that has met no neighbour (synchronous: not all); left out, it waits.
-        deadline: seconds that it waits for them later where it has to (synchronous: in each exchange; asynchronous:
-            after its last round); what takes half as long to send is given up and sent again.
+        deadline: seconds that it waits for them later if it has to (synchronous: in each exchange; asynchronous: after
+            its last round); what takes half as long to send is given up and sent again.
         retry: seconds until what was not answered is sent again.
         commit_every: in asynchronous mode, every how many rounds a peer puts its state on disk. Shares of push-sum
-            leave at commits alone, so that peers exchange as often as they commit.
+            leave only at commits, so that peers exchange as often as they commit.
         quorum: in asynchronous mode, how many neighbours have to exchange with a peer for it to take private steps; a
             peer with fewer neighbours needs all of them.
         alone: what a peer does below the quorum: wait, until enough of its neighbours exchange with it; or go-on, which
@@ -881,10 +944,10 @@ class NetworkSection(Section):
             limit.
         final_mixing: rounds of mixing after the last round, without private steps, after which the models agree: auto,
             as many as the graph needs; or a number, 0 for none.
-        robust: what limits the rows of a member that lies, for algorithms that gossip alone; left out, nothing: each
+        robust: what limits the rows of a member that lies, only for algorithms that gossip; left out, nothing: each
             counts by its weight.
         hand_in: whether each peer leaves its model in its folder at every evaluation, for others to read, as `privdec
-            up` does; left out, only where peers is left out too: all peers are on one machine then.
+            up` does; left out, only if peers is left out too: all peers are on one machine then.
     """
 
     mode: Literal["asynchronous", "synchronous"] = "asynchronous"
@@ -905,20 +968,20 @@ class NetworkSection(Section):
 
     @property
     def give_up_seconds(self) -> float:
-        """Return how long a peer waits for its first neighbours; infinite where it never gives up."""
+        """Return how long a peer waits for its first neighbours; infinite if it never gives up."""
         return math.inf if self.give_up is None else self.give_up
 
     @property
     def hands_in(self) -> bool:
         """Return whether peers leave their models for others to read."""
-        return self.peers is None if self.hand_in is None else self.hand_in
+        is_on_one_machine = self.peers is None
+        return is_on_one_machine if self.hand_in is None else self.hand_in
 
     def _check(self) -> None:
         peers = self.peers or []
-        for what, values in {
-            "address": [peer.address for peer in peers],
-            "identity": [peer.identity for peer in peers if peer.identity is not None],
-        }.items():
+        addresses = [peer.address for peer in peers]
+        identities = [peer.identity for peer in peers if peer.identity is not None]
+        for what, values in (("address", addresses), ("identity", identities)):
             twice = sorted({value for value in values if values.count(value) > 1})
             if twice:
                 raise ArgumentError(
@@ -927,9 +990,13 @@ class NetworkSection(Section):
 
     def identities(self, name: str, n_peers: int) -> list[str]:
         """Return the identity of every peer of a scenario of this name."""
-        identities = [None] * n_peers if self.peers is None else [peer.identity for peer in self.peers]
+        # A label of a DNS name has 63 characters at most, of a-z, 0-9 and hyphens within.
         plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60].strip("-") or "scenario"
-        return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(identities)]
+
+        given: list[str | None] = [None] * n_peers
+        if self.peers is not None:
+            given = [peer.identity for peer in self.peers]
+        return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(given)]
 
 
 MOST_PEERS = 1_000_000
@@ -941,8 +1008,8 @@ class ParticipationSection(Section):
 
     Attributes:
         kind: which peers:
-        fraction: the share of the peers that is active, for kind uniform alone.
-        count: how many edges are drawn in a round, for kind edges alone.
+        fraction: the share of the peers that is active, only for kind uniform.
+        count: how many edges are drawn in a round, only for kind edges.
     """
 
     kind: Annotated[str, catalogue.PARTICIPATIONS] = "all"
@@ -959,8 +1026,8 @@ class EvaluationSection(Section):
     Attributes:
         every: how many rounds lie between two evaluations; one more is made at the end.
         peer_samples: test examples for each peer's own model; left out, all. The mean model has them all.
-        private: what to do where there is privacy with figures on the peers' own examples, which no ε covers: withhold
-            them, or ignore that and say so in the summary.
+        private: what happens, in a private run, to figures on the peers' own examples, which no ε covers: they are
+            withheld; or ignored, they are shown and the summary says so.
         training_loss: whether the mean model is tried on all peers' training examples too, in a simulation. With
             privacy it needs private to be ignored.
     """
@@ -984,7 +1051,7 @@ class ComputeSection(Section):
     """Where and how the numbers are computed.
 
     Attributes:
-        device: auto is the GPU where torch has one.
+        device: auto is the GPU if torch has one.
         dtype: of parameters and gradients.
         threads: of torch in each product; they change how sums are rounded.
         workers: processes that share the peers of a run on a CPU; they change no number. auto takes the cores that
@@ -1014,7 +1081,7 @@ class ComputeSection(Section):
             )
 
     def check_scenario(self, scenario: Scenario) -> None:
-        """Refuse noise of the system if there is no noise, and more workers than peers."""
+        """Refuse the system's generator if there is no noise, and more workers than peers."""
         if self.generator == "system" and scenario.private is None:
             raise ArgumentError(
                 "compute.generator=system is for noise, and privacy is none: leave generator out",
@@ -1119,7 +1186,7 @@ class Scenario(LocatedFile):
 
     Attributes:
         name: what to call the run; its results go to runs/NAME unless `--out` says otherwise.
-        seed: of all that is drawn, where seeds says no other.
+        seed: of all that is drawn, unless seeds has another.
         seeds: one for each kind of draws, so that one of them can vary and the others stay.
         n_peers: how many peers train; 1 only for local and dp-sgd.
         rounds: K.
@@ -1161,17 +1228,19 @@ class Scenario(LocatedFile):
     @classmethod
     def _borrowed_keys(cls, data: Any) -> Any:
         """Move keys that the algorithm's section may hold for another section to their place."""
-        algorithm = data.get("algorithm") if isinstance(data, dict) else None
-        if not isinstance(algorithm, dict) or not isinstance(algorithm.get("name"), str):
+        if not isinstance(data, dict) or not isinstance(data.get("algorithm"), dict):
             return data
-        part = ALGORITHMS.get(algorithm["name"])
-        return data if part is None else part.Section.in_scenario(data)
+        name = data["algorithm"].get("name")
+        if not isinstance(name, str) or name not in ALGORITHMS:
+            return data
+        return ALGORITHMS[name].Section.in_scenario(data)
 
     _given: tuple[Given, ...] = PrivateAttr(default=())  # kept for as long as the scenario is
 
     def model_post_init(self, context: Any) -> None:
         """Keep the parts that were given as Python objects."""
-        self._given = tuple(filter(None, (find_given(module) for _, module in own_modules(self))))
+        given = [find_given(module) for _, module in own_modules(self)]
+        self._given = tuple(part for part in given if part is not None)
 
     @property
     def given(self) -> tuple[Given, ...]:
@@ -1185,17 +1254,19 @@ class Scenario(LocatedFile):
         return to_yaml(self)
 
     def _check(self) -> None:
-        # Rules across sections. Each is a method of the section whose key it blames; these are nobody's own.
-        ends = [0, *(stage.until for stage in self.earlier or ()), self.rounds]
+        # Rules across sections that belong to no section.
+        earlier_ends = [stage.until for stage in self.earlier or ()]
+        ends = [0, *earlier_ends, self.rounds]
         if any(one >= other for one, other in pairwise(ends)):
             raise ArgumentError(
-                f"earlier ends at the rounds {ends[1:-1]}, which must ascend and be below rounds={self.rounds}",
+                f"earlier ends at the rounds {earlier_ends}, which must ascend and be below rounds={self.rounds}",
                 code="scenario.earlier",
             )
         for name, section in {"algorithm": self.algorithm, "privacy": self.privacy}.items():
             if isinstance(section, Section):
                 self._check_per_peer(name, section)
 
+        # The others are methods of the section whose key they blame.
         self.data.check_scenario(self)
         self.compute.check_scenario(self)
         self.evaluation.check_scenario(self)
@@ -1230,7 +1301,7 @@ class Scenario(LocatedFile):
 
     @property
     def private(self) -> PrivacySection | None:
-        """Return the privacy section, or None when there is no privacy."""
+        """Return the privacy section; None if there is no privacy."""
         return self.privacy if isinstance(self.privacy, PrivacySection) else None
 
     @property
@@ -1243,9 +1314,10 @@ class Scenario(LocatedFile):
         if not self.earlier:
             raise ValueError("the run has one stage")
         *before, last = self.earlier
-        noise = {"epsilon": last.epsilon, "noise_multiplier": last.noise_multiplier}
-        private = None if self.private is None else self.private.model_copy(update=noise)
-        changed = {"rounds": last.rounds, "earlier": before or None, "privacy": private or self.privacy}
+        changed: dict[str, Any] = {"rounds": last.rounds, "earlier": before or None}
+        if self.private is not None:
+            noise = {"epsilon": last.epsilon, "noise_multiplier": last.noise_multiplier}
+            changed["privacy"] = self.private.model_copy(update=noise)
         return self.model_copy(update=changed)
 
 
@@ -1358,7 +1430,7 @@ class AppScenario(LocatedFile):
 
     @property
     def private(self) -> AppPrivacySection | None:
-        """Return the privacy section, or None when there is no privacy."""
+        """Return the privacy section; None if there is no privacy."""
         return self.privacy if isinstance(self.privacy, AppPrivacySection) else None
 
     @property
@@ -1402,12 +1474,14 @@ def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         first: Any = args[0]
         scenario: LocatedFile = first if isinstance(first, LocatedFile) else first.scenario
+
         with located(scenario._places, type(scenario)):
             try:
                 return function(*args, **kwargs)
             except PrivdecError:
                 raise
             except RAISED_BY_USERS as error:
+                # Without parts of a user's own it is our mistake; an OSError is of a file, and says which.
                 own = [f"{key}={module!r}" for key, module in own_modules(scenario)]
                 if not own or isinstance(error, OSError):
                     raise
