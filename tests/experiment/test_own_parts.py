@@ -118,7 +118,7 @@ def test_a_deployed_node_must_name_its_own_file(tiny: Tiny, files: Path, tmp_pat
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("data.test=null", "data: test is missing: where root has {peer}, name the test set that all peers share"),
+        ("data.test=null", "data: test is missing: if root has {peer}, name the test set that all peers share"),
         ("data.samples=40", "data: samples is for one dataset that is partitioned, and root has {peer}"),
         ("data.partition={kind: dirichlet, alpha: 1.0}", "data: partition is for one dataset that is partitioned"),
     ],
