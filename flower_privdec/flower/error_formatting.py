@@ -1,11 +1,12 @@
-"""One-line errors under Flower: the reason for a failure, in place of the tracebacks that led to it.
+"""One-line errors under Flower: the reason for a failure instead of the tracebacks that led to it.
 
-A failure passes three places, each with its function here:
+An error that a peer's ClientApp raises takes this way, each step with its function here:
 
-- a ClientApp's handler (`one_line_replies`) replies with an error of one line. On a deployed node that line goes to a
-  server, so it names no folder (`line_for_server`), and an error of other code, which may quote data, only by its type;
-- the strategy takes the line out of Flower's wrapping (`reason`);
-- the ServerApp's last log record becomes that line (`one_line_failure`).
+1. The peer's handler (`one_line_replies`) answers with an error of one line. If the peer is deployed, the line leaves
+   its machine: it then names no folder (`line_for_server`). An error that is not one of ours may quote private data, so
+   only its type is sent.
+2. The strategy on the server takes the line out of Flower's wrapping (`reason`) and raises it.
+3. The line becomes the last record in the ServerApp's log (`one_line_failure`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from flower_privdec.common.errors import PrivdecError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.flower.node_settings import in_simulation
 
-USER_ERRORS = (PrivdecError, OSError)  # that a user or an administrator can act on; others keep their traceback
+# Errors that a user or an administrator can act on. All others are bugs and keep their traceback.
+USER_ERRORS = (PrivdecError, OSError)
 
-# Ray's errors (2.55) for a process that has ended, by name: this module must not import ray.
+# Ray's errors (2.55) for a process that has ended, by name, because this module must not import ray.
 DEATHS = frozenset({"RayActorError", "ActorDiedError", "OutOfMemoryError", "WorkerCrashedError"})
 DIED = "its process has ended (killed, or out of memory); give it more memory or fewer peers, and resume the run"
 
-CLIENT_APP_RAISED = 2  # Flower's number (ErrorCode) for the error of a ClientApp that raised
-FOLDERS = re.compile(r"(?<![\w.:/])(?:~|\.{1,2})?/(?:[^/\s'\"]+/)+")  # in a path, everything but its name
+CLIENT_APP_RAISED = 2  # Flower's ErrorCode for a ClientApp that raised
+
+# The folders of an absolute, relative or home path in a text, without its last part: "/a/b/" of "/a/b/c". A slash
+# inside a word, such as that of "steps/s" or a URL, does not start a path.
+FOLDERS = re.compile(r"(?<![\w.:/])(?:~|\.{1,2})?/(?:[^/\s'\"]+/)+")
 
 Handler = Callable[[Message, Context], Message]
 
@@ -39,15 +44,16 @@ log = logging.getLogger("flwr.privdec")
 
 
 class _LastLine(logging.Filter):
-    """Replaces the log record of a failure by one line, and drops Flower's records after it."""
+    """Replaces the log record of a failure with one line, and drops what Flower logs after it."""
 
     has_ended = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # Flower (1.41 to 1.43) logs some failures with `exc_info`, and some in an `except` clause without it.
-        error = record.exc_info[1] if record.exc_info else sys.exception()
         if self.has_ended:
             return False
+
+        # Flower (1.41 to 1.43) logs some failures with `exc_info`, and others inside an `except` clause without it.
+        error = record.exc_info[1] if record.exc_info else sys.exception()
 
         if isinstance(error, USER_ERRORS):
             record.msg = error_line(error)
@@ -62,30 +68,37 @@ class _LastLine(logging.Filter):
         return DEATHS.isdisjoint(kinds)
 
 
+# One filter for the process. `one_line_failure` may leave it in place, and must find it to start over.
 _last_line = _LastLine()
 
 
 def error_line(error: BaseException) -> str:
-    """Return a failure in one line: the message of an error of this package, else its type and text."""
+    """Return a failure in one line: only the message of one of our own errors, type and message of any other."""
     if isinstance(error, PrivdecError):
         return " ".join(str(error).split())
     return one_line(error)
 
 
 def line_for_server(error: BaseException, context: Context) -> str:
-    """Return a failure in one line for a server: without the folders of a deployed node, which its own log has."""
+    """Return a failure in one line that may be sent to a server.
+
+    The line of a deployed peer names no folder of its machine. The full line goes to its own log.
+    """
     line = error_line(error)
     if in_simulation(context.node_config):
         return line
     log.error("%s", line)
 
-    # Those that the node has may hold blanks, which FOLDERS takes for a path's end.
-    own = [Path(value).expanduser() for value in map(str, context.node_config.values()) if "/" in value]
+    # Known folders are removed by name first: they may contain blanks, at which FOLDERS would take a path to end.
+    config_values = map(str, context.node_config.values())
+    config_paths = [Path(value).expanduser() for value in config_values if "/" in value]
     folders: set[str] = set()
-    for path in (Path.cwd(), Path.home(), *own):
+    for path in (Path.cwd(), Path.home(), *config_paths):
         absolute = path.absolute()
         folders |= {str(path), str(absolute), *map(str, absolute.parents)}
-    for folder in sorted(folders - {"/", "."}, key=len, reverse=True):  # the longest first, as others begin it
+
+    # Longest first: if /a went before /a/b, the rest "b/" would stay.
+    for folder in sorted(folders - {"/", "."}, key=len, reverse=True):
         line = line.replace(f"{folder}/", "").replace(folder, Path(folder).name)
 
     return FOLDERS.sub("", line)
@@ -93,20 +106,21 @@ def line_for_server(error: BaseException, context: Context) -> str:
 
 @contextmanager
 def one_line_failure() -> Iterator[None]:
-    """Run a ServerApp whose log ends with one line if it fails for a reason that a user can act on."""
+    """Run a ServerApp; if it fails for a reason that a user can act on, its log ends with one line."""
     flower = logging.getLogger("flwr")
     _last_line.has_ended = False
     flower.addFilter(_last_line)
     yield
-    # Only after a success: Flower (1.41 to 1.43) logs a failure once the ServerApp has ended, so that after one the
+
+    # No try/finally: Flower (1.41 to 1.43) logs a failure only after the ServerApp has ended, so after a failure the
     # filter must stay until the next run.
     flower.removeFilter(_last_line)
 
 
 def one_line_replies(handler: Handler) -> Handler:
-    """Return a ClientApp's handler that replies with an error of one line if it fails.
+    """Wrap a ClientApp's handler so that it replies with an error of one line if it fails.
 
-    The message of an error that other code raised may contain private data: it stays in the node's log.
+    Privacy: only the messages of USER_ERRORS are sent. Any other may quote private data and stays in the node's log.
     """
 
     @wraps(handler)
@@ -124,17 +138,18 @@ def one_line_replies(handler: Handler) -> Handler:
 
 
 def reason(text: str | None) -> str:
-    """Return the last line of a node's error, without the traceback before it and Flower's wrapping."""
-    words = text or ""
+    """Return the last line of a node's error, without the traceback above it or Flower's wrapping around it."""
+    unwrapped = text or ""
 
-    # Flower's simulation (1.41 to 1.43) puts an exception as <class 'TYPE'>:<'TEXT'>.
-    wrapped = re.fullmatch(r"<class '([^']*)'>:<'(.*)'>", words, re.DOTALL)
+    # Flower's simulation (1.41 to 1.43) formats an exception as <class 'TYPE'>:<'TEXT'>.
+    wrapped = re.fullmatch(r"<class '([^']*)'>:<'(.*)'>", unwrapped, re.DOTALL)
     if wrapped:
-        if wrapped[1].removeprefix("ray.exceptions.") in DEATHS:
+        error_type, error_text = wrapped.groups()
+        if error_type.removeprefix("ray.exceptions.") in DEATHS:
             return DIED
-        words = wrapped[2]
+        unwrapped = error_text
 
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    lines = [line.strip() for line in unwrapped.splitlines() if line.strip()]
     if not lines:
         return "unknown"
     return lines[-1].removeprefix("Exception ClientAppException occurred. Message: ")
