@@ -1,4 +1,15 @@
-"""The cells of a study: one scenario for each combination of its axes and each seed, run once each, in parallel."""
+"""The cells of a study: one scenario for each combination of its axes and each seed.
+
+`expand` turns a study into cells and checks all of them before any runs. `check_data` reads what they name. `run_cells`
+runs those that are not finished, in parallel processes.
+
+A cell's results lie in a folder of the cache that its key names (`cell_key`, `folder_of`). Cells of equal keys, also of
+different studies, share one folder and therefore one run. `cell.json` is written last: a folder with a valid one is
+finished (`is_finished`), and any other is resumed from its checkpoint or run again.
+
+A part may be "chosen in" another: its cells take the points that were best in that part, on the axes that it names in
+`best_over`. Until those are known its cells wait, with the first points in their place so that they can be checked.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +47,23 @@ from flower_privdec.scenario.loading import PATHS, read_text
 from flower_privdec.scenario.sections import PEER
 from flower_privdec.studies.spec import Axis, Part, Point, Size, Study, for_cells, kinds_of, metric
 
-MODEL_FILES = ("model.safetensors", "scenario.yaml", "summary.json")  # of the run that model.from names
-READ_FILES = ("summary.json", "metrics.jsonl", "scenario.yaml")
-CELL = "cell.json"
-INPUTS = "inputs.json"
-RESULT_FILES = (*READ_FILES, CELL, "lock")
+MOST_CELLS = 20_000  # of one part
 CACHE = Path("runs") / "cells"
-CHANGED = "a file or a module of yours changed while the study ran; run the same command again"
+
+# Files in a cell's folder.
+CELL = "cell.json"  # the mark of a finished cell
+INPUTS = "inputs.json"  # when the input files of a run that has not finished were written
+READ_FILES = ("summary.json", "metrics.jsonl", "scenario.yaml")  # the results
+RESULT_FILES = (*READ_FILES, CELL, "lock")  # all that a finished cell keeps
+
+MODEL_FILES = ("model.safetensors", "scenario.yaml", "summary.json")  # in the folder of a run that model.from names
+CHANGED = "one of your files or modules changed while the study ran; run the same command again"
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
 Labels = tuple[str, ...]
-Choices = dict[str, dict[Labels, Labels]]  # by part: the labels of its groups, and those that were best there
-MOST_CELLS = 20_000
+Choices = dict[
+    str, dict[Labels, Labels]
+]  # part name -> labels on its other axes -> best labels on its `best_over` axes
 
 
 @dataclass(frozen=True)
@@ -54,11 +71,14 @@ class Cell:
     """One run of a study.
 
     Attributes:
+        part: the name of its part.
         labels: one label for each axis, in the order of the axes.
-        key: of its scenario, see `cell_key`: cells that share it share one run.
-        ignores: places of axes on which it does not depend.
-        waits: whether its settings are not all known, for the part that they are chosen in is not finished.
-        own: the settings of its points and cases, without those that are chosen.
+        seed: the scenario's seed.
+        scenario: what it runs.
+        key: see `cell_key`; cells with equal keys share one run.
+        ignores: the indices of the axes that its scenario does not depend on.
+        waits: whether some of its settings are not known yet, because the part that they are chosen in is not finished.
+        own: the settings of its points and cases, without those chosen in another part.
     """
 
     part: str
@@ -77,13 +97,20 @@ class Cell:
 
     @property
     def work(self) -> float:
-        """Return its estimated cost, to estimate the time left: examples trained on and evaluated."""
+        """Return its estimated cost, from which the time left is estimated: the number of examples computed.
+
+        Only ratios between cells matter. A missing number of examples counts as 10,000, and a peer's round as 4
+        examples more than its batch.
+        """
         scenario = self.scenario
+        examples_per_peer = (scenario.data.samples or 10_000) / scenario.n_peers
+        batch = scenario.data.batch.size or (scenario.data.batch.rate or 1) * examples_per_peer
+        trained = scenario.rounds * (batch + 4)
+
+        # An evaluation has no backward pass, which takes about two thirds of a gradient.
         evaluations = scenario.rounds / scenario.evaluation.every
-        per_peer = (scenario.data.samples or 10_000) / scenario.n_peers
-        batch = scenario.data.batch.size or (scenario.data.batch.rate or 1) * per_peer
-        evaluated = evaluations * (scenario.data.test_samples or 10_000) / 3  # forward only
-        return scenario.n_peers * (scenario.rounds * (batch + 4) + evaluated)
+        evaluated = evaluations * (scenario.data.test_samples or 10_000) / 3
+        return scenario.n_peers * (trained + evaluated)
 
 
 def expand(
@@ -94,88 +121,108 @@ def expand(
     settings: Sequence[str] = (),
     choices: Choices | None = None,
 ) -> list[Cell]:
-    """Return all cells of some parts, every scenario checked.
+    """Return all cells of some parts, with every scenario checked.
 
-    Settings are laid over the base in this order: the study, its size, the part, the part's size, the points of
-    the axes in order, the part's cases, `settings`, and the seed.
+    Settings override each other in this order: the base file, the study, its size, the part, the part's size, the
+    points of the axes in order, the part's cases, `settings`, and the seed.
 
     Args:
-        choices: of the parts that others are chosen in; without one, a cell waits, and has the first point.
+        study: the study.
+        base: the scenario file that all cells start from.
+        size: the name of the study's size; None is the full one.
+        parts: the parts to expand.
+        settings: of the command line (`--set`).
+        choices: what was best in the parts that others are chosen in; a cell whose choice is missing waits.
 
     Raises:
-        ScenarioError: naming the cell whose scenario breaks a rule, or a part of too many cells.
+        ScenarioError: a part has too many cells, or a cell's scenario breaks a rule; it names the cell.
     """
     text = read_text(base)
+    _check_settings(settings)
     all_cells = []
     for part in parts:
         layers = [study, study.sizes.get(size or ""), part, part.sizes.get(size or "")]
         common = [line for layer in layers if layer is not None for line in layer.settings]
+        common_after = [*settings, f"name={json.dumps(study.name)}"]
+
+        # The last layer that gives seeds decides them; if none does, the base's seed is the only one.
         seeds = [layer.seeds for layer in layers if isinstance(layer, Study | Size) and layer.seeds]
-        repetitions = [[f"seed={seed}"] for seed in seeds[-1]] if seeds else [[]]
+        repetitions: list[list[str]] = [[]]
+        if seeds:
+            repetitions = [[f"seed={seed}"] for seed in seeds[-1]]
+
         points = [axis.all_points() for axis in part.axes_at(size).values()]
-        source = next((other for other in study.parts if other.name == part.chosen_in), None)
         count = math.prod(map(len, points)) * len(repetitions)
         if count > MOST_CELLS:
             raise ScenarioError(
                 f"part {part.name}: {count:,} cells must be at most {MOST_CELLS:,}; use fewer points, axes or seeds",
                 code="study.too-many-cells",
             )
-        common_after = [*settings, f"name={json.dumps(study.name)}"]
-        _check_settings(settings)
 
         cells: list[Cell] = []
+        source = next((other for other in study.parts if other.name == part.chosen_in), None)
         for combination in itertools.product(*points):
             best = None
             if source is not None:
-                # What was chosen at the same place of the axes that both parts have.
-                place = {name: point.label for name, point in zip(part.axes, combination, strict=True)}
-                shared = tuple(place[name] for name in source.axes_at(size) if name not in source.best_over)
+                # A choice was made for each combination of the source's other axes, all of which this part has too.
+                labels = {name: point.label for name, point in zip(part.axes, combination, strict=True)}
+                shared = tuple(labels[name] for name in source.axes_at(size) if name not in source.best_over)
                 best = (choices or {}).get(source.name, {}).get(shared)
             waits = source is not None and best is None
+
             own = _own_settings(part, source, size, combination, best)
             unchosen = tuple(_own_settings(part, None, size, combination, None))
             for seed in repetitions:
+                # Paths in a study file are relative to its folder; those of the command line are not.
                 lines = [*anchored([*common, *own], study.folder), *common_after, *seed]
                 cell = replace(_cell(part, combination, text, base, lines), own=unchosen)
+
+                # A waiting cell has stand-in settings: its key must not find the results of a run that has them.
                 if waits:
                     cell = replace(cell, waits=True, key=f"waits-{cell.key}")
                 cells.append(cell)
 
-        _check_rows(part, cells)
-        for cell in cells:
-            _check_labels(cell, part.axes_at(size))
-        _check_seeds_differ(part, cells, len(repetitions))
-        _check_fields(part, cells)
-        _check_figures(part, cells)
-        _check_metrics(part, cells)
+        _check_part(part, cells, part.axes_at(size), len(repetitions))
         all_cells += cells
     return all_cells
 
 
+def _check_part(part: Part, cells: Sequence[Cell], axes: Mapping[str, Axis], n_seeds: int) -> None:
+    """Refuse cells that are not what the part's tables and figures would say of them."""
+    _check_rows(part, cells)
+    for cell in cells:
+        _check_labels(cell, axes)
+    _check_seeds_differ(part, cells, n_seeds)
+    _check_fields(part, cells)
+    _check_figures(part, cells)
+    _check_metrics(part, cells)
+
+
 def _check_seeds_differ(part: Part, cells: Sequence[Cell], n_seeds: int) -> None:
-    """Refuse seeds that change nothing, because the scenario gives a seed for each kind of draws."""
+    """Refuse seeds that change nothing because the scenario sets a seed for each kind of random draw."""
+    # The cells of one combination follow each other, one for each seed.
     for start in range(0, len(cells), n_seeds):
         keys = [cell.key for cell in cells[start : start + n_seeds]]
         if len(set(keys)) < len(keys):
             raise ScenarioError(
-                f"part {part.name}: seeds data, model and run are all given in the scenario, so that another seed "
-                "changes nothing; leave out those that the study's seeds should vary",
+                f"part {part.name}: the scenario sets all of the seeds data, model and run, so the study's seeds "
+                "change nothing; leave out those that the study's seeds should vary",
                 code="study.seeds-fixed",
             )
 
 
 def _check_fields(part: Part, cells: Sequence[Cell]) -> None:
-    """Refuse a column that is no key of any cell's scenario."""
+    """Refuse a column unless it is a key of some cell's scenario."""
     for i, path in enumerate(part.fields):
         if not any(_has_field(cell.scenario, path) for cell in cells):
             raise ScenarioError(
-                f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, as algorithm.learning_rate",
+                f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, such as algorithm.learning_rate",
                 code="study.unknown-field",
             )
 
 
 def _check_figures(part: Part, cells: Sequence[Cell]) -> None:
-    """Refuse a figure along gradients of cells whose gradients cannot be counted."""
+    """Refuse a figure whose x-axis counts gradients if a cell in it has no fixed batch size to count them by."""
     for i, figure in enumerate(part.figures):
         if figure.along != "gradients":
             continue
@@ -184,8 +231,8 @@ def _check_figures(part: Part, cells: Sequence[Cell]) -> None:
         drawn = [cell for cell in cells if [cell.labels[place] for place in places] == labels]
         if any(cell.scenario.data.batch.size is None for cell in drawn):
             raise ScenarioError(
-                f"part {part.name}, figures.{i}: gradients are counted by data.batch.size, which a cell lacks; "
-                "give it in all cells, or draw along rounds",
+                f"part {part.name}, figures.{i}: gradients are counted by data.batch.size, which a cell does not set; "
+                "set it in all cells, or draw along rounds",
                 code="study.gradients",
             )
 
@@ -208,7 +255,7 @@ def _check_metrics(part: Part, cells: Sequence[Cell]) -> None:
 
 
 def _check_settings(settings: Sequence[str]) -> None:
-    """Refuse `--set` of what a study sets itself."""
+    """Refuse a `--set` that the study would overwrite."""
     try:
         for_cells(list(settings))
     except ValueError as error:
@@ -216,26 +263,32 @@ def _check_settings(settings: Sequence[str]) -> None:
 
 
 def _check_labels(cell: Cell, axes: Mapping[str, Axis]) -> None:
-    """Refuse a cell whose scenario has another value than the label of its axis says.
+    """Refuse a cell if its scenario has a different value from the one that its axis label shows.
 
     Raises:
-        ScenarioError: naming the axis, both values and the remedy.
+        ScenarioError: it names the axis, both values and the remedy.
     """
-    for place, (label, axis) in enumerate(zip(cell.labels, axes.values(), strict=True)):
-        if axis.key is None or place in cell.ignores:
+    for index, (label, axis) in enumerate(zip(cell.labels, axes.values(), strict=True)):
+        if axis.key is None or index in cell.ignores:
             continue
+
         wanted = (axis.values or [])[axis.labels().index(label)]
-        has = _value_at(cell.scenario, axis.key)
-        plain = isinstance(wanted, int | float | str | None) and isinstance(has, int | float | str | None)
-        if plain and has not in (None, wanted) and tuple(axis.key.split(".")) not in PATHS:
+        actual = _value_at(cell.scenario, axis.key)
+
+        # Only plain values can be compared: lists and sections are completed when they are parsed, and paths anchored.
+        # None is a key that does not apply.
+        are_plain = isinstance(wanted, int | float | str | None) and isinstance(actual, int | float | str | None)
+        is_path = tuple(axis.key.split(".")) in PATHS
+        if are_plain and actual not in (None, wanted) and not is_path:
             raise ScenarioError(
-                f"part {cell.part}, cell {', '.join(cell.labels)}: {axis.key}={shown(has)}, but its axis' label is "
+                f"part {cell.part}, cell {', '.join(cell.labels)}: {axis.key}={shown(actual)}, but its axis label is "
                 f"{label}; a later axis, a case or {option('set', axis.key)} sets it too: leave that out",
                 code="study.label",
             )
 
 
 def _value_at(value: Any, path: str) -> Any:
+    """Return the value at a dotted path; None if a name on the way is missing."""
     for name in path.split("."):
         value = getattr(value, name, None)
     return value
@@ -244,11 +297,15 @@ def _value_at(value: Any, path: str) -> Any:
 def _own_settings(
     part: Part, source: Part | None, size: str | None, combination: Sequence[Point], best: Labels | None
 ) -> list[str]:
-    """Return a cell's settings of its points and cases, as if an axis chosen in another part stood where it does there.
+    """Return the settings that a cell's points and cases make.
+
+    The order matters, because later settings override earlier ones. If the part is chosen in another, the points chosen
+    there come in the place that their axes have there, so that both parts resolve overrides in the same way.
 
     Args:
-        source: the part that this one is chosen in.
-        best: the labels chosen there; None takes the first.
+        combination: the cell's point on each axis of its part.
+        source: the part that this one is chosen in, or None.
+        best: the labels chosen there; None stands in the first label of each axis.
     """
     points = dict(zip(part.axes, combination, strict=True))
     cases = list(part.cases)
@@ -259,10 +316,14 @@ def _own_settings(
             best = tuple(axes[name].labels()[0] for name in names)
         chosen = dict(zip(names, best, strict=True))
 
-        # The source's axes in their order, with the points chosen there, and then this part's other axes.
+        # The source's axes come first, in its order, then this part's other axes. An axis that both parts have takes
+        # this cell's point.
         all_points = {(name, point.label): point for name, axis in axes.items() for point in axis.all_points()}
         points = {name: points.get(name) or all_points[name, chosen[name]] for name in axes} | points
-        cases = [case for case in source.cases if not case.where.keys().isdisjoint(chosen)] + cases
+
+        # Of the source's cases, those that depend on a chosen label were part of what was chosen.
+        source_cases = [case for case in source.cases if not case.where.keys().isdisjoint(chosen)]
+        cases = source_cases + cases
 
     lines = [line for point in points.values() for line in point.settings]
     labels = {name: point.label for name, point in points.items()}
@@ -273,6 +334,7 @@ def _own_settings(
 
 
 def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, settings: list[str]) -> Cell:
+    """Parse the base's text with a cell's settings; an error names the cell."""
     labels = tuple(point.label for point in combination)
     try:
         scenario = parse_scenario(text, where=str(base), overrides=settings, folder=base.parent)
@@ -281,7 +343,7 @@ def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, setti
         raise ScenarioError(f"part {part.name}, cell {', '.join(labels)}: {problem}", code=error.code) from error
     if scenario.private is not None and scenario.private.ledger is not None:
         raise ScenarioError(
-            f"part {part.name}: privacy.ledger must be left out of a study: every cell has its own", code="study.ledger"
+            f"part {part.name}: leave out privacy.ledger: every cell of a study has its own", code="study.ledger"
         )
     places = {name: place for place, name in enumerate(part.axes)}
     ignores = frozenset(places[name] for point in combination for name in point.ignores)
@@ -289,7 +351,7 @@ def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, setti
 
 
 def cell_key(scenario: Scenario) -> str:
-    """Return what decides a run's results: the scenario, and the code of the user's own parts that it names.
+    """Return a hash of everything that decides a run's results: its scenario, and the code of the user's parts in it.
 
     Raises:
         ScenarioError: a part cannot be loaded.
@@ -299,63 +361,77 @@ def cell_key(scenario: Scenario) -> str:
     if not parts:
         return key
 
+    # A part that was passed as an object (`Given`) is known by its target only.
     digest = hashlib.sha256(key.encode())
     targets = [part.target.encode() for part in parts if isinstance(part, Given)]
     code = code_of([part for part in parts if not isinstance(part, Given)])
     for item in (*code, *targets):
+        # Each item with its length, so that no two lists of items have the same bytes.
         digest.update(len(item).to_bytes(8, "little") + item)
     return digest.hexdigest()
 
 
 def stamps_of(scenario: Scenario) -> dict[str, int]:
-    """Return when the files that a scenario names were last written, in ns: data, graphs, first parameters.
+    """Return when the files that a scenario names were last written: data, graphs, initial parameters.
 
-    Times, and no hashes, by which a reader of the cells could test guesses of private data.
+    Privacy: these are times and not hashes, because anyone who reads the cells could test guesses of private data
+    against a hash.
+
+    Returns:
+        Nanoseconds since the epoch, by path.
     """
     data = scenario.data
     roots = [data.root and data.root.replace(PEER, str(peer)) for peer in range(scenario.n_peers)]
     named = [*dict.fromkeys(roots), data.test, *_graphs_and_model(scenario).values()]
     paths = [Path(path) for path in named if path]
-    of_runs = [path / name for path in paths for name in MODEL_FILES if (path / MODEL_FILES[0]).is_file()]
-    return {str(path): path.stat().st_mtime_ns for path in (*paths, *of_runs) if path.is_file()}
+
+    # model.from names the folder of a run.
+    run_folders = [path for path in paths if (path / MODEL_FILES[0]).is_file()]
+    run_files = [folder / name for folder in run_folders for name in MODEL_FILES]
+    return {str(path): path.stat().st_mtime_ns for path in (*paths, *run_files) if path.is_file()}
 
 
 def _graphs_and_model(scenario: Scenario) -> dict[str, str]:
-    """Return the paths of graphs and of the first parameters, by the keys that name them."""
+    """Return the paths of graphs, secrets and initial parameters, by the keys that name them."""
     named = {key: _value_at(scenario, key) for key in ("topology.file", "privacy.noise.secrets.file")}
     named["model.from"] = scenario.model.origin
     return {key: path for key, path in named.items() if path}
 
 
 def _check_rows(part: Part, cells: Sequence[Cell]) -> None:
-    """Refuse rows that are not what they are called: one run in two rows, or several though a point ignores an axis.
+    """Refuse table rows whose labels mislead about which cells are equal.
+
+    Two cells with different labels must be different runs, unless they differ only on axes that both ignore. And two
+    cells that differ only on ignored axes must be the same run.
 
     Raises:
-        ScenarioError: naming the two cells.
+        ScenarioError: it names the two cells.
     """
     axes = list(part.axes)
-    runs = dict[tuple[str, int], Cell]()
-    rows = dict[tuple[Labels, int], Cell]()
+    first_of_run: dict[tuple[str, int], Cell] = {}
+    first_of_row: dict[tuple[Labels, int], Cell] = {}
     for cell in cells:
-        first = runs.setdefault((cell.key, cell.seed), cell)
-        differing = {
-            place for place, pair in enumerate(zip(first.labels, cell.labels, strict=True)) if len({*pair}) > 1
-        }
-        chosen = part.chosen_in is not None and first.own != cell.own  # a choice may be what another row has
+        first = first_of_run.setdefault((cell.key, cell.seed), cell)
+        label_pairs = zip(first.labels, cell.labels, strict=True)
+        differing = {index for index, (one, other) in enumerate(label_pairs) if one != other}
+
+        # A choice may happen to equal the settings of another row: that is a result, not a mistake.
+        chosen = part.chosen_in is not None and first.own != cell.own
         if differing - (first.ignores & cell.ignores) and not chosen:
             raise ScenarioError(
-                f"part {part.name}: {_row(first)} and {_row(cell)} are one run, so that one of the two rows is not "
-                "what it is called; let their settings differ, or, if a point makes no use of an axis, give it "
-                f"`ignores: [{', '.join(axes[place] for place in sorted(differing))}]`",
+                f"part {part.name}: {_row(first)} and {_row(cell)} are the same run, so one of these two labels is "
+                "wrong; let their settings differ, or, if a point does not use an axis, give it "
+                f"`ignores: [{', '.join(axes[index] for index in sorted(differing))}]`",
                 code="study.one-run",
             )
-        used = tuple("" if place in cell.ignores else label for place, label in enumerate(cell.labels))
-        same = rows.setdefault((used, cell.seed), cell)
-        if same.key != cell.key:
-            ignored = ", ".join(axes[place] for place in sorted(cell.ignores))
+
+        used_labels = tuple("" if index in cell.ignores else label for index, label in enumerate(cell.labels))
+        same_row = first_of_row.setdefault((used_labels, cell.seed), cell)
+        if same_row.key != cell.key:
+            ignored = ", ".join(axes[index] for index in sorted(cell.ignores))
             raise ScenarioError(
-                f"part {part.name}: {_row(same)} and {_row(cell)} are different runs, and a point of theirs has "
-                f"`ignores: [{ignored}]`; leave that out",
+                f"part {part.name}: {_row(same_row)} and {_row(cell)} are different runs, though one of their points "
+                f"has `ignores: [{ignored}]`; leave that out",
                 code="study.ignores",
             )
 
@@ -365,13 +441,14 @@ def _row(cell: Cell) -> str:
 
 
 def check_data(cells: Iterable[Cell], checked: set[str]) -> None:
-    """Read the public test sets of some cells, and the targets of their training sets, before the first of them runs.
+    """Read the test sets and training targets of some cells, so that a wrong path fails before the first cell runs.
 
     Args:
-        checked: what was read before; what is read now is added.
+        cells: the cells.
+        checked: the data that was read before, which is skipped; data read now is added.
 
     Raises:
-        ScenarioError: naming the cell whose data cannot be read.
+        ScenarioError: some data cannot be read; it names the cell.
     """
     for cell in cells:
         section = cell.scenario.data
@@ -382,21 +459,27 @@ def check_data(cells: Iterable[Cell], checked: set[str]) -> None:
         if key in checked:
             continue
         checked.add(key)
+
         try:
             for name, path in named.items():
                 needed = Path(path) / MODEL_FILES[0] if name == "model.from" else Path(path)
                 if not needed.is_file():
-                    raise ScenarioError(f"{name}={path}: {needed} is not there; give what is", code="study.no-file")
+                    raise ScenarioError(
+                        f"{name}={path}: {needed} does not exist; give a path that does", code="study.no-file"
+                    )
+
             public = read_public(section, cell.scenario.seed_of("data"), targets)
             for peer in range(peers):
                 root = section.root and section.root.replace(PEER, str(peer))
                 split = open_dataset(section, root, targets).train()
-                check_fit(Examples(split.read(slice(0, 1)), torch.from_numpy(split.labels), ()), public, root)
+                first_example = split.read(slice(0, 1))
+                check_fit(Examples(first_example, torch.from_numpy(split.labels), ()), public, root)
         except ScenarioError as error:
             raise ScenarioError(f"{cell.title}: {error}", code=error.code) from error
 
 
 def _has_field(value: Any, path: str) -> bool:
+    """Return whether a dotted path is a key of a scenario, even if its value is None."""
     for name in path.split("."):
         if name not in getattr(type(value), "model_fields", ()):
             return False
@@ -405,7 +488,7 @@ def _has_field(value: Any, path: str) -> bool:
 
 
 def folder_of(cache: Path, key: str) -> Path:
-    """Return the folder of the cell with a key."""
+    """Return the folder of a cell by its key."""
     return cache / key[:20]
 
 
@@ -413,7 +496,7 @@ def make_cache(cache: Path) -> None:
     """Create the folder of the cells.
 
     Raises:
-        ScenarioError: it cannot be created, or not be written to.
+        ScenarioError: it cannot be created or written to.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -428,7 +511,8 @@ def make_cache(cache: Path) -> None:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether a cell ran to its end, by this version, and nothing changed since: cell.json is written last."""
+    """Return whether a cell ran to its end in this version, and neither its inputs nor its results changed since."""
+    # cell.json is written last, so a folder without one, or with half of one, is not finished.
     try:
         facts = json.loads((folder / CELL).read_bytes())
         same = all(Path(path).stat().st_mtime_ns == written for path, written in facts["inputs"].items())
@@ -442,13 +526,14 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def check_unchanged(cells: Iterable[Cell]) -> None:
-    """Refuse to continue if a user's module is no longer what it was when the cells were made.
+    """Refuse to continue if a user's module has changed since the cells were made.
 
     Raises:
-        RunError: naming the first such cell.
+        RunError: it names the first cell that uses such a module.
     """
-    checked = set[tuple[int, ...]]()
+    checked: set[tuple[int, ...]] = set()
     for cell in cells:
+        # Most cells share their parts, and a key takes long to compute: one cell for each set of parts is enough.
         parts = tuple(map(id, own_parts(cell.scenario, metrics=True)))
         if cell.waits or not parts or parts in checked:
             continue
@@ -460,8 +545,12 @@ def check_unchanged(cells: Iterable[Cell]) -> None:
 def run_cell(text: str, folder: Path) -> None:
     """Run a cell's scenario to its end, from its checkpoint if it has one, and keep only its results.
 
-    A lock on the folder makes two studies that share a cell run it once.
+    If two studies share the cell, a lock on the folder makes the second one wait and then find it finished.
+
+    Raises:
+        RunError: a file or module changed since the cell was made, or while it ran.
     """
+    # Imported late: the study's own process needs neither unless it runs cells itself.
     from flower_privdec.engine.run import run
     from flower_privdec.experiment import Experiment
 
@@ -471,23 +560,30 @@ def run_cell(text: str, folder: Path) -> None:
         if is_finished(folder):
             return
 
+        # The key is computed again, in the process that runs the code: a module may have changed since.
         began = time.process_time()
         scenario = parse_scenario(text)
         if folder != folder_of(folder.parent, cell_key(scenario)):
             raise RunError(CHANGED, code="study.changed")
+
+        # Resume only if the checkpoint was made from the same inputs. Otherwise clear what is left of a run that ended
+        # before its first checkpoint, or that was on other data.
         stamps = stamps_of(scenario)
         inputs = json.dumps(stamps).encode()
         resume = (folder / "checkpoint").exists() and _read(folder / INPUTS) == inputs
         if not resume:
-            _clear(folder, {"lock"})  # files of a run that ended before its first checkpoint, or on other data
+            _clear(folder, {"lock"})
             write_atomically(folder / INPUTS, inputs, public=True)
         run(Experiment.build(scenario), folder, resume=resume, lean=True, workers=1)
 
-        # Results on inputs that changed under the run would be found as results of what lies there now.
+        # If inputs changed during the run, its results belong to neither the old nor the new ones.
         if stamps_of(scenario) != stamps:
             raise RunError(CHANGED, code="study.changed")
-        (folder / "checkpoint").unlink(missing_ok=True)  # first: it would resume what is cleared below
+
+        # The checkpoint goes first. If this process is killed here, a checkpoint must not resume a half-cleared folder.
+        (folder / "checkpoint").unlink(missing_ok=True)
         _clear(folder, set(RESULT_FILES))
+
         seconds = round(time.process_time() - began, 1)
         facts = {"seconds": seconds, "version": __version__, "inputs": stamps, "files": _digests(folder)}
         write_atomically(folder / CELL, json.dumps(facts).encode(), public=True)
@@ -498,7 +594,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _clear(folder: Path, keep: set[str]) -> None:
-    """Delete all but some files, such as the checkpoint and the ledgers of this one run."""
+    """Delete everything in a folder except the files to keep."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -507,20 +603,16 @@ def _clear(folder: Path, keep: set[str]) -> None:
 
 
 class Outcome(NamedTuple):
-    """A cell that has run.
-
-    Attributes:
-        error: why it failed, or None.
-    """
+    """A cell that has run; `error` says why it failed, or is None."""
 
     cell: Cell
     error: str | None = None
 
 
 def missing_cells(cells: Sequence[Cell], cache: Path) -> list[Cell]:
-    """Return the cells that are not finished, each scenario once."""
-    distinct = {cell.key: cell for cell in reversed(cells)}
-    firsts = [cell for cell in cells if distinct[cell.key] is cell]
+    """Return the cells that are not finished; of cells with equal keys only the first."""
+    first_by_key = {cell.key: cell for cell in reversed(cells)}
+    firsts = [cell for cell in cells if first_by_key[cell.key] is cell]
     return [cell for cell in firsts if not is_finished(folder_of(cache, cell.key))]
 
 
@@ -528,16 +620,23 @@ OnCell = Callable[[Outcome], None]
 
 
 def run_cells(cells: Sequence[Cell], cache: Path, jobs: int, on_cell: OnCell) -> list[Outcome]:
-    """Run cells that are not finished, each in one thread; return those that failed, which stop no others.
+    """Run cells, each in one thread; return the outcomes of those that failed. A failure does not stop the others.
 
     Args:
-        cells: distinct ones; see `missing_cells`.
-        jobs: processes; 1 runs them in this one.
+        cells: cells of distinct keys that are not finished; see `missing_cells`.
+        cache: the folder of all cells.
+        jobs: the number of processes; 1 runs the cells in this process.
+        on_cell: called with each outcome, as soon as it is known.
     """
-    failed = []
     runs = [(cell, to_yaml(cell.scenario), folder_of(cache, cell.key)) for cell in cells]
-    here = (Outcome(cell, attempt(text, folder)) for cell, text, folder in runs)
-    for outcome in here if jobs == 1 else _in_processes(runs, jobs):
+    outcomes: Iterator[Outcome]
+    if jobs == 1:
+        outcomes = (Outcome(cell, attempt(text, folder)) for cell, text, folder in runs)
+    else:
+        outcomes = _in_processes(runs, jobs)
+
+    failed = []
+    for outcome in outcomes:
         on_cell(outcome)
         if outcome.error is not None:
             failed.append(outcome)
@@ -545,8 +644,11 @@ def run_cells(cells: Sequence[Cell], cache: Path, jobs: int, on_cell: OnCell) ->
 
 
 def _in_processes(runs: Sequence[tuple[Cell, str, Path]], jobs: int) -> Iterator[Outcome]:
+    """Yield outcomes as cells end, in any order."""
+    # The new processes inherit these. Libraries read them when they are imported, so the children could not set them.
     for name in ONE_THREAD:
-        os.environ.setdefault(name, "1")  # the processes inherit it
+        os.environ.setdefault(name, "1")
+
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(jobs, len(runs)) or 1, mp_context=spawn, initializer=_end_with_the_study)
     try:
@@ -562,7 +664,7 @@ def _in_processes(runs: Sequence[tuple[Cell, str, Path]], jobs: int) -> Iterator
 
 
 def _end_with_the_study() -> None:
-    """End a worker at Ctrl-C without a traceback, and when its parent is killed; its cell resumes another time."""
+    """Let a worker end without a traceback on Ctrl-C, and also when its parent is killed; its cell can be resumed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
 
@@ -579,7 +681,9 @@ def attempt(text: str, folder: Path) -> str | None:
     try:
         run_cell(text, folder)
     except PrivdecError as failure:
-        return re.sub(r"^scenario:\d+: ", "", str(failure))  # a line of a text that the user never sees
-    except Exception as failure:  # one cell's bug must not cost the others
+        # The scenario was made from the study's settings: a line number in it means nothing to the user.
+        return re.sub(r"^scenario:\d+: ", "", str(failure))
+    except Exception as failure:
+        # A bug in one cell must not stop the others.
         return f"{raised_at(failure)}: {failure}"
     return None

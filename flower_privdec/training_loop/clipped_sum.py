@@ -1,8 +1,14 @@
-"""The sum of a batch's clipped gradients, each example alone with the user's model and criterion.
+"""The sum of a batch's clipped gradients, with each example computed apart from all others.
 
-Two dangers shape this module. One example could reach another's gradient, so model and criterion only ever see one at a
-time, and a fresh copy of each. And what a user's code says when it fails could contain private numbers, so its errors
-are replaced (`without_revealing`).
+A user's model and criterion are code that we cannot trust in two ways, and both shape this module:
+
+- They could let one example reach another's gradient, and clipping would then bound nothing. So they only ever see one
+  example at a time, and each call gets a fresh copy of them (`_loss_of_one`).
+- When they fail, the message could contain private numbers. So it is replaced by one that was raised on zeros, or
+  withheld (`without_revealing`).
+
+A step calls `ClippedSum`: it splits the batch into tensors (`batched`), computes some examples' gradients at a time
+(`gradients`), clips them and adds them up. `_first_way_that_works` decides once whether vmap can take the model.
 """
 
 from __future__ import annotations
@@ -25,10 +31,11 @@ from flower_privdec.tasks.additivity import fresh
 from flower_privdec.tasks.own_losses import no_custom_vmap_rules
 
 WAYS = ("auto", "vmap", "loop")
-BOTH = "the model or the criterion, on one example at a time,"
-CONSTANTS = (bool, int, float, str, type(None))
+BOTH = "the model or the criterion, on one example at a time,"  # the subject of an error's sentence
+CONSTANTS = (bool, int, float, str, type(None))  # arguments that all examples of a batch may share
+
 Criterion = Callable[..., Tensor]
-Values = dict[str, Tensor]
+Values = dict[str, Tensor]  # the trained parameters, or their gradients, by name
 Show = Callable[[Tensor], None]
 Rebuild = Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any], list[Any]]]
 
@@ -36,15 +43,17 @@ _log = logging.getLogger(__name__)
 
 
 class ClippedSum:
-    """Sums clipped gradients of one model's chosen parameters.
+    """Sums the clipped gradients of a model's trained parameters over a batch.
 
-        sum_b g_b min(1, C / |g_b|),    |g_b| its norm or a little more (`gradients.protocol`)
+        sum_b g_b min(1, C / n_b)
 
-    where g_b is the gradient of criterion(model(x_b), y_b), of example b as a batch of one (Abadi et al. 2016, Alg. 1).
-    An example whose gradient is not finite, or beyond `protocol.LARGEST`, counts as zero. Model and criterion never see
-    two examples together: `vmap` takes some at a time and lets none reach another, `loop` calls the model on one after
-    the other, on a fresh copy of it each time. State in the model and the criterion is discarded; state elsewhere, in
-    globals, files or the variables around a function, is not.
+    Here g_b is the gradient of criterion(model(x_b), y_b) for example b as a batch of one, and n_b is an upper bound on
+    its norm, larger by roundings only (`gradients.protocol`). See Abadi et al. 2016, Alg. 1. If g_b is not finite, or
+    its norm is beyond `protocol.LARGEST`, the example counts as zero.
+
+    Model and criterion never see two examples together. `vmap` computes many examples at once, but lets none reach
+    another; `loop` calls a fresh copy of the model on one example after the other. State that the model or criterion
+    keeps is discarded. State elsewhere, in globals, files or the variables around a function, is not.
     """
 
     def __init__(
@@ -59,13 +68,17 @@ class ClippedSum:
         behind: int = 0,
         show: Show = lambda gradients: None,
     ) -> None:
-        """Take a model and those of its parameters that are trained, by name.
+        """Prepare to sum; the model is first called by the first batch.
 
         Args:
-            behind: how many examples at the end of each batch are not added; `show` is called with their gradients,
-                clipped and in clip norms, [behind, d].
+            module: the model.
+            parameters: those of its parameters that are trained, by name. d is the number of their elements.
+            criterion: the loss of one example's output and targets.
+            clip_norm: C.
             way: one of WAYS; `auto` is vmap if the model can be called so, else the loop, which is slow.
             memory_bytes: about how much memory the gradients of single examples may take.
+            behind: how many examples at the end of each batch are only shown to an observer and not added to the sum.
+            show: called with the gradients of those examples, clipped and divided by C, [behind, d].
         """
         if way not in WAYS:
             raise ScenarioError(f"way={way!r} must be one of {', '.join(WAYS)}", code="training-loop.way")
@@ -76,8 +89,8 @@ class ClippedSum:
         self._memory = memory_bytes
         self._behind = behind
         self._show = show
-        self._ways = WAYS[1:] if way == "auto" else (way,)
-        self._way = ""
+        self._ways = WAYS[1:] if way == "auto" else (way,)  # to try, in this order
+        self._way = ""  # the one that works; empty until the first batch
 
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the model's outputs for a batch, without a gradient and without a change to the model."""
@@ -92,15 +105,15 @@ class ClippedSum:
             return loss
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[Tensor, int]:
-        """Return the sum [d] for a batch, and how many examples it has.
+        """Return the sum [d] over a batch, and how many examples the batch has, those behind included.
 
         Args:
-            args, kwargs: what the model is called with.
+            args, kwargs: the model's arguments.
             targets: the criterion's arguments after the model's outputs.
 
         Raises:
-            ScenarioError: the arguments are no batch, or the model or criterion cannot take one example alone.
-            RunError: these fail on the examples; their message is withheld, for it may reveal them.
+            ScenarioError: the arguments are not a batch, or the model or criterion cannot take a batch of one.
+            RunError: the model or criterion fails on the examples. Its message is withheld because it may reveal them.
         """
         tensors, rebuild = batched(args, kwargs, targets)
         like = next(iter(self._parameters.values()))
@@ -111,37 +124,44 @@ class ClippedSum:
 
         added = examples - self._behind
         if self._behind:
-            gradients = self.gradients(rebuild, [tensor[added:] for tensor in tensors])
-            self._show(gradients / upper(gradients).clamp_min(self.clip_norm)[:, None])
+            shown = self.gradients(rebuild, [tensor[added:] for tensor in tensors])  # [behind, d]
+            self._show(shown / upper(shown).clamp_min(self.clip_norm)[:, None])
 
         # As many examples at once as fit into memory.
-        for part in row_chunks(added, self.d * like.element_size(), self._memory):
+        bytes_per_example = self.d * like.element_size()
+        for part in row_chunks(added, bytes_per_example, self._memory):
             gradients = self.gradients(rebuild, [tensor[part] for tensor in tensors])  # [b, d]
-            norms = upper(gradients)
+            norms = upper(gradients)  # [b]
             bad = beyond(norms)
             if bad is not None:
+                # The gradient too, not only its scale: 0 * inf would make the whole sum NaN.
                 gradients = gradients.masked_fill(bad[:, None], 0)
                 norms = norms.masked_fill(bad, 0)
-            total.add_((self.clip_norm / norms).clamp(max=1) @ gradients)
+
+            # A norm of 0 gives the scale min(inf, 1) = 1.
+            scales = (self.clip_norm / norms).clamp(max=1)
+            total.add_(scales @ gradients)
         return total, examples
 
     def gradients(self, rebuild: Rebuild, tensors: list[Tensor]) -> Tensor:
-        """Return the gradients [b, d] of some examples, not clipped; see `batched`."""
-        self._way = self._way or self._first_way_that_works(rebuild, tensors)
+        """Return the gradients [b, d] of some examples, not clipped; see `batched` for the arguments."""
+        if not self._way:
+            self._way = self._first_way_that_works(rebuild, tensors)
         rows: Tensor = without_revealing(BOTH, lambda *some: self._gradients(self._way, rebuild, some), tensors)
         return rows
 
     @property
     def d(self) -> int:
-        """Return the number of parameters."""
+        """Return the number of trained parameters, counted by element."""
         return sum(parameter.numel() for parameter in self._parameters.values())
 
     def _first_way_that_works(self, rebuild: Rebuild, tensors: list[Tensor]) -> str:
-        """Return the first way that works on zeros of the examples' shapes, whose errors reveal nothing of the data."""
+        """Return the first way that works on zeros of the examples' shapes."""
+        # Not the examples themselves: the errors are logged and shown, and those of zeros reveal nothing.
         zeros = [torch.zeros_like(tensor[:1]).expand(2, *tensor.shape[1:]).clone() for tensor in tensors]
         reasons = []
         for way in self._ways:
-            # An operator with a rule of its own for vmap could see examples together.
+            # An operator with its own vmap rule is handed all examples at once, so vmap would not keep them apart.
             checked = no_custom_vmap_rules() if way == "vmap" else nullcontext()
             try:
                 with torch.random.fork_rng(devices=[]), checked:
@@ -152,58 +172,70 @@ class ClippedSum:
             if reasons:
                 _log.warning("the model is called on one example after the other, which is slow: %s", reasons[0])
             return way
+
         raise ScenarioError(
-            f"the model and the criterion cannot take one example alone, as a batch of one: {reasons[-1]}; let the "
-            "model turn [1, ...] into one tensor [1, ...], and the criterion that and its targets into a number",
+            f"the model and the criterion cannot take a batch of one example: {reasons[-1]}; the model must turn "
+            "[1, ...] into one tensor [1, ...], and the criterion must turn that and its targets into a number",
             code="training-loop.batch-of-one",
         )
 
     def _gradients(self, way: str, rebuild: Rebuild, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the gradients [b, d] of some examples."""
+        """Return the gradients [b, d] of some examples in a given way."""
+        examples = len(tensors[0])
+
+        # The caller may be inside `no_grad`.
         with torch.enable_grad():
             if way == "vmap":
-                axes = (None, *(0 for _ in tensors))  # of the parameters none, of each tensor the first
-                by_example = vmap(grad(self._value(rebuild)), axes, randomness="different")
+                axes = (None, *(0 for _ in tensors))  # parameters are shared, each tensor is mapped over its first axis
+                gradient_of_one = grad(self._loss_of_one(rebuild))
+                by_example = vmap(gradient_of_one, axes, randomness="different")
                 gradients: Values = by_example(self._values(), *tensors)
-                columns = [gradients[name].detach().reshape(len(tensors[0]), -1) for name in self._parameters]
+                columns = [gradients[name].detach().reshape(examples, -1) for name in self._parameters]
                 return torch.cat(columns, dim=1)
 
             rows = []
             for example in zip(*tensors, strict=True):
                 values = {name: value.requires_grad_() for name, value in self._values().items()}
-                loss = self._value(rebuild)(values, *example)
+                loss = self._loss_of_one(rebuild)(values, *example)
                 parts = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
                 dense = [part.to_dense() if part.is_sparse else part for part in parts]
                 rows.append(torch.cat([part.reshape(-1) for part in dense]))
             return torch.stack(rows)
 
     def _values(self) -> Values:
+        # Copies, so that a forward that writes to a parameter changes neither the model nor the next example.
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
-    def _value(self, rebuild: Rebuild) -> Callable[..., Tensor]:
-        """Return the loss of one example as a function of the parameters, by copies that keep nothing of another."""
+    def _loss_of_one(self, rebuild: Rebuild) -> Callable[..., Tensor]:
+        """Return the loss of one example as a function of the parameters.
+
+        It calls fresh copies of model and criterion, which have seen no other example.
+        """
         module = fix_norms(copy.deepcopy(self._module))
         criterion = fresh(self._criterion)
 
-        def value(values: Values, *example: Tensor) -> Tensor:
-            args, kwargs, targets = rebuild([tensor[None] for tensor in example])
+        def loss_of_one(values: Values, *example: Tensor) -> Tensor:
+            args, kwargs, targets = rebuild([tensor[None] for tensor in example])  # a batch of one
             with batchable(module):
                 output = functional_call(module, values, tuple(args), kwargs)
+
             if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
                 shape = type(output).__name__
                 if isinstance(output, Tensor):
                     shape = str(list(output.shape))
-                raise ValueError(f"one example [1, ...] is turned into {shape}: it must be one tensor [1, ...]")
+                raise ValueError(f"the model turns one example [1, ...] into {shape}: it must be one tensor [1, ...]")
+
             loss: Tensor = criterion(output, *targets).sum()
             return loss
 
-        return value
+        return loss_of_one
 
 
 def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[list[Tensor], Rebuild]:
-    """Take a batch apart: return its tensors, whose first axis is the example, and a function that puts it together.
+    """Split the arguments of a batch into its tensors and a function that puts them together again.
 
-    The function takes as many other tensors, such as those of one example, and returns args, kwargs and targets.
+    The arguments may be nested in lists, tuples and dicts. The first axis of each tensor is the example. Given as many
+    other tensors, such as those of one example, the function returns args, kwargs and targets around them.
     """
     leaves, spec = tree_flatten((list(args), dict(kwargs), list(targets)))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -211,20 +243,19 @@ def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any])
         if not isinstance(leaf, (Tensor, *CONSTANTS)):
             raise ScenarioError(
                 f"the model or the criterion is given a {type(leaf).__name__}, which cannot be split into examples: "
-                "give tensors [examples, ...], alone or in lists and dicts",
+                "give tensors [examples, ...], also in lists and dicts",
                 code="training-loop.batch",
             )
 
     if not tensors or any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
         raise ScenarioError(
-            "the model and the criterion must be given tensors [examples, ...] of as many examples each, to be split "
-            "into examples; keep what all examples share in the model",
+            "every tensor given to the model or the criterion must have the shape [examples, ...] with the same number "
+            "of examples; keep what all examples share in the model",
             code="training-loop.batch",
         )
 
     def rebuild(others: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any], list[Any]]:
         replacements = iter(others)
-        # Constants are the same for all examples.
         replaced = [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         rebuilt: tuple[list[Any], dict[str, Any], list[Any]] = tree_unflatten(replaced, spec)
         return rebuilt
@@ -233,16 +264,19 @@ def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any])
 
 
 def without_revealing(what: str, call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Call a user's code; if it fails, call it again with zeros in place of the tensors, and raise that error instead.
+    """Call a user's code; if it fails, raise an error that reveals nothing of the examples.
 
-    The text of an error on private examples, such as "target 7 is out of bounds", would reveal them to the server.
+    The text of an error on private examples, such as "target 7 is out of bounds", would reveal them to the server. So a
+    failed call is repeated with zeros in place of the tensors, and the error of that call is raised instead.
 
     Args:
-        what: the code, as an error names it.
+        what: the name of the code in an error.
+        call: the code.
+        arguments: its arguments.
 
     Raises:
-        ScenarioError: it fails on zeros too; with that error's text.
-        RunError: it fails only on the examples; with the error's type.
+        ScenarioError: it fails on zeros too; the message has the text of that error.
+        RunError: it fails only on the examples; the message has only the type of that error.
     """
     failure = ""
     explanation = None
@@ -256,7 +290,7 @@ def without_revealing(what: str, call: Callable[..., Any], arguments: Sequence[A
     except RAISED_BY_USERS as error:
         explanation = reason(error)
 
-    # Outside of `except`: an error raised in it would carry the other one, with its message, along.
+    # Not inside an `except` clause: the new error would carry the caught one, with its message, as its context.
     if explanation is not None:
         problem = f"{what} fails on zeros of the batch's shapes too: {explanation}"
         raise ScenarioError(problem, code="training-loop.fails-on-zeros")
@@ -264,10 +298,10 @@ def without_revealing(what: str, call: Callable[..., Any], arguments: Sequence[A
 
 
 def withheld(what: str, failure: str) -> RunError:
-    """Return the error of a user's code that failed on private examples, with nothing but its type."""
+    """Return the error to raise if a user's code failed on private examples; it tells only the type of the failure."""
     return RunError(
-        f"{what} raised {failure} on private examples (its message is withheld, for it may contain them); try it on "
-        "made-up ones, of every size and class",
+        f"{what} raised {failure} on private examples (its message is withheld because it may contain them); try it on "
+        "made-up examples of every size and class",
         code="training-loop.withheld",
     )
 

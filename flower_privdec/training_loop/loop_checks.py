@@ -1,4 +1,4 @@
-"""What `private` refuses before anything is read or charged: options, loaders, models and optimizers."""
+"""Checks of the arguments of `private`, made before any example is read or any step is charged."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from flower_privdec.privacy.mechanism.declared import MOST_INFLATION, OTHER, Dra
 from flower_privdec.privacy.mechanism.events import Release
 
 DTYPES = (torch.float32, torch.float64)
-WHOLES = ("steps", "rounds", "local_epochs", "reserve", "batch_size", "insecure_seed")  # options that are whole numbers
-OPTIONAL = ("epsilon", "noise_multiplier", "steps", "rounds", "reserve", "insecure_seed")  # options that may be None
+WHOLE_OPTIONS = ("steps", "rounds", "local_epochs", "reserve", "batch_size", "insecure_seed")
+MAY_BE_NONE = ("epsilon", "noise_multiplier", "steps", "rounds", "reserve", "insecure_seed")
 LEAST_CLIP_NORM = 1e-12
 
 # Codes of errors.
@@ -33,23 +33,25 @@ MODEL = "training-loop.model"
 
 
 def check_options(given: Mapping[str, Any]) -> None:
-    """Refuse options of the wrong kind or out of their range.
+    """Refuse options of the wrong type or out of range.
 
     Args:
-        given: those of `private` with a number, `ledger` and `report`, by name.
+        given: the options of `private` that take a number, and `ledger` and `report`, by name.
 
     Raises:
-        ScenarioError: naming the value and the rule.
+        ScenarioError: an option is refused; it names the value and the rule.
     """
-    whole = {name: value for name, value in given.items() if name in WHOLES}
-    numbers = {name: value for name, value in given.items() if name not in (*WHOLES, "ledger", "report")}
+    whole = {name: value for name, value in given.items() if name in WHOLE_OPTIONS}
+    numbers = {name: value for name, value in given.items() if name not in (*WHOLE_OPTIONS, "ledger", "report")}
+
+    # Types first: the comparisons below would fail on a string with an error of Python's own.
     check_whole(whole)
     check_numbers(numbers)
     check_paths({"ledger": given["ledger"]})
     check_calls({"report": given["report"]})
 
     for name, value in given.items():
-        if value is None and name not in OPTIONAL:
+        if value is None and name not in MAY_BE_NONE:
             raise ScenarioError(f"{name}=None must be given", code=ARGUMENT)
         if name in whole and name != "insecure_seed" and value is not None and value < 1:
             raise ScenarioError(f"{name}={value} must be >= 1", code=ARGUMENT)
@@ -61,16 +63,20 @@ def check_options(given: Mapping[str, Any]) -> None:
         too_small = name == "clip_norm" and value < LEAST_CLIP_NORM
         if not math.isfinite(value) or value <= 0 or too_small:
             raise ScenarioError(
-                f"{name}={value} must be finite and > 0 (clip_norm: {LEAST_CLIP_NORM:g} at least)", code=ARGUMENT
+                f"{name}={value} must be finite and > 0 (clip_norm: at least {LEAST_CLIP_NORM:g})", code=ARGUMENT
             )
 
     if Path(given["ledger"]).is_dir():
-        problem = f"ledger={str(given['ledger'])!r} is a folder: name a file in it, one for each peer and dataset"
+        problem = f"ledger={str(given['ledger'])!r} is a folder: give a file in it, one for each peer and dataset"
         raise ScenarioError(problem, code=ARGUMENT)
 
 
 def check_loader(loader: object) -> None:
-    """Raise ScenarioError unless a loader's dataset can be sampled example by example."""
+    """Refuse a loader unless its dataset can be sampled example by example.
+
+    Poisson sampling draws every example independently. The loader only gives the dataset and the expected batch; a
+    sampler that selects or repeats examples would be ignored, so it is refused.
+    """
     if not isinstance(loader, DataLoader):
         problem = f"data_loader is a {type(loader).__name__}: it must be a torch.utils.data.DataLoader"
         raise ScenarioError(problem, code=LOADER)
@@ -79,82 +85,89 @@ def check_loader(loader: object) -> None:
     is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not is_map_style:
         raise ScenarioError(
-            f"{type(dataset).__name__} can only be iterated over, so no example can be drawn at random: give a "
+            f"{type(dataset).__name__} can only be iterated over, so examples cannot be drawn at random: give a "
             "map-style dataset, with __getitem__ and __len__",
             code=LOADER,
         )
 
     if loader.batch_size is None:
-        problem = "the data loader has a batch_sampler, or batches of its own: give it a batch_size instead"
+        problem = "the data loader has a batch_sampler, or its dataset makes batches: give it a batch_size instead"
         raise ScenarioError(problem, code=LOADER)
 
     sampler: Any = loader.sampler
     takes_all_once = isinstance(sampler, RandomSampler | SequentialSampler)
     if not takes_all_once or getattr(sampler, "replacement", False):
         raise ScenarioError(
-            f"the data loader's {type(sampler).__name__} decides which examples are drawn, and Poisson sampling has "
-            "to: leave it out; a part of a dataset is a torch.utils.data.Subset of it",
+            f"the data loader's {type(sampler).__name__} decides which examples are drawn, but Poisson sampling must "
+            "decide that: leave it out; to train on a part of a dataset, give a torch.utils.data.Subset",
             code=LOADER,
         )
 
     if len(sampler) != len(dataset) or len(dataset) < 1 or len(loader) < 1:
         raise ScenarioError(
-            f"{len(dataset)} examples in batches of {loader.batch_size} make {len(loader)} batches: give at least one, "
-            "a sampler over all examples, and no drop_last if there are fewer than a batch",
+            f"{len(dataset)} examples in batches of {loader.batch_size} make {len(loader)} batches: there must be at "
+            "least one; use a sampler over all examples, and no drop_last if a batch is larger than the dataset",
             code=LOADER,
         )
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse layers by which examples reach each other, or a model's parameters change without a gradient."""
+    """Refuse models with layers that mix examples or that change parameters without a gradient."""
     if not isinstance(model, nn.Module):
         raise ScenarioError(f"model is a {type(model).__name__}: it must be a torch.nn.Module", code=MODEL)
 
     for path, part in model.named_modules():
-        problem = _problem_of(part)
+        problem = _why_not_private(part)
         if problem:
             raise ScenarioError(f"{type(part).__name__} ({path or 'the model itself'}) {problem}", code=MODEL)
 
+    # Each example gets a fresh copy of the model. torch cannot copy a tensor that was computed from parameters, such as
+    # the attribute that the older torch.nn.utils.weight_norm keeps.
     try:
         copy.deepcopy(model)
-    except (RuntimeError, TypeError, ValueError) as error:  # of a tensor with a gradient's history
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ScenarioError(
-            "the model cannot be copied, as it is for each example; torch.nn.utils.parametrizations has the norms of "
-            f"weights that can: {one_line(error)}",
+            "the model cannot be copied, which is needed for each example; if it uses weight_norm or spectral_norm, "
+            f"take those of torch.nn.utils.parametrizations: {one_line(error)}",
             code=MODEL,
         ) from error
 
 
-def _problem_of(part: nn.Module) -> str:
-    """Return why a layer cannot be private; "" if it can."""
+def _why_not_private(part: nn.Module) -> str:
+    """Return why a layer cannot be trained privately, as the end of a sentence; "" if it can."""
     if keeps_statistics(part) and not is_constant_norm(part):
         return (
-            "mixes the examples of a batch, so that none can be clipped alone: use "
-            "flower_privdec.training_loop.group_norm(model), before the optimizer is made, or freeze it by "
-            "requires_grad_(False) (without weights: eval()), so that its statistics stay as they are"
+            "mixes the examples of a batch, so that they cannot be clipped one by one: replace it with "
+            "flower_privdec.training_loop.group_norm(model) before the optimizer is made, or keep its statistics fixed "
+            "with requires_grad_(False) (eval() if it has no weights)"
         )
     if isinstance(part, nn.parallel.DataParallel | nn.parallel.DistributedDataParallel):
-        return "cannot be private: give the model in it"
+        return "cannot be trained privately: give the model that it wraps"
     if getattr(part, "max_norm", None) is not None:
-        return "has max_norm, which changes the weights of what occurs without noise: leave it out"
+        return "has max_norm, which rescales the weights of the tokens in a batch without noise: leave it out"
     return ""
 
 
 def trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the parameters that the optimizer trains, by name; refuse those that noise cannot be added to."""
+    """Return the parameters that the optimizer trains, by name, in the order of the model.
+
+    Raises:
+        ScenarioError: it trains parameters of another model or none, or noise cannot be added to them.
+    """
     if not isinstance(optimizer, Optimizer):
         raise ScenarioError(f"optimizer is a {type(optimizer).__name__}: it must be a torch.optim.Optimizer")
 
-    of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    trained: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in of_optimizer}
-    if not trained or len(trained) != len(of_optimizer):
+    # By identity: a model that was changed or moved after the optimizer was made may have other tensors.
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    trained: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in optimized}
+    if not trained or len(trained) != len(optimized):
         raise ScenarioError(
-            f"the optimizer trains {len(of_optimizer)} parameters, of which {len(trained)} are the model's: it must "
-            "train some of the model's and no others (make it after the model is changed or moved)",
+            f"the optimizer trains {len(optimized)} parameters, and {len(trained)} of them are the model's: it must "
+            "train at least one, and only the model's (make it after the model is changed or moved)",
             code=MODEL,
         )
 
-    # They become one row of numbers, to which noise is added.
+    # Their gradients are joined into one vector, to which noise is added.
     kinds = {(parameter.dtype, parameter.device) for parameter in trained.values()}
     dtype, _ = next(iter(kinds))
     if len(kinds) > 1 or dtype not in DTYPES:
@@ -168,19 +181,22 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
 
 
 def noise_inflation(release: Release, dtype: torch.dtype) -> float:
-    """Return by how much hardened noise has to be larger, relative to plain noise.
+    """Return by how much hardened noise must exceed plain noise, as a share of it.
+
+    Sums of clipped gradients are rounded, so one example can move them by a little more than a clip norm. Hardened
+    noise covers that too.
 
     Raises:
-        ScenarioError: sums of the batch are too coarse in this type.
+        ScenarioError: sums over a batch are rounded too coarsely in this dtype.
     """
     drawing = Drawing(release.sampling, release.sampling_rate, release.dataset_size, release.batch_size)
     unit_roundoff = torch.finfo(dtype).eps / 2
-    more = rounding_error(drawing.most, unit_roundoff) + OTHER
-    if more > MOST_INFLATION:
+    inflation = rounding_error(drawing.most, unit_roundoff) + OTHER
+    if inflation > MOST_INFLATION:
+        dtype_name = str(dtype).removeprefix("torch.")
         raise ScenarioError(
-            f"hardened=True: a sum of {drawing.most} examples in {str(dtype).removeprefix('torch.')} may be wrong by "
-            f"{more:.2g} times what one of them adds, which must be <= {MOST_INFLATION:g}; use a model in float64, or "
-            "smaller batches",
+            f"hardened=True: rounding may change a sum of {drawing.most} examples in {dtype_name} by {inflation:.2g} "
+            f"clip norms, which must be <= {MOST_INFLATION:g}; use a model in float64, or smaller batches",
             code=ARGUMENT,
         )
-    return more
+    return inflation

@@ -70,10 +70,7 @@ def partition_cohort(experiment: Experiment, workers: int | None = None) -> Part
     Raises:
         ScenarioError: the system cannot run more than one process.
     """
-    wanted = workers
-    if wanted is None:
-        wanted = experiment.scenario.compute.workers
-
+    wanted = experiment.scenario.compute.workers if workers is None else workers
     n_peers = experiment.scenario.n_peers
     blocks = _blocks(experiment)
     cuts = tuple(number * n_peers // blocks for number in range(blocks + 1))

@@ -1,4 +1,10 @@
-"""Gaussian noise: from keys in a simulation, from the operating system's entropy at a deployed peer."""
+"""Where noise comes from: the sources of its random numbers, and the mechanisms that make noise of them.
+
+- A source (`NoiseSource`) draws standard normal numbers. A simulation's are keyed, so that a run can be repeated
+  (`build_noise`); a deployed peer's come from the operating system's entropy (`build_deployed_noise`).
+- A mechanism (`NoiseMechanism`) turns a source's numbers into the noise of a step: independent noise, noise that
+  cancels between peers, or a user's own (`noise_mechanism`).
+"""
 
 from __future__ import annotations
 
@@ -31,16 +37,20 @@ if TYPE_CHECKING:
 
 
 def build_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -> PhiloxNoise:
-    """Return the noise of a simulation: the same numbers for any cohort, order, resume and device but for roundings.
+    """Return the noise source of a simulation.
+
+    A peer's numbers are the same in any cohort, in any order, after a resume and, up to rounding, on any device.
 
     Args:
-        keys: a secret key of 16 bytes or more for each peer hosted here, by global id. A run's keys should follow
-            from all that decides its numbers, so that no other run shares a draw with it.
-        device: where the rows live. A GPU draws its own noise if Triton can compile for it; else the CPU draws for it.
+        keys: a secret key of at least 16 bytes for each peer hosted here, by global id. Derive a run's keys from
+            everything that decides its numbers: two runs of equal keys have equal noise, and the difference of their
+            releases has none.
+        device: the device of the rows. A GPU draws its own noise if Triton can compile for it; else the CPU draws it.
 
     Raises:
         ValueError: a key is too short.
     """
+    # Imported late, because numba and Triton, which these compile with, take long to import.
     if torch.device(device).type == "cuda" and has_triton():
         from flower_privdec.privacy.noise.gpu_philox import GPUNoise
 
@@ -52,10 +62,10 @@ def build_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -
 
 
 def build_deployed_noise(*, hardened: bool) -> NoiseSource:
-    """Return the noise of a deployed peer: never seeded, and never the same twice.
+    """Return the noise source of a deployed peer: it has no seed and never repeats itself.
 
     Args:
-        hardened: whether it is rounded exactly, see `privacy.hardened`.
+        hardened: whether its numbers are rounded exactly, see `privacy.hardened`.
 
     Raises:
         ScenarioError: the package cryptography is not installed.
@@ -64,15 +74,16 @@ def build_deployed_noise(*, hardened: bool) -> NoiseSource:
 
 
 def noise_mechanism(section: OwnSection | NoiseKeys | None, pairs: PairPlan | None = None) -> NoiseMechanism:
-    """Return the mechanism that `privacy.noise` names, called with its arguments; None is independent noise.
+    """Build the noise mechanism that a scenario names.
 
     Args:
-        section: of the scenario.
-        pairs: the plan of noise that cancels, if it does.
+        section: `privacy.noise` of the scenario; None is independent noise.
+        pairs: which peers share noise that cancels, and how strong it is; None if none does.
 
     Raises:
-        ScenarioError: the class cannot be imported, is no `NoiseMechanism`, or could not be built.
+        ScenarioError: a user's class cannot be imported, is not a `NoiseMechanism`, or cannot be built.
     """
+    # Callers that only ask about memory or code have no plan yet, even if the section says that noise cancels.
     if section is None or isinstance(section, CancellingSection):
         return INDEPENDENT if pairs is None else CancellingNoise(pairs)
 
@@ -94,7 +105,7 @@ def noise_mechanism(section: OwnSection | NoiseKeys | None, pairs: PairPlan | No
 
 
 def has_triton() -> bool:
-    """Return whether Triton is installed, and the C compiler that it needs."""
+    """Return whether Triton is installed with the C compiler that it needs."""
     if find_spec("triton") is None:
         return False
     compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
