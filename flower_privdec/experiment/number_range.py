@@ -85,9 +85,9 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
 
         if inflation > MOST_INFLATION:
             raise ScenarioError(
-                f"privacy.hardened: a sum of {size} examples in {str(dtype).removeprefix('torch.')} may be wrong by "
-                f"{inflation:.2g} times what one of them adds, which must be <= {MOST_INFLATION:g}; set "
-                "compute.dtype=float64",
+                f"privacy.hardened: rounding may change a sum of {size} examples in "
+                f"{str(dtype).removeprefix('torch.')} by {inflation:.2g} clip norms, which must be <= "
+                f"{MOST_INFLATION:g}; set compute.dtype=float64",
                 code="privacy.hardened",
             )
         largest = max(largest, inflation)

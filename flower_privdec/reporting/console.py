@@ -1,4 +1,9 @@
-"""The output of commands: scenarios, plans, graphs, results and catalogues, as text or JSON."""
+"""The output of commands: scenarios, plans, graphs, results and catalogues, as text or JSON.
+
+A plan and a graph are made by a generator of lines and rich tables (`_plan`, `_topology`), so that what is printed to a
+terminal (`print_plan`) and what the Python API returns as text (`plan_text`) cannot differ but in colour. The dicts that
+all of this is made from are also what is printed as JSON.
+"""
 
 from __future__ import annotations
 
@@ -26,38 +31,83 @@ from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 from flower_privdec.scenario.loading import file_form
 
-# `KEY: ... left out, WHAT;` of a docstring's Attributes: what a key is if a scenario leaves it out.
+PLAIN_WIDTH = 130  # columns of text that does not go to a terminal
+NARROW = 120  # on a narrower terminal, a comparison has only the ESSENTIAL columns
+ESSENTIAL = ("run", "algorithm", "ε", "mean model", "peers' models", "time")
+OWN = "your own algorithm, topology, model or dataset: module: package.module:name in place of its name"
+MORE = (
+    "--verbose adds each peer's noise and ε over the rounds, the graph, the best rounds, gradients and memory by part"
+)
+
+# Columns of a plan that a peer may lack: key in its row -> heading, and the format of a value.
+OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "active_rounds": ("active rounds", number),
+    "expected_rounds": ("expected", number),
+    "epsilon_of_replies_to_one": ("ε of the replies to one neighbour", epsilon_text),
+    "epsilon_if_all_collude": ("ε if all other peers collude", epsilon_text),
+    "claimed_epsilon": ("claimed ε", setting),
+    "claimed_after_quarters": ("claimed ε after each quarter", lambda values: ", ".join(map(epsilon_text, values))),
+    "mu_total": ("μ_tot", number),
+    "mu_0": ("μ_0", number),
+}
+
+# The constants of the best number of rounds: their symbols in the paper, and the words for where a value is from.
+SYMBOLS = {
+    "smoothness": "L",
+    "gradient_bound": "G",
+    "initial_gap": "F0",
+    "heterogeneity": "b²",
+    "initial_norm_squared": "‖x0‖²",
+    "dimension": "d",
+    "dataset_size": "J",
+    "c_2": "c_2",
+}
+SOURCES = {
+    "given": "given",
+    "estimated": "estimated at x0 on the public test set",
+    "clip norm": "the clip norm",
+    "scenario": "of the scenario",
+}
+
+# Docstrings of scenario sections describe a default that follows from other keys as `KEY: ... left out, WHAT;`. This
+# finds KEY and WHAT, which `privdec show` prints; the lookahead keeps a match inside the text of one key.
 LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
 
 
 def complete_yaml(scenario: Scenario) -> str:
-    """Return a scenario as YAML that parses to the same scenario, with a comment for every key that is left out.
+    """Return YAML that parses to the same scenario, and comments on the keys that are left out.
 
-    A comment has the default value, or describes what it follows from; keys that do not apply have none.
+    A comment describes what the value of its key then follows from.
     """
     data = file_form(scenario)
     return "".join(f"{line}\n" for line in _yaml_lines(scenario, data, ""))
 
 
 def _yaml_lines(section: Section, data: dict[str, Any], indent: str) -> Iterator[str]:
+    """Yield the lines of a section, whose values are `data`, and then its comments."""
     for key, value in data.items():
-        inner = getattr(section, key, None)  # `from` is no attribute
+        # A default, because a key may be a Python keyword: the attribute of `from` has another name.
+        inner = getattr(section, key, None)
         if isinstance(inner, Section):
             yield f"{indent}{key}:"
             yield from _yaml_lines(inner, value, f"{indent}  ")
         else:
             yield indent + _yaml_line(key, value)
-    comments = {key: f"{key}: left out, {text}" for key, text in _described_defaults(section).items()}
-    yield from (f"{indent}# {line}" for key, line in comments.items() if getattr(section, key) is None)
+
+    for key, text in _described_defaults(section).items():
+        if getattr(section, key) is None:
+            yield f"{indent}# {key}: left out, {text}"
 
 
 def _yaml_line(key: str, value: Any) -> str:
+    # The value as the only item of a list, [value]: a scalar by itself would end with YAML's document mark "...".
     sequence = yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=True)
     return f"{key}: {sequence.strip()[1:-1]}"
 
 
 def _described_defaults(section: Section) -> dict[str, str]:
-    """Return the defaults that a section's docstrings describe, by key."""
+    """Return the defaults that a section's docstrings describe, by key; see LEFT_OUT."""
+    # Base classes first, so that a subclass can describe a key anew.
     defaults: dict[str, str] = {}
     for kind in reversed(type(section).__mro__):
         attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
@@ -65,27 +115,24 @@ def _described_defaults(section: Section) -> dict[str, str]:
     return {key: text for key, text in defaults.items() if key in type(section).model_fields}
 
 
-PLAIN_WIDTH = 130
-NARROW = 120
-OWN = "your own algorithm, topology, model or dataset: module: package.module:name in place of its name"
-ESSENTIAL = ("run", "algorithm", "ε", "mean model", "peers' models", "time")
-
-
 def plain_width() -> int:
-    """Return how many columns text takes that goes to no terminal: COLUMNS if it is set."""
+    """Return the width in columns of text that does not go to a terminal: the variable COLUMNS if it is set."""
     columns = os.environ.get("COLUMNS", "")
-    return max(40, int(columns)) if columns.isdecimal() and 0 < len(columns) < 5 else PLAIN_WIDTH
+    is_sensible = columns.isdecimal() and len(columns) < 5
+    if not is_sensible:
+        return PLAIN_WIDTH
+    return max(40, int(columns))
 
 
 class _Console(Console):
-    """Stdout as wide as the terminal; plain text without trailing blanks if it is no terminal."""
+    """Prints to stdout: in the width of the terminal, or plain text without trailing blanks if it is not one."""
 
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else plain_width()
         super().__init__(highlight=False, markup=False, emoji=False, width=width)
 
     def show(self, thing: RenderableType = "", style: str | None = None) -> None:
-        """Print something."""
+        """Print a line or a table."""
         if self.is_terminal:
             self.print(thing, style=style)
         else:
@@ -108,7 +155,7 @@ def _print_json(data: Any) -> None:
 
 
 def _facts(rows: Iterable[tuple[str, RenderableType | None]]) -> Table:
-    """Return a two-column table of facts by name, without those that are None."""
+    """Return a table with a row for each fact, its name on the left; facts that are None are left out."""
     table = _grid()
     for name, text in rows:
         if text is not None:
@@ -117,6 +164,7 @@ def _facts(rows: Iterable[tuple[str, RenderableType | None]]) -> Table:
 
 
 def _grid(width: int | None = None, style: str | None = "dim") -> Table:
+    """Return an empty table of two columns without lines; width and style are the first column's."""
     table = Table.grid(padding=(0, 2))
     table.add_column(width=width, style=style, no_wrap=True)
     table.add_column()
@@ -124,7 +172,7 @@ def _grid(width: int | None = None, style: str | None = "dim") -> Table:
 
 
 def _strip(rows: Mapping[str, Sequence[str]]) -> Table:
-    """Return rows of numbers, each behind its name."""
+    """Return a table with a row of right-aligned numbers after each name."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     for name, numbers in rows.items():
@@ -136,7 +184,7 @@ def _strip(rows: Mapping[str, Sequence[str]]) -> Table:
 
 
 def _table(columns: Sequence[tuple[str, str]]) -> Table:
-    """Return an empty table; each column is a heading and `left` or `right`."""
+    """Return an empty table. A column is given by its heading and its alignment, `left` or `right`."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for heading, side in columns:
         table.add_column(heading, justify="right" if side == "right" else "left", overflow="fold")
@@ -153,13 +201,27 @@ def comparison_text(headings: Sequence[str], rows: Iterable[Sequence[str]], note
 
 def print_summary(summary: dict[str, Any], folder: Path) -> None:
     """Print a finished run's results, its privacy, and the folder of its files."""
-    loss = wording.main_loss(summary["algorithm"], summary["loss"])
-    training = wording.main_loss(summary["algorithm"], summary.get("training_loss"))
+    algorithm = summary["algorithm"]
+    network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
     average = wording.named_value(summary, "peer_mean")
     pace = f"{number(summary['peer_steps_per_second'])} peer steps per second"
-    network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
-    values = {name: wording.main_value(summary["algorithm"], summary[name]) for name in summary["metrics"]}
-    metrics = [f"{kind['title']} {wording.measured(values[name], kind)}" for name, kind in summary["metrics"].items()]
+
+    # The headline has the first metric; these are for the others.
+    metrics = []
+    for name, kind in summary["metrics"].items():
+        value = wording.main_value(algorithm, summary[name])
+        metrics.append(f"{kind['title']} {wording.measured(value, kind)}")
+
+    loss_text = None
+    loss = wording.main_loss(algorithm, summary["loss"])
+    if loss is not None:
+        loss_text = f"{number(loss)} (mean model, test set)"
+
+    training_text = None
+    training_loss = wording.main_loss(algorithm, summary.get("training_loss"))
+    if training_loss is not None:
+        training_text = f"{number(training_loss)} (mean model, all peers' examples)"
+
     objective = None
     if summary.get("suboptimality") is not None and "optimum" in summary:
         least = summary["optimum"]["value"]
@@ -169,27 +231,29 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     coalitions = None
     if "coalition_evaluations" in summary:
         share = percent(summary["coalition_share_of_wall_time"])
-        coalitions = f"{summary['coalition_evaluations']:,} evaluated for Shapley values, in {share} of the time"
+        coalitions = (
+            f"{summary['coalition_evaluations']:,} evaluated for Shapley values, which took {share} of the time"
+        )
 
     replies = None
     epsilons = [row["epsilon_of_replies_to_one"] for row in summary["privacy"] if "epsilon_of_replies_to_one" in row]
     if epsilons:
         largest = epsilon_text(max(map(float, epsilons)))
-        replies = f"ε = {largest} at most for the replies to one neighbour, which is no bound on all that it receives"
+        replies = f"ε ≤ {largest} for the replies to one neighbour, which does not bound everything that it receives"
 
     facts = [
-        ("algorithm", f"{summary['algorithm']}, {network}"),
+        ("algorithm", f"{algorithm}, {network}"),
         ("peers' models", f"{average} on average, {wording.peers_range(summary)} from worst to best"),
         ("also", ", ".join(metrics[1:]) or None),
         ("own labels", wording.own_labels(summary)),
-        ("loss", None if loss is None else f"{number(loss)} (mean model, test set)"),
-        ("training loss", None if training is None else f"{number(training)} (mean model, all peers' examples)"),
+        ("loss", loss_text),
+        ("training loss", training_text),
         ("consensus", f"{number(summary['consensus_distance'])} root mean square distance to the mean model"),
         ("objective", objective),
         ("coalitions", coalitions),
         ("privacy", wording.guarantee(summary)),
         ("", wording.meaning(summary)),
-        ("of which", replies),
+        ("", replies),
         ("not covered", summary.get("evaluation_private")),
         ("claimed", wording.claim(summary)),
         ("traffic", wording.sent(summary)),
@@ -210,28 +274,32 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
 
 
 def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:
-    """Print a row for each run, with a line between budgets; on a narrow terminal only what matters most."""
+    """Print a table with a row for each run and a line between budgets; on a narrow terminal only ESSENTIAL columns."""
     console = _Console()
     rows = [comparison_row(summary) for summary in summaries]
     shown = [name for name in rows[0] if console.width >= NARROW or name in ESSENTIAL]
     table = _table([(name, "left" if name in ("run", "algorithm") else "right") for name in shown])
     table.columns[0].overflow = "fold"
     table.columns[0].no_wrap = False
+
     budgets = [summary.get("budget") for summary in summaries]
-    for row, budget, following in zip(rows, budgets, [*budgets[1:], None], strict=True):
-        table.add_row(*(row[name] for name in shown), end_section=following not in (budget, None))
+    next_budgets = [*budgets[1:], None]
+    for row, budget, next_budget in zip(rows, budgets, next_budgets, strict=True):
+        is_last_of_budget = next_budget not in (budget, None)
+        table.add_row(*(row[name] for name in shown), end_section=is_last_of_budget)
     console.show(table)
 
 
 def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
-    """Return the cells of a run in a comparison, by heading."""
+    """Return a run's row in a comparison: the text of each cell by its heading."""
     done = f"{summary['rounds']:,}"
     if not summary.get("finished", True):
         done = f"{summary['rounds_done']:,}/{done}"
 
-    # No peer has a mean of models that were never exchanged.
+    # If models are never exchanged, no peer has the mean model, so its value would mislead.
     mean_model = NOTHING
-    if summary[wording.main_metric(summary)[0]] and wording.shares_models(summary["algorithm"]):
+    metric, *_ = wording.main_metric(summary)
+    if summary[metric] and wording.shares_models(summary["algorithm"]):
         mean_model = wording.named_value(summary, "mean_model")
     return {
         "run": summary.get("label", summary["name"]),
@@ -252,7 +320,8 @@ def graph_facts(graph: dict[str, Any]) -> str:
     rounds = graph["joint_connectivity"]
     joined = "not jointly connected in the rounds checked"
     if rounds is not None:
-        joined = f"jointly connected in {rounds} round{'' if rounds == 1 else 's'}"
+        plural = "" if rounds == 1 else "s"
+        joined = f"jointly connected in {rounds} round{plural}"
     gap = "not measured: too many peers" if graph["spectral_gap"] is None else number(graph["spectral_gap"])
     return f"{joined}, spectral gap {gap}"
 
@@ -273,19 +342,28 @@ def topology_text(description: dict[str, Any]) -> str:
 
 
 def _topology(description: dict[str, Any], width: int) -> Iterator[RenderableType]:
-    """Yield the parts of a description of a graph."""
+    """Yield the lines and tables that describe a graph, the heading first."""
+    # An algorithm without a graph.
     if description["name"] is None:
         yield description["note"]
         return
+
     kind = "directed" if description["directed"] else "undirected"
     period = description["period"]
     least = min(description["edges_per_round"])
     most = max(description["edges_per_round"])
     counts = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    repeating = "drawn again each round" if period is None else f"repeating after {period} rounds"
+
+    if period is None:
+        repeating = "drawn again each round"
+    elif period == 1:
+        repeating = "the same every round"
+    else:
+        repeating = f"repeating after {period} rounds"
+
     yield f"{description['name']}: {description['n_peers']} peers, {kind}"
     facts = [
-        ("edges", f"{counts} a round ({'the same every round' if period == 1 else repeating})"),
+        ("edges", f"{counts} a round ({repeating})"),
         ("weights", description["weights"]),
         ("agreement", graph_facts(description)),
         ("picture", description["picture"]),
@@ -297,14 +375,17 @@ def _topology(description: dict[str, Any], width: int) -> Iterator[RenderableTyp
 
 
 def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], width: int) -> list[str]:
-    """Draw the adjacency matrix: a row is a receiver, a column a sender, ● an edge; rounds side by side.
+    """Draw the adjacency matrix of each round, as many side by side as fit into the width.
+
+    A row is a receiver, a column a sender, and ● an edge.
 
     Args:
-        n_peers: at most `plots.LARGEST_LISTED`, or the picture is too wide for a terminal.
+        n_peers: at most `plots.LARGEST_LISTED`: more make the picture too wide for a terminal.
         rounds: the edges (sender, receiver) of each round.
+        width: the terminal's, in columns.
     """
     digits = len(str(n_peers - 1))
-    blocks = []
+    blocks = []  # one for each round: its lines
     for k, edges in enumerate(rounds):
         entries = {(receiver, sender) for sender, receiver in edges}
         marks = [
@@ -313,17 +394,21 @@ def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], w
         ]
         title = f"{'':{digits}} round {k}" if len(rounds) > 1 else ""
         blocks.append([title, *(f"{receiver:{digits}d} {row}" for receiver, row in enumerate(marks))])
-    wide = max(map(len, blocks[0]))
-    across = max(1, (width + 3) // (wide + 3))
+
+    gap = "   "
+    block_width = max(map(len, blocks[0]))
+    blocks_across = max(1, (width + len(gap)) // (block_width + len(gap)))
     lines = ["rows receive from columns (● an edge)"]
-    for start in range(0, len(blocks), across):
-        for row in zip(*blocks[start : start + across], strict=True):
-            lines.append("   ".join(part.ljust(wide) for part in row).rstrip())
+    for start in range(0, len(blocks), blocks_across):
+        side_by_side = blocks[start : start + blocks_across]
+        for row in zip(*side_by_side, strict=True):
+            lines.append(gap.join(part.ljust(block_width) for part in row).rstrip())
     return lines
 
 
 def parts() -> dict[str, dict[str, str]]:
-    """Return everything a scenario can name, with one line each that lists the keys it takes."""
+    """Return everything a scenario can name: for each kind, a line by name that also lists the keys it takes."""
+    # Imported late, because algorithms import torch.
     from flower_privdec.algorithms.dual_averaging import DUAL_SCHEDULES
     from flower_privdec.algorithms.proximal import REGULARIZERS
     from flower_privdec.algorithms.tables import GRADIENT_TABLES
@@ -352,13 +437,21 @@ def parts() -> dict[str, dict[str, str]]:
 
 
 def _lines(described: Mapping[str, str], options: Callable[[str], Mapping[str, Any]]) -> dict[str, str]:
-    """Return each name's line with the keys that it takes, and their defaults unless these follow from others."""
+    """Return each name's line with the keys that it takes and their defaults.
+
+    Args:
+        described: the line of each name.
+        options: returns the keys of a name with their defaults; None is a default that follows from other keys.
+    """
     lines = {}
     for name, line in described.items():
-        keys = [
-            key if value is None else f"{key}: {value if isinstance(value, str) else json.dumps(value)}"
-            for key, value in options(name).items()
-        ]
+        keys = []
+        for key, default in options(name).items():
+            if default is None:
+                keys.append(key)
+                continue
+            default_text = default if isinstance(default, str) else json.dumps(default)
+            keys.append(f"{key}: {default_text}")
         lines[name] = f"{line} ({', '.join(keys)})" if keys else line
     return lines
 
@@ -392,33 +485,8 @@ def print_parts(as_json: bool, kind: str | None = None) -> None:
         console.show(OWN)
 
 
-OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "active_rounds": ("active rounds", number),
-    "expected_rounds": ("expected", number),
-    "epsilon_of_replies_to_one": ("ε of the replies to one neighbour", epsilon_text),
-    "epsilon_if_all_collude": ("ε if all other peers collude", epsilon_text),
-    "claimed_epsilon": ("claimed ε", setting),
-    "claimed_after_quarters": ("claimed ε after each quarter", lambda values: ", ".join(map(epsilon_text, values))),
-    "mu_total": ("μ_tot", number),
-    "mu_0": ("μ_0", number),
-}
-MORE = (
-    "--verbose adds each peer's noise and ε over the rounds, the graph, the best rounds, gradients and memory by part"
-)
-SYMBOLS = {
-    **{"smoothness": "L", "gradient_bound": "G", "initial_gap": "F0", "heterogeneity": "b²"},
-    **{"initial_norm_squared": "‖x0‖²", "dimension": "d", "dataset_size": "J", "c_2": "c_2"},
-}
-SOURCES = {
-    "given": "given",
-    "estimated": "estimated at x0 on the public test set",
-    "clip norm": "the clip norm",
-    "scenario": "of the scenario",
-}
-
-
 def print_plan(plan: dict[str, Any], as_json: bool, verbose: bool = False) -> None:
-    """Print a plan: ε, noise, memory, time and warnings; verbose also each peer's, graph, best K and gradients."""
+    """Print a plan: ε, noise, memory, time and warnings; MORE says what `verbose` adds."""
     if as_json:
         _print_json(plan)
         return
@@ -452,6 +520,7 @@ def _plan(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[RenderableType,
 
 
 def _range(values: Iterable[float], text: Callable[[float], str]) -> str:
+    """Return `LOW to HIGH` of some values as text, or one of them if both read the same."""
     ascending = sorted(map(float, values))
     low = text(ascending[0])
     high = text(ascending[-1])
@@ -459,31 +528,37 @@ def _range(values: Iterable[float], text: Callable[[float], str]) -> str:
 
 
 def _promise(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what the run would spend of each peer's budget, and with which noise."""
+    """Yield the ε that the run would cost each peer, and the noise that it adds."""
     rows = plan["peers"]
     if all(float(row["epsilon"]) == float("inf") for row in rows):
         yield "ε", "∞ (no privacy)"
         return
+
     deltas = [row["delta"] for row in rows if row["delta"]]
     at_delta = f" at δ = {_range(deltas, setting)}" if deltas else ""
     counted = "of this run only" if plan["ledger"] is None else "of this run"
-    yield "ε", f"{_range((row['epsilon'] for row in rows), epsilon_text)}{at_delta} at each peer in the end, {counted}"
+    epsilons = _range((row["epsilon"] for row in rows), epsilon_text)
+    yield "ε", f"{epsilons}{at_delta} at each peer in the end, {counted}"
+
     for key in ("epsilon_if_all_collude", "epsilon_of_replies_to_one", "claimed_epsilon"):
+        heading, text = OPTIONAL[key]
         values = [row[key] for row in rows if row[key] is not None]
         if values:
-            yield "", f"{OPTIONAL[key][0]}: {_range(values, OPTIONAL[key][1])}"
+            yield "", f"{heading}: {_range(values, text)}"
+
     if plan["ledger"] is not None:
         yield "ledger", _shared_ledger(plan["ledger"])
     yield "noise", f"{_range((row['noise_multiplier'] for row in rows), number)} clip norms in each private step"
 
 
 def _shared_ledger(ledger: dict[str, Any]) -> str:
-    before, after = (epsilon_text(ledger[key]) for key in ("epsilon_before", "epsilon_after"))
+    before = epsilon_text(ledger["epsilon_before"])
+    after = epsilon_text(ledger["epsilon_after"])
     return f"{ledger['folder']}: ε = {before} before this run, {after} after it"
 
 
 def _theory(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]:
-    """Yield all facts of a plan."""
+    """Yield all facts of a plan by name: graph, ledger, pairs, best rounds and cost."""
     graph = plan["topology"]
     ledger = "the run's own: ε counts only this run"
     if plan["ledger"] is not None:
@@ -495,7 +570,7 @@ def _theory(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]
 
 
 def _peers(plan: dict[str, Any]) -> Table:
-    """Return a row for each group of equal peers; a column that no peer has is left out."""
+    """Return a table with a row for each group of equal peers; a column that is empty for all peers is left out."""
     rounds = plan["rounds"]
     peers = plan["peers"]
     numbers = ("noise multiplier", f"σ at rounds 0, {rounds // 2}, {rounds - 1}", "ε after each quarter", "δ")
@@ -503,10 +578,15 @@ def _peers(plan: dict[str, Any]) -> Table:
 
     optional = [key for key in OPTIONAL if any(row[key] is not None for row in peers)]
     for key in optional:
-        constant = key == "mu_0" and all(row["mu_bar"] is not None for row in peers)
-        table.add_column("μ̄" if constant else OPTIONAL[key][0], justify="right")
+        heading, _ = OPTIONAL[key]
+
+        # Dyn-D2P writes μ̄ for μ_0 if μ is the same in all rounds.
+        if key == "mu_0" and all(row["mu_bar"] is not None for row in peers):
+            heading = "μ̄"
+        table.add_column(heading, justify="right")
 
     def cells(row: dict[str, Any]) -> list[str]:
+        """Return a peer's texts, by which peers are grouped; `alike` puts the peers' ids before them."""
         sigma = list(map(number, row["sigma"]))
         return [
             number(row["noise_multiplier"]),
@@ -522,10 +602,11 @@ def _peers(plan: dict[str, Any]) -> Table:
 
 
 def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
-    """Yield the strength of noise that cancels between peers, and what others would give."""
+    """Yield the strength of the noise that cancels between peers, and what other strengths would give."""
     pairs = plan["pairs"]
     if pairs is None:
         return
+
     fewest, most = pairs["secrets_of_a_peer"]
     others = f"{fewest}" if fewest == most else f"{fewest} to {most}"
 
@@ -539,7 +620,7 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
         least = f"these pairs allow no less than {percent(pairs['least_mean_noise'])}; "
     yield (
         "pairs",
-        f"strength {number(strength)}, secrets with {others} peers each, of which {pairs['colluding']} may "
+        f"strength {number(strength)}, secrets with {others} peers each, {pairs['colluding']} of whom may "
         f"collude: {percent(pairs['mean_noise'])} of independent noise is left in the mean "
         f"({least}a trusted server: {percent(pairs['trusted_server'])}){network}",
     )
@@ -555,7 +636,7 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
 
 
 def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]:
-    """Yield the best number of rounds, the constants that it was computed from, and its value at other ε."""
+    """Yield the best number of rounds, the constants that it follows from, and the best number at other ε."""
     best = plan["optimal_rounds"]
     note = plan["optimal_rounds_note"]
     accountant = plan["accountant"]
@@ -570,31 +651,39 @@ def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]
             f"K* = {accountant['optimal_rounds']:,} with c_2 = {number(accountant['c_2'])}, "
             f"which makes eq. 11 the accountant's noise at K = {plan['rounds']:,}",
         )
+
     by_source: dict[str, list[str]] = {source: [] for source in SOURCES}
     for key, constant in plan["optimal_rounds_constants"].items():
         value = constant["value"]
         text = f"{value:,.0f}" if value == int(value) and value >= 1000 else f"{value:.4g}"
         by_source[constant["from"]].append(f"{SYMBOLS[key]} = {text}")
     for source, texts in by_source.items():
-        yield "", f"{', '.join(texts)} ({SOURCES[source]})" if texts else None
-    curve = plan["optimal_rounds_curve"]
-    yield "by ε", _strip({"ε": [setting(epsilon) for epsilon, _ in curve], "K*": [f"{k:,}" for _, k in curve]})
+        if texts:
+            yield "", f"{', '.join(texts)} ({SOURCES[source]})"
+
+    curve = plan["optimal_rounds_curve"]  # pairs (ε, K*)
+    rows = {"ε": [setting(epsilon) for epsilon, _ in curve], "K*": [f"{k:,}" for _, k in curve]}
+    yield "by ε", _strip(rows)
 
 
 def _cost(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str | None]]:
-    """Yield memory and time; verbose also memory by part and by kind of table, and how gradients are computed."""
+    """Yield memory and time; if verbose, also memory by part and by kind of table, and how gradients are computed."""
     needed = f"about {memory(plan['memory_bytes'])}"
     if verbose:
         sizes = [f"{name} {memory(size)}" for name, size in plan["memory"].items() if size]
-        needed = f"{needed}: {', '.join(sizes)}" if sizes else needed
+        if sizes:
+            needed = f"{needed}: {', '.join(sizes)}"
     yield "memory", needed
 
     if verbose:
         yield "gradients", plan["gradients"]
     if verbose and plan["tables"] is not None:
-        texts = {name: NOTHING if size is None else memory(size) for name, size in plan["tables"].items()}
-        used = {plan["table"]: " (chosen)"}
-        yield "tables", ", ".join(f"{name} {text}{used.get(name, '')}" for name, text in texts.items())
+        texts = []
+        for name, size in plan["tables"].items():
+            size_text = NOTHING if size is None else memory(size)
+            chosen = " (chosen)" if name == plan["table"] else ""
+            texts.append(f"{name} {size_text}{chosen}")
+        yield "tables", ", ".join(texts)
 
     by = f", by {plan['workers']} processes" if plan["workers"] > 1 else ""
     if plan["seconds"] is None:

@@ -304,11 +304,11 @@ def test_a_wrong_number_of_workers_is_refused(tiny, setting, refusal):
 def test_more_workers_than_pay_or_than_cores_are_said(build, caplog, monkeypatch):
     experiment = build("compute.workers=3")
     assert partitioning.partition_cohort(experiment).workers == 1
-    assert "a round of this run is worth 1" in caplog.text
+    assert "uses only 1" in caplog.text
     monkeypatch.setattr(partitioning, "available_cores", lambda: 2)
     with smallest_blocks():
         assert partitioning.partition_cohort(experiment).workers == 3
-    assert "compute.workers=3 take turns on 2 cores" in caplog.text
+    assert "share 2 cores" in caplog.text
 
 
 def test_without_fork_one_process_takes_all_blocks(build, monkeypatch):

@@ -26,7 +26,7 @@ PEER = 3  # whose process has something happen to it
 @contextmanager
 def smallest_blocks() -> Iterator[None]:
     """Divide runs inside among workers however small they are."""
-    with patch.multiple(partitioning, HALVES=0.0, LEAST=1e-12):
+    with patch.multiple(partitioning, SPLIT_FROM=0.0, BLOCK_SECONDS=1e-12):
         yield
 
 

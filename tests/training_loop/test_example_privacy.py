@@ -1130,7 +1130,7 @@ def test_a_setting_that_cannot_be_private_is_refused(
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    with raises(ScenarioError, "training-loop.model", "0 are the model's"):
+    with raises(ScenarioError, "training-loop.model", "2 parameters"):
         setup(tmp_path, optimizer=torch.optim.SGD(nn.Linear(5, 3).parameters(), 0.1))
     assert not (tmp_path / "a.jsonl").exists()
 

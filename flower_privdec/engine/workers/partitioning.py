@@ -86,7 +86,7 @@ def partition_cohort(experiment: Experiment, workers: int | None = None) -> Part
 
     if wanted > blocks:
         _log.warning(
-            "compute.workers=%d: a round of this run is estimated to be so short that only %d take part; use auto",
+            "compute.workers=%d: a round of this run is estimated to be so short that it uses only %d; use auto",
             wanted,
             blocks,
         )
