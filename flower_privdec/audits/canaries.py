@@ -171,7 +171,7 @@ def with_canaries(experiment: Experiment) -> Canaries:
 
 
 def examples_with(sizes: np.ndarray, present: np.ndarray | None) -> Examples:
-    """Return the peers' examples, the first of each its canary; if it is not present, its gradient is zero."""
+    """Return the peers' examples. The first one of each peer is its canary; an absent canary has a gradient of zero."""
     ends = np.cumsum(sizes)
     parts = tuple(np.arange(end - size, end) for size, end in zip(sizes.tolist(), ends.tolist(), strict=True))
     firsts = torch.from_numpy(ends - sizes)

@@ -1,4 +1,4 @@
-"""Whether noise that an audit saw is as large as planned, and no draw of it was seen twice."""
+"""Check that the noise an audit saw is as large as planned and that no draw was used twice."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 import numpy as np
 from scipy import stats
 
-FALSE_ALARM = 1e-9  # the chance with which noise that is as planned is called too small, or too large
-COMPARED = 8  # numbers of a draw that have to be equal to those of another
+FALSE_ALARM = 1e-9  # the probability of calling noise too small (or too large) that is as planned
+COMPARED = 8  # two draws are the same if this many first numbers are equal
 
 
 class NoiseCheck:
-    """What is wrong with some draws of noise.
+    """Collects draws of noise and tells what is wrong with them.
 
     Attributes:
-        defects: a line each, by kind; of draws that are alike.
+        defects: a line for each kind of defect found so far. `result` adds those that only all draws together show.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class NoiseCheck:
         self._draws: dict[bytes, str] = {}  # the release that had a draw, by the draw's first numbers
 
     def see(self, noise: np.ndarray, name: str) -> None:
-        """Look at one draw.
+        """Record one draw.
 
         Args:
-            noise: over the planned standard deviation, float64 [d].
-            name: of the release that holds it.
+            noise: the draw divided by its planned standard deviation, float64 [d].
+            name: the name of the release that contains it.
         """
         self._squares += float((noise**2).sum())
         self._count += noise.size
@@ -40,17 +40,15 @@ class NoiseCheck:
             self.defects.setdefault("noise reused", f"two releases have the same noise: {first}; {name}")
 
     def result(self) -> dict[str, str]:
-        """Return all defects, and whether noise is larger or smaller than planned by more than chance."""
+        """Return all defects, including noise that is larger or smaller than planned by more than chance."""
         defects = self.defects | too_small(self._squares, self._count)
         if self._count and stats.chi2.sf(self._squares, self._count) < FALSE_ALARM:
-            defects["not clipped"] = (
-                "what is released is further from the clipped sum than the planned noise would leave it"
-            )
+            defects["not clipped"] = "releases are further from the clipped sum than the planned noise explains"
         return defects
 
 
 def too_small(squares: float, count: int) -> dict[str, str]:
-    """Return by how much noise is too small, if that is no chance; else nothing.
+    """Return a defect if noise is too small by more than chance; else an empty dict.
 
     Args:
         squares: the sum of the squares of independent numbers that should be standard normal.

@@ -77,8 +77,8 @@ class UpdateAudit:
             return
         if ledger.entries:
             error = ScenarioError(
-                f"{path} has payments of real training, which an audit would add to: give the peers a new folder, and "
-                "delete it afterwards",
+                f"{path} has entries from real training, and the audit would add its own: give the peers a new "
+                "folder, and delete it afterwards",
                 code="audit.real-ledger",
             )
             self.refusal = self.refusal or error
@@ -156,18 +156,20 @@ class UpdateAudit:
 
 @contextmanager
 def auditing_updates(*, seed: int = 0, confidence: float = 0.95) -> Iterator[UpdateAudit]:
-    """Audit the protected updates of a Flower app's peers that train inside, in this thread; see `result` then.
+    """Audit the protected updates of a Flower app that trains inside the `with` block and in this thread.
+
+    Read `result` afterwards.
 
     Run the app several times inside, each time over new folders: each peer of each run is a trial.
 
     Args:
-        seed: of the coins. Noise is the operating system's.
-        confidence: the chance, at least, with which the result is a lower bound.
+        seed: the seed of the coins. Noise comes from the operating system.
+        confidence: the least probability with which the result is a lower bound.
 
     Raises:
-        ScenarioError: from `result`: a peer's ledger had payments.
+        ScenarioError: raised by `result` if a peer's ledger had entries already.
 
-    Privacy: the ledgers are charged as ever, and models are releases. Throw both away.
+    Privacy: the ledgers are charged as usual, and the models are releases. Delete both.
     """
     audit = UpdateAudit(seed, confidence)
     with UPDATES.open_to(audit):

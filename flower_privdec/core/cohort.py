@@ -6,8 +6,8 @@ A private step goes through three functions:
                            if noise cancels between peers, they still add theirs.
     Cohort.descend_rows_   Some rows go down their gradients, by -γ or by a local optimizer. An algorithm that chooses
                            its rows itself, such as FedAvg within its local steps, begins here.
-    Cohort.release_rows_   The private step itself: pay, clip and sum, add noise. Nothing else reads examples. Who
-                           checks the privacy of this package reads this function.
+    Cohort.release_rows_   The private step itself: pay, clip and sum, add noise. Nothing else reads examples. To
+                           check the privacy of this package, read this function.
 
 A request (`StepRequest`) says which rows take a step, at which parameters, and where its sums are added. The cohort
 adds what it knows of these peers, such as their batch, clip norm and noise: that is a `PrivateStep`. An *estimate* is a

@@ -192,8 +192,8 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
     mixing, participation = algorithm.exchange(topology, weights, participation, seed)
     if mixing.steps != section.mixing_steps:
         raise ScenarioError(
-            f"topology.mixing_steps={section.mixing_steps} with algorithm.name={algorithm.name}, which has a graph of "
-            "its own in each round, must be 1",
+            f"topology.mixing_steps={section.mixing_steps} must be 1 with algorithm.name={algorithm.name}, "
+            "because that algorithm makes its own graph in each round",
             code="topology.mixing-steps",
         )
     return mixing, participation

@@ -193,10 +193,10 @@ class _Facts(BaseModel):
 
 
 def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
-    """Return the checkpoint that `described` took apart.
+    """Put a checkpoint together again from the facts and tensors that `described` returned.
 
     Raises:
-        ValueError: it never returned this.
+        ValueError: these are not facts and tensors that `described` can return.
     """
     checked = _Facts.model_validate(facts)
     if checked.tensors != _layout(tensors):

@@ -281,9 +281,9 @@ class Recorder:
                 write_atomically(self.out / SCENARIO, scenario, public=True)
                 return state
 
-            # Evaluations after the checkpoint are made again.
+            # Drop the evaluations made after the checkpoint: the resumed run makes them again.
             write_atomically(self.out / NAME, self._metrics, public=True)
-            (self.out / SUMMARY).unlink(missing_ok=True)  # of a run that was stopped, or had fewer rounds
+            (self.out / SUMMARY).unlink(missing_ok=True)  # it is of a run that was stopped or had fewer rounds
             if self.begins_stage or not (self.out / SCENARIO).exists():
                 write_atomically(self.out / SCENARIO, scenario, public=True)
             if self.begins_stage:

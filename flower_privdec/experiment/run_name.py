@@ -131,8 +131,9 @@ def name_run(
     """Name a run and make the keys of its peers.
 
     Args:
-        as_read: examples of the peers hosted here, before features are extracted. Keys are made of these: in how many
-            batches a process extracts features decides how they are rounded, and all processes need the same keys.
+        as_read: the examples of the peers hosted here, before features are extracted. The keys are made of these and
+            not of the features, because features are rounded differently in batches of different sizes, and all
+            processes need the same keys.
         from_system: whether noise and batches come from the operating system; the keys then only name the run.
         secret, runtime, root, whole: see `OwnParts.of`.
     """

@@ -179,13 +179,16 @@ class Experiment(Agreement):
 
 
 def pair_run(experiment: Experiment) -> bytes:
-    """Return what decides the plan of pairs: with another one, a peer would count on noise that others do not add."""
+    """Return everything that decides the plan of pairs.
+
+    Peers with different plans must not meet: one would count on noise that the others do not add.
+    """
     protection = experiment.own.protection
     plan = None if protection is None else protection.pairs
     sizes: list[int] = []
     own = b""
     if plan is not None:
         sizes = plan.sizes.tolist()
-        # Each peer solves it for itself, and what every one adds has to be what the others count on.
+        # Each peer solves the plan for itself, so all must get the same result: a peer counts on the noise of others.
         own = np.round(plan.own, OWN_DIGITS).tobytes()
     return repr((numbers_hash(experiment.scenario), sizes, hashlib.sha256(own).hexdigest(), __version__)).encode()

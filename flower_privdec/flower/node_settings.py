@@ -476,7 +476,7 @@ class HostSettings:
 def check_hosting(scenario: Scenario, *, simulated: bool, salted: bool = False) -> None:
     """Refuse a scenario whose peers cannot be spread over several nodes.
 
-    The server asks before it starts, and each node for itself.
+    The server checks this before it starts, and each node does so for itself.
 
     Args:
         simulated: whether the nodes are a simulation's.

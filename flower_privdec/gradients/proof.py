@@ -165,7 +165,7 @@ class _Checker(fx.Interpreter):
         self._layers = dict(graph.named_modules())
 
     def run_node(self, n: Node) -> Any:
-        """Run one operation and check it against its rule; one that fails or has no rule is not proved."""
+        """Run one operation and check it against its rule; raise Unproved if it fails or has no rule."""
         try:
             return self._judged(n)
         except Unproved:

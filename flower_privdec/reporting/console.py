@@ -1,8 +1,8 @@
 """The output of commands: scenarios, plans, graphs, results and catalogues, as text or JSON.
 
 A plan and a graph are made by a generator of lines and rich tables (`_plan`, `_topology`), so that what is printed to a
-terminal (`print_plan`) and what the Python API returns as text (`plan_text`) cannot differ but in colour. The dicts that
-all of this is made from are also what is printed as JSON.
+terminal (`print_plan`) and what the Python API returns as text (`plan_text`) differ only in colour. The dicts that all
+of this is made from are also what is printed as JSON.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def is_aligned(rows: Tensor) -> bool:
 
 
 def _many_and_long(rows: Tensor) -> bool:
-    """Return whether rows are padded, which a single row or short rows are not."""
+    """Return whether rows are worth padding: a single row and short rows are not."""
     return rows.ndim == 2 and len(rows) > 1 and rows.shape[1] * rows.element_size() >= SHORTEST
 
 

@@ -76,8 +76,8 @@ def fit_privately(
 
         w ← w - η ((Σ_b g_b min(1, C / |g_b|) + σ C N(0, I)) / expected batch + the model's L2 penalty)
 
-    (Abadi et al. 2016, Alg. 1.) It takes the place of `fit`: the model's own solver is not called, for it sees examples
-    that no one has clipped. Call it again in each round with the same ledger: it continues the count.
+    (Abadi et al. 2016, Alg. 1.) Call it instead of `fit`, whose solver would see the examples without clipping. If you
+    call it again in each round with the same ledger, it continues the count.
 
     Args:
         model: LogisticRegression, LinearRegression, Ridge, SGDClassifier or SGDRegressor, with the penalty L2 or none.

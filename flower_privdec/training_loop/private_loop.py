@@ -354,7 +354,7 @@ class PrivateLoader:
             self._steps.pay = payments.pay
             for count, first in payments.blocks():
                 # The first batch of all shows whether loop, model and criterion work: it is paid for when its noise is
-                # added, so that a mistake costs nothing. Every other one is paid for before it is drawn.
+                # added, so that a mistake costs nothing. All later batches are paid for before they are drawn.
                 if self._steps.has_released:
                     payments.pay()
                 yield from self._batches(count, first)

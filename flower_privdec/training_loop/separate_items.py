@@ -25,10 +25,10 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 PLACES = 2**40  # more than any dataset has items
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)  # values that hold nothing of another item
 
-# Of torchvision.datasets: an item is row i of `data`, or the file that `samples` names at i.
+# Datasets of torchvision whose item i is row i of `data`, or the file that `samples[i]` names.
 OF_ARRAYS = ("MNIST", "FashionMNIST", "KMNIST", "EMNIST", "QMNIST", "CIFAR10", "CIFAR100", "SVHN", "STL10", "USPS")
 OF_FILES = ("DatasetFolder", "ImageFolder")
-# Of torchvision.transforms: these call a function of the user's, or take a batch.
+# Transforms of torchvision that do not only see one item: they call a function of the user's, or take a batch.
 NOT_OF_AN_ITEM = ("Lambda", "MixUp", "CutMix")
 
 
@@ -263,7 +263,7 @@ def _of_array(dataset: np.ndarray, places: ItemPlaces) -> Items:
 
 
 def _of_list(dataset: Sequence[Any], places: ItemPlaces) -> Items:
-    """Return what is known of a list of items: apart if they are plain values, none of which shares memory."""
+    """Return what is known of a list of items. They are proved apart if they are plain values that share no memory."""
     places.held.append(dataset)
 
     # Python keeps one object for equal numbers and words: only other objects tell that two items are one.

@@ -270,11 +270,11 @@ class ProcessGroup:
         with touching("another shard", here):
             self.group.allreduce([summed]).wait()
         if not all_finite(summed):
-            raise RunError(f"{here}: what the shards add up is not finite; a peer diverged", code="shards.not-finite")
+            raise RunError(f"{here}: the sum over the shards is not finite; a peer diverged", code="shards.not-finite")
         return summed.to(values.device)
 
     def begin(self, rows: Sequence[Tensor], traffic: Traffic, foreign: Sequence[Tensor], here: str) -> Pending:
-        """Send some rows to other shards and receive theirs; no row may be touched until `wait` has returned.
+        """Start to send rows to other shards and to receive theirs; touch none of them until `wait` has returned.
 
         Args:
             rows: the rows here, [m, ...], for each name; made by `clean_rows`.

@@ -557,7 +557,7 @@ class Sharded(ScenarioStrategy):
         self.recorder.transport = {"shards": n_shards}
         self.state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
         self._until = self._message_ends(self._evaluations(self.state.round_index) or [self.scenario.rounds])
-        self._contents: list[RecordDict] = []  # of the last message's replies, in the order of the shards
+        self._contents: list[RecordDict] = []  # the contents of the last replies, one for each shard in order
         return len(self._until)
 
     def configure_train(

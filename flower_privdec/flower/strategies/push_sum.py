@@ -122,10 +122,10 @@ def _weight(value: object) -> float | None:
 
 
 def check_strategy(given: Mapping[str, Any]) -> None:
-    """Refuse options of the wrong kind or out of their range.
+    """Refuse options of the wrong type or out of range.
 
     Args:
-        given: those of `PushSum`, by name.
+        given: the options of `PushSum` by name.
 
     Raises:
         ScenarioError: naming the value and the rule.

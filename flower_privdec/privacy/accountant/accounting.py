@@ -245,7 +245,7 @@ def dp_accounting_epsilon(runs: Sequence[Alternatives], delta: float) -> float |
 
 
 def _costliest(run: Alternatives) -> Alternatives:
-    """Return a run's alternatives without those that another one contains: these cost no more."""
+    """Drop the alternatives of a run that are contained in another one and so cannot cost more."""
 
     def n_steps(releases: tuple[Release, ...]) -> int:
         return sum(release.steps for release in releases)

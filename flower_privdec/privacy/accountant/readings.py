@@ -1,15 +1,15 @@
-"""What an ε lets an observer do at most: how often a test for one example is right, and what several examples cost.
+"""What an observer can do at most, given ε: how often a test for one example is right, and what several examples cost.
 
-A *test* looks at everything that an observer sees and says whether one given example was in the data. It finds the
-example with some chance if it was (the true positive rate, TPR), and wrongly says so with some chance if it was not
-(the false positive rate, FPR). Whatever the test, (ε, δ)-differential privacy means that, at an FPR of α,
+A *test* looks at everything that an observer sees and says whether one given example was in the data. Its true positive
+rate (TPR) is the probability that it says yes if the example was in the data, and its false positive rate (FPR) the
+probability that it says yes if it was not. Whatever the test, (ε, δ)-differential privacy means that, at an FPR of α,
 
     TPR <= min(e^ε α + δ, 1 - e^-ε (1 - δ - α)),
 
-the second one being the same statement about the test's opposite (Wasserman and Zhou 2010, Theorem 2.4; Dong, Roth
-and Su 2022, Proposition 2.5). One training has an ε for every δ, and each of these pairs is such a bound. The least of
-them at a given α is the trade-off curve of what was really released, and far below the bound of any single pair: an ε
-of 3 is a factor of 20 at outcomes that hardly ever happen, and much less over all of them.
+where the second bound is the first one for the test that gives the opposite answer (Wasserman and Zhou 2010, Theorem
+2.4; Dong, Roth and Su 2022, Proposition 2.5). One training has an ε for every δ, and each of these pairs gives such a
+bound. The least of them at a given α is the trade-off curve of what was really released; it is far below the bound of
+any single pair: an ε of 3 is a factor of 20 at outcomes that hardly ever happen, and much less over all of them.
 
 A pair (ε, δ) is called a *point*. Every function here takes points that hold together and returns an upper bound, so
 leaving out a point can only make it larger.

@@ -111,7 +111,7 @@ def ledger_path(directory: Path | str, source: str) -> Path:
 
 
 def sealed_path(path: Path, number: int) -> Path:
-    """Return the path of a sealed segment of the ledger whose last one is at a path."""
+    """Return the path of a ledger's sealed segment by its number; `path` is that of the last segment."""
     return path.with_name(f"{path.name.removesuffix('.jsonl')}.{number:06d}.sealed")
 
 
@@ -281,8 +281,8 @@ def read_entries(directory: Path | str, source: str) -> list[Entry]:
 
 def _read_last(path: Path) -> tuple[Segment, list[Entry]]:
     """Read and verify the last segment without locking it."""
-    # A writer may seal the segment while it is being read. So a missing segment counts only if it is missing after the
-    # reading, and a later one only if it was there before.
+    # A writer may seal the segment while it is being read. So a segment counts as missing only if it is still missing
+    # after the read, and as too new only if it was there before.
     before = sealed_segments(path)
     content = _read(path) if path.exists() else b""
     segment, entries = parse(content, path)

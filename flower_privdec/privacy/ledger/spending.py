@@ -251,7 +251,7 @@ class Spending:
         return id(account.spends), id(paid), account.delta, adversary
 
     def _paid_before(self, peer: int, adversary: Adversary) -> tuple[Release, ...]:
-        """Return the releases that a peer paid for in other runs of this partition; equal tuples are one object."""
+        """Return the releases that a peer paid for in other runs of this partition; equal results are one object."""
         if (peer, adversary) not in self._seen:
             paid = towards(self._paid.get(peer, ()), adversary)
             self._seen[peer, adversary] = self._equal.setdefault(paid, paid)
