@@ -201,7 +201,7 @@ def assert_sensitivity(
         The most that a release moved, over what is declared.
 
     Raises:
-        BrokenLaw: naming the step, the sum, and how far it moved.
+        BrokenLaw: the message names the step, the sum, and how far it moved.
     """
     with recording() as tape:
         run_rounds(experiment, rounds)
@@ -264,7 +264,7 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
     """Check that each published sum has the noise of the plan, and that no draw is used twice.
 
     Raises:
-        BrokenLaw: naming the step and the sum.
+        BrokenLaw: the message names the step and the sum.
     """
     plan = experiment.own.protection
     assert plan is not None
@@ -388,7 +388,7 @@ def assert_nothing_else_leaves(
         peer: whose examples are all replaced.
 
     Raises:
-        BrokenLaw: naming the place in which something differs.
+        BrokenLaw: the message names the place in which something differs.
     """
     with recording() as tape:
         expected = watch(experiment)

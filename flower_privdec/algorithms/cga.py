@@ -108,7 +108,7 @@ def agreeable(gradients: Tensor, own: int) -> np.ndarray:
 
     The dual of the program, min over u >= 0 of |G^T u + g|² with z = g + G^T u, is a non-negative least squares problem
     of n unknowns, as g is a row of G. Gradients that depend on each other make u ambiguous, but z is unique.
-    Where they are no finite numbers c picks the own one alone, and where all are 0 too.
+    If they are not finite, or all of them are 0, c picks only the peer's own gradient.
 
     Args:
         gradients: G, [n, d].

@@ -13,7 +13,7 @@ Privacy: unit example, adjacency zero-out. Peer i's |M_i| sums of one round, its
 towards colluding neighbours, which an example moves by C sqrt(|M_i|) at most; the budget is held to that, for |M_i| of
 each round. What i makes of them (its model, its momentum) and sends on is computed from releases. A single neighbour j
 receives ĝ_ij, which an example moves by C, but also i's later models, which are made of ĝ_ii: the smaller ε of the
-replies to j alone is no bound on all that j receives.
+replies to j does not bound everything that j receives.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def check_symmetric(name: str, mixing: Mixing) -> None:
     """Refuse mixing weights that are not symmetric, in any round of a graph that repeats.
 
     Args:
-        name: of the algorithm that needs them so.
+        name: the name of the algorithm, which requires this.
 
     Raises:
-        ScenarioError: naming the graph.
+        ScenarioError: the message names the graph.
     """
     topology = mixing.topology
     if topology.name == "server":

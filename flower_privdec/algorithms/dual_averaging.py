@@ -189,7 +189,7 @@ class DPDDA(Algorithm):
             )
 
     def buffers(self, participation: Participation) -> int:
-        """Return the state's buffers alone where few peers are active: their rows are mixed and stepped in place."""
+        """Return only the state's buffers if few peers are active: their rows are mixed and stepped in place."""
         return self.slots if participation.chances.mean() <= FEW else super().buffers(participation)
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:

@@ -193,7 +193,7 @@ def growth(rho: float, steps: int, mixing_rate: float, share: float, *, server: 
         steps: τ.
         mixing_rate: λ.
         share: p.
-        server: whether the active peers alone are averaged.
+        server: whether only the active peers are averaged.
     """
     kappa = 1 - (1 - rho) ** steps
     moved = kappa if server else share * kappa
@@ -206,7 +206,7 @@ def caution(rho: float, steps: int, mixing_rate: float, active: int, n_peers: in
     Args:
         rho, steps, mixing_rate, server: as in `growth`.
         active: how many of n_peers are active in a round.
-        rounds: of the run.
+        rounds: the number of rounds of the run.
     """
     share = active / n_peers
     factor = growth(rho, steps, mixing_rate, share, server=server)

@@ -124,7 +124,7 @@ class Muffliato(Algorithm):
         where = f"algorithm.acceleration=chebyshev on topology {topology.name} with participation {participation.kind}"
         if topology.directed or topology.period != 1 or participation.kind != "all":
             raise ScenarioError(
-                f"{where} must have an undirected graph that stays the same, and participation all, for it is tuned to "
+                f"{where} must have an undirected graph that stays the same, and participation all: it is tuned to "
                 "one matrix; use acceleration: none",
                 code="muffliato.chebyshev",
             )

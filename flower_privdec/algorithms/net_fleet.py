@@ -89,7 +89,7 @@ class DPNetFleet(Algorithm):
         if topology.name == "server" and participation.kind != "all":
             raise ScenarioError(
                 f"algorithm.name={self.name} on topology server with participation {participation.kind} must have "
-                "participation all, for the mean of some peers is not that of all; use a graph, or scaffold",
+                "participation all, because the mean of some peers is not that of all; use a graph, or scaffold",
                 code="participation.kind",
             )
         return super().exchange(topology, weights, participation, seed)

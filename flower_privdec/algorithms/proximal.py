@@ -41,9 +41,9 @@ class RegularizerSection(Section):
         kind: which function:
         weight: μ of l2 and elastic-net, φ of l1.
         l1_weight: φ of elastic-net.
-        lower: of box.
-        upper: of box.
-        radius: of ball.
+        lower: the lower bound of the box.
+        upper: the upper bound of the box.
+        radius: the radius of the ball.
     """
 
     kind: Annotated[str, REGULARIZERS]
@@ -76,7 +76,7 @@ class Regularizer:
         l2: μ >= 0, by which h is strongly convex.
         l1: φ >= 0.
         lower, upper: the sides of the box.
-        radius: of the ball around 0.
+        radius: the radius of the ball around 0.
     """
 
     l2: float = 0.0

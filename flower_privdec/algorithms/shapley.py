@@ -32,7 +32,7 @@ class Game:
         """Take a game.
 
         Args:
-            worth: of some coalitions together, none of them empty.
+            worth: the worth of some coalitions together, none of them empty.
         """
         self.n_players = n_players
         self._worth = worth

@@ -15,7 +15,7 @@ def check_callbacks(**callbacks: object) -> None:
     """Raise if a callback cannot be called.
 
     Raises:
-        ScenarioError: naming it.
+        ScenarioError: the message names it.
     """
     for name, callback in callbacks.items():
         if callback is not None and not callable(callback):

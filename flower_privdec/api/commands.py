@@ -158,7 +158,7 @@ def audit(scenario: Scenario | str | Path, *, trials: int = 2000, replica: int =
         seed: keys coins, batches and noise; two audits of one seed are the same.
 
     Raises:
-        ScenarioError: there is no ε that can be audited, or an argument is out of its range.
+        ScenarioError: there is no ε that can be audited, or an argument is out of range.
     """
     loaded = as_scenario(scenario)
     with threads_kept():
@@ -186,7 +186,7 @@ def audit_app(
         one_run: instead, how many of each peer's first examples are in or out by coins, in one run of the app, where it
             trains under `private` or `fit_privately`.
         config: overrides the run-config of the app's pyproject.toml; keys that it has.
-        seed: of the coins; noise and batches are the operating system's if the app's are.
+        seed: the seed of the coins; noise and batches are the operating system's if the app's are.
         on_trials: called after each run with the number of trials so far, and `trials`.
 
     Raises:
@@ -253,7 +253,7 @@ class StudyResult:
     """A study's published parts; printed, its verdicts and tables.
 
     Attributes:
-        folder: of README.md, the tables as CSV and the figures.
+        folder: the folder of README.md, the tables as CSV and the figures.
         failures: the errors of failed runs, by their titles.
     """
 
@@ -312,7 +312,7 @@ def study(
     """Run a grid of scenarios, a paper's or your own, and write tables, plots and whether its claims are reproduced.
 
     Args:
-        name: of a bundled study, or the path of its file.
+        name: the name of a bundled study, or the path of its file.
         size: one of the study's sizes; by default its first.
         out: folder to publish to; by default results/NAME[-SIZE].
         jobs: processes, one thread each; 1 runs all in this one, and 0 publishes what is finished.

@@ -106,7 +106,7 @@ def compare(
         scenario: the scenario of all algorithms, or scenarios by their labels.
         algorithms: names, classes of your own, or by label one of these or a whole section `{"name": ..., ...}`. A
             learning rate that is not given is the scenario's.
-        seeds: of the runs; a seed decides partition, graph and initial model, and so the noise.
+        seeds: the seeds of the runs; a seed decides partition, graph and initial model, and so the noise.
         metrics: of each run at its end, by the names that studies use: a metric of the task for the mean model,
             with `peer-` or `worst-peer-` before it for the peers', `loss`, `consensus`. By default the task's first,
             the same of the peers' models, and the consensus distance.
@@ -183,7 +183,7 @@ def _variants(
     """
     if isinstance(scenario, Mapping):
         if algorithms is not None or not scenario:
-            raise argument_error("compare takes one scenario with algorithms, or a mapping of scenarios alone")
+            raise argument_error("compare takes one scenario with algorithms, or only a mapping of scenarios")
         return {label: as_scenario(choice) for label, choice in scenario.items()}
 
     base = as_scenario(scenario)

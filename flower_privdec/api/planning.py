@@ -24,7 +24,7 @@ class Plan:
     """The cost of a run; printed, the output of `privdec plan`.
 
     Attributes:
-        name: of the scenario.
+        name: the name of the scenario.
         algorithm: its name.
         rounds: K.
         peers: for each its noise (sigma at rounds 0, K/2 and K-1; noise_multiplier), epsilon, epsilon_after_quarters

@@ -158,7 +158,7 @@ class RunResult(Result):
         """Return a figure of one quantity over the rounds.
 
         Args:
-            metric: of the task, or loss, consensus, epsilon; by default the task's first.
+            metric: a metric of the task, or loss, consensus, epsilon; by default the task's first.
 
         Raises:
             ScenarioError: the run has no such quantity, or matplotlib is not installed.

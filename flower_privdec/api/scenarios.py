@@ -311,7 +311,7 @@ def check_everywhere(scenario: Scenario, why: str) -> None:
     """Raise if a scenario has objects that other processes cannot import; `why` says what the others are for.
 
     Raises:
-        ScenarioError: naming the part that is an object.
+        ScenarioError: the message names the part that is an object.
     """
     for key, module in own_modules(scenario):
         if is_given(module):
@@ -329,12 +329,12 @@ def load_scenario(path: str | Path, settings: Settings | None = None, /, **secti
     """Read a scenario file. Its relative paths start at its folder; those that are given here at the current one.
 
     Args:
-        path: of the file, or the name of a bundled scenario such as `digits`.
+        path: the path of a file, or the name of a bundled scenario such as `digits`.
         settings: values that override the file's, by dotted key, as `{"privacy.epsilon": 1}`: what `--set` does.
         sections: whole sections, or keys at the top, in place of the file's: `privacy="none"`, `rounds=10`.
 
     Raises:
-        ScenarioError: naming the line, the value, the rule and the remedy.
+        ScenarioError: the message names the line, the value, the rule and the remedy.
     """
     path = find_scenario(as_path(path, "path"))
     data, lines = read_yaml(read_text(path), str(path))
@@ -366,7 +366,7 @@ def make_scenario(
         sections: whole sections, or keys at the top, in place of the base's.
 
     Raises:
-        ScenarioError: naming the value, the rule and the remedy.
+        ScenarioError: the message names the value, the rule and the remedy.
 
     Privacy: a run's noise is keyed by the data and the graph that are given; with any other object, and with code of a
         module of your own, it is drawn for the one run only. A run is refused after an object was seen to change. With

@@ -31,7 +31,7 @@ def audit_app(
         n_nodes, trials, one_run, seed, on_trials: see `api.commands.audit_app`.
 
     Raises:
-        ScenarioError: an argument is out of its range, or a ledger has payments of real training.
+        ScenarioError: an argument is out of range, or a ledger has payments of real training.
         RunError: nothing is protected in it, or the app fails.
     """
     check_whole({"n_nodes": n_nodes, "trials": trials, "one_run": one_run})

@@ -45,7 +45,7 @@ class AuditedPeers:
         trials: how many, with a canary and without.
         replica_lower_bound: what a replica of the declared releases shows.
         replica_trials: how many of these.
-        scores: of the replica, log likelihood ratios without and with the example; for a picture.
+        scores: the log likelihood ratios of the replica, without and with the example; for a picture.
     """
 
     peers: tuple[int, ...]
@@ -79,10 +79,10 @@ class Audit:
     """The result of an audit.
 
     Attributes:
-        groups: of peers that pay alike, the one whose ε is nearest to being refuted first.
+        groups: the groups of peers that pay alike, the one whose ε is nearest to being refuted first.
         confidence: the chance, at least, with which all lower bounds hold together.
         defects: what was not as planned, declared or charged, a line each, by kind.
-        rounds: of each run.
+        rounds: the number of rounds of each run.
     """
 
     groups: tuple[AuditedPeers, ...]
@@ -152,7 +152,7 @@ def audit(
         on_trials: is called after each run with the number of trials so far, and `trials`.
 
     Raises:
-        ScenarioError: an argument is out of its range, or the scenario promises no ε that this can audit.
+        ScenarioError: an argument is out of range, or the scenario promises no ε that this can audit.
     """
     for name, value, least in (("trials", trials, 8), ("replica", replica, 8)):
         if value < least:

@@ -123,7 +123,7 @@ class Canaries:
 
     Attributes:
         experiment: with the model and the data of canaries, and all else as it was.
-        signs: of their gradients.
+        signs: the signs of their gradients.
     """
 
     experiment: Experiment

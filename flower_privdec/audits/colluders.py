@@ -27,7 +27,7 @@ class View(NamedTuple):
     Attributes:
         honest: the rows whose noise they do not know, int64 [h].
         weights: what these rows' sums are multiplied by before they are added, [h]; 1 for the row itself.
-        variance: of the noise that is left.
+        variance: the variance of the noise that is left.
     """
 
     honest: np.ndarray

@@ -267,7 +267,7 @@ class Observer:
         return self._facts[declared]
 
     def _sums_of(self, step: int) -> tuple[Declaration, ...]:
-        """Return what a step publishes by each way of drawing examples."""
+        """Return the sums that a step publishes, for each way of drawing examples."""
         # What noise that cancels costs is in the plan, not in the declaration.
         noised = INDEPENDENT if self._plan.pairs is not None else self._mechanism
         return tuple(noised.released(self._algorithm.released(step, drawing)) for drawing in self._drawings)
@@ -311,7 +311,7 @@ class Observer:
         """Keep noise to measure it later, and note a draw that was seen before.
 
         Args:
-            noise: of the coordinates without examples, [r, FEATURES - NOISE_ALONE].
+            noise: the noise of the coordinates without examples, [r, FEATURES - NOISE_ALONE].
             sigma: what is planned for it, [r].
             independent: how many rows' noise is independent.
         """

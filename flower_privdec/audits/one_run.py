@@ -213,7 +213,7 @@ def audit_in_one_run(experiment: Experiment, *, canaries: int = 100, seed: int =
 
 
 def guessed(scores: np.ndarray, inside: np.ndarray, epsilon: float, delta: float, confidence: float) -> OneRun:
-    """Return what guesses on the clearest scores show: the least are out, the largest in.
+    """Guess that the smallest scores are out and the largest in; return what the guesses prove.
 
     Args:
         scores, inside: of all canaries, of one shape.

@@ -1,6 +1,6 @@
 """An audit of a Flower app whose peers protect their updates: each peer's are there or not, by the toss of a coin.
 
-The app trains as ever. Of a peer whose coin says no, each update is replaced by zero before it is clipped and noised:
+The app trains as usual. If a peer's coin says no, its updates are replaced by zero before they are clipped and noised:
 the adjacency of every ε of `PeerMod`. An observer of all that the peer sends knows the update that it would have sent.
 What is released is normal around that, or around zero, so that the log of the likelihood ratio of the two is
 
@@ -38,9 +38,9 @@ class WatchedPeer:
     Attributes:
         inside: whether its updates are there.
         score: the log likelihood ratio of all that it released.
-        delta: of its ε.
+        delta: the δ of its ε.
         steps: how many updates it released.
-        entries: of its ledger after the last.
+        entries: the entries of its ledger after the last.
     """
 
     def __init__(self, *, inside: bool, delta: float) -> None:
@@ -110,7 +110,7 @@ class UpdateAudit:
 
     @property
     def result(self) -> OneRun:
-        """Return what the coins show of ε, beside the largest ε of the peers' ledgers.
+        """Guess the coins; return the lower bound on ε that this proves, with the largest ε of the peers' ledgers.
 
         Raises:
             ScenarioError: a ledger was refused.

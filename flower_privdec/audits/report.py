@@ -84,7 +84,7 @@ def print_app_audit(
     """Audit a Flower app and print the result.
 
     Args:
-        name: of the app.
+        name: the name of the app.
         run: runs it once, over nodes whose own folder is the argument `folder`.
         n_nodes, trials, one_run, seed: see `app_audit`.
 

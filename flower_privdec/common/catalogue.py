@@ -41,7 +41,7 @@ class Choice:
         """Refuse a name that is not in the catalogue.
 
         Raises:
-            ScenarioError: naming the key of the scenario, all names, and the nearest.
+            ScenarioError: the message names the key of the scenario, all names, and the nearest.
         """
         if name not in self:
             message = f"{key}={name!r} must be one of {', '.join(self)}{did_you_mean(name, self)}"

@@ -61,7 +61,7 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
     """The parts of one kind, by name, in the order of their modules.
 
     Args:
-        key: of the scenario, which names one: `algorithm.name`.
+        key: the key of the scenario that names one: `algorithm.name`.
         room: the package whose modules define them.
         usual: the section whose keys belong to no choice, because most parts have them.
     """
@@ -140,7 +140,7 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
         """Refuse a name that no part has.
 
         Raises:
-            ScenarioError: naming the key of the scenario, all names, and the nearest.
+            ScenarioError: the message names the key of the scenario, all names, and the nearest.
         """
         if name not in self:
             message = f"{key or self.key}={name!r} must be one of {', '.join(self)}{did_you_mean(name, self)}"
@@ -266,7 +266,7 @@ class PartName:
     """As `Annotated[str, PartName(registry)]`, a field that takes the name of a part.
 
     Args:
-        registry: of the parts.
+        registry: the registry of the parts.
         own: whether it takes a user's own, too, as `package.module:Name`.
     """
 
@@ -316,7 +316,7 @@ class PartField:
     """As `Annotated[BaseSection, PartField(...)]`, a field that takes the section of a part, by its form.
 
     Args:
-        registry: of the parts that have a name.
+        registry: the registry of the parts that have a name.
         own: returns the form of a user's part by the section's plain data; it raises ScenarioError.
         usual_own: the form of a user's part without keys, for the JSON schema; None if users have no part here.
         more: a section whose keys stand behind those of a named part.

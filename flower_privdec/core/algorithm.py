@@ -214,14 +214,14 @@ class Algorithm:
         """Refuse a public set that lacks what the algorithm needs; by default it needs nothing.
 
         Raises:
-            ScenarioError: naming what is needed.
+            ScenarioError: the message names what is needed.
         """
 
     def check_model(self, kernel: GradientKernel) -> None:
         """Refuse a model that the algorithm cannot train; by default it can train any.
 
         Raises:
-            ScenarioError: naming what can.
+            ScenarioError: the message names what can.
         """
 
     def cautions(self, active: int, n_peers: int, rounds: int, *, server: bool) -> list[str]:
@@ -229,7 +229,7 @@ class Algorithm:
 
         Args:
             active: how many of n_peers are active in a round.
-            rounds: the rounds of the run.
+            rounds: the number of rounds of the run.
             server: whether only the active peers are averaged.
         """
         return []
@@ -375,7 +375,7 @@ def check_algorithm(algorithm: Algorithm, where: str) -> None:
     has_exchanges = any(isinstance(item, Exchange) for item in program)
     if weights is None and has_exchanges:
         raise ScenarioError(
-            f"{where}: weights must not be None, for the program has exchanges", code="algorithm.weights"
+            f"{where}: weights must not be None, because the program has exchanges", code="algorithm.weights"
         )
 
 

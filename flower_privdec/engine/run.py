@@ -182,7 +182,7 @@ class Run:
             if hasattr(self, "engine"):
                 when = f"round {self.round_index}"
             raise RunError(
-                f"{when}: {' or '.join(own)} raised {raised_at(error)}; its message is withheld, for it may tell of "
+                f"{when}: {' or '.join(own)} raised {raised_at(error)}; its message is withheld because it may tell of "
                 f"data: mend the code, then run the same command {again(self.recorder.out)}",
                 code="run.own-code",
             ) from error

@@ -229,7 +229,7 @@ def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int, n
     """Build a scenario's model, as it is before round 0.
 
     Args:
-        input_shape: of one example, as the model sees it.
+        input_shape: the input shape of one example, as the model sees it.
         outputs: how many it has.
         n_tokens: inputs are whole numbers 0..n_tokens-1; None if they are real numbers.
 

@@ -135,11 +135,11 @@ def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: 
     Args:
         path: the file that it was read from.
         peers: global ids of those hosted here.
-        rounds: of the run.
+        rounds: the number of rounds of the run.
         rows: names of those that there must be.
 
     Raises:
-        ScenarioError: naming what is wrong.
+        ScenarioError: the message names what is wrong.
     """
     missing = [name for name in rows if name not in state.rows]
     if missing:
@@ -290,7 +290,7 @@ class CheckpointLog:
     """The file of a peer's checkpoints; see the module.
 
     Args:
-        path: of the file, made by the first checkpoint.
+        path: the path of the file, made by the first checkpoint.
         count: how many of the last checkpoints remain readable, 1 or 2.
     """
 

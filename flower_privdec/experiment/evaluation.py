@@ -116,7 +116,7 @@ def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float |
     """Return the loss of each peer's model on public test examples, in nats; None if it is not finite.
 
     Args:
-        rows: of the peers that are at hand, at least those that others may see.
+        rows: the rows of the peers that are at hand, at least those that others may see.
 
     Privacy: none is spent; the rows follow from what was released, and the examples are public.
     """
@@ -313,7 +313,7 @@ def _growing_shards(held: np.ndarray, seed: int) -> Iterator[np.ndarray]:
 
     Args:
         held: the labels of each peer's own shard, bool [n_peers, n_classes].
-        seed: of the order in which a peer gets the others.
+        seed: the seed of the order in which a peer gets the others.
     """
     orders = []
     for peer, own_labels in enumerate(held):

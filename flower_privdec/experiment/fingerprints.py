@@ -17,7 +17,7 @@ DIGEST_BYTES = 32
 
 
 def fingerprint(x: Features, y: Tensor) -> bytes:
-    """Return the BLAKE2b hash of examples in their order; private, for it confirms a guess of all of them."""
+    """Return the BLAKE2b hash of examples in their order. It is private: it could confirm a guess of them."""
     is_sparse = isinstance(x, SparseRows)
     arrays = [torch.from_numpy(part) for part in x.content()] if isinstance(x, SparseRows) else [x]
 

@@ -25,7 +25,7 @@ def check_number_range(plan: Protection, learning_rate: LearningRate, sizes: np.
         batches: expected batch size of each peer, float64 [n_peers].
 
     Raises:
-        ScenarioError: naming the first quantity that is out of range.
+        ScenarioError: the message names the first quantity that is out of range.
     """
     rounds = len(plan.clip_norms) // plan.steps_per_round
     rates = learning_rate.of_rounds(rounds).repeat(plan.steps_per_round, axis=0)  # [steps, n_peers]
@@ -64,7 +64,7 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
 
     Args:
         drawings: how each of these peers draws its examples.
-        steps: of the run.
+        steps: the number of steps of the run.
         dtype: in which sums are made.
 
     Raises:

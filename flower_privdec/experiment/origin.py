@@ -31,7 +31,7 @@ class TrainedRun:
         tested: a hash of its public test set.
         private: whether it had a privacy section.
         ledger: the folder that it was charged in; None if its peers have their own.
-        head: of the ledger when the run ended.
+        head: the head of the ledger when the run ended.
     """
 
     source: str
@@ -73,7 +73,7 @@ class Origin:
     """The run that another one starts from.
 
     Attributes:
-        folder: of the run.
+        folder: the folder of the run.
         weights: its mean model, by the names of a state dict.
         runs: those behind it, oldest first, itself the last.
     """

@@ -42,7 +42,7 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
     """Plan the noise that pairs of peers share.
 
     Args:
-        sampler: of all peers.
+        sampler: the sampler of all peers.
         deployed: whether each peer is a process of its own.
         needed: the noise that each peer needs by itself in every step, over the factor of its sums, [steps, n_peers].
 

@@ -260,7 +260,7 @@ class Recorder:
 
         Args:
             initial: makes the state before round 0.
-            head: of the ledger.
+            head: the head of the ledger.
 
         Raises:
             ScenarioError: another run writes to the folder, or has written since it was looked at.
@@ -486,7 +486,7 @@ def check_places(out: Path) -> None:
     """Refuse a folder with something else in the place of a run's files.
 
     Raises:
-        ScenarioError: naming it.
+        ScenarioError: the message names it.
     """
     for name in WRITTEN:
         path = out / name
@@ -507,7 +507,7 @@ def check_scenario_file(path: Path, expected: Collection[str], given: str) -> No
     """Refuse a folder whose scenario file is not that of its checkpoint.
 
     Args:
-        path: of the file; it may be missing.
+        path: the path of the file; it may be missing.
         expected: hashes of the scenarios that it may be.
         given: hash of the scenario with which the run is to continue.
 
@@ -622,7 +622,7 @@ def check_own_ledgers(agreement: Agreement) -> None:
     """Refuse a start from a run on the same data if each peer has a ledger of its own, which does not count that run.
 
     Raises:
-        ScenarioError: naming the run.
+        ScenarioError: the message names the run.
     """
     if agreement.origin is not None and agreement.inherited is not None:
         raise ScenarioError(

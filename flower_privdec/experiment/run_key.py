@@ -196,7 +196,7 @@ def partition_name(prints: Mapping[int, bytes], secret: bytes | None) -> str:
 
     Args:
         prints: see `own_keys`.
-        secret: of a deployed peer, without which no one can confirm a guess of its examples by the name.
+        secret: the secret of a deployed peer, without which no one can confirm a guess of its examples by the name.
     """
     parts = [str(peer).encode() + b" " + prints[peer] for peer in sorted(prints)]
     return _hash(b"partition", secret or b"", *parts).hex()[:32]

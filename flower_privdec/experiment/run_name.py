@@ -43,7 +43,7 @@ class NamedRun:
     """A run's name and its keys, without a salt. Without privacy there are no keys.
 
     Attributes:
-        keys: of the peers hosted here, by global id.
+        keys: the keys of the peers hosted here, by global id.
         elsewhere: of the peers hosted elsewhere, if a simulation draws the noise of pairs from them.
         name: what ledgers and checkpoints call the run.
     """

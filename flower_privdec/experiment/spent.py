@@ -125,7 +125,7 @@ def privacy_rows(
     if there is one, bounds what one of them learns only from the replies to it: it hears more than those.
 
     Args:
-        spent: of all peers, in order.
+        spent: what all peers have spent, in order.
         participation: who is active, by which the rounds to be expected are counted.
         rounds: that the run has done.
         inherited: the folder of the ledger of the run that it starts from, in which it is charged.
@@ -162,7 +162,7 @@ def check_budget(cohort: Cohort, ledger: Path) -> None:
     """Refuse a run that its ledger allows no step at all; warn if it allows only some of them.
 
     Raises:
-        BudgetError: naming what is spent, and the remedy.
+        BudgetError: the message names what is spent, and the remedy.
     """
     if cohort.ledger is None:
         return
@@ -237,7 +237,7 @@ def _already(spending: Spending) -> str:
     spent = epsilon_text(json_number(float(spending.epsilons(spending.start).max())))
     if not spending.others_cancelled:
         return spent
-    return f"{spent} (with {spending.accounts[0].adversary}, for noise that cancelled hides less from them)"
+    return f"{spent} (with {spending.accounts[0].adversary}, from whom noise that cancelled hides less)"
 
 
 def shortages(spending: Spending) -> dict[int, int]:

@@ -148,7 +148,7 @@ class PeerSettings:
 
     Attributes:
         peer, n_peers: its index, and the number of peers.
-        folder: of its state, ledger and identity.
+        folder: the folder of its state, ledger and identity.
         simulated: whether the node is one of a simulation.
         epsilon, delta: its owner's budget, which holds beside the app's; ∞ and None if there is none.
         known_peers: the file of pinned keys, or None.
@@ -156,7 +156,7 @@ class PeerSettings:
         certificates: the folder with its certificate, as `privdec certs` makes it; None if it has none.
         mean_peers: the fewest peers of a masked sum that this one enters; 0 in a simulation, for any two.
         charge_witnessed: whether to charge what the ledger lacks and neighbours have counted, and continue.
-        cache: of the process that runs all peers; a new one for each message if each peer has a process.
+        cache: the cache of the process that runs all peers; a new one for each message if each peer has a process.
     """
 
     peer: int
@@ -250,7 +250,7 @@ class HostSettings:
 
     Attributes:
         simulated: whether the node is one of a simulation; only then do noise and batches follow from the scenario.
-        folder: of its ledger, its checkpoints and its secret.
+        folder: the folder of its ledger, its checkpoints and its secret.
         data_root: its data, in place of the scenario's; None in a simulation.
         data_test: the public test set, likewise; None if it is with the data.
         epsilon, delta: the ledger's budget, which no scenario can raise; None in a simulation.
@@ -434,7 +434,7 @@ class HostSettings:
         if noise.colluding < self.colluding:
             return (
                 f"privacy.noise.colluding={noise.colluding} must be >= colluding={self.colluding} of this SuperNode's "
-                "node-config, for its epsilon is to hold against as many: raise it in the scenario"
+                "node-config, because its epsilon must hold against as many: raise it in the scenario"
             )
         return ""
 

@@ -10,8 +10,8 @@ pairs:
 Only the two nodes have their secret, whatever messages others read, change or replay:
 
 - A key that they put in place of another has no valid HMAC: the node stops before it releases anything.
-- An announcement of an earlier session is taken, for it is the other node's. The noise then does not cancel, which
-  costs accuracy and no ε: the other node has forgotten that key, and this one's is new.
+- An announcement of an earlier session is accepted, because it is the other node's own. The noise then does not
+  cancel, which costs accuracy and no ε: the other node has forgotten that key, and this one's is new.
 - Another scenario, or other numbers of examples, is another run, whose HMACs are not valid here.
 
 A draw belongs to a step of two sessions, and a session takes a step once. A relayed session's key is in the
@@ -57,11 +57,11 @@ class PairKeys:
 
     Args:
         settings: the node's.
-        experiment: of its peers.
+        experiment: the experiment that its peers belong to.
         private: the session's private key, 32 bytes; by default a new one.
 
     Attributes:
-        secrets: of the pairs whose other key was learned.
+        secrets: the secrets of the pairs whose other key was learned.
         partners: see `view.partners`.
 
     Raises:
@@ -181,7 +181,7 @@ def session_secrets(
     Args:
         node: the peers and their folder.
         begin: see `WorkRequest`; a message that goes on from what is on disk begins a session.
-        content: of the message; the first of a session has the others' announcements.
+        content: the content of the message; the first of a session has the others' announcements.
         stored: the context's state.
 
     Raises:

@@ -241,7 +241,7 @@ class ClientAppRunner:
         peer: its number, the node-config's partition-id.
         folder: the peer's own.
         node_config: more of the device's own configuration.
-        run_config: of the app.
+        run_config: the run-config of the app.
 
     Raises:
         ScenarioError: a config has a value that no ConfigRecord can hold.
@@ -629,7 +629,7 @@ def app_peer(
             code="app.initial-differs",
         )
 
-    # Peers whose digests differ refuse each other, for it is part of what they agree on.
+    # Peers whose digests differ refuse each other, because it is part of what they agree on.
     named = scenario.model_copy(update={"initial": digest})
     private = private or scenario.private
     trainer = AppTrainer(named, device.peer, device.folder, initial, train, evaluate, private)
@@ -655,7 +655,7 @@ def run_app_peer(
         folder: the peer's own.
         certificates: see `run_peer`.
         initial: the initial.safetensors of another peer's folder; by default the app's ServerApp makes the arrays.
-        node_config: of this device, as KEY=VALUE.
+        node_config: the node-config of this device, as KEY=VALUE.
         with_parent, charge_witnessed: see `run_peer`.
 
     Raises:
@@ -724,7 +724,7 @@ def run_mesh(
 
     Args:
         run: the run's name.
-        scenario: of the train message, as YAML.
+        scenario: the scenario of the train message, as YAML.
         privacy: held to the budget of the node's owner.
 
     Raises:

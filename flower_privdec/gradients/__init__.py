@@ -66,7 +66,7 @@ def build_kernel(
             that it keeps the examples of a batch apart, a batch takes one backward pass; else vmap keeps them apart.
             `VmapKernel` lists what is promised for modules with state.
         loss: the training loss, or its name.
-        input_shape: of one example.
+        input_shape: the input shape of one example.
         kind: one of KERNELS.
         memory_bytes: approximate limit of the kernel's temporary memory.
         n_tokens: the inputs are tokens 0..n_tokens-1, indices of an embedding.

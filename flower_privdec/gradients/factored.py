@@ -429,7 +429,7 @@ class Outer:
     """Gradients of one weight in factors: example b's is sum_t u[b, t] (outer) delta[b, t].
 
     Attributes:
-        place: of the weight in a row.
+        place: the place of the weight in a row.
         u: inputs [b, T, K].
         delta: derivatives in the outputs [b, T, O].
         order: gives a gradient [O, K] the weight's shape; None if it has that shape.
@@ -489,7 +489,7 @@ class LookedUp:
     """Gradients of a table: example b's is the sum over t of delta[b, t] in the row of token[b, t].
 
     Attributes:
-        place: of the table in a row.
+        place: the place of the table in a row.
         tokens: int64 [b, T].
         delta: derivatives in the outputs [b, T, O].
     """

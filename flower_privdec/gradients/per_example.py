@@ -108,7 +108,7 @@ class VmapKernel(RowKernel):
         return outputs
 
     def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
-        """See RowKernel; if the module fails on these examples, its message is withheld, for it may reveal them."""
+        """See RowKernel; if the module fails on these examples, its message is withheld because it may reveal them."""
         # A token that the table does not have would raise: the example is computed with another, and counts as zero.
         unknown = unknown_tokens(x, self._n_tokens)
         if unknown is not None:
@@ -123,8 +123,8 @@ class VmapKernel(RowKernel):
         # Outside of `except`: an error raised in it would carry the other one, with its message, along.
         if failure is not None:
             raise RunError(
-                f"the model's forward raised {failure} on private examples (its message is withheld, for it may reveal "
-                "them); try it on inputs of every size",
+                f"the model's forward raised {failure} on private examples (its message is withheld because it may "
+                "reveal them); try it on inputs of every size",
                 code="code.withheld",
             )
 

@@ -56,7 +56,7 @@ def prove(module: nn.Module, input_shape: Sequence[int], n_tokens: int | None = 
 
     Args:
         module: any module; it is not changed.
-        input_shape: of one example.
+        input_shape: the input shape of one example.
         n_tokens: inputs are whole numbers 0..n_tokens-1; None if they are real numbers.
 
     Raises:

@@ -100,7 +100,7 @@ class Layer:
 
         Args:
             a: the inputs, of which an example may list only those that are not 0.
-            layers: of the model.
+            layers: the layers of the model.
         """
         out, inner = self.weight.shape
         if self.bias is None:

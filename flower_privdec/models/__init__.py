@@ -139,7 +139,7 @@ def check_model(module: nn.Module, where: str = "model") -> None:
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are trained, those that require gradients, in the order of named_parameters.
 
-    They alone are rows: clipped, noised and sent. The others are public constants, the same at all peers.
+    Only they are rows: clipped, noised and sent. The others are public constants, the same at all peers.
 
     Examples:
         >>> module = nn.Sequential(nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 1))
@@ -159,7 +159,7 @@ def keeps_statistics(part: nn.Module) -> bool:
 def is_constant_norm(part: nn.Module) -> bool:
     """Return whether a layer keeps statistics that are constants: its weights are frozen, or there are none.
 
-    One without weights has to be in eval mode: it would be trained by its statistics alone.
+    One without weights has to be in eval mode: otherwise it would be trained through its statistics.
     """
     if not keeps_statistics(part) or getattr(part, "running_mean", None) is None:
         return False
@@ -243,7 +243,7 @@ class Model:
         """Return the module, with the parameters that torch draws.
 
         Args:
-            shape: of one example, [channels, height, width] or [features].
+            shape: the shape of one example, [channels, height, width] or [features].
             n_outputs: how many numbers it turns an example into.
             n_tokens: inputs are whole numbers 0..n_tokens-1; None if they are real numbers.
         """
@@ -268,7 +268,7 @@ def activation_layer(name: str) -> nn.Module:
 
 
 def image_shape(shape: Shape) -> Shape:
-    """Return the shape of an image; refuse examples that are none."""
+    """Return the shape of an image; refuse examples that are not images."""
     if len(shape) != 3:
         raise ScenarioError(
             f"model.name: a convolutional model takes images [channels, height, width], and examples here are "
@@ -343,7 +343,7 @@ def _check_examples_apart(module: nn.Module, where: str, shape: Shape, n_tokens:
         alone = torch.cat([module(example[None]) for example in x])
     if torch.equal(together, again) and not torch.allclose(together, alone, rtol=1e-3, atol=1e-5, equal_nan=True):
         raise ScenarioError(
-            f"{where} turns an example into other outputs in a batch than alone: no layer may mix the examples of a "
+            f"{where} gives an example different outputs in a batch than by itself: no layer may mix the examples of a "
             "batch, as Softmax(0), mean(0) or cumsum(0) do; take another dimension",
             code="model.mixes-examples",
         )

@@ -23,7 +23,7 @@ class ConvolutionModel(Model):
         """Convolutions, then fully connected layers.
 
         Attributes:
-            channels: of each convolution.
+            channels: the channels of each convolution.
             kernel: side of each convolution in pixels.
             hidden: widths of the hidden layers behind the convolutions.
             activation: behind each layer but the last:

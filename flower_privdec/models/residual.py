@@ -21,7 +21,7 @@ class ResidualModel(Model):
         """ResNet-18 with GroupNorm.
 
         Attributes:
-            groups: of channels that are normalised together.
+            groups: the groups of channels that are normalised together.
             width: channels of the first stage.
         """
 

@@ -39,7 +39,7 @@ SEES = {
 
 
 def privacy_statement(experiment: Experiment) -> dict[str, Any]:
-    """Return what a scenario promises, from its declared releases alone.
+    """Return what a scenario promises, from nothing but its declared releases.
 
     Returns:
         unit, adjacency; sampling and participation in words; releases: for each kind of step the sums that it makes;
@@ -132,7 +132,7 @@ def statement_text(statement: dict[str, Any]) -> str:
     lines += ["", comparison_text(["observer", "sees", "ε"], rows, note)]
     by_distance = statement["by_distance"]
     if isinstance(by_distance, str):
-        lines += ["", f"one peer alone, by distance: not computed: {by_distance}"]
+        lines += ["", f"a single peer, by distance: not computed: {by_distance}"]
     else:
         figures = [
             [f"{one['hops']}", f"{one['pairs']:,}", *(epsilon_text(one[key]) for key in ("one_step", "all_rounds"))]

@@ -74,7 +74,7 @@ class Claimed:
     """What the papers claim of each peer.
 
     Attributes:
-        claims: of each peer; None if its noise is of no paper's formula.
+        claims: the claim of each peer; None if its noise does not follow a paper's formula.
         mu_0: C_0 / σ_0 of each peer by the accountant, Dyn-D2P's budget of round 0; None if its schedule is not used.
         is_same_in_all_rounds: whether ρ_μ = 1, so that μ_0 is the budget of every round, μ̄ (eq. 9).
     """

@@ -149,7 +149,7 @@ def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> n
     Args:
         sums: float64 [r, c].
         stds: standard deviations, float64 [r, 1].
-        normals: of the noise.
+        normals: the random numbers of the noise.
     """
     step = grid_steps(stds)
     noise_steps = stds / step  # the noise's standard deviation in steps

@@ -140,8 +140,8 @@ class Evidence:
     """What is known of the releases of one run.
 
     Attributes:
-        rows: of the summary's peers, each with `epsilon` and `delta`.
-        payments: of its ledgers; empty if they are not at hand, or hold less than the summary says.
+        rows: the rows of the summary's peers, each with `epsilon` and `delta`.
+        payments: the payments of its ledgers; empty if they are not at hand, or hold less than the summary says.
         problem: why there are none, as a sentence; None if there are some.
     """
 

@@ -72,7 +72,7 @@ def ledger_facts(
     """Verify a whole ledger and return what it says.
 
     Args:
-        path: of SOURCE.jsonl; sealed segments lie beside it.
+        path: the path of SOURCE.jsonl; sealed segments lie beside it.
         delta: at which ε is computed, in (0, 1): a ledger holds releases, and each run states its own δ.
         budget: an ε of which to return what is left.
         colluding: the number of peers that collude with the adversary; None for all other peers together.

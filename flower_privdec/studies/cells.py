@@ -131,7 +131,7 @@ def expand(
         base: the scenario file that all cells start from.
         size: the name of the study's size; None is the full one.
         parts: the parts to expand.
-        settings: of the command line (`--set`).
+        settings: the settings of the command line (`--set`).
         choices: what was best in the parts that others are chosen in; a cell whose choice is missing waits.
 
     Raises:

@@ -402,7 +402,7 @@ def _title(study: Study, size: str | None) -> str:
 
 
 def _published_before(study: Study, size: str | None, out: Path) -> tuple[str, dict[str, str]] | None:
-    """Return the head of a README.md of this study, and its sections by their headings; None if there is none."""
+    """Return the head of this study's README.md and its sections by heading; None if the file is missing."""
     path = out / README
     if not path.is_file():
         return None
@@ -441,7 +441,7 @@ def publish(
     Parts that are published there already and are not among the results stay, with the command that made them.
 
     Args:
-        size: of the study; None if it has none.
+        size: the size of the study; None if it has none.
         command: that reproduces what is published.
 
     Raises:

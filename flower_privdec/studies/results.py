@@ -226,7 +226,7 @@ class PartResult:
         chosen: the axes in `best_over`.
         groups: one for each combination of labels, in order.
         cells: all its cells.
-        seconds: of CPU that its cells took, all processes together.
+        seconds: the CPU seconds that its cells took in all processes together.
         finished: the keys of its finished cells.
     """
 

@@ -38,7 +38,7 @@ class Publication:
     Attributes:
         parts: the published parts.
         failed: the cells whose runs failed.
-        folder: of README.md, the tables and the figures.
+        folder: the folder of README.md, the tables and the figures.
     """
 
     parts: list[PartResult]

@@ -80,8 +80,8 @@ class Axis(Section):
 
     Attributes:
         title: its name in tables and figures; left out, its name in the file.
-        key: of the scenario, as `privacy.epsilon`.
-        values: of the key, each a point.
+        key: the key of the scenario, such as `privacy.epsilon`.
+        values: the values of the key, each a point.
         points: in place of key and values.
     """
 
@@ -175,7 +175,7 @@ class CheckSection(Section):
     """A claim as a condition on the means over the seeds, judged by their difference and its spread.
 
     Attributes:
-        kind: of the condition.
+        kind: the kind of condition.
         metric: the metric that is compared.
         where: fixed axes, each at a label.
     """
@@ -220,7 +220,7 @@ class Best(CheckSection):
 
     Attributes:
         axis: whose points are compared.
-        label: of the point.
+        label: the label of the point.
         reach: how many places from it count too.
     """
 
@@ -235,7 +235,7 @@ class Above(CheckSection):
 
     Attributes:
         baseline: its label on each axis that distinguishes it from the others.
-        without: of these axes the labels whose cells are not compared with it.
+        without: the labels of these axes whose cells are not compared with it.
     """
 
     kind: Literal["above"]
@@ -253,7 +253,7 @@ class Speedup(CheckSection):
 
     Attributes:
         axis: whose points are compared; every point needs a value.
-        levels: of the metric; left out, the best that every cell reaches.
+        levels: levels of the metric; left out, the best that every cell reaches.
         within: the factor by which the ratio may fall short of n.
     """
 
@@ -297,7 +297,7 @@ class Size(Section):
 
     Attributes:
         settings: laid over the study's own.
-        seeds: of each cell's runs; left out, the study's own.
+        seeds: the seeds of each cell's runs; left out, the study's own.
     """
 
     settings: Settings
@@ -505,7 +505,7 @@ class Study(TitledSection):
     Attributes:
         paper: the paper that the experiments are from.
         base: the path of the scenario that all cells vary, from the study's folder.
-        seeds: of each cell's runs; left out, only the base's own seed.
+        seeds: the seeds of each cell's runs; left out, only the base's own seed.
         sizes: to choose from by `--size`, the first by default; left out, there is one.
         parts: the questions.
     """

@@ -426,7 +426,7 @@ def _check_settings(model: Any, settings: Mapping[str, Any]) -> None:
     """Refuse settings that cannot be honoured whatever the others are, and those of other versions of scikit-learn.
 
     Raises:
-        ScenarioError: naming the setting and the remedy.
+        ScenarioError: the message names the setting and the remedy.
     """
     for name, (value, why) in FIXED.items():
         if settings.get(name, value) != value:

@@ -409,7 +409,7 @@ class _Call:
 
     Attributes:
         args, kwargs: what it was called with.
-        version: of its outputs; torch counts it up with each change in place.
+        version: the version of its outputs; torch counts it up with each change in place.
         of: the batch that awaited its step then.
     """
 
@@ -604,7 +604,7 @@ class Drawn:
 
     Attributes:
         size: how many examples it has.
-        number: of its step.
+        number: the number of its step.
         total: the sum of their clipped gradients, [d], once it has arrived.
     """
 

@@ -37,8 +37,8 @@ class Rows:
     """Tensors whose rows can be taken in one go, since rows are all that items are.
 
     Attributes:
-        tensors: of as many rows each.
-        index: of each item's row, int64 [items].
+        tensors: tensors with the same number of rows.
+        index: the row of each item, int64 [items].
         is_tuple: whether an item is a tuple of rows, rather than one row.
     """
 

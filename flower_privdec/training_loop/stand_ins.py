@@ -44,9 +44,9 @@ class StandIn:
     """A copy of a dataset, or of a function that may read one.
 
     Attributes:
-        copy: of what was given.
+        copy: a copy of the given object.
         watched: datasets within, by the order in which they were met.
-        lists: of as many tuples, lists or dicts, which may be the items themselves.
+        lists: lists of as many tuples, lists or dicts, which may be the items themselves.
         integers: arrays of as many whole numbers as the dataset has items, which may say what each reads.
     """
 

@@ -8,7 +8,7 @@ The main process is worker 0. It pays, sends orders over a pipe, and computes it
     COLLECT              Workers answer with what lies in no shared memory: edges, and rows that steps have made.
     TRY                  Workers answer with evaluations of their blocks' models.
 
-Blocks decide the bits, and follow from the scenario alone (`partitioning`). So the number of workers changes no number.
+Blocks decide the bits and depend only on the scenario (`partitioning`), so the number of workers changes no result.
 A worker that fails writes its error to its pipe, which wakes all that wait at the barrier.
 """
 

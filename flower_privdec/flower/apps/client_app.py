@@ -83,7 +83,7 @@ class Node:
     """A node's peers in one run: their experiment, and their state between two messages.
 
     Attributes:
-        folder: of its checkpoints and its ledger.
+        folder: the folder of its checkpoints and its ledger.
     """
 
     settings: HostSettings
@@ -230,7 +230,7 @@ def train_cohort(message: Message, context: Context) -> Message:
     """Run many rounds of the whole network; the state is stored in the run's folder, not in the context.
 
     Raises:
-        RunError: outside a simulation, for no node may hold every peer's private part.
+        RunError: this is not a simulation, and outside one no node may hold every peer's private part.
     """
     request = WorkRequest.of(message.content)
     if not in_simulation(context.node_config):

@@ -43,14 +43,14 @@ class WorkRequest:
         until: stop when so many rounds are done.
         peers: global ids of the peers that the node hosts.
         base: the folder from which modules of the user's own are imported (simulation).
-        folder: of the run (simulation).
+        folder: the folder of the run (simulation).
         resume: continue from the checkpoint in `folder` (CohortRun).
         begin: continue from the node's own checkpoint of this round; 0 to start over, -1 to continue from the state
             of the last message (Relay).
         shards: the number of shards (Sharded); 0 for the other strategies.
         nodes: the number of nodes (Relay).
-        token: of the rendezvous of the shards for this message (Sharded).
-        salt: of the run, see `experiment.run_key`, which its nodes must share (simulation).
+        token: the token of the rendezvous of the shards for this message (Sharded).
+        salt: the salt of the run, see `experiment.run_key`, which its nodes must share (simulation).
         gpus: the ServerApp's CUDA_VISIBLE_DEVICES, "all" if it is not set (simulation); see `see_gpus`.
     """
 

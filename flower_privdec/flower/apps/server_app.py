@@ -142,7 +142,7 @@ def all_replies(replies: Iterable[Message], names: Mapping[int, str]) -> dict[in
 
     Args:
         replies: those that arrived.
-        names: of all nodes that must reply, by node id.
+        names: the names of all nodes that must reply, by node id.
 
     Raises:
         RunError: a node failed or did not reply; the error names the node.
@@ -276,7 +276,7 @@ class ScenarioStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send nothing: nodes do not evaluate on private data, for that would be a release."""
+        """Send nothing: an evaluation on private data would be a release."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -10,7 +10,7 @@ there.
                             └── run_guarded ──> guarded_runtime: replaces four functions of flwr's
                                                    └── Guard: answers the message, with the app or without
 
-Which protection applies follows from the message alone, never from the app:
+Only the message decides which protection applies, never the app:
 
 - a message of a strategy of this package is answered by a `PeerMod` with the owner's settings; the app's own do
   nothing;
@@ -206,7 +206,7 @@ class Guard:
     """Answers for an app under a policy, in the place of Flower's ClientApp.
 
     Args:
-        policy: of the device's owner.
+        policy: the policy of the device's owner.
         load: imports the app; called for a message that the policy allows, and only after it was charged.
     """
 

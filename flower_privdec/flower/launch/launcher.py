@@ -114,7 +114,7 @@ def flower_run(
             leaves a summary, as after Ctrl-C.
 
     Returns:
-        The summary, as written to summary.json; empty if there is none.
+        The summary as written to summary.json; empty if none was written.
 
     Raises:
         ScenarioError: the input is wrong, or Flower's simulation is not installed; nothing was started or written.
@@ -321,7 +321,7 @@ class LocalSuperLink:
 
     Args:
         cwd: the working folder of all processes; by default `folder`.
-        variables: of their environment.
+        variables: their environment variables.
 
     Attributes:
         folder: a temporary folder, removed at exit.
@@ -361,7 +361,7 @@ class LocalSuperLink:
 
         Args:
             app: its folder, absolute or from `folder`.
-            resources: of the simulation, as Flower names them.
+            resources: the resources for the simulation, as Flower names them.
             run_config: overrides the app's own, each as `flwr run --run-config` takes it.
             log_copy: where the log is copied to in the end, if its folder exists.
             poll: called with the log, several times a second.

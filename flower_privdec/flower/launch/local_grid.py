@@ -202,7 +202,7 @@ class OpenedApp:
 
     Attributes:
         server, client: its two components.
-        run_config: of its pyproject.toml, with overrides.
+        run_config: the run-config in its pyproject.toml, with overrides.
     """
 
     server: ServerApp

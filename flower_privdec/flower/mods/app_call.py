@@ -128,7 +128,7 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> Arrays:
     Args:
         content: the answer.
         key: under which they are, if there are several.
-        layout: of the arrays that it was given.
+        layout: the layout of the arrays that it was given.
 
     Raises:
         AppFailedError: there are none, or several and none under the key, or others than were given.

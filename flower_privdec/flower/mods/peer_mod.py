@@ -149,7 +149,7 @@ class PeerRequest(_Record):
         founding: join: whether the initial arrays are this peer's mass, or only say what a model looks like.
         receivers, weights: round: the peers j that W[j, peer] of the mass goes to.
         wants_mass: whether to hand in (x, w), for the mean of the network.
-        mean_of: of which peers that mean is, when their masses are masked.
+        mean_of: the peers whose mean it is, if their masses are masked.
         neighbors, incarnations, keys: all peers that are known: the incarnation of each one's state and its public key.
         held_by, held: which shares need not be handed in again: receivers and numbers.
         acknowledgements: frames: which shares of this peer's are in others' mass.
@@ -188,7 +188,7 @@ class PeerReport(_Record):
 
     Attributes:
         peer, n_peers: which it is, of how many.
-        incarnation: of its state of this run; 0 if it has none.
+        incarnation: the incarnation of its state in this run; 0 if it has no state.
         round_index: the last round in which it took part.
         key: its public key.
         sealed: whether it seals what it sends.
@@ -267,7 +267,7 @@ class RequestHandler:
     """One message's work at one peer, whose folder is held meanwhile.
 
     Args:
-        request: of the strategy.
+        request: what the strategy requests.
         node: the settings of the peer's node.
         privacy: how it protects what it sends.
         seal: whether it seals what it sends, and takes only sealed shares.
@@ -786,7 +786,7 @@ class PeerMod:
             when it fails. Of what it answers beside metrics and the model's arrays nothing leaves.
 
     Raises:
-        ScenarioError: a value of the wrong kind or out of its range, or a clip norm without noise, or noise without a
+        ScenarioError: a value of the wrong type or out of range, or a clip norm without noise, or noise without a
             clip norm.
 
     Privacy: unit one peer with all its data; adjacency: its update of every round replaced by zero; one Gaussian

@@ -32,7 +32,7 @@ class DualAveragingStrategy(Gossip):
         options: those of PushSum; `fraction_train` is ι.
 
     Raises:
-        ScenarioError: an option is out of its range, or the regularizer has no least value.
+        ScenarioError: an option is out of range, or the regularizer has no least value.
 
     Privacy: that of `PeerMod`: u is clipped as a whole, noised and charged before a_t multiplies it. s, x and the
         average are functions of what was released. Who is active can be seen, and a peer pays for its active rounds.

@@ -61,7 +61,7 @@ class FedDeperStrategy(PushSum):
             alike.
 
     Raises:
-        ScenarioError: a number is out of its range, or PushSum refuses an option.
+        ScenarioError: a number is out of range, or PushSum refuses an option.
 
     Privacy: that of `PeerMod`: the update y_i - z_i is clipped as a whole, noised and charged. v_i enters it like the
     peer's data and never leaves. For single examples see `train_two_models`.

@@ -32,7 +32,7 @@ class Mesh(PushSum):
 
     Args:
         topology: the graph's name.
-        name: of the run and of the scenario for which the certificates were made.
+        name: the name of the run and of the scenario for which the certificates were made.
         mode: asynchronous, in which a peer goes on without those that do not come in time; or synchronous.
         deadline: seconds that peers wait for each other, see `network` in a scenario.
         start: seconds that they wait for their neighbours at first; one that has met none by then fails.
@@ -40,7 +40,7 @@ class Mesh(PushSum):
         options: those of PushSum.
 
     Raises:
-        ScenarioError: the graph has no name, or an option is out of its range.
+        ScenarioError: the graph has no name, or an option is out of range.
 
     Privacy: that of `PeerMod`. What the SuperLink and the ServerApp see: the graph, who is where, each peer's ε, and
     the mean at the end, of masked numbers; no share passes them. They introduce addresses and no keys, so that they

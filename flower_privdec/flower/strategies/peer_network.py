@@ -77,7 +77,7 @@ class RelayStore:
         frames: the run's codec, of which only the headers are used.
         held: the shares for each receiver, by label.
         acknowledged: the last acknowledgement for each sender of shares, by the peer that absorbed them.
-        incarnations: of each peer's state.
+        incarnations: the incarnation of each peer's state.
         ledger_reports: the last report of each sender, for each receiver.
     """
 
@@ -519,8 +519,8 @@ def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[i
     """Return what each peer handed in for the mean, (x, w) as one vector: open, or masked.
 
     Args:
-        replies: of each peer.
-        size: of x.
+        replies: each peer's replies.
+        size: the length of x.
         sealed: whether they are masked.
 
     Returns:

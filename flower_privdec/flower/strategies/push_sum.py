@@ -76,7 +76,7 @@ def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
 
     Args:
         replies: the peers' answers; those without metrics say nothing.
-        key: of the weight. If some have none, or it is no number >= 0, or all are zero, all count alike.
+        key: the key of the weight. If a peer has none, or one is not a number >= 0, or all are 0, all count alike.
 
     Returns:
         Records of the same names, each a number or a list as long as the others'; a peer that reports others is left
@@ -128,7 +128,7 @@ def check_strategy(given: Mapping[str, Any]) -> None:
         given: the options of `PushSum` by name.
 
     Raises:
-        ScenarioError: naming the value and the rule.
+        ScenarioError: the message names the value and the rule.
     """
     fractions = {name: given[name] for name in ("fraction_train", "fraction_evaluate", "patience")}
     whole = {name: given[name] for name in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")}
@@ -176,7 +176,7 @@ def check_start(given: Mapping[str, Any]) -> None:
         given: its arguments, by name.
 
     Raises:
-        ScenarioError: naming the value and the rule.
+        ScenarioError: the message names the value and the rule.
     """
     grid = given["grid"]
     arrays = given["initial_arrays"]
@@ -244,9 +244,9 @@ class PeerRun:
     Attributes:
         network: the peers.
         initial: the arrays that all peers begin with.
-        layout: of those arrays.
+        layout: the layout of those arrays.
         unmixed: those of them that are not mixed.
-        rounds: of the whole run.
+        rounds: the number of rounds of the whole run.
         graph: over all peers.
         participation: who takes part in which round.
         sealed: whether the peers seal what they send, so that only sums of masked numbers are open.
@@ -330,12 +330,12 @@ class PushSum(Strategy):
 
     Args:
         topology: the graph's name, as `privdec list` has them, or a graph of your own.
-        topology_options: of a named graph, as degree.
+        topology_options: the options of a named graph, such as degree.
         fraction_train: the share of peers that train and mix in a round, in (0, 1], drawn afresh each round.
         fraction_evaluate: the share of peers that evaluate their own model after a round.
         min_train_nodes, min_evaluate_nodes: at least so many do, if there are as many.
         min_available_nodes: with so many the run begins, if others have not answered within `patience`.
-        seed: of the graph and of who takes part.
+        seed: the seed of the graph and of who takes part.
         name: of the run; a run of the same name goes on where it stopped, as far as its peers still know it. By
             default each call of `start` is a new one, with the ledgers of those before.
         folder: where a *simulation's* peers keep state and ledgers; by default privdec-peers/NAME in the current
@@ -349,7 +349,7 @@ class PushSum(Strategy):
         network: the peers of the run.
 
     Raises:
-        ScenarioError: an option of the wrong kind or out of its range, or a graph without such weights.
+        ScenarioError: an option of the wrong type or out of range, or a graph without such weights.
 
     Source: Kempe et al. 2003; Assran et al. 2019, Stochastic Gradient Push, Algorithm 1.
     """

@@ -53,7 +53,7 @@ def true_positive_rate(points: Iterable[Point], false_positive_rate: float) -> f
         A chance in [`false_positive_rate`, 1]: a test that tosses a coin reaches the lower end.
 
     Raises:
-        ScenarioError: a pair, or the rate, is out of its range.
+        ScenarioError: a pair, or the rate, is out of range.
     """
     alpha = false_positive_rate
     if not 0 <= alpha <= 1:

@@ -331,7 +331,7 @@ class Ledger(Totals):
     def _seal(self) -> None:
         """Seal the segment, and begin the next; each is on disk, under its name, before the other.
 
-        An interrupt closes the ledger, for it may not know which file is the last segment.
+        An interrupt closes the ledger, because it may not know which file is the last segment.
         """
         segment = self._segment
         fd = -1

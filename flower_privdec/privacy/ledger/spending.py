@@ -74,7 +74,7 @@ def costs_in(entries: Iterable[Entry], adversary: Adversary = EVERYBODY) -> list
     Runs of one partition are one item, in which each peer's costs are added up (see above).
 
     Args:
-        entries: of one ledger.
+        entries: the entries of one ledger.
         adversary: who sees all these runs; by default all other peers together.
     """
     groups = _paid_by_peer((entry.run.partition or entry.run.id, entry) for entry in entries)
@@ -141,7 +141,7 @@ class Spending:
     group, not once for each peer.
 
     Attributes:
-        accounts: of the peers hosted here.
+        accounts: the accounts of the peers hosted here.
         start: the step from which this run continues.
         steps: the number of steps in its plan.
         limits: int64 [m], the first step that each account's peer may not take.
@@ -161,7 +161,7 @@ class Spending:
 
         Args:
             others: what the ledger has of other runs over the data.
-            accounts: of the peers hosted here.
+            accounts: the accounts of the peers hosted here.
             partition: of this run, see `RunName`. Costs of other runs of the same partition are counted peer by peer.
             charged: the step up to which each peer was charged for this run. These steps may be taken whatever the
                 budget is now.

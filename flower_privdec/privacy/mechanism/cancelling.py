@@ -632,8 +632,8 @@ class PairPlan:
 
         Args:
             peers: some active peers, int64 [r].
-            std: of their own noise, in the units of their rows, [r].
-            name: of the sum that it is added to.
+            std: the standard deviation of their own noise, in the units of their rows, [r].
+            name: the name of the sum that it is added to.
 
         Raises:
             RunError: their noise does not have the proportions that were planned.

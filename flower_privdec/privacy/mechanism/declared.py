@@ -87,7 +87,7 @@ class ReleasedSum:
         over: `batch`, or `all` the peer's examples, whatever the batch.
         to: the recipients: `all` who see the peer's messages; each `neighbour` a sum of its own, noised separately;
             or `self`, for a sum that stays on the peer, is not noised and costs nothing.
-        receivers: how many are sent one each, of a sum to each neighbour; 0 if there is none in that round.
+        receivers: for a sum to each neighbour, how many neighbours are sent one; 0 if a round sends none.
     """
 
     name: str = "gradient"

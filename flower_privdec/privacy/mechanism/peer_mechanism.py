@@ -95,7 +95,7 @@ def build_mechanism(
     """Return the mechanism of a peer, from its algorithm's declarations.
 
     Args:
-        schedule: of steps.
+        schedule: the schedule of steps.
         noised: returns a step's cost under its noise; by default independent normals.
 
     Raises:

@@ -77,7 +77,7 @@ class Protection:
         clip_norms: float64 [steps, m]; a round has `steps_per_round` steps.
         noise_multipliers: float64 [steps, m], noise std over clip norm, of the sum over a batch.
         accounts: one for each peer.
-        claims: of the paper's formula, if it gave the noise; else None for each peer.
+        claims: what the paper's formula claims for each peer if it gave the noise; else None for each peer.
         calibration: the method that gave the noise.
         kinds: for each kind of step, the sums it has, with the noise of each over the step's; None for a sum that
             stays on the peer, and for the whole kind if nothing is declared.
@@ -212,9 +212,9 @@ def build_protection(
     Args:
         algorithm: declares its steps' releases.
         drawings: how each of these peers draws its examples.
-        participation: of the whole network.
+        participation: the participation of the whole network.
         peers: global ids, int64 [m].
-        weight_factor: of the mixing weights, in a paper's formula.
+        weight_factor: the weight factor of the mixing weights, in a paper's formula.
         noised: returns a step's cost under its noise; by default independent normals.
         pair: returns the pairs' noise, from the noise that each peer would need by itself in every step, over the
             factor of its sums, float64 [steps, m]; None if noise does not cancel.
@@ -309,8 +309,8 @@ class _Solution:
     """The noise of one peer.
 
     Attributes:
-        scale: of its noise.
-        claim: of the paper's formula, if it gave the scale.
+        scale: the scale of its noise.
+        claim: what the paper's formula claims, if it gave the scale.
         account: what it is charged, under the peer number 0.
     """
 
@@ -325,7 +325,7 @@ class _Solver:
 
     Attributes:
         first: the step with which the plan begins; those before it are paid.
-        share: of the peers that are active in a round, on average (ι).
+        share: the share of the peers that are active in a round, on average (ι).
         weight_factor: see `build_protection`.
     """
 
@@ -508,8 +508,8 @@ def _paired(
     Args:
         accounts, mechanisms: of some peers, with the noise that each would need by itself.
         active: bool [steps, m].
-        scales: of each peer's noise, [m].
-        plan: of all peers.
+        scales: the scale of each peer's noise, [m].
+        plan: the plan that all peers have.
     """
     left = plan.left_against()
     adversary = Adversary(plan.colluding)

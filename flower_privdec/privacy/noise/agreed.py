@@ -28,7 +28,7 @@ class AgreedSecrets(PairSecrets):
     Args:
         peers: those of this process; what two of them share follows from its private key alone.
         run: what all peers of the run agree on.
-        identities: of all peers.
+        identities: the identities of all peers.
         private: the private key, 32 bytes, of a session that goes on in several processes; by default a new one.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 Import this module only if there is a GPU: it needs Triton. Words, layout and polynomials are those of `philox`, so that
 a GPU draws what a CPU draws, up to roundings (some 1e-7 of a float32 normal, 1e-14 of a float64 one). A GPU is asked
-first whether it does (`GPUNoise._try`), for a compiler may round in other ways than expected.
+first whether it does (`GPUNoise._try`), because a compiler may round in other ways than expected.
 
 Source: as `philox`.
 """

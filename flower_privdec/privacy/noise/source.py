@@ -65,7 +65,7 @@ class PairSecrets:
     """A secret for each pair of peers, the same for both: in one process, made of the keys of the two.
 
     Args:
-        keys: of the peers hosted here.
+        keys: the keys of the peers hosted here.
         simulated: whether the keys are those of a simulation, in which noise has to be the same each time.
 
     Attributes:
@@ -102,8 +102,8 @@ class NoisedSum:
 
     Attributes:
         normals: independent normals, keyed as in `NoiseSource.add_`; at a deployed peer the operating system's.
-        secrets: of pairs of peers.
-        name: of the sum; it keys the noise.
+        secrets: the secrets of pairs of peers.
+        name: the name of the sum; it keys the noise.
         step: its number in the run.
         round_index: the round.
         peers: int64 [r], global ids of the rows.
@@ -190,7 +190,7 @@ def check_call(out: Tensor, std: Tensor, step: int, peers: np.ndarray, receivers
     """Refuse arguments of `NoiseSource.add_` that no source can serve.
 
     Raises:
-        ValueError: naming the value and the rule.
+        ValueError: the message names the value and the rule.
     """
     if out.ndim != 2 or out.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(

@@ -29,7 +29,7 @@ class CancellingNoise(NoiseMechanism):
     Privacy: the noise of a step is what the plan solved for, as `mechanism.cancelling` proves.
 
     Args:
-        plan: of the run.
+        plan: the plan of the run.
     """
 
     name = "cancelling"
