@@ -34,7 +34,7 @@ from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, Rele
 
 
 class CrossGradients(Algorithm):
-    """What PDSL and CGA have in common."""
+    """The common parts of PDSL and CGA."""
 
     # The hub of a star answers several peers, and each of them only the hub.
     needs: ClassVar[tuple[str, ...]] = ("topology.name=star",)

@@ -127,7 +127,7 @@ class FedAvg(SGP):
         return y
 
     def pull(self, cohort: Cohort, state: State, rows: np.ndarray, y: Tensor, start: Tensor) -> Tensor | None:
-        """Return what a step takes away beside η times the gradient, taken before the step; None for nothing."""
+        """Return what a step subtracts besides η times the gradient, computed before the step; None for nothing."""
         return None
 
 

@@ -220,7 +220,7 @@ def _all(factors: Factors) -> list[tuple[str, Tensor]]:
 
 
 def _named(factors: Factors) -> list[tuple[str, Tensor]]:
-    """Return what a table keeps of factors: all but the examples themselves."""
+    """Return the parts of factors that a table keeps: all but the examples themselves."""
     return [item for item in _all(factors) if item[0] != "table.input0"]
 
 

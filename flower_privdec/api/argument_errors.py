@@ -1,4 +1,4 @@
-"""What the functions of the API check of their arguments."""
+"""Checks of arguments that the functions of the API share."""
 
 from __future__ import annotations
 

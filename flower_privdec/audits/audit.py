@@ -34,7 +34,7 @@ REPLICA = "a replica of the declared releases"
 
 @dataclass(frozen=True)
 class AuditedPeers:
-    """What an audit shows of the peers that pay for the same releases.
+    """An audit's result for the peers that pay for the same releases.
 
     Attributes:
         peers: their global ids.

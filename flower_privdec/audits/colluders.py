@@ -1,4 +1,4 @@
-"""What colluders leave of noise that cancels, when they combine all that they know in the worst way.
+"""How much cancelling noise is left against colluders who combine all that they know in the worst way.
 
 The observer of a peer has the secrets of its colluders, so it can take the noise that they share with the honest peers
 H out of these peers' sums. What is left of the sums has covariance Σ_H: each honest peer's own noise, and the noise
@@ -36,7 +36,7 @@ class View(NamedTuple):
 
 
 class Uncovered(NamedTuple):
-    """What colluders leave of the sums of some rows.
+    """The sums of some rows after colluders have removed all the noise that they can.
 
     Attributes:
         sums: a row's own examples and the noise that is left on them, [r, d].

@@ -69,7 +69,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Step:
-    """What was seen of the step under way.
+    """What has been seen of the current step.
 
     Attributes:
         number: the step.

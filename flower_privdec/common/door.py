@@ -21,7 +21,7 @@ class Door(Generic[Observer]):
         name: the name of the steps.
 
     Attributes:
-        observer: returns the observer of this thread; None if there is none.
+        observer: returns the observer of this thread; None if no one observes it.
     """
 
     def __init__(self, name: str) -> None:

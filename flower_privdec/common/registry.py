@@ -298,7 +298,7 @@ class PartName:
 
 
 def part_field_in(annotation: Any, metadata: Iterable[Any] = ()) -> PartField | None:
-    """Return the PartField of an annotation, which may be inside an optional; None if there is none."""
+    """Return the PartField of an annotation, which may be inside an optional; None if it has no PartField."""
     for extra in (*metadata, *getattr(annotation, "__metadata__", ())):
         if isinstance(extra, PartField):
             return extra

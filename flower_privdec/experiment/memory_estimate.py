@@ -1,4 +1,4 @@
-"""What a run takes of memory, and what would fit if it does not.
+"""Estimate a run's memory, and suggest what would fit if it does not.
 
 All of it is an estimate from shapes: nothing is allocated. Sizes are in bytes.
 """
@@ -28,7 +28,7 @@ CHECKPOINT_COPIES = 2  # of the state, while it is written: its tensors' bytes, 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What a run takes at its peak, in bytes; the interpreter and torch come on top.
+    """The peak memory of a run in bytes, without that of the interpreter and torch.
 
     Attributes:
         state: as many buffers of m d numbers for m peers as the algorithm says: its rows, and if many peers are active
@@ -113,7 +113,7 @@ def _checkpoint_bytes(experiment: Experiment, table: int) -> int:
 
 
 def _copy_bytes(experiment: Experiment) -> int:
-    """Return what a copy of the examples takes in the run's number type and on its device; 0 if none is made."""
+    """Return the bytes of a copy of the examples in the run's dtype and on its device; 0 if no copy is made."""
     x = experiment.own.examples.x
     initial = experiment.initial
     if isinstance(x, SparseRows):
@@ -125,7 +125,7 @@ def _copy_bytes(experiment: Experiment) -> int:
 
 
 def table_bytes(experiment: Experiment) -> dict[str, int | None]:
-    """Return what each kind of table that the algorithm can keep would take for the peers hosted here.
+    """Return the bytes that each kind of table would take for the peers hosted here.
 
     Returns:
         Bytes by name, at the scenario's batch size; None for a kind that the model cannot have.

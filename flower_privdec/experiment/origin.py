@@ -156,7 +156,7 @@ class Origin:
 
 
 def origin_facts(runs: Sequence[TrainedRun], models: Mapping[str, Tensor]) -> str:
-    """Return what a run notes of its models and of the runs behind them, in its own folder."""
+    """Return the record that a run writes to its folder of its models and the runs that they came from."""
     weights = {name.removeprefix(MEAN): tensor for name, tensor in models.items() if name.startswith(MEAN)}
     return json.dumps({"runs": [asdict(run) for run in runs], "weights": tensors_hash(weights)})
 

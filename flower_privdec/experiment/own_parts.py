@@ -1,4 +1,4 @@
-"""What is the own of the peers that one process hosts: their examples, batches, keys, clipping, noise and accounts."""
+"""The private parts of the peers that one process hosts: examples, batches, keys, clipping, noise and accounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, checkpoint, models, ledgers and a summary in one folder."""
+"""Write a run's results: metrics, checkpoint, models, ledgers and a summary in one folder."""
 
 from __future__ import annotations
 
@@ -452,7 +452,7 @@ class Recorder:
         return summary
 
     def _privacy_notes(self, spent: Spent) -> dict[str, Any]:
-        """Return what has to be known beside the ε of a private run."""
+        """Return the caveats that must be read with the ε of a private run."""
         scenario = self.agreement.scenario
         if scenario.private is None:
             return {}

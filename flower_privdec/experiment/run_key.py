@@ -54,7 +54,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def environment(source: str, device: torch.device) -> str:
-    """Return what decides the numbers beside the scenario and the data: noise source, device and versions.
+    """Return everything besides scenario and data that decides the numbers: noise source, device and versions.
 
     Args:
         source: SEEDED, or `system` or `exact` for the operating system's generator.

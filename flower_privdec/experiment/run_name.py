@@ -104,7 +104,7 @@ def public_name(agreement: Agreement, source: str = SEEDED) -> RunName:
 
 
 def rounding(scenario: Scenario, runtime: str) -> str:
-    """Return what decides how a simulation rounds its sums, beside scenario, device and versions.
+    """Return everything besides scenario, device and versions that decides how a simulation rounds its sums.
 
     Privacy: two runs that round differently under one noise show their data in the last digits of the difference. How
     many blocks an engine's peers fall into follows from the scenario, and the number of workers rounds nothing. Which

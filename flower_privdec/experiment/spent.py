@@ -1,4 +1,4 @@
-"""What the peers of a run have spent so far and for how many rounds, as their ledger has it."""
+"""How much the peers of a run have spent so far, and in how many rounds, according to their ledger."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def budget_note(spending: Spending, steps_per_round: int) -> str | None:
 
 
 def shortfall(participation: Participation, ran: Sequence[int], rounds: int) -> str | None:
-    """Say which peers' budgets end before the rounds in which they take part; None if none does.
+    """Say which peers' budgets end before the last round that they take part in; None if all budgets last.
 
     Args:
         ran: in how many of these rounds each peer, of all in order, takes its private steps.

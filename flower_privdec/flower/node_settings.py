@@ -53,7 +53,7 @@ GIVE = "start it with --node-config 'partition-id=I num-partitions=N ledger=\"FO
 
 
 class PeerCache:
-    """What the files of peers hold, in the memory of the one process that runs them all.
+    """Caches the contents of peers' files in the memory of the one process that runs all peers.
 
     An entry counts as long as its file is the one that was read or written: of the same inode, size and time.
 
@@ -150,7 +150,7 @@ class PeerSettings:
         peer, n_peers: its index, and the number of peers.
         folder: the folder of its state, ledger and identity.
         simulated: whether the node is one of a simulation.
-        epsilon, delta: its owner's budget, which holds beside the app's; ∞ and None if there is none.
+        epsilon, delta: its owner's budget, which limits it as well as the app's; ∞ and None if the owner set none.
         known_peers: the file of pinned keys, or None.
         address: HOST:PORT at which other peers can reach it; empty if they cannot.
         certificates: the folder with its certificate, as `privdec certs` makes it; None if it has none.

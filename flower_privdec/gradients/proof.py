@@ -337,7 +337,7 @@ class Call:
         return Unproved(f"{self.name} {what}", code=code)
 
     def option(self, position: int, *names: str) -> Any:
-        """Return the argument at a position or under one of some names; None if there is none."""
+        """Return the argument at a position or under one of some names; None if it was not given."""
         if len(self.args) > position:
             return self.args[position]
         return next((self.kwargs[name] for name in names if name in self.kwargs), None)

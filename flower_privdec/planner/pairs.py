@@ -13,7 +13,7 @@ from flower_privdec.privacy.mechanism.cancelling import best_strength
 
 
 def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
-    """Return what noise that cancels between peers gives, see `make_plan`; None if there is none."""
+    """Return the effect of noise that cancels between peers, see `make_plan`; None if no noise cancels."""
     protection = experiment.own.protection
     pairs = None if protection is None else protection.pairs
     if pairs is None:

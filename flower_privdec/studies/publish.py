@@ -507,7 +507,7 @@ def head_of(study: Study, size: str | None, made: Sequence[str], scope: str, jud
 
     Args:
         made: the lines on what made the results.
-        scope: what an ε covers; "" if there is none.
+        scope: what an ε covers; "" if the study states no ε.
         judged: whether claims are judged on the page.
     """
     head = [_title(study, size)]

@@ -454,7 +454,7 @@ def _check_settings(model: Any, settings: Mapping[str, Any]) -> None:
 
 
 def _l2_of(kind: str, settings: Mapping[str, Any], examples: int) -> float:
-    """Return the weight of the penalty, by the model's own way to write it; 0 if there is none.
+    """Return the weight of the penalty in the terms of the model; 0 if it has no penalty.
 
     Raises:
         ScenarioError: it is another penalty, or its weight is no number.

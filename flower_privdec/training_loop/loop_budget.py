@@ -297,7 +297,7 @@ def _charged_text(release: Release) -> str:
 class LoopPayments:
     """Pays for one pass over the data, block by block; a context manager.
 
-    The ledger is locked from the first payment on, and made by it if there is none: what fails before leaves nothing.
+    The first payment locks the ledger, and creates it if it is missing: a failure before that leaves no file behind.
     """
 
     def __init__(self, budget: PrivacyBudget, steps: int, reserve: int, report: Callable[[str], None]) -> None:

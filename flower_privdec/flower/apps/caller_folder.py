@@ -60,7 +60,7 @@ def caller_folder(app: Path) -> Path | None:
 
 
 def _project(app: Path) -> dict[str, Any] | None:
-    """Return the project section of an app's pyproject.toml; None if there is none."""
+    """Return the project section of an app's pyproject.toml; None if file or section is missing."""
     with suppress(OSError, ValueError):
         return tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8")).get("project")
     return None

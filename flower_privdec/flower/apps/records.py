@@ -143,7 +143,7 @@ def pack_state(state: State, content: RecordDict) -> None:
 
 
 def unpack_state(content: RecordDict, device: torch.device) -> State | None:
-    """Return the state that `pack_state` put there; None if there is none."""
+    """Return the state that `pack_state` put there; None if it put none there."""
     if ROWS not in content.array_records:
         return None
     position = content.config_records[POSITION]

@@ -117,7 +117,7 @@ def answer_of(app: App, message: Message, context: Context, folder: Path) -> Rec
 
 
 def record_in(content: RecordDict, name: str, kind: type[R]) -> R | None:
-    """Return a record; None if there is none of that name and kind."""
+    """Return a record by name and kind; None if it is missing."""
     record = content.get(name)
     return record if isinstance(record, kind) else None
 

@@ -289,7 +289,7 @@ class PeerRun:
         return record_of(self.layout.arrays(mass[:-1] / mass[-1], self.unmixed))
 
     def mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
-        """Return the mean Σ x / Σ w over some peers' answers; None if there is none, see `total_mass`."""
+        """Return the mean Σ x / Σ w over some peers' answers; None if `total_mass` is None."""
         total = total_mass(masses_in(answers, self.layout.size, self.sealed), set(peers), self.sealed)
         return None if total is None else self.record(total)
 
