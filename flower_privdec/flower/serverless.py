@@ -22,7 +22,7 @@ import random
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -61,6 +61,7 @@ from flower_privdec.peer.app_model import AppModel, Arrays, Layout, mass_of
 from flower_privdec.peer.app_state import WITNESSED
 from flower_privdec.peer.app_updates import UNPROTECTED, PeerLedger, noise_for, take_step, unprotected_words
 from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.charges import RunName
 from flower_privdec.privacy.ledger.ledger import Ledger
@@ -77,7 +78,6 @@ UNMIXED = "unmixed."  # before the number of an array that is not mixed, in a st
 ENVIRONMENT = "a Flower app, system entropy"
 ROUND = "server-round"  # the key of the round in the configs of Flower's strategies
 NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificates="FOLDER" ...\''
-LEAST_RETRY = 0.05  # seconds: no message makes a node call others as fast as it can
 
 Config = dict[str, Any]
 TrainApp = Callable[[Arrays, int], Arrays]  # (arrays, round from 1) -> the arrays after training
@@ -741,7 +741,12 @@ def run_mesh(
     folder = mesh_folder(settings, run)
     credentials = credentials_of(agreed, settings.certificates, settings.peer)
     addresses = tuple(peer.address for peer in agreed.network.peers)
-    device = PeerDevice(settings.peer, folder, credentials, addresses, witnessed=settings.folder / WITNESSED)
+    # The ServerApp waits for an answer: a peer that met nobody says so, and does not wait for ever.
+    times = Times.of(agreed.network)
+    times = replace(times, give_up=times.start)
+    device = PeerDevice(
+        settings.peer, folder, credentials, addresses, witnessed=settings.folder / WITNESSED, times=times
+    )
     for charges in [True, False] if settings.charge_witnessed else [False]:
         running = app_peer(agreed, device, initial, train, private=private)
         driver = Driver(running)
@@ -777,8 +782,6 @@ def _checked_scenario(run: str, text: str, settings: PeerSettings) -> AppScenari
         problem = "the scenario of the train message names code or a file in topology, which no message may"
     elif scenario.private is not None or scenario.network.hands_in or scenario.run_config:
         problem = "the scenario of the train message has privacy, hand_in or run_config, which are the node's own"
-    elif scenario.network.retry < LEAST_RETRY:
-        problem = f"network.retry={scenario.network.retry} of the train message must be >= {LEAST_RETRY}"
     elif scenario.name != run or scenario.n_peers != settings.n_peers or peers is None:
         problem = (
             f"the scenario of the train message is of {scenario.name!r} with {scenario.n_peers} peers, and this is run "

@@ -6,13 +6,13 @@ not heard in time returns to the peer itself for that round. `StragglerPolicy` d
 
 A peer takes a private step only while a quorum of its neighbours exchange with it, while it is not too far ahead of
 the slowest of those that are up, and while its push-sum weight is not so small that the step would be too long. Else it
-waits; meanwhile it acknowledges, relays, and mixes without a step every `network.retry` seconds, so that two peers that
+waits; meanwhile it acknowledges, relays, and mixes without a step every `times.retry` seconds, so that two peers that
 can reach each other never wait for each other for ever. After the last round it mixes without steps, in rounds in which
 it waits for its neighbours, until its model agrees with theirs in all rounds of a period of the graph.
 
 | it is | and goes on when | meanwhile it |
 |---|---|---|
-| meeting | all neighbours have greeted it, or `network.start` has passed and one has | greets |
+| meeting | all neighbours have greeted it, or `times.start` has passed and one has | greets |
 | joining | a neighbour's model has come | greets |
 | before a step | it has a quorum, no great lead and enough weight (`_must_wait`) | relays, mixes, acknowledges |
 | in an exchange | what it waits for has come, or the straggler policy's patience is over | |
@@ -84,7 +84,9 @@ class AsynchronousPeer(RunningPeer):
 
         # After a restart the others may have used its rows, and left.
         self._resumed = bool(checkpoints)
-        first = min(GREETING_SECONDS, network.deadline) if checkpoints else network.deadline
+        first = self.times.deadline
+        if checkpoints:
+            first = min(GREETING_SECONDS, first)
         self.policy = StragglerPolicy(first)
         self.is_joining = False
         self.is_alone = False
@@ -92,7 +94,7 @@ class AsynchronousPeer(RunningPeer):
         self.late: set[int] = set()
         self._commits = 0
         self._has_split = False  # whether the shares of the exchange under way are in the store, from before a restart
-        self._pace = Pace(network.lead)
+        self._pace = Pace(self.network.lead)
         self._agreed = set[int]()  # rounds of a period in which what came agreed with this peer, since some did not
 
         exchanges = self.timetable.exchanges
@@ -115,7 +117,15 @@ class AsynchronousPeer(RunningPeer):
         total = math.inf if by_examples else float(self.trainer.scenario.n_peers)
         silent = [j for j in neighbors if peer not in self.timetable.receivers_ever(j)]
         self.session: AsynchronousSession = self.exchanges.session_class(
-            self.protocol, self.arithmetic, self.witness, frames, self.replies, network.retry, self.end, total, silent
+            self.protocol,
+            self.arithmetic,
+            self.witness,
+            frames,
+            self.replies,
+            self.times.retry,
+            self.end,
+            total,
+            silent,
         )
         self.session.resumed_at = self.state.round_index
         self.first_weight = self.weight()
@@ -123,7 +133,7 @@ class AsynchronousPeer(RunningPeer):
             self._restore(checkpoints[-1])
 
         self._span = self.mixing.topology.period or SPAN
-        self.floor = WeightFloor(self.exchanges.usual_weight(), network.deadline, self.now)
+        self.floor = WeightFloor(self.exchanges.usual_weight(), self.times.deadline, self.now)
         was_reset = bool(mass) and self.protocol.incarnation > FIRST  # with nothing, so that shares may come
         self.session.is_new = not self.protocol.has_met and not was_reset
         return self.session
@@ -212,11 +222,11 @@ class AsynchronousPeer(RunningPeer):
             if self._has_greeted(since):
                 break
             has_met_none = not any(map(self.protocol.is_open, self.neighbours))
-            if self.now - since > self.network.give_up_seconds and has_met_none:
+            if self.now - since > self.times.give_up and has_met_none:
                 why = "; ".join(map(self.why, self.neighbours))
                 raise RunError(
-                    f"none of the peers {[*self.neighbours]} could be greeted for {self.network.give_up_seconds:g} s "
-                    f"({why}); mend that, then run the same command again, or raise network.give_up, or leave it out",
+                    f"none of the peers {[*self.neighbours]} could be greeted for {self.times.give_up:g} s "
+                    f"({why}); mend that, then run the same command again",
                     code="network.unreachable",
                 )
 
@@ -231,7 +241,7 @@ class AsynchronousPeer(RunningPeer):
     def _has_greeted(self, since: float) -> bool:
         """Return whether all neighbours are open that are not quarantined, or enough of them to begin."""
         opened = [self.protocol.is_open(j) for j, one in self.neighbours.items() if not one.quarantined]
-        patience = GREETING_SECONDS if self._resumed or self.session.joins else self.network.start
+        patience = GREETING_SECONDS if self._resumed or self.session.joins else self.times.start
         if all(opened):
             return True
         is_late = self.now - since > patience
@@ -252,7 +262,7 @@ class AsynchronousPeer(RunningPeer):
         self.partly.use_senders(None)
         if self._must_wait(round_index):
             yield from self._wait_relaying(
-                lambda: not self._must_wait(round_index), round_index, every=self.network.retry
+                lambda: not self._must_wait(round_index), round_index, every=self.times.retry
             )
         self.waits_for = ""
         self.session.report(Want.UNKNOWN, self.floor.level)
@@ -296,7 +306,7 @@ class AsynchronousPeer(RunningPeer):
             last = max(known.heard_at, last)
         if known.quarantined or not (at_the_end or self.protocol.is_open(known.number)):
             return False
-        return self.now - last < max(self.network.deadline, self.policy.patience)
+        return self.now - last < max(self.times.deadline, self.policy.patience)
 
     def turn(self, round_index: int, at: int) -> Turn:
         """Return this peer's part in an exchange."""
@@ -462,9 +472,9 @@ class AsynchronousPeer(RunningPeer):
     def await_finally(self, wanted: Collection[int], has_come: Callable[[int], bool], saved: int) -> Program[None]:
         """Wait for what some neighbours send in a round of final mixing, as long as they are up.
 
-        One that only greets is waited for `network.start` seconds, once. Meanwhile `saved` is the round in the store.
+        One that only greets is waited for `times.start` seconds, once. Meanwhile `saved` is the round in the store.
         """
-        until = self.now + self.network.start
+        until = self.now + self.times.start
 
         def ready() -> bool:
             missing = [self.neighbours[j] for j in wanted if not has_come(j)]
@@ -487,7 +497,7 @@ class AsynchronousPeer(RunningPeer):
             waiting = [j for j in self.neighbours if not self._is_over(j)]
             if any(map(self.protocol.is_open, self.behind(waiting, self.end))):
                 lost = self.now
-            if not waiting or self.now - lost > self.network.deadline:
+            if not waiting or self.now - lost > self.times.deadline:
                 break
             has_relayed = yield from self._relay(self.end, self.end)
             if not has_relayed:

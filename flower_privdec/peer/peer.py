@@ -36,6 +36,7 @@ from flower_privdec.peer.driving import Pause, Program, Wait, Work
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.peer.session import Session
 from flower_privdec.peer.store import FolderStore, Store
+from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import Trainer
 from flower_privdec.pushsum.frames import REPORT, RowFormats, TensorArithmetic, formats_of, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds
@@ -60,6 +61,7 @@ class PeerPlace:
         data: its own data, taken whole, in place of its part of the scenario's `data.root`; None if there are none.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
         witnessed: the file of what it has counted of its neighbours' ledgers; None for one in its folder.
+        times: how long it waits; None for the times of its scenario's network.
     """
 
     peer: int
@@ -67,6 +69,7 @@ class PeerPlace:
     data: str | None = field(default=None, kw_only=True)
     insecure_seeds: bool = field(default=False, kw_only=True)
     witnessed: Path | None = field(default=None, kw_only=True)
+    times: Times | None = field(default=None, kw_only=True)
 
 
 class RunningPeer(ABC):
@@ -83,6 +86,7 @@ class RunningPeer(ABC):
 
     Attributes:
         generations: how many checkpoints it needs.
+        times: how long it waits.
         now: the driver's clock at the last call, in seconds.
         final: rounds of final mixing, if they suffice.
         end: the round after the last that final mixing can take; a peer that is there is done.
@@ -107,6 +111,7 @@ class RunningPeer(ABC):
         self.device = device
         self.rounds = scenario.rounds
         self.network = scenario.network
+        self.times = device.times or Times.of(scenario.network)
         self.mixing = trainer.mixing
         self.now = 0.0
         self.waits_for = ""
@@ -386,12 +391,12 @@ class RunningPeer(ABC):
     def _await_witness(self) -> Program[None]:
         """Wait until neighbours have reported what they have seen of the ledger, before a step is taken.
 
-        After REPORT_SECONDS one is enough, or after network.start if noise is shared with all of them.
+        After REPORT_SECONDS one is enough, or after `times.start` if noise is shared with all of them.
         """
-        patience = min(REPORT_SECONDS, self.network.start)
+        patience = min(REPORT_SECONDS, self.times.start)
         begins_or_waits = self.network.mode == "synchronous" or self.state.round_index == 0
         if self.trainer.pair_secrets and begins_or_waits:
-            patience = self.network.start  # noise that is shared with fewer neighbours does not cancel
+            patience = self.times.start  # noise that is shared with fewer neighbours does not cancel
         yield from self._await_reports(patience)
 
     def _await_reports(self, patience: float, despite_problems: bool = False) -> Program[None]:
@@ -408,12 +413,12 @@ class RunningPeer(ABC):
             waited = self.now - since
             if witness.is_witnessed and waited > patience:
                 break
-            if waited > self.network.give_up_seconds and not witness.is_witnessed:
+            if waited > self.times.give_up and not witness.is_witnessed:
                 why = "; ".join(self.why(peer) for peer in sorted(witness.neighbors))
                 raise RunError(
-                    f"no neighbour reported for {self.network.give_up:g} s what it has seen of this peer's ledger "
-                    f"({why}), and no step is taken before; start one of them, or raise network.give_up, or leave it "
-                    "out",
+                    f"no neighbour reported for {self.times.give_up:g} s what it has seen of this peer's ledger "
+                    f"({why}), and no step is taken before; start one of them, then run the same "
+                    "command again",
                     code="network.no-witness",
                 )
         self.waits_for = ""
@@ -421,10 +426,10 @@ class RunningPeer(ABC):
     def _charging(self) -> Program[int]:
         """Charge the lines that the ledger lacks and neighbours have seen; return how many.
 
-        Waits until all neighbours have reported; after network.start seconds one is enough.
+        Waits until all neighbours have reported; after `times.start` seconds one is enough.
         """
         # What they report is the very problem that a peer would stop for.
-        yield from self._await_reports(self.network.start, despite_problems=True)
+        yield from self._await_reports(self.times.start, despite_problems=True)
         return self.trainer.charge_witnessed(self.witness.reported)
 
     # --- final mixing ---

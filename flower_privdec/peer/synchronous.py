@@ -173,7 +173,7 @@ class SynchronousPeer(RunningPeer):
             exchanges[timetable.final_at] = timetable.final_exchange
         formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
         frames = FrameCodec(self._run_id, exchanges=formats)
-        retry = self.network.retry
+        retry = self.times.retry
         self.session: SynchronousSession = SynchronousSession(self.machine, self.witness, frames, timetable, retry)
         return self.session
 
@@ -218,10 +218,10 @@ class SynchronousPeer(RunningPeer):
         self.machine.arrive(place, outgoing, awaited)
 
     def await_neighbours(self, ready: Callable[[], bool]) -> Program[None]:
-        """Wait for the neighbours for network.deadline seconds, the first time for network.give_up."""
-        patience = self.network.deadline
+        """Wait for the neighbours for network.deadline seconds, the first time for at least `times.give_up`."""
+        patience = self.times.deadline
         if not self._met:
-            patience = max(patience, self.network.give_up_seconds)
+            patience = max(patience, self.times.give_up)
             self.waits_for = "its neighbours"
 
         until = self.now + patience
@@ -251,7 +251,7 @@ class SynchronousPeer(RunningPeer):
         yield from self._saving(last, self.state)
         self._arrive(self.state, last)
 
-        until = self.now + self.network.deadline
+        until = self.now + self.times.deadline
         while not self.is_stopping and self.now < until:
             if (yield Wait(self.session.is_over, min(until, self.now + POLL))):
                 return

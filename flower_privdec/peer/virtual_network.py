@@ -98,8 +98,8 @@ class _Host:
     def __init__(self, network: VirtualNetwork, peer: RunningPeer) -> None:
         self.network = network
         self.peer = peer
-        self._patience = peer.network.deadline / 2  # seconds that a call may take
-        self._holding = min(peer.network.retry, self._patience) / 2  # seconds that an answer may be held back
+        self._patience = peer.times.deadline / 2  # seconds that a call may take
+        self._holding = min(peer.times.retry, self._patience) / 2  # seconds that an answer may be held back
         self._is_listening = False
         self._is_killed = False
         self._is_working = False
@@ -160,7 +160,7 @@ class _Host:
                 self._work(pause, pause.do())
             elif isinstance(pause, Wait):
                 self._is_listening = True
-                self._look_at(min(pause.until, network.now + self.peer.network.retry))
+                self._look_at(min(pause.until, network.now + self.peer.times.retry))
             else:
                 network.ends[self.peer.device.peer] = None
         except PrivdecError as error:

@@ -928,12 +928,10 @@ class NetworkSection(Section):
             rounding stays in the sender's mass; or a class of your own, `package.module:Name`. All peers use one.
         transport: what carries calls between peers: grpc, over TLS; or a class of your own, `package.module:Name`. All
             peers use one.
-        start: seconds that a peer waits for all of its neighbours before it begins; in asynchronous mode it then begins
-            with those that are there.
-        give_up: seconds after which a peer ends that has met no neighbour (synchronous: not all); left out, it waits.
-        deadline: seconds that it waits for them later if it has to (synchronous: in each exchange; asynchronous: after
-            its last round); what takes half as long to send is given up and sent again.
-        retry: seconds until what was not answered is sent again.
+        links: what connects the peers, from which all times follow: local, one machine; lan, one site; wan, the
+            internet, or slow lines.
+        deadline: seconds that a peer waits for neighbours if it has to (synchronous: in each exchange; asynchronous:
+            after its last round); a call that takes half as long is made again. Left out, 10, or 60 on a wan.
         commit_every: in asynchronous mode, every how many rounds a peer puts its state on disk. Shares of push-sum
             leave only at commits, so that peers exchange as often as they commit.
         quorum: in asynchronous mode, how many neighbours have to exchange with a peer for it to take private steps; a
@@ -954,10 +952,8 @@ class NetworkSection(Section):
     codec: CodecName = "exact"
     transport: TransportName = "grpc"
     peers: list[NetworkPeer] | None = None
-    start: Positive = 60.0
-    give_up: Positive | None = None
-    deadline: Positive = 10.0
-    retry: Positive = 1.0
+    links: Literal["local", "lan", "wan"] = "lan"
+    deadline: Positive | None = None
     commit_every: Count = 1
     quorum: Count = 1
     alone: Literal["wait", "go-on"] = "wait"
@@ -965,11 +961,6 @@ class NetworkSection(Section):
     final_mixing: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     robust: ClippedSection | None = None
     hand_in: bool | None = None
-
-    @property
-    def give_up_seconds(self) -> float:
-        """Return how long a peer waits for its first neighbours; infinite if it never gives up."""
-        return math.inf if self.give_up is None else self.give_up
 
     @property
     def hands_in(self) -> bool:

@@ -89,7 +89,7 @@ def test_relay_and_network_match_the_engine(tiny: Tiny, tmp_path: Path, monkeypa
     torch.testing.assert_close(relayed, expected, rtol=1e-9, atol=1e-12)
 
     # Peers of a network draw the noise of code of one's own from their operating systems.
-    open_settings = [*ADAPTED, "privacy=none", "network={mode: synchronous, retry: 0.1, final_mixing: 0}"]
+    open_settings = [*ADAPTED, "privacy=none", "network={mode: synchronous, links: local, final_mixing: 0}"]
     expected = testing.run_rounds(Experiment.build(tiny(*ADAPTED, "privacy=none")), 2).state.rows["x"]
     sent = run_network(tiny(*open_settings), tmp_path / "network")["x"]
     torch.testing.assert_close(sent, expected, rtol=1e-9, atol=1e-12)

@@ -126,7 +126,7 @@ def test_a_peer_runs_an_unmodified_app_with_protection(shape: str, tmp_path: Pat
     one, other = own_addresses(2)
     scenario.write_text(
         "name: app\nn_peers: 2\nrounds: 2\nprivacy: {clip_norm: 0.5, epsilon: 20, delta: 1.0e-2}\n"
-        f"network: {{start: 120, peers: [{{address: '{one}'}}, {{address: '{other}'}}]}}\n"
+        f"network: {{deadline: 120, peers: [{{address: '{one}'}}, {{address: '{other}'}}]}}\n"
     )
     assert privdec("certs", scenario, "--out", tmp_path / "certs") == 0
     folders = [tmp_path / str(peer) for peer in range(2)]

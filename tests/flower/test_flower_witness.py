@@ -275,7 +275,7 @@ def test_lines_lost_between_mesh_runs_are_missed(tmp_path):
         }
         grid = TogetherGrid(peers.app, 3, folder=tmp_path, config=config)
         try:
-            Mesh(name="law", fraction_evaluate=0.0, deadline=1.0, start=20.0).start(grid, zeros(), 3, timeout=600)
+            Mesh(name="law", fraction_evaluate=0.0, deadline=1.0).start(grid, zeros(), 3, timeout=600)
         except RunError as error:
             return str(error)
         return ""

@@ -41,6 +41,7 @@ from flower_privdec.flower.serverless import (
 )
 from flower_privdec.peer.app_updates import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.times import Times
 from flower_privdec.privacy.ledger.segments import ledger_path
 from flower_privdec.scenario.loading import parse_app_scenario
 from flower_privdec.scenario.sections import AppPrivacySection, AppScenario
@@ -55,7 +56,7 @@ n_peers: 4
 rounds: 2
 privacy: none
 evaluation: {every: 100}
-network: {deadline: 100, retry: 0.05, start: 100}
+network: {deadline: 100, links: local}
 """
 
 
@@ -412,8 +413,9 @@ def test_a_file_that_holds_no_initial_arrays_is_named(content, tmp_path):
 
 
 def test_peers_that_begin_differently_refuse_each_other(tmp_path):
-    scenario = scenario_of("n_peers=2", "network.give_up=0.2")
-    places = devices(scenario, tmp_path, insecure_seeds=False)
+    scenario = scenario_of("n_peers=2")
+    times = replace(Times.of(scenario.network), give_up=0.2)
+    places = [replace(device, times=times) for device in devices(scenario, tmp_path, insecure_seeds=False)]
     one, other = InitialArrays({"0": np.zeros(3)}), InitialArrays({"0": np.ones(3)})
     peers = peers_of(scenario, places[:1], lambda *given: given[0], one)
     peers += peers_of(scenario, places[1:], lambda *given: given[0], other)

@@ -237,7 +237,7 @@ def test_peers_behind_it_still_do_what_the_engine_does(
     scenario = tiny(
         *settings_for(*variant),
         "rounds=4",
-        "network={mode: synchronous, retry: 0.1, start: 120.0, deadline: 120.0, final_mixing: 0}",
+        "network={mode: synchronous, links: local, deadline: 120.0, final_mixing: 0}",
     )
     wanted = testing.run_rounds(Experiment.build(scenario), 4).state.rows["x"]
     with FaultProxy(11, FAULTS[faults]) as proxy:

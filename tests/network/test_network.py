@@ -34,12 +34,13 @@ from flower_privdec.network.peer.status import STATUS_REQUEST, status_line
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
 from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage
 from flower_privdec.pushsum.witness import LedgerReport
 
-QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}, final_mixing: 0}}"
+QUICK = f"network={{mode: synchronous, links: local, deadline: {LONG}, final_mixing: 0}}"
 NEEDS_A_SERVER = ("scaffold",)
 ALONE = ("local", "dp-sgd")
 TOGETHER = [v for v in VARIANTS if v[0].removeprefix("algorithm.name=") not in (*NEEDS_A_SERVER, *ALONE)]
@@ -291,10 +292,11 @@ def outcome_code(peer: RunningPeer) -> str:
 
 
 def test_a_silent_neighbour_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny("network={mode: synchronous, retry: 0.1, give_up: 0.5, deadline: 0.5}", "rounds=2")
-    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+    scenario = tiny("network.mode=synchronous", "rounds=2")
+    times = Times(start=60.0, deadline=0.5, retry=0.1, give_up=0.5)
+    peer = running_peer(scenario, replace(devices(scenario, tmp_path)[0], times=times))
     assert outcome_code(peer) == "network.no-witness"  # before it takes a step
-    peer = running_peer(scenario, devices(scenario, tmp_path / "again")[0])
+    peer = running_peer(scenario, replace(devices(scenario, tmp_path / "again")[0], times=times))
     peer.witness._boots[1] = 1
     exchange = holding(peer._exchange, lambda: wait_until(lambda: bool(peer.neighbours[3].trouble)))
     peer._exchange = exchange  # type: ignore[method-assign]
@@ -341,6 +343,8 @@ def test_a_running_peer_says_how_it_does(
         (["--id", "0", "--set", "network={peers: [{address: 'a:70000'}]}"], "must be HOST:PORT"),
         (["--id", "0", "--set", "network.deadline=0"], "network.deadline=0 must be > 0"),
         (["--id", "0", "--set", "network.deadlin=1"], "did you mean 'deadline'?"),
+        (["--id", "0", "--set", "network.give_up=1"], "unknown key"),
+        (["--id", "0", "--set", "network.links=moon"], "network.links='moon'"),
     ],
 )
 def test_wrong_words_are_one_line_and_leave_nothing(

@@ -87,7 +87,7 @@ def farthest(models: torch.Tensor) -> float:
     [pytest.param(variant, mode, id=f"{' '.join(variant)}-{mode}") for variant, mode in modes_in_turn(EXCHANGING, 0)],
 )
 def test_all_devices_end_with_one_model(variant: list[str], mode: str, tiny: Tiny, tmp_path: Path) -> None:
-    network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+    network = f"network={{mode: {mode}, links: local, deadline: {LONG}}}"
     scenario = tiny(*settings_for(*variant), "rounds=2", network)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
     with ThreadPoolExecutor(len(peers)) as pool:
@@ -110,7 +110,7 @@ def test_finite_graphs_agree_exactly_without_further_steps(
         release(cohort, *arguments, **options)
 
     monkeypatch.setattr(Cohort, "release_rows_", counting)
-    network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+    network = f"network={{mode: {mode}, links: local, deadline: {LONG}}}"
     scenario = tiny("rounds=6", network)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
     spent = []
@@ -192,7 +192,7 @@ def test_a_peer_dying_in_final_mixing_loses_no_mass(
 
 
 def test_lost_calls_lose_no_mass_in_final_mixing(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny(STILL, f"network={{retry: 0.05, start: {LONG}, deadline: 1.0}}", "privacy=none")
+    scenario = tiny(STILL, "network={links: local, deadline: 1.0}", "privacy=none")
     peers = in_memory(scenario, tmp_path)
     for peer, shift in zip(peers, (0.0, 1.0, 2.0, 3.0), strict=True):
         peer.state.rows["x"] += shift
@@ -209,7 +209,7 @@ def test_lost_calls_lose_no_mass_in_final_mixing(tiny: Tiny, tmp_path: Path) -> 
 def test_a_device_with_another_model_says_so(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scenario = tiny("rounds=1", f"network={{retry: 0.05, start: {LONG}, deadline: 0.3}}")
+    scenario = tiny("rounds=1", "network={links: local, deadline: 0.3}")
     peers = in_memory(scenario, tmp_path)
     exchange = peers[3]._exchange
 
@@ -268,7 +268,7 @@ class NobodyOnTime(pace.StragglerPolicy):
 @pytest.mark.parametrize("lead", [1, 3])
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
 def test_a_peer_is_boundedly_ahead_of_its_slowest_neighbour(name: str, lead: int, tiny: Tiny, tmp_path: Path) -> None:
-    network = f"network={{retry: 0.05, start: {LONG}, deadline: {LONG}, lead: {lead}, alone: go-on}}"
+    network = f"network={{links: local, deadline: {LONG}, lead: {lead}, alone: go-on}}"
     scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", *ENDLESS, network)
     peers: list[Any] = list(in_memory(scenario, tmp_path))
     for peer in peers:  # which wait for the pace alone: the slowest holds weight that the others would wait for
@@ -303,7 +303,7 @@ def test_a_peer_is_boundedly_ahead_of_its_slowest_neighbour(name: str, lead: int
 
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
 def test_a_peer_cut_off_takes_one_step_and_recovers(name: str, tiny: Tiny, tmp_path: Path) -> None:
-    network = f"network={{retry: 0.05, start: {LONG}, deadline: 0.3}}"
+    network = "network={links: local, deadline: 0.3}"
     scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", *ENDLESS, network)
     peers = in_memory(scenario, tmp_path)
     alone, steps, advance = peers[3], Counter[str](), peers[3].trainer.advance
@@ -331,7 +331,7 @@ def test_a_peer_cut_off_takes_one_step_and_recovers(name: str, tiny: Tiny, tmp_p
 
 
 def test_a_peer_continues_without_neighbours_if_allowed(tiny: Tiny, tmp_path: Path) -> None:
-    network = f"network={{retry: 0.05, start: {LONG}, deadline: 0.3, alone: go-on}}"
+    network = "network={links: local, deadline: 0.3, alone: go-on}"
     scenario = tiny(*settings_for("algorithm.name=d-psgd"), *ENDLESS, network)
     peers = in_memory(scenario, tmp_path)
     with running(peers) as futures:
@@ -393,9 +393,9 @@ def test_low_weight_takes_no_step_and_lowers_the_floor(tiny: Tiny, tmp_path: Pat
     for weight, waits in ((1.0, False), (LEAST, False), (0.9 * LEAST, True)):
         peer.state.rows["w"].fill_(weight)
         assert peer._must_wait(3) is waits
-    peer.now = 0.9 * peer.network.deadline
+    peer.now = 0.9 * peer.times.deadline
     assert peer._must_wait(3)
-    peer.now = 1.1 * peer.network.deadline  # all may have as little, and one has to go on
+    peer.now = 1.1 * peer.times.deadline  # all may have as little, and one has to go on
     assert not peer._must_wait(3)
     peer.close()
 

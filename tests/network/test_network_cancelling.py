@@ -33,7 +33,7 @@ from flower_privdec.privacy.noise import deployed
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.privacy.noise.deployed import SharedNoise
 
-WAITS = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}, final_mixing: 0}}"
+WAITS = f"network={{mode: synchronous, links: local, deadline: {LONG}, final_mixing: 0}}"
 COMPLETE = [
     "topology.name=complete",
     "privacy.noise={kind: cancelling, colluding: 1, strength: 2.0}",

@@ -21,8 +21,8 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger.segments import read_chain
 
-ASYNCHRONOUS = "network={mode: asynchronous, retry: 0.1, start: 100.0, deadline: 100.0}"
-SYNCHRONOUS = "network={mode: synchronous, retry: 0.1, start: 100.0, deadline: 100.0}"
+ASYNCHRONOUS = "network={mode: asynchronous, links: local, deadline: 100.0}"
+SYNCHRONOUS = "network={mode: synchronous, links: local, deadline: 100.0}"
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ TOGETHER = [each for each in VARIANTS if each[0].removeprefix("algorithm.name=")
 
 def quick(mode: str) -> str:
     """Return settings of a network in which no deadline ends a wait between peers that are there."""
-    return f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}, final_mixing: 0}}"
+    return f"network={{mode: {mode}, links: local, deadline: {LONG}, final_mixing: 0}}"
 
 
 def ledger_of(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.privacy.ledger.segments import read_chain
 
 ENDLESS = ("rounds=30000", "evaluation.every=30000", "privacy={noise_multiplier: 1.0, delta: 1.0e-3}")
-QUICK = f"network={{retry: 0.05, start: {LONG}, deadline: {LONG}}}"
+QUICK = f"network={{links: local, deadline: {LONG}}}"
 FURTHER = 60  # rounds
 
 
@@ -33,7 +33,7 @@ def all_stop(peers: list[RunningPeer], futures: list[Future[Any]]) -> None:
 def without_timer(peers: list[RunningPeer]) -> None:
     """Let whatever a timer drives take for ever."""
     for peer in peers:
-        peer.network = peer.network.model_copy(update={"retry": LONG})
+        peer.times = replace(peer.times, retry=LONG)
         peer.session.retry = LONG
 
 

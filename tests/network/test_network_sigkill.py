@@ -42,7 +42,7 @@ def payments(folder: Path) -> int:
     ("mode", "algorithm"), [("asynchronous", "privsgp"), ("asynchronous", "d-psgd"), ("synchronous", "privsgp")]
 )
 def test_killed_processes_pay_for_every_release(mode: str, algorithm: str, tiny: Tiny, tmp_path: Path) -> None:
-    network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}, commit_every: 3}}"
+    network = f"network={{mode: {mode}, links: local, deadline: {LONG}, commit_every: 3}}"
     graph = f"algorithm.name={algorithm}", "topology.name=complete"
     privacy = "privacy={noise_multiplier: 1.0, delta: 1.0e-3}"
     scenario = tiny("n_peers=2", f"rounds={ROUNDS}", f"evaluation.every={ROUNDS}", *graph, privacy, network)

@@ -338,7 +338,7 @@ def test_a_flood_at_few_open_files_ends_no_peer(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]))
     addresses, scenario = own_addresses(2), tmp_path / "tiny.yaml"
     scenario.write_text(tiny_text)
-    settings = ["n_peers=2", "rounds=20", "network.start=300", "network.deadline=60"]
+    settings = ["n_peers=2", "rounds=20", "network.deadline=300"]
     settings += [f"network.peers=[{', '.join(f'{{address: {address!r}}}' for address in addresses)}]"]
     options = [argument for setting in settings for argument in ("--set", setting)]
     assert privdec("certs", scenario, "--out", tmp_path / "certs", *options) == 0

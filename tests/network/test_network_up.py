@@ -38,7 +38,7 @@ from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
 
 pytestmark = pytest.mark.slow
 SETTINGS = ["n_peers=3", "rounds=6", "topology.name=directed-ring"]
-SETTINGS += ["network={mode: synchronous, retry: 0.2, start: 200.0, deadline: 200.0, final_mixing: 0}"]
+SETTINGS += ["network={mode: synchronous, links: local, deadline: 200.0, final_mixing: 0}"]
 
 
 LONGER = "rounds=60"
@@ -147,7 +147,7 @@ def test_a_loss_that_is_no_share_is_refused(
 
 
 def test_a_lost_peer_is_named_and_ends_no_run(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
-    quick = "network={retry: 0.2, start: 200.0, deadline: 1.0}"
+    quick = "network={links: local, deadline: 1.0}"
     scenario = tiny("n_peers=3", "rounds=80", "evaluation.every=20", "topology.name=complete", quick)
     found = Up(scenario, tmp_path / "up", kills=injected_kills(["2@20"], [], 3, 80)).run()
     assert re.fullmatch(r"peer 2 after round \d+; the models above are the others'", found["gone"])

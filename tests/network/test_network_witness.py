@@ -25,6 +25,7 @@ from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.network.peer.driver import PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.times import Times
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.scenario import Scenario
 
@@ -59,8 +60,8 @@ def releases(monkeypatch: pytest.MonkeyPatch) -> Iterator[Releases]:
     return seen
 
 
-def scenario_of(tiny: Tiny, algorithm: str, mode: str, give_up: float = LONG) -> Scenario:
-    network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, give_up: {give_up}, deadline: {LONG}}}"
+def scenario_of(tiny: Tiny, algorithm: str, mode: str) -> Scenario:
+    network = f"network={{mode: {mode}, links: local, deadline: {LONG}}}"
     return tiny(*settings_for(algorithm), f"rounds={ROUNDS}", "evaluation.every=3", network)
 
 
@@ -175,8 +176,9 @@ def test_a_copied_folder_that_runs_at_once_ends_both(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_peer_with_no_neighbour_up_takes_no_step(mode: str, tiny: Tiny, tmp_path: Path, releases: Releases) -> None:
-    scenario = scenario_of(tiny, ALGORITHMS[0], mode, give_up=0.5)
+    scenario = scenario_of(tiny, ALGORITHMS[0], mode)
     device = devices(scenario, tmp_path, insecure_seeds=False)[1]
-    peer = running_peer(scenario, device)
+    times = replace(Times.of(scenario.network), give_up=0.5)
+    peer = running_peer(scenario, replace(device, times=times))
     assert isinstance(outcome(peer), RunError)
     assert not releases.count

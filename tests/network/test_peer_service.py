@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from flower_privdec.common.errors import ScenarioError, StoppedError
 from flower_privdec.network.peer import driver as driver_module
 from flower_privdec.network.peer import foreground
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
+from flower_privdec.peer.times import LINKS
 from flower_privdec.peer.trainer import ScenarioTrainer
 
 MODES = ["asynchronous", "synchronous"]
@@ -31,7 +33,7 @@ MODES = ["asynchronous", "synchronous"]
 @pytest.mark.parametrize("mode", MODES)
 def test_a_waiting_peer_takes_no_step(mode: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that runs a thousand times as fast shows that no time ends the wait; then a neighbour comes."""
-    scenario = tiny("n_peers=2", f"network={{mode: {mode}, retry: 0.1, deadline: {LONG}}}", "rounds=2")
+    scenario = tiny("n_peers=2", f"network={{mode: {mode}, links: local, deadline: {LONG}}}", "rounds=2")
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peer = running_peer(scenario, theirs[0])
     with running([peer]) as (future,):
@@ -49,12 +51,15 @@ def test_a_waiting_peer_takes_no_step(mode: str, tiny: Tiny, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_same_command_begins_and_goes_on(mode: str, tiny_text: str, tmp_path: Path) -> None:
-    """A peer that meets nobody gives up where it is told to, and the command runs again; so after an interruption."""
+def test_the_same_command_begins_and_goes_on(
+    mode: str, tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that gave up because it met nobody runs again with the same command; so after an interruption."""
+    monkeypatch.setitem(LINKS, "local", replace(LINKS["local"], give_up=0.3))
     scenario = tmp_path / "tiny.yaml"
     scenario.write_text(tiny_text)
     where = ", ".join(f"{{address: {address!r}}}" for address in own_addresses(2))
-    network = f"network={{mode: {mode}, retry: 0.1, give_up: 0.3, deadline: {LONG}, peers: [{where}]}}"
+    network = f"network={{mode: {mode}, links: local, deadline: {LONG}, peers: [{where}]}}"
     options = ["--set", network, "--set", "n_peers=2"]
     assert privdec("certs", scenario, "--out", tmp_path / "certs", *options) == 0
     command = ["peer", scenario, "--id", 0, "--out", tmp_path / "0", "--certs", tmp_path / "certs", *options]
@@ -71,7 +76,7 @@ def test_a_peer_says_at_once_why_it_waits(
     monkeypatch.setattr(foreground, "LINE_SECONDS", 0.02)
     monkeypatch.setattr(foreground, "WAITING_SECONDS", 0.3)
     monkeypatch.setattr(foreground.signal, "signal", lambda *_: None)  # pytest's threads may not
-    scenario = tiny("n_peers=2", "network.retry=0.1", "rounds=2")
+    scenario = tiny("n_peers=2", "network.links=local", "rounds=2")
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
     lines = list[str]()
 
@@ -100,7 +105,7 @@ def test_a_finished_peer_restarted_keeps_its_summary(
     monkeypatch.setattr(foreground, "LINE_SECONDS", 0.02)
     monkeypatch.setattr(foreground, "WAITING_SECONDS", 0.1)
     monkeypatch.setattr(foreground.signal, "signal", lambda *_: None)
-    scenario = tiny("n_peers=2", f"network={{mode: {mode}, retry: 0.1, deadline: {LONG}}}", "rounds=2")
+    scenario = tiny("n_peers=2", f"network={{mode: {mode}, links: local, deadline: {LONG}}}", "rounds=2")
     theirs = devices(scenario, tmp_path)
     with running([running_peer(scenario, theirs[1])]) as (other,):
         run_in_foreground(running_peer(scenario, theirs[0]), 1, with_parent=False)

@@ -35,7 +35,7 @@ from tools.soak.release_counter import ReleaseObserver, count_into, counted_in
 LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 ROUNDS = 20
 SETTINGS = ["n_peers=2", f"rounds={ROUNDS}", "topology.name=complete"]
-SETTINGS += ["network={mode: synchronous, retry: 0.1, start: 200.0, deadline: 200.0}"]
+SETTINGS += ["network={mode: synchronous, links: local, deadline: 200.0}"]
 NEVER = Fault("cut", 1e9, 0.0, 0, 1)
 
 

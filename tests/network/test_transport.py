@@ -27,7 +27,7 @@ from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
 
-SYNCHRONOUS = f"network={{mode: synchronous, retry: 0.05, start: {LONG}, deadline: {LONG}, final_mixing: 0}}"
+SYNCHRONOUS = f"network={{mode: synchronous, links: local, deadline: {LONG}, final_mixing: 0}}"
 Rows = dict[str, Tensor]
 
 
@@ -72,7 +72,7 @@ def test_a_fault_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
 @pytest.mark.parametrize("faults", [Faults(), Faults(lose=0.1, jitter=0.001)], ids=["none", "some"])
 def test_no_mass_is_lost_with_any_codec(codec: str, faults: Faults, tiny: Tiny, tmp_path: Path) -> None:
     deadline = 1.0 if faults.lose else LONG  # a neighbour whose last message was lost is waited for as long
-    network = f"network={{codec: {codec}, retry: 0.1, start: {LONG}, deadline: {deadline}}}"
+    network = f"network={{codec: {codec}, links: local, deadline: {deadline}}}"
     scenario = tiny(STILL, network, "rounds=6", "privacy=none")
     run_all(in_memory(scenario, tmp_path, faults))
     check_mass(tmp_path, initial(scenario))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -94,8 +95,9 @@ def test_lost_calls_lose_no_mass(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_peer_that_is_alone_waits_without_real_time(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny("network={give_up: 3600.0}")
+    scenario = tiny()
     peers = peers_of(scenario, tmp_path)
+    peers[0].times = replace(peers[0].times, give_up=3600.0)
     alone = VirtualNetwork({0: peers[0]})
     alone.run()
     assert isinstance(alone.ends[0], RunError)

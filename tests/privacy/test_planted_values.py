@@ -56,7 +56,7 @@ algorithm: {algorithm}
 privacy: {{epsilon: 3.0, delta: 1.0e-3}}
 evaluation: {{every: 1}}
 compute: {{dtype: float64, generator: portable, workers: {workers}}}
-network: {{mode: synchronous, retry: 0.1, start: {long}, deadline: {long}, final_mixing: 0}}
+network: {{mode: synchronous, links: local, deadline: {long}, final_mixing: 0}}
 """
 STUDY = """\
 name: planted

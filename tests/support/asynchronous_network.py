@@ -18,7 +18,7 @@ from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
 
-AGREEING = f"network={{retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+AGREEING = f"network={{links: local, deadline: {LONG}}}"
 QUICK = AGREEING.replace("}", ", final_mixing: 0}")  # final mixing takes more rounds than these networks train
 
 

@@ -360,7 +360,7 @@ FACTORS: dict[str, dict[str, Level]] = {
         **{name: {"@runtime": name} for name in ("workers", "cohort", "relay", "sharded")},
         "network": {  # without final mixing, which an engine does not have
             "@runtime": "network",
-            "network": {"mode": "synchronous", "final_mixing": 0, "start": 20.0, "give_up": 20.0, "deadline": 20.0},
+            "network": {"mode": "synchronous", "final_mixing": 0, "deadline": 20.0},
         },
     },
     "ending": {"straight": {}, **{name: {"@ending": name} for name in ("stopped", "killed", "more rounds")}},

@@ -44,7 +44,7 @@ algorithm: {name: sgp, learning_rate: 0.01}
 privacy: {epsilon: 3.0, delta: 1.0e-3, clip_norm: 1.0}
 topology: {name: directed-exponential}
 evaluation: {every: 100000}
-network: {start: 120.0, deadline: 60.0}
+network: {deadline: 60.0}
 """
 SIZES = {  # what it is called, the model, and rounds that are counted
     "small": ("79,510 parameters", "model.hidden=[1060]", 40),

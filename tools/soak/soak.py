@@ -45,6 +45,7 @@ from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.pair_plan import secret_pairs
 from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, free_addresses, on_this_machine
+from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import network_mixing
 from flower_privdec.pushsum.lockstep import Timetable
 from flower_privdec.scenario import Scenario, to_yaml
@@ -597,8 +598,8 @@ class Soak:
             every: seconds between two faults, on average.
             longest: seconds that a fault lasts at most. Where peers wait for each other, `network.deadline` has to be
                 longer than a few of them, and than a peer takes to start.
-            patience: seconds within which some peer has to be further; by default `network.start` and
-                `network.deadline` together.
+            patience: seconds within which some peer has to be further; by default the times that peers
+                wait for each other at the start and later, together.
 
         Raises:
             ScenarioError: a number or a name is none, the scenario cannot be run here, or the folder is there.
@@ -619,8 +620,8 @@ class Soak:
         self._weighed = agreement.mixing is not None and agreement.mixing.sends_shares
         links = [(peer, other) for peer in range(scenario.n_peers) for other in timetable.neighbours(peer)]
         self._links, self._faults = links, faults(self.seed, links, kinds, every, longest)
-        network = scenario.network
-        self._patience = network.start + network.deadline if patience is None else patience
+        times = Times.of(scenario.network)
+        self._patience = times.start + times.deadline if patience is None else patience
 
     def run(self, say: Say = print) -> Tally:
         """Begin runs, one after the other, until the time is over, and return what was seen.

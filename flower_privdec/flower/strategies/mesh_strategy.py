@@ -34,8 +34,9 @@ class Mesh(PushSum):
         topology: the graph's name.
         name: the name of the run and of the scenario for which the certificates were made.
         mode: asynchronous, in which a peer goes on without those that do not come in time; or synchronous.
+        links: what connects the peers: local, lan or wan, see `network` in a scenario. A peer that has met no neighbour
+            within a minute (wan: five), or within a longer deadline, fails.
         deadline: seconds that peers wait for each other, see `network` in a scenario.
-        start: seconds that they wait for their neighbours at first; one that has met none by then fails.
         final_mixing: see `network` in a scenario.
         options: those of PushSum.
 
@@ -53,8 +54,8 @@ class Mesh(PushSum):
         *,
         name: str,
         mode: Literal["asynchronous", "synchronous"] = "asynchronous",
-        deadline: float = 10.0,
-        start: float = 60.0,
+        links: Literal["local", "lan", "wan"] = "lan",
+        deadline: float | None = None,
         final_mixing: int | Literal["auto"] = "auto",
         **options: Any,
     ) -> None:
@@ -63,18 +64,14 @@ class Mesh(PushSum):
                 f"topology={topology!r} of a mesh must be the name of a graph, which every node builds",
                 code="mesh.setting",
             )
-        for option, value in (("deadline", deadline), ("start", start)):
-            if value is None:
-                raise ScenarioError(
-                    f"{option}=None must be a number of seconds; leave it out for the usual one", code="mesh.setting"
-                )
-        check_numbers({"deadline": deadline, "start": start})
+        if deadline is not None:
+            check_numbers({"deadline": deadline})
+            deadline = float(deadline)
         super().__init__(topology, name=name, **options)
         self._network: dict[str, Any] = {
             "mode": mode,
-            "deadline": float(deadline),
-            "start": float(start),
-            "give_up": float(start),
+            "links": links,
+            "deadline": deadline,
             "final_mixing": final_mixing,
         }
         # A scenario of any two peers refuses before the run what is wrong with the options.

@@ -59,8 +59,8 @@ class Driver:
         self.peer = peer
         self._lock = RLock()
         self.changed = Condition(self._lock)
-        self._retry = peer.network.retry  # seconds until it is asked again for news that only time brings
-        self._patience = peer.network.deadline / 2  # seconds that a call may take
+        self._retry = peer.times.retry  # seconds until it is asked again for news that only time brings
+        self._patience = peer.times.deadline / 2  # seconds that a call may take
         self._holding = min(self._retry, self._patience) / 2  # seconds that an answer may be held back
         self._wake: dict[int, Condition] = {}  # of the same lock: a neighbour's thread wakes up only for its own news
         self._connections: dict[int, Connection] = {}
@@ -115,7 +115,7 @@ class Driver:
         """Charge the lines that the ledger lacks and neighbours have seen, in place of `run`; return how many.
 
         Raises:
-            RunError: no neighbour reports within network.give_up.
+            RunError: no neighbour reports within `times.give_up`.
             StoppedError: the peer was stopped.
         """
         self._to_the_end()
