@@ -76,7 +76,6 @@ class AsynchronousPeer(RunningPeer):
 
     def _make_session(self, checkpoints: list[Checkpoint]) -> AsynchronousSession:
         peer = self.device.peer
-        network = self.network
         neighbors = self.timetable.neighbours(peer)
         self.partly = PartlyHeard(self.mixing, peer)
         self.partly_final = PartlyHeard(self.timetable.final_mixing, peer)
