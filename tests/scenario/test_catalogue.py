@@ -172,7 +172,7 @@ def test_every_accepted_part_is_listed() -> None:
         "algorithm.average.kind",
         "algorithm.learning_rate_schedule",
     }
-    choices |= {"network.alone", "network.final_mixing", "network.robust.kind"}
+    choices |= {"network.alone", "network.links", "network.final_mixing", "network.robust.kind"}
     assert set(accepted) == choices
 
 
