@@ -1,6 +1,8 @@
-"""Every part that a scenario or an option can name, with a line on each: schema, errors and `privdec list` follow.
+"""The names that a scenario or an option can give, with a line on each: schema, errors and `privdec list` follow.
 
-What is built by a name lies in the room of its kind, which binds it to the names here when it is imported.
+There are two kinds of names. A `Registry` collects the parts of which users can add their own: graphs, datasets,
+models, noises, codecs and transports (`common.registry`; algorithms have theirs in `scenario.algorithm_sections`). A
+`Choice` is a closed list; what is built by its names lies in a room above, which binds it when it is imported (`bind`).
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ class Choice:
         return iter(self.lines)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a name is in the catalogue."""
+        """Return whether a name is one of the choice."""
         return name in self.lines
 
     def check(self, name: str, key: str) -> None:
-        """Refuse a name that is not in the catalogue.
+        """Refuse a name that is not one of the choice.
 
         Raises:
             ScenarioError: the message names the key of the scenario, all names, and the nearest.
@@ -51,7 +53,7 @@ class Choice:
         """Return what is built by each name.
 
         Raises:
-            ValueError: when it is not for exactly these names.
+            ValueError: the names differ.
         """
         if set(built) != set(self):
             raise ArgumentError(
@@ -176,7 +178,9 @@ LOSS_KINDS = {
         "labels", "of any of several labels: log-odds of each, mean over the labels", log_odds=True
     ),
 }
-LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a class: beyond them products with gradients could vanish or overflow
+# Of a class: beyond these, products with gradients could vanish or overflow.
+LEAST_WEIGHT = 1e-6
+MOST_WEIGHT = 1e6
 LOSSES = Choice({name: kind.line for name, kind in LOSS_KINDS.items()})
 
 

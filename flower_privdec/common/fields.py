@@ -79,7 +79,8 @@ def check_keys(
 ) -> None:
     """Raise unless a section has the keys that its kind, or what another key chooses, needs, and none of others'."""
     chosen = getattr(section, choice)
-    for key in dict.fromkeys(key for keys in keys_of.values() for key in keys):
+    all_keys = dict.fromkeys(key for keys in keys_of.values() for key in keys)
+    for key in all_keys:
         takers = [name for name, keys in keys_of.items() if key in keys]
         is_set = getattr(section, key) is not None
         if is_set and chosen not in takers:
@@ -87,12 +88,18 @@ def check_keys(
                 f"{key} belongs to {choice} {' or '.join(takers)}, not to {chosen}: remove it",
                 code="scenario.other-choice",
             )
-        if not is_set and chosen in takers and key not in optional:
+
+        is_needed = chosen in takers and key not in optional
+        if is_needed and not is_set:
             raise ArgumentError(f"{choice} {chosen} needs {key}: add it", code="scenario.incomplete")
 
 
 def _with_module(value: Any) -> str:
-    keys = value if isinstance(value, dict) else getattr(type(value), "model_fields", ())
+    """Return the tag of a value of a union: plain data when it is read, a section when it is written."""
+    if isinstance(value, dict):
+        keys: Any = value
+    else:
+        keys = getattr(type(value), "model_fields", ())
     return "own" if "module" in keys else "named"
 
 
@@ -106,11 +113,16 @@ def _per_peer(value: Any) -> Any:
     """Accept one number for every peer or a list with one number a peer."""
     is_list = isinstance(value, list | tuple)
     numbers = value if is_list else [value]
+
+    # A bool is an int in Python, and `true` is not a number of a scenario.
     if not numbers or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
         raise ArgumentError("must be a number, or a list with one number for each peer", code="scenario.per-peer")
     if any(not 0 < x < float("inf") for x in numbers) or max(numbers) > LARGEST_FLOAT:
         raise ArgumentError("must be > 0 and finite (for every peer)", code="scenario.not-positive")
-    return tuple(float(x) for x in value) if is_list else float(value)
+
+    if is_list:
+        return tuple(float(x) for x in value)
+    return float(value)
 
 
 _POSITIVE = {"type": "number", "exclusiveMinimum": 0}
@@ -139,8 +151,9 @@ def _is_per_peer(annotation: Any, metadata: Sequence[Any]) -> bool:
 
 def _plain_name(value: str) -> str:
     """Raise unless a value can name a folder."""
-    plain = value.isprintable() and not set(value) & set("/\\") and value == value.strip()
-    if not plain or value[:1] in ("", ".", "-") or len(value.encode()) > LONGEST_NAME:
+    is_plain = value.isprintable() and not set(value) & set("/\\") and value == value.strip()
+    begins_badly = value[:1] in ("", ".", "-")  # nothing at all, a hidden file, an option of a command
+    if not is_plain or begins_badly or len(value.encode()) > LONGEST_NAME:
         raise ArgumentError(
             f"must be a name, not a path: at most {LONGEST_NAME} bytes on one line, without / and \\, not beginning "
             "with '.' or '-'; --out sets where results go",

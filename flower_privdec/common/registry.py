@@ -77,6 +77,7 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
 
     def _all(self) -> dict[str, type[P]]:
         """Return all parts; the first call imports the room."""
+        # Asked again under the lock: another thread may have imported the room in the meantime.
         if not self._is_complete:
             with self._scanning:
                 if not self._is_complete:
@@ -85,10 +86,12 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
         return self._parts
 
     def _scanned(self) -> dict[str, type[P]]:
+        """Import every module of the room and return its parts, by name."""
         package = importlib.import_module(self.room)
+        modules = sorted(entry.name for entry in pkgutil.iter_modules(package.__path__))
         parts: dict[str, type[P]] = {}
-        for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda entry: entry.name):
-            name = f"{self.room}.{module.name}"
+        for module in modules:
+            name = f"{self.room}.{module}"
             for value in vars(importlib.import_module(name)).values():
                 # A part is described where it is defined: what a module imports, or only inherits a line, is none.
                 if isinstance(value, type) and value.__module__ == name and "line" in vars(value):
@@ -96,6 +99,7 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
         return parts
 
     def _add(self, parts: dict[str, type[P]], part: type[P]) -> None:
+        """Add a part; refuse one without a name and a line of its own, and a name that another part has."""
         name = vars(part).get("name")
         if not (isinstance(name, str) and name and isinstance(part.line, str) and part.line):
             raise ArgumentError(
@@ -162,13 +166,15 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
 
     def keys_of(self, name: str) -> dict[str, Any]:
         """Return the defaults of the keys that belong to a name; None for those that are required, or others decide."""
-        fields = keys_declared_by(self[name]).model_fields
-        own = [key for key in fields if key not in self._usual.model_fields]
         defaults: dict[str, Any] = {}
-        for key in own:
-            field = fields[key]
+        for key, field in keys_declared_by(self[name]).model_fields.items():
+            if key in self._usual.model_fields:
+                continue
+
             value = None if field.is_required() else field.get_default(call_default_factory=True)
-            defaults[key] = value.model_dump(exclude_none=True) if isinstance(value, Section) else value
+            if isinstance(value, Section):
+                value = value.model_dump(exclude_none=True)
+            defaults[key] = value
         return defaults
 
 
@@ -294,7 +300,9 @@ class PartName:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the JSON schema of any of the names."""
         names: JsonSchemaValue = {"enum": list(self.registry), "type": "string"}
-        return {"anyOf": [names, {"type": "string"}]} if self._own else names
+        if self._own:
+            return {"anyOf": [names, {"type": "string"}]}
+        return names
 
 
 def part_field_in(annotation: Any, metadata: Iterable[Any] = ()) -> PartField | None:
@@ -302,14 +310,20 @@ def part_field_in(annotation: Any, metadata: Iterable[Any] = ()) -> PartField | 
     for extra in (*metadata, *getattr(annotation, "__metadata__", ())):
         if isinstance(extra, PartField):
             return extra
-    inner = (part_field_in(one) for one in get_args(annotation))
-    return next((part for part in inner if part is not None), None)
+
+    for inner in get_args(annotation):
+        part = part_field_in(inner)
+        if part is not None:
+            return part
+    return None
 
 
 def expected(names: Iterable[str]) -> str:
     """Return names as pydantic lists what it expects."""
     *others, last = map(repr, names)
-    return f"{', '.join(others)} or {last}" if others else last
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"
 
 
 class PartField:
@@ -349,10 +363,14 @@ class PartField:
 
     def forms(self) -> list[type[Section]]:
         """Return every form: one for each section of a named part, then that of a user's own."""
-        named = dict.fromkeys(self.registry.form(name, self._more) for name in self.registry)
-        own = [] if self._usual_own is None else [self._usual_own()]
-        nameless = [] if self._nameless is None else [self._nameless]
-        return [*named, *own, *nameless]
+        # Each once: parts that share a Section share its form.
+        forms = dict.fromkeys(self.registry.form(name, self._more) for name in self.registry)
+        found: list[type[Section]] = [*forms]
+        if self._usual_own is not None:
+            found.append(self._usual_own())
+        if self._nameless is not None:
+            found.append(self._nameless)
+        return found
 
     def form_of(self, data: Any) -> type[Section] | None:
         """Return the form that plain data choose; None if they choose none."""
@@ -363,8 +381,11 @@ class PartField:
         choice = self.registry.choice
         if choice not in data and self._nameless is not None:
             return self._nameless
+
         name = data.get(choice, self._default)
-        return self.registry.form(name, self._more) if isinstance(name, str) and name in self.registry else None
+        if not isinstance(name, str) or name not in self.registry:
+            return None
+        return self.registry.form(name, self._more)
 
     def _validated(self, value: Any) -> Section:
         if isinstance(value, Section):
