@@ -544,7 +544,7 @@ def mixing_matrix(
     Args:
         edges: [m, 2] (sender, receiver), without self loops or repeats; server does not look at them.
         n_peers: how many peers there are.
-        weights: one of `RULES`, or server, of which only who is active decides the weights.
+        weights: one of `RULES`, or server, whose weights follow from who is active only.
         active: mask of the active peers, [n_peers]; None means all.
 
     Returns:
@@ -563,37 +563,17 @@ def mixing_matrix(
     mask = np.ones(n_peers, dtype=bool) if active is None else active
     if weights == "server":
         return average_matrix(mask, everybody_receives=True)
-    if len(edges) and (edges.min() < 0 or edges.max() >= n_peers):
-        raise ScenarioError(
-            f"edges must join peers 0 to {n_peers - 1}; got {edges.min()} to {edges.max()}", code="mixing.edges"
-        )
-    loops = edges[edges[:, 0] == edges[:, 1], 0]
-    if len(loops):
-        message = f"edge {loops[0]} -> {loops[0]} must be left out: self weights are implied"
-        raise ScenarioError(message, code="mixing.edges")
-    if weights in UNDIRECTED:
-        there = np.sort(edges @ [n_peers, 1])
-        back = np.sort(edges @ [1, n_peers])
-        if not np.array_equal(there, back):
-            sender, receiver = divmod(int(np.setdiff1d(there, back)[0]), n_peers)
-            raise ScenarioError(
-                f"topology.weights={weights} must have an undirected graph, but {sender} -> {receiver} has no reverse; "
-                "use column-stochastic with push-sum, or an undirected topology",
-                code="mixing.directed",
-            )
-    if weights == "doubly-stochastic":
-        degrees = np.concatenate(_degrees(edges, n_peers))
-        if degrees.min() != degrees.max():
-            raise ScenarioError(
-                f"topology.weights=doubly-stochastic must have all in- and out-degrees the same, and they are "
-                f"{degrees.min()} to {degrees.max()}; use max-degree or metropolis (undirected graphs), or push-sum",
-                code="mixing.degrees",
-            )
-    edges = edges if mask.all() else edges[mask[edges[:, 0]] & mask[edges[:, 1]]]
+    _check_edges(edges, n_peers, weights)
+
+    if not mask.all():
+        between_active = mask[edges[:, 0]] & mask[edges[:, 1]]
+        edges = edges[between_active]
     n_active = int(mask.sum())
     if len(edges) == n_active * (n_active - 1):
         return average_matrix(mask)  # a clique: each of the rules gives 1/m
-    (senders, receivers), (out_degree, in_degree) = edges.T, _degrees(edges, n_peers)
+
+    senders, receivers = edges.T
+    out_degree, in_degree = _degrees(edges, n_peers)
     if weights == "column-stochastic":
         own: npt.NDArray[np.float64] = 1 / (out_degree + 1)
         shares = own[senders]
@@ -609,16 +589,52 @@ def mixing_matrix(
                 code="mixing.participation",
             )
         own = np.asarray(1 - np.bincount(receivers, weights=shares, minlength=n_peers), dtype=np.float64)
+
     # Compressed rows: first the receiver's own term, then the others' by distance behind it.
     ids = np.arange(n_peers)
     senders = np.concatenate([ids, senders])
     receivers = np.concatenate([ids, receivers])
     values = np.concatenate([own, shares])
-    order = np.argsort(receivers * n_peers + (receivers - senders) % n_peers)
+    distance = (receivers - senders) % n_peers
+    order = np.argsort(receivers * n_peers + distance)
+
     counts = np.bincount(receivers, minlength=n_peers)
     halves = bool((counts == 2).all() and (values == 0.5).all())
     indptr = np.concatenate([[0], np.cumsum(counts)])
     return SparseMatrix(n_peers, ids, indptr, senders[order], values[order], halves)
+
+
+def _check_edges(edges: EdgeArray, n_peers: int, weights: str) -> None:
+    """Raise ScenarioError for edges [m, 2] that are wrong, or that cannot have these weights."""
+    if len(edges) and (edges.min() < 0 or edges.max() >= n_peers):
+        raise ScenarioError(
+            f"edges must join peers 0 to {n_peers - 1}; got {edges.min()} to {edges.max()}", code="mixing.edges"
+        )
+    loops = edges[edges[:, 0] == edges[:, 1], 0]
+    if len(loops):
+        message = f"edge {loops[0]} -> {loops[0]} must be left out: self weights are implied"
+        raise ScenarioError(message, code="mixing.edges")
+
+    if weights in UNDIRECTED:
+        # An edge as one number, sender * n + receiver, and its reverse likewise.
+        there = np.sort(edges @ [n_peers, 1])
+        back = np.sort(edges @ [1, n_peers])
+        if not np.array_equal(there, back):
+            sender, receiver = divmod(int(np.setdiff1d(there, back)[0]), n_peers)
+            raise ScenarioError(
+                f"topology.weights={weights} must have an undirected graph, but {sender} -> {receiver} has no reverse; "
+                "use column-stochastic with push-sum, or an undirected topology",
+                code="mixing.directed",
+            )
+
+    if weights == "doubly-stochastic":
+        degrees = np.concatenate(_degrees(edges, n_peers))
+        if degrees.min() != degrees.max():
+            raise ScenarioError(
+                f"topology.weights=doubly-stochastic must have all in- and out-degrees the same, and they are "
+                f"{degrees.min()} to {degrees.max()}; use max-degree or metropolis (undirected graphs), or push-sum",
+                code="mixing.degrees",
+            )
 
 
 def _degrees(edges: EdgeArray, n_peers: int) -> tuple[Peers, Peers]:
@@ -637,7 +653,7 @@ class Mixing:
     """The sequence of mixing matrices; those of a period in which all peers are active are cached.
 
     With one mixing step a round the places of the sequence are the rounds. Topology server always has the weights
-    `server`: the active peers alone decide them.
+    `server`, which follow from who is active only.
 
     Args:
         weights: see `mixing_matrix`.
@@ -667,6 +683,16 @@ class Mixing:
         if self.weights != "server":
             RULES.check(self.weights, "topology.weights")
         check_topology(topology)
+        self._check_combination()
+
+        # Each phase is built once with everybody active, so that edges without these weights are refused now.
+        for phase in range(topology.period or 1):
+            self._build(phase, np.ones(self.n_peers, dtype=bool))
+        self._check_participation()
+
+    def _check_combination(self) -> None:
+        """Raise ScenarioError for a graph, weights and participation that do not go together."""
+        topology = self.topology
         weights = self.weights
         kind = self.participation.kind
         if self.participation.n_peers != self.n_peers:
@@ -692,9 +718,14 @@ class Mixing:
                 f"not {kind}: an absent peer unbalances what others send and receive; use push-sum",
                 code="mixing.participation",
             )
-        for phase in range(topology.period or 1):
-            self._build(phase, np.ones(self.n_peers, dtype=bool))
-        if weights != "server" and max(int(self.participation.active(k).sum()) for k in range(8)) < 2:
+
+    def _check_participation(self) -> None:
+        """Raise ScenarioError if no two peers are ever active together."""
+        if self.weights == "server":
+            return
+        most_active = max(int(self.participation.active(k).sum()) for k in range(8))
+        if most_active < 2:
+            kind = self.participation.kind
             raise ScenarioError(
                 f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so no peer ever exchanges; "
                 "raise fraction so that at least 2 are active",
@@ -709,6 +740,8 @@ class Mixing:
             if phase not in self._by_phase:
                 self._by_phase[phase] = self._build(phase, active)
             return self._by_phase[phase]
+
+        # Steps and exchanges of one place ask for it several times.
         if self._latest is None or self._latest[0] != place:
             self._latest = (place, self._build(place, active))
         return self._latest[1]
@@ -726,11 +759,16 @@ class Mixing:
     def heard(self, places: int) -> npt.NDArray[np.int64]:
         """Return from how many others each peer hears at each place, [places or the graph's period, n_peers].
 
-        It builds the matrices of these rounds; public settings alone decide the result.
+        It builds the matrices of these rounds; the result follows from public settings only.
         """
-        repeats = self.participation.kind == "all" and self.topology.period is not None
-        sequence = range(min(places, self.topology.period or places) if repeats else places)
-        return np.stack([np.bincount(self.links(k)[:, 1], minlength=self.n_peers) for k in sequence])
+        if self.participation.kind == "all" and self.topology.period is not None:
+            places = min(places, self.topology.period or places)
+
+        counts = []
+        for place in range(places):
+            receivers = self.links(place)[:, 1]
+            counts.append(np.bincount(receivers, minlength=self.n_peers))
+        return np.stack(counts)
 
     def _build(self, round_index: int, active: npt.NDArray[np.bool_]) -> MixingMatrix:
         if isinstance(self.topology, CompleteTopology):  # without listing its n (n - 1) edges
@@ -741,7 +779,7 @@ class Mixing:
 class PartlyHeard(Mixing):
     """A mixing in which neighbours that a peer did not hear have no weight: it goes to the peer itself.
 
-    Where all were heard it is the mixing itself, to the last bit. Where some were not, it has rows of that peer alone.
+    If all were heard, it is the mixing itself, to the last bit. If some were not, it has the row of that peer only.
     """
 
     def __init__(self, whole: Mixing, peer: int) -> None:
@@ -755,23 +793,24 @@ class PartlyHeard(Mixing):
         self._heard = None if heard is None else frozenset(heard)
 
     def matrix(self, place: int) -> MixingMatrix:
-        """Return the W of a place; where a neighbor was not heard, the peer's row alone."""
+        """Return the W of a place; only the peer's row if a neighbour was not heard."""
         whole = super().matrix(place)
         if self._heard is None:
             return whole
         senders, _, weights = whole.rows([self._peer]).links()
-        missed = [sender not in self._heard and sender != self._peer for sender in senders.tolist()]
-        if not any(missed):
+        missed = np.array([sender not in self._heard and sender != self._peer for sender in senders.tolist()])
+        if not missed.any():
             return whole
-        senders = senders[~np.array(missed)]
-        weights = weights[~np.array(missed)]
+
+        senders = senders[~missed]
+        weights = weights[~missed]
         own = senders == self._peer
         weights = np.where(own, 1 - weights[~own].sum(), weights)
         ends = np.array([0, len(senders)])
         return SparseMatrix(self.n_peers, np.array([self._peer]), ends, senders, weights, halves=False)
 
     def links(self, place: int) -> EdgeArray:
-        """Return the edges of a place, [m, 2] (sender, receiver), of the peer with the neighbors that were heard."""
+        """Return the edges of a place, [m, 2] (sender, receiver), of the peer with the neighbours that were heard."""
         senders, receivers, _ = super().matrix(place).links()
         links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
         if self._heard is None:
@@ -782,7 +821,7 @@ class PartlyHeard(Mixing):
         return edges
 
     def hosted(self, place: int, peers: Peers) -> Hosted:
-        """Return the row of the peer alone, and its messages with the neighbours that were heard."""
+        """Return only the peer's row, and its messages with the neighbours that were heard."""
         whole = super().matrix(place).hosted(peers)
         heard = self._heard
         if heard is None:

@@ -199,15 +199,19 @@ def check_topology(topology: Topology) -> None:
     """
     if isinstance(topology, CompleteTopology):
         return
+
+    # From peer 0 along the edges, and against them: what both reach is strongly connected.
     forward = _adjacency([topology.support()], topology.n_peers)
     for graph, sense in ((forward, "can never hear from"), (forward.T.tocsr(), "can never be heard by")):
         reached = scipy.sparse.csgraph.breadth_first_order(graph, 0, directed=True, return_predecessors=False)
         cut_off = np.setdiff1d(np.arange(topology.n_peers), reached)
         if len(cut_off):
-            named = ", ".join(map(str, cut_off[:MOST_NAMED]))
-            more = f" and {len(cut_off) - MOST_NAMED} more" if len(cut_off) > MOST_NAMED else ""
+            named = ", ".join(str(peer) for peer in cut_off[:MOST_NAMED])
+            if len(cut_off) > MOST_NAMED:
+                named += f" and {len(cut_off) - MOST_NAMED} more"
+            peers = "peer" if len(cut_off) == 1 else "peers"
             raise ScenarioError(
-                f"topology.name={topology.name} can never agree: peer{'s' * (len(cut_off) > 1)} {named}{more} {sense} "
+                f"topology.name={topology.name} can never agree: {peers} {named} {sense} "
                 "peer 0; add edges until every peer reaches every other (the graph must be strongly connected)",
                 code="topology.disconnected",
             )
@@ -220,7 +224,7 @@ def joint_connectivity(topology: Topology, horizon: int = 64) -> int | None:
         horizon: how many rounds of a graph drawn at random are looked at; a periodic graph needs none.
 
     Returns:
-        B in rounds, at most the period (or the horizon); None when even all those rounds do not suffice.
+        B in rounds, at most the period (or the horizon); None if even all those rounds do not suffice.
     """
     if isinstance(topology, CompleteTopology):
         return 1
@@ -229,14 +233,23 @@ def joint_connectivity(topology: Topology, horizon: int = 64) -> int | None:
     rounds = [topology.edges(k) for k in range(length)]
 
     def every_window_connects(size: int) -> bool:
-        starts = range(length if periodic else length - size + 1)
-        windows = ([rounds[(start + k) % length] for k in range(size)] for start in starts)
-        graphs = (_adjacency(window, topology.n_peers) for window in windows)
-        components = scipy.sparse.csgraph.connected_components
-        return all(components(graph, connection="strong", return_labels=False) == 1 for graph in graphs)
+        # The windows of a periodic graph go round its end; those of drawn rounds end with them.
+        n_starts = length
+        if not periodic:
+            n_starts = length - size + 1
+        for start in range(n_starts):
+            window = [rounds[(start + k) % length] for k in range(size)]
+            graph = _adjacency(window, topology.n_peers)
+            components = scipy.sparse.csgraph.connected_components(graph, connection="strong", return_labels=False)
+            if components != 1:
+                return False
+        return True
 
+    # A longer window connects if a shorter one does, so the smallest is found by bisection.
     smallest = bisect_left(range(1, length + 1), True, key=every_window_connects) + 1
-    return smallest if smallest <= length else None
+    if smallest > length:
+        return None
+    return smallest
 
 
 def _adjacency(rounds: Sequence[EdgeArray], n_peers: int) -> scipy.sparse.csr_array:
@@ -568,8 +581,11 @@ class EdgeParticipation:
         edges = len(self.graph.candidates)
         drawn = self.graph.count
         degrees = np.bincount(self.graph.candidates.ravel(), minlength=self.n_peers)
-        left = (edges - degrees[:, None] - np.arange(drawn)).clip(min=0) / (edges - np.arange(drawn))
-        return np.asarray(1 - left.prod(axis=1))
+
+        # C(E - g, e) / C(E, e) as a product over the draws, [n_peers, drawn]: binomials would overflow.
+        others_left = (edges - degrees[:, None] - np.arange(drawn)).clip(min=0)
+        none_of_own = others_left / (edges - np.arange(drawn))
+        return np.asarray(1 - none_of_own.prod(axis=1))
 
     def active(self, round_index: int) -> npt.NDArray[np.bool_]:
         """Return the mask of the round's ends, [n_peers]."""
@@ -590,7 +606,7 @@ def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float 
 
     Args:
         kind: all or uniform; for edges see `sample_edges`.
-        fraction: the share of peers active in a round, in (0, 1]; `uniform` alone takes it.
+        fraction: the share of peers active in a round, in (0, 1]; only `uniform` takes it.
 
     Returns:
         The participation; `uniform` has ceil(fraction n_peers) peers active, so at least one.
