@@ -1,10 +1,10 @@
 """Mixing: W[i, j] is the weight that receiver i gives to what j sent, by a round's graph, rule and active peers.
 
-Each receiver's sum runs in an order that depends on its own row alone (itself first, then by distance), with
+Each receiver's sum runs in an order that depends on its own row only (itself first, then by distance), with
 every product rounded before it is added. So the rows of a few receivers give, bit for bit, what the whole
 matrix gives, whichever kernel does the work and however columns are tiled.
 
-Speed alone decides between the kernels. Measured on one core in float32 (79,510 columns of 50 peers, 2,000 columns of
+Only speed decides between the kernels. Measured on one core in float32 (79,510 columns of 50 peers, 2,000 columns of
 1,000 peers): two-slice lerp on shift graphs is as fast as a fused loop; on any other graph the fused loop (numba) takes
 a fifth to a half of the time of torch's gather, multiply, add. torch's index operations are fast on whole rows only: no
 tiles.
@@ -128,7 +128,7 @@ def _pairwise_sum(part: Tensor) -> Tensor:
 
 
 def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array) -> bool:
-    """Sum all terms in one compiled loop where that is possible and pays; return whether it did.
+    """Sum all terms in one compiled loop if that is possible and pays; return whether it did.
 
     Args:
         x: contiguous (but for padding of the rows) on the CPU, float32 or float64, or nothing is done.
