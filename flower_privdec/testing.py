@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.errors import CodedError
+from flower_privdec.common.errors import ArgumentError, CodedError
 from flower_privdec.core import Exchange
 from flower_privdec.core.cohort import STEPS, Cohort, PrivateStep
 from flower_privdec.data import Batch, LocalBatch, PeerData
@@ -167,12 +167,26 @@ def zeroed_out(peer: int, example: int) -> Iterator[None]:
 
 
 def run_rounds(experiment: Experiment, rounds: int) -> Engine:
-    """Run some rounds in the engine, keeping no ledger."""
+    """Run some rounds in the engine, keeping no ledger.
+
+    Raises:
+        ArgumentError: the scenario has fewer rounds; noise is planned only for these.
+    """
+    _check_rounds(experiment, rounds)
     cohort = experiment.cohort()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     for _ in range(rounds):
         engine.round()
     return engine
+
+
+def _check_rounds(experiment: Experiment, rounds: int) -> None:
+    planned = experiment.scenario.rounds
+    if not 0 < rounds <= planned:
+        raise ArgumentError(
+            f"rounds={rounds} must be 1 to {planned}, the rounds of the scenario: try fewer, or raise its rounds",
+            code="testing.rounds",
+        )
 
 
 class BrokenLaw(CodedError, AssertionError):  # noqa: N818 (a law of an experiment; the code may be right)
@@ -266,6 +280,7 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
     Raises:
         BrokenLaw: the message names the step and the sum.
     """
+    _check_rounds(experiment, rounds)
     plan = experiment.own.protection
     assert plan is not None
     cohort = experiment.cohort()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -17,11 +17,12 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
 
-from flower_privdec.common.errors import ArgumentError
+from flower_privdec.common.errors import ArgumentError, ScenarioError, did_you_mean
 
 LARGEST_FLOAT = sys.float_info.max  # a whole number of Python may be larger
 LONGEST_NAME = 100
@@ -41,6 +42,9 @@ class Section(BaseModel):
 
     def _check(self) -> None:
         """Raise ValueError if the values of a section do not fit each other."""
+
+
+T = TypeVar("T", bound=Section)
 
 
 class OwnSection(Section):
@@ -72,6 +76,36 @@ def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
         for part in inner:
             if isinstance(part, Section):
                 yield from own_modules(part, f"{key}.")
+
+
+def section_from(section: type[T], arguments: Mapping[str, Any], where: str) -> T:
+    """Return the section of a user's own part, whose keys a scenario gives as arguments.
+
+    Args:
+        section: the class `Section` of the part.
+        where: the part, in errors, such as `topology.module='my_graphs:Ring'`.
+
+    Raises:
+        ScenarioError: a key is unknown, missing or wrong; one line with the key, the rule and the valid keys.
+    """
+    try:
+        return section.model_validate(dict(arguments))
+    except ValidationError as error:
+        first = error.errors()[0]
+
+    key = ".".join(map(str, first["loc"]))
+    known = list(section.model_fields)
+    if first["type"] == "extra_forbidden":
+        valid = ", ".join(known) or "none"
+        reason = f"unknown key 'arguments.{key}'{did_you_mean(key, known)} (valid keys: {valid})"
+    elif first["type"] == "missing":
+        reason = f"'arguments.{key}' is missing; add it"
+    else:
+        # An error of the part's own validator says what must be; one of pydantic says what the input should be.
+        rule = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        given = "" if not key else f"arguments.{key}={first['input']!r} "
+        reason = f"{given}{rule}"
+    raise ScenarioError(f"{where}: {' '.join(reason.split())}", code="code.arguments")
 
 
 def check_keys(

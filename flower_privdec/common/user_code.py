@@ -154,7 +154,7 @@ def load_own(
     if not accepts(part):
         kind = f"of type {type(part).__name__}"
         if isinstance(part, type):
-            kind = part.__name__
+            kind = f"the class {part.__name__}"
         raise ScenarioError(f"{where}: {name} is {kind} and must be {must_be}", code="code.kind")
     return part
 

@@ -11,7 +11,7 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort, LearningRate
-from flower_privdec.core.exchange import Exchange, Mix, State
+from flower_privdec.core.exchange import Exchange, Mix, Reply, State
 from flower_privdec.core.optimizers import LocalOptimizer
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
@@ -377,6 +377,53 @@ def check_algorithm(algorithm: Algorithm, where: str) -> None:
         raise ScenarioError(
             f"{where}: weights must not be None, because the program has exchanges", code="algorithm.weights"
         )
+
+    hidden = [name for name in _sent_rows(program) if name not in algorithm.open_rows]
+    if hidden:
+        raise ScenarioError(
+            f"{where}: the program sends {', '.join(map(repr, hidden))}, and open_rows={algorithm.open_rows} must name "
+            "every row that other peers may see: add it there if it is a function of what was released",
+            code="algorithm.open-rows",
+        )
+
+
+def check_initial(algorithm: Algorithm, rows: Mapping[str, Tensor], n_rows: int) -> None:
+    """Refuse initial rows that lack one that the program sends or others may see, or that are not one a peer.
+
+    Args:
+        rows: what `initial` returned.
+        n_rows: how many peers this process hosts.
+
+    Raises:
+        ScenarioError: naming the row.
+    """
+    averages = {AVERAGE + name for name in algorithm.averaged}
+    expected = (*_sent_rows(algorithm.program), *algorithm.open_rows)
+    missing = [name for name in dict.fromkeys(expected) if name not in rows and name not in averages]
+    if missing:
+        raise ScenarioError(
+            f"algorithm {algorithm.name}: initial() returns the rows {sorted(rows)} and must also return "
+            f"{', '.join(map(repr, missing))}, which the program sends or open_rows names",
+            code="algorithm.initial",
+        )
+
+    for name, row in rows.items():
+        if not isinstance(row, Tensor) or row.ndim == 0 or len(row) != n_rows:
+            what = list(row.shape) if isinstance(row, Tensor) else type(row).__name__
+            raise ScenarioError(
+                f"algorithm {algorithm.name}: initial() returns {name!r} of {what}: it must be a tensor with one row "
+                f"for each of the {n_rows} peers here",
+                code="algorithm.initial",
+            )
+
+
+def _sent_rows(program: tuple[Step | Exchange, ...]) -> list[str]:
+    """Return the names of the rows that exchanges send. A reply sends edges, which are no rows."""
+    sent: list[str] = []
+    for item in program:
+        if isinstance(item, Exchange) and not isinstance(item, Reply):
+            sent.extend(item.names)
+    return list(dict.fromkeys(sent))
 
 
 def _steps(program: tuple[Step | Exchange, ...]) -> list[Step]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from flower_privdec.common.catalogue import Targets
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.files import tried
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows
@@ -135,7 +135,7 @@ class Dataset:
 
     def read(self, request: Request) -> Source:
         """Return the dataset, whose halves are read when they are asked for."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define read(self, request)")
 
 
 def embedded(
@@ -155,7 +155,12 @@ def embedded(
         name: keys the permutation.
         targets: the kind of the targets.
         n_tokens: the number of tokens; None if features are real numbers.
+
+    Raises:
+        ArgumentError: x and labels do not have these forms, or leave no example for training or for testing.
     """
+    _check_embedded(x, labels, n_train, name, targets)
+
     features: Features
     if isinstance(x, SparseRows):
         features = x
@@ -178,3 +183,30 @@ def embedded(
         return Split(labels[rows], lambda chosen: part[chosen])
 
     return Source(lambda: split(order[:n_train]), lambda: split(order[n_train:]), n_classes, targets, n_tokens)
+
+
+def _check_embedded(x: np.ndarray | SparseRows, labels: np.ndarray, n_train: int, name: str, targets: Targets) -> None:
+    if len(x) != len(labels):
+        raise ArgumentError(
+            f"dataset {name}: x has {len(x)} examples and labels has {len(labels)}: give one label for each example",
+            code="data.embedded",
+        )
+    if not 0 < n_train < len(labels):
+        raise ArgumentError(
+            f"dataset {name}: n_train={n_train} must be 1 to {len(labels) - 1}, so that some of the {len(labels)} "
+            "examples are left for testing",
+            code="data.embedded",
+        )
+
+    values = np.asarray(labels)
+    is_wrong = not np.isfinite(values).all()
+    rule = "finite numbers"
+    if targets == "classes":
+        rule = "whole numbers from 0, one for each example"
+        is_wrong = is_wrong or values.ndim != 1 or bool((values < 0).any() or (values != np.floor(values)).any())
+    if is_wrong:
+        raise ArgumentError(f"dataset {name}: labels must be {rule}", code="data.embedded")
+    if isinstance(x, np.ndarray) and not np.isfinite(x).all():
+        raise ArgumentError(
+            f"dataset {name}: x has NaN or infinity: replace them by a public constant", code="data.embedded"
+        )

@@ -28,6 +28,12 @@ def read_own(own: OwnSection, request: Request) -> Source:
     if isinstance(part, type) and issubclass(part, Dataset):
         with users_code(f"data.dataset.module={own.module!r} could not be read", "code.fails"):
             source: Source = part(**own.arguments).read(request)
+        if not isinstance(source, Source):
+            raise ScenarioError(
+                f"data.dataset.module={own.module!r}: read() returns {type(source).__name__} and must return a Source, "
+                "as `embedded` of flower_privdec.data.dataset does",
+                code="data.no-source",
+            )
         return source
 
     half = partial(_call_for_half, own, request)

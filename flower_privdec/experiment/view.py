@@ -31,6 +31,7 @@ import torch
 from flower_privdec import __version__
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import State
+from flower_privdec.core.algorithm import check_initial
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.validation import Validation
 from flower_privdec.data import PeerData
@@ -170,6 +171,7 @@ class Experiment(Agreement):
         """Return the state before round 0."""
         n_rows = len(cohort.peers)
         rows = self.algorithm.initial(cohort)
+        check_initial(self.algorithm, rows, n_rows)
         for name in cohort.mechanism.state:
             rows[STATE_PREFIX + name] = torch.zeros(n_rows, *cohort.initial.shape).to(cohort.initial)
         if cohort.optimizer is not None:

@@ -20,6 +20,7 @@ import scipy
 
 from flower_privdec.common.catalogue import PARTICIPATIONS, TOPOLOGIES, GraphSection
 from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.fields import section_from
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.rows.keys import keyed_generator
 
@@ -307,7 +308,7 @@ class Graph:
             n_peers: how many peers it joins, at least 2.
             seed: of what is drawn.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define build(self, n_peers, seed)")
 
 
 def whole_number(key: str, value: object, least: int) -> int:
@@ -433,7 +434,7 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
     where = f"topology.module={target!r}"
     with users_code(f"{where} could not be built with {dict(arguments)}", "code.fails"):
         if isinstance(part, type) and issubclass(part, Graph):
-            own = part(part.Section.model_validate(dict(arguments)))
+            own = part(section_from(part.Section, arguments, where))
             graph = own.build(n_peers, seed)
         else:
             seed_option = {"seed": seed} if _takes_seed(part) else {}

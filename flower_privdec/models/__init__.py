@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from flower_privdec.common.catalogue import ACTIVATIONS, INITS, MODELS, ModelKeys
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.fields import section_from
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import is_given, load_own, users_code
 from flower_privdec.rows.keys import keyed_generator
@@ -247,7 +248,7 @@ class Model:
             n_outputs: how many numbers it turns an example into.
             n_tokens: inputs are whole numbers 0..n_tokens-1; None if they are real numbers.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define build(self, shape, n_outputs, n_tokens)")
 
 
 def dense_layers(size: int, hidden: Sequence[int], n_outputs: int, activation: str) -> list[nn.Module]:
@@ -320,7 +321,8 @@ def _own(
         with users_code(f"{_place(target)} could not be built with {dict(arguments)}", code="code.fails"):
             module: nn.Module
             if isinstance(part, type) and issubclass(part, Model):
-                module = part(part.Section.model_validate(dict(arguments))).build(shape, n_outputs, n_tokens)
+                section = section_from(part.Section, arguments, _place(target))
+                module = part(section).build(shape, n_outputs, n_tokens)
             else:
                 module = part(**arguments)
         return module

@@ -21,6 +21,7 @@ from flower_privdec.planner.timing import estimate_seconds
 from flower_privdec.planner.warnings import cost_warnings, ledger_facts, network_warnings, privacy_warnings
 from flower_privdec.pushsum.lockstep import final_rounds
 from flower_privdec.reporting.plots import connectivity
+from flower_privdec.scenario.sections import placed
 
 
 def final_mixing(experiment: Experiment) -> int | None:
@@ -38,6 +39,7 @@ def final_mixing(experiment: Experiment) -> int | None:
     return final_rounds(mixing, scenario.rounds, setting)[0]
 
 
+@placed
 def make_plan(experiment: Experiment) -> dict[str, Any]:
     """Plan a run: compute its noise and ε, time a few rounds in memory; charge no ledger and write nothing.
 

@@ -39,7 +39,7 @@ import numpy as np
 
 from flower_privdec.common.catalogue import CODECS
 from flower_privdec.common.errors import ArgumentError, ScenarioError
-from flower_privdec.common.user_code import load_own
+from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.pushsum.codecs.casts import ExactCodec
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.witness import MANY, LedgerReport
@@ -659,7 +659,7 @@ def wire_codec(name: str) -> WireCodec:
     """Return the wire codec of a name, or a user's own, `package.module:Name`.
 
     Raises:
-        ScenarioError: there is no such codec.
+        ScenarioError: there is no such codec, or a user's own cannot be built or does not bring a row back.
     """
     codec: WireCodec
     if name in CODECS:
@@ -676,8 +676,48 @@ def wire_codec(name: str) -> WireCodec:
         return hasattr(part, "encode") and hasattr(part, "decode")
 
     own = load_own(name, "network.codec", accepts=accepts, must_be="a class with the methods encode and decode")
-    codec = own()
+    where = f"network.codec={name!r}"
+    with users_code(f"{where} could not be called without arguments", "code.fails"):
+        codec = own()
+    _check_codec(codec, where)
     return codec
+
+
+def _check_codec(codec: WireCodec, where: str) -> None:
+    """Refuse a user's codec that does not bring a row back in its shape and type, by trying it on two rows.
+
+    Raises:
+        ScenarioError: naming what it returns for them.
+    """
+    import torch
+
+    for dtype in (torch.float32, torch.float64):
+        row = torch.linspace(-1, 1, 16, dtype=dtype)
+        with users_code(f"{where} fails on a row of 16 numbers of {dtype}", "code.fails"):
+            sent: Any = codec.encode(row.clone())
+            received: Any = None
+            if isinstance(sent, torch.Tensor):
+                received = codec.decode(sent, row)
+
+        if not isinstance(sent, torch.Tensor) or type_name(sent.dtype) not in WIRE_TYPES.values():
+            what = sent.dtype if isinstance(sent, torch.Tensor) else type(sent).__name__
+            raise ScenarioError(
+                f"{where}: encode() returns {what} and must return a tensor of {', '.join(WIRE_TYPES.values())}",
+                code="network.codec-form",
+            )
+        if not isinstance(received, torch.Tensor) or (received.shape, received.dtype) != (row.shape, row.dtype):
+            what = type(received).__name__
+            if isinstance(received, torch.Tensor):
+                what = f"{list(received.shape)} of {received.dtype}"
+            raise ScenarioError(
+                f"{where}: decode() returns {what} and must return {list(row.shape)} of {dtype}, as `like` is",
+                code="network.codec-form",
+            )
+        if not bool(torch.isfinite(received).all()):
+            raise ScenarioError(
+                f"{where}: decode() returns NaN or infinity for a row of numbers from -1 to 1",
+                code="network.codec-form",
+            )
 
 
 class RowMass(MutableMapping[str, Any]):

@@ -206,6 +206,11 @@ def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) ->
 
     # The nearest explanation first: a slip in this section, another choice, another section, a slip in another choice.
     hint = did_you_mean(key, names)
+    if not hint and key == "arguments":
+        hint = "; its keys stand in the section itself"
+    if not hint and "arguments" in names:
+        # The section names a module of a user's own: its keys are not known here.
+        hint = "; what a module of your own takes lies under arguments"
     if not hint and takers:
         hint = f"; it belongs to {', '.join(takers)}"
     if not hint:

@@ -386,9 +386,11 @@ class _Solver:
         if None in mechanism.kinds:
             own = self.section.noise
             under = f" under privacy.noise.module={own.module!r}" if isinstance(own, OwnSection) else ""
+            key = "algorithm.module" if ":" in self.algorithm.name else "algorithm.name"
             raise ScenarioError(
-                f"algorithm.name={self.algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
-                f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none",
+                f"{key}={self.algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
+                f"privacy.epsilon={budget:g}; declare what its steps release (`released`, which a class that changes "
+                "another one has to declare again), or set privacy: none",
                 code="privacy.undeclared",
             )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flower_privdec.common.catalogue import NOISES, NoiseKeys
-from flower_privdec.common.fields import OwnSection
+from flower_privdec.common.fields import OwnSection, section_from
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise.deployed import ExactNoise, SystemNoise
@@ -99,8 +99,14 @@ def noise_mechanism(section: OwnSection | NoiseKeys | None, pairs: PairPlan | No
         accepts=lambda part: isinstance(part, type) and issubclass(part, NoiseMechanism),
         must_be="a subclass of flower_privdec.privacy.noise.NoiseMechanism",
     )
-    with users_code(f"privacy.noise.module={section.module!r} could not be built", "noise.build"):
-        mechanism = own(**section.arguments)
+    where = f"privacy.noise.module={section.module!r}"
+    arguments = section.arguments
+    keys = getattr(own, "Section", NoiseKeys)
+    if keys is not NoiseKeys:
+        # A class that types its keys gets them checked, and with their defaults, whichever door it comes by.
+        arguments = section_from(keys, arguments, where).options()
+    with users_code(f"{where} could not be called with {arguments}", "noise.build"):
+        mechanism = own(**arguments)
     return mechanism
 
 
