@@ -780,6 +780,10 @@ def _checked_scenario(run: str, text: str, settings: PeerSettings) -> AppScenari
         code = "mesh.address"
     elif not isinstance(topology, TopologySection) or topology.file_to_read is not None:
         problem = "the scenario of the train message names code or a file in topology, which no message may"
+    elif ":" in scenario.network.codec or ":" in scenario.network.transport:
+        problem = (
+            "the scenario of the train message names code in network.codec or network.transport, which no message may"
+        )
     elif scenario.private is not None or scenario.network.hands_in or scenario.run_config:
         problem = "the scenario of the train message has privacy, hand_in or run_config, which are the node's own"
     elif scenario.name != run or scenario.n_peers != settings.n_peers or peers is None:

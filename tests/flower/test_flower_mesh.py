@@ -119,6 +119,8 @@ def scenario_text(**changes) -> str:
         ),
         ({"run_config": {"a": 1}}, "mesh.scenario: .*hand_in or run_config"),
         ({"network": {"hand_in": False, "retry": 1e-9}}, "retry"),
+        ({"network": {"hand_in": False, "codec": "os:system"}}, "mesh.scenario: .*names code"),
+        ({"network": {"hand_in": False, "transport": "os:system"}}, "mesh.scenario: .*names code"),
         ({"name": "other"}, "mesh.scenario: .*'other'"),
         ({"name": "../../etc"}, "name"),
         ({"n_peers": 3, "network": {"hand_in": False}}, "mesh.scenario: .* 3 peers"),
