@@ -104,22 +104,29 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
         root = os.path.expanduser(root)
     request = Request(section, root, targets, key)
     if not isinstance(name, str):
-        return read_own(name, request)
+        source = read_own(name, request)
+        _check_targets(source, targets, f"data.dataset.module={name.module!r}")
+        return source
 
     DATASETS.check(name, "data.dataset")
     part: Any = DATASETS[name]
-    source: Source = part().read(request)
-    if source.targets != targets:
-        raise ScenarioError(
-            f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "
-            f"set task.loss to one of {fitting(source.targets)}",
-            code="data.targets",
-        )
+    source = part().read(request)
+    _check_targets(source, targets, f"data.dataset={name}")
     if section.vocabulary not in (None, source.n_tokens):
         raise ScenarioError(
             f"data.vocabulary is for tokens of your own, and {name} is known: remove it", code="data.vocabulary"
         )
     return source
+
+
+def _check_targets(source: Source, targets: Targets, where: str) -> None:
+    """Refuse a dataset whose targets the task's loss does not take."""
+    if source.targets != targets:
+        raise ScenarioError(
+            f"{where} has {source.targets} and the task's loss takes {targets}: "
+            f"set task.loss to one of {fitting(source.targets)}",
+            code="data.targets",
+        )
 
 
 def name_of(section: DataSection) -> str:

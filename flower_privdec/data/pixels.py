@@ -58,8 +58,9 @@ def decode_images(files: Sequence[Any], names: Sequence[str], formats: Sequence[
     for position, (file, name) in enumerate(zip(files, names, strict=True)):
         pixels = _decode(pillow, file, name, formats)
         if position == 0:
-            # All have the size of the first, so what they need is known before anything is allocated.
-            check_room(2 * len(files) * pixels.nbytes, f"{len(files)} images like {name}", "give fewer or smaller ones")
+            # All have the size of the first, so what they need is known before anything is allocated: the 8-bit images,
+            # and float32 ones that are made of them.
+            check_room(5 * len(files) * pixels.nbytes, f"{len(files)} images like {name}", "give fewer or smaller ones")
             images = np.empty((len(files), *pixels.shape), np.uint8)
 
         if pixels.shape != images.shape[1:]:

@@ -19,8 +19,11 @@ from whole_dataset import load_dataset
 
 from flower_privdec.common.catalogue import DATASETS
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.data.datasets import open_dataset
 from flower_privdec.data.embedded_tables import _sklearn_table, nucleus_features
 from flower_privdec.data.pixels import CIFAR10_PIXELS, FASHION_PIXELS, MNIST_PIXELS
+from flower_privdec.scenario.sections import DataSection
+from tests.support.raising import raises
 
 
 def refused(*needles: str, root: Any = None, name: str = "npz", **options: Any) -> None:
@@ -371,3 +374,25 @@ def test_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "sklearn", None)
     _sklearn_table.cache_clear()
     refused("sklearn", "pip install scikit-learn", name="digits")
+
+
+OWN_CLASSES = """\
+import numpy as np
+from flower_privdec.data.dataset import Dataset, embedded
+
+class Coins(Dataset):
+    name = "coins"
+    line = "coins"
+
+    def read(self, request):
+        return embedded(np.zeros((20, 2)), np.arange(20) % 2, 10, "coins")
+"""
+
+
+def test_a_users_own_set_must_have_the_losss_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_coins.py").write_text(OWN_CLASSES, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    section = DataSection.model_validate({"dataset": {"module": "own_coins:Coins"}, "batch": {"size": 2}})
+    assert open_dataset(section, None, "classes").targets == "classes"
+    with raises(ScenarioError, "data.targets", "set task.loss"):
+        open_dataset(section, None, "numbers")

@@ -45,7 +45,9 @@ def begin_without(peers: Iterable[RunningPeer], absent: int) -> None:
 
 def driver_of(peer: RunningPeer) -> Driver:
     """Return what runs a peer: the same one each time."""
-    driver: Driver = vars(peer).setdefault("driver", Driver(peer))
+    if "driver" not in vars(peer):
+        vars(peer)["driver"] = Driver(peer)
+    driver: Driver = vars(peer)["driver"]
     return driver
 
 
