@@ -23,7 +23,7 @@ from torch import Tensor
 from flower_privdec.common.catalogue import DATASETS, Targets, fitting
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data.arrays import some
-from flower_privdec.data.dataset import Request, Rows, Source, Split
+from flower_privdec.data.dataset import Dataset, Request, Rows, Source, Split
 from flower_privdec.data.own_sets import read_own
 from flower_privdec.data.partitions import partition
 from flower_privdec.rows.keys import keyed_generator
@@ -109,7 +109,7 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
         return source
 
     DATASETS.check(name, "data.dataset")
-    part: Any = DATASETS[name]
+    part: type[Dataset] = DATASETS[name]
     source = part().read(request)
     _check_targets(source, targets, f"data.dataset={name}")
     if section.vocabulary not in (None, source.n_tokens):
