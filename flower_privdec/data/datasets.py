@@ -23,7 +23,7 @@ from torch import Tensor
 from flower_privdec.common.catalogue import DATASETS, Targets, fitting
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data.arrays import some
-from flower_privdec.data.dataset import Dataset, Request, Rows, Source, Split
+from flower_privdec.data.dataset import Request, Rows, Source, Split
 from flower_privdec.data.own_sets import read_own
 from flower_privdec.data.partitions import partition
 from flower_privdec.rows.keys import keyed_generator
@@ -104,13 +104,13 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
         root = os.path.expanduser(root)
     request = Request(section, root, targets, key)
     if not isinstance(name, str):
-        source = read_own(name, request)
-        _check_targets(source, targets, f"data.dataset.module={name.module!r}")
-        return source
+        own = read_own(name, request)
+        _check_targets(own, targets, f"data.dataset.module={name.module!r}")
+        return own
 
     DATASETS.check(name, "data.dataset")
-    part: type[Dataset] = DATASETS[name]
-    source = part().read(request)
+    part: Any = DATASETS[name]
+    source: Source = part().read(request)
     _check_targets(source, targets, f"data.dataset={name}")
     if section.vocabulary not in (None, source.n_tokens):
         raise ScenarioError(
