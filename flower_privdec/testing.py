@@ -172,7 +172,7 @@ def run_rounds(experiment: Experiment, rounds: int) -> Engine:
     Raises:
         ArgumentError: the scenario has fewer rounds; noise is planned only for these.
     """
-    _check_rounds(experiment, rounds)
+    _check_rounds(experiment, rounds, least=0)
     cohort = experiment.cohort()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     for _ in range(rounds):
@@ -180,11 +180,11 @@ def run_rounds(experiment: Experiment, rounds: int) -> Engine:
     return engine
 
 
-def _check_rounds(experiment: Experiment, rounds: int) -> None:
+def _check_rounds(experiment: Experiment, rounds: int, least: int = 1) -> None:
     planned = experiment.scenario.rounds
-    if not 0 < rounds <= planned:
+    if not least <= rounds <= planned:
         raise ArgumentError(
-            f"rounds={rounds} must be 1 to {planned}, the rounds of the scenario: try fewer, or raise its rounds",
+            f"rounds={rounds} must be {least} to {planned}, the rounds of the scenario: try fewer, or raise its rounds",
             code="testing.rounds",
         )
 

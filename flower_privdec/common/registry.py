@@ -23,6 +23,7 @@ import pkgutil
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
@@ -232,7 +233,8 @@ def _named_form(
         if more is not None:
             title = title.removesuffix("Section") + _form_name(more)
             bases = (more, *bases)
-        _FORMS[key] = _joined(title, section, bases, {choice: Literal[names]})
+        again = partial(_named_form, section, choice, names, more)
+        _FORMS[key] = _joined(title, section, bases, {choice: Literal[names]}, again)
     return _FORMS[key]
 
 
@@ -240,27 +242,45 @@ def own_form(section: type[Section]) -> type[Section]:
     """Return the form of the section of a part of a user's own: its keys after the key `module`."""
     key = (section, None, ())
     if key not in _FORMS:
-        _FORMS[key] = _joined(f"Own{_form_name(section)}", section, (section, OwnPart), {})
+        again = partial(own_form, section)
+        _FORMS[key] = _joined(f"Own{_form_name(section)}", section, (section, OwnPart), {}, again)
     return _FORMS[key]
 
 
 def _joined(
-    title: str, section: type[Section], bases: tuple[type[Section], ...], choice: dict[str, Any]
+    title: str,
+    section: type[Section],
+    bases: tuple[type[Section], ...],
+    choice: dict[str, Any],
+    again: Callable[[], type[Section]],
 ) -> type[Section]:
     """Return a class with the keys of all bases, those of the last base first.
 
     Pydantic orders fields by the bases from last to first, and takes the configuration of the last: the section's own,
     which may allow more keys, is therefore given again.
+
+    Args:
+        again: makes the class. It stands in no module, so another process that is sent an instance makes it itself.
     """
+
+    def reduced(instance: Section) -> tuple[Any, ...]:
+        return _empty_instance, (again,), instance.__getstate__()
 
     def fill(namespace: dict[str, Any]) -> None:
         namespace["__module__"] = section.__module__
         namespace["__doc__"] = section.__doc__
         namespace["__annotations__"] = choice
         namespace["model_config"] = section.model_config
+        namespace["__reduce__"] = reduced
 
     form: type[Section] = types.new_class(title, bases, exec_body=fill)
     return form
+
+
+def _empty_instance(form: Callable[[], type[Section]]) -> Section:
+    """Return an instance of a form that has no values yet, for pickle."""
+    made = form()
+    return made.__new__(made)
 
 
 def _form_name(section: type[Section]) -> str:

@@ -287,6 +287,11 @@ class Cohort:
         """Return per-peer numbers as a tensor on the cohort's device."""
         return torch.as_tensor(values, dtype=self.dtype, device=self.device)
 
+    def tensors(self, values: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        """Return several per-peer numbers of one shape as tensors on the cohort's device, by one transfer."""
+        together = self.tensor(np.stack(list(values.values())))
+        return dict(zip(values, together.unbind(), strict=True))
+
     def active(self, round_index: int) -> np.ndarray:
         """Return which rows take their steps in a round, bool [m]: those that take part and can pay all its steps."""
         takes_part = self.participation.active(round_index)[self.peers]
@@ -432,14 +437,22 @@ class Cohort:
         if self.apart:
             sums = {name: torch.zeros_like(rows) for name, rows in request.sums.items()}
 
+        # A GPU waits for every transfer, so all numbers of the rows go to it in one.
+        numbers = {"scale": scale}
+        if clip_norm is not None:
+            numbers["clip norm"] = clip_norm
+        for name, std in noise_std.items():
+            numbers[f"noise of {name}"] = std
+        on_device = self.tensors(numbers)
+
         step = PrivateStep(
             sums=sums,
             params=request.params,
             divisor=request.divisor,
             batch=batch,
-            clip_norm=None if clip_norm is None else self.tensor(clip_norm),
-            scale=self.tensor(scale),
-            noise_std={name: self.tensor(std) for name, std in noise_std.items()},
+            clip_norm=on_device.get("clip norm"),
+            scale=on_device["scale"],
+            noise_std={name: on_device[f"noise of {name}"] for name in noise_std},
             estimate=request.estimate,
             peers=self.peers[request.rows],
             rows=request.rows,

@@ -19,7 +19,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from torch.nn.functional import adaptive_avg_pool2d, group_norm
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import available_cores, cpu_model
+from flower_privdec.common.user_code import require
 from flower_privdec.data.feature_cache import cached
-from flower_privdec.data.scattering import Scattering2D, n_paths
+from flower_privdec.data.scattering import INSTALL, Scattering2D, n_paths
 from flower_privdec.data.strokes import draw_strokes
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.scenario.sections import FeaturesSection
@@ -96,8 +97,16 @@ def _check_fit(section: FeaturesSection, shape: tuple[int, ...]) -> None:
 
 
 def features_version() -> str:
-    """Return the version of the library whose filters features are made with."""
-    return f"kymatio {version('kymatio')}"
+    """Return the version of the library whose filters features are made with.
+
+    Raises:
+        ScenarioError: it is not installed.
+    """
+    try:
+        return f"kymatio {version('kymatio')}"
+    except PackageNotFoundError:
+        require("kymatio", "features.kind=scattering", INSTALL)  # which raises
+        raise
 
 
 class Extractor:

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from flower_privdec.common.user_code import require
 
-_INSTALL = "pip install 'flower-privdec[features]'"
+INSTALL = "pip install 'flower-privdec[features]'"
 
 
 def n_paths(scales: int, angles: int, order: int) -> int:
@@ -52,8 +52,8 @@ class Scattering2D:
         Raises:
             ScenarioError: kymatio is not installed.
         """
-        bank_module = require("kymatio.scattering2d.filter_bank", "features.kind=scattering", _INSTALL)
-        utils = require("kymatio.scattering2d.utils", "features.kind=scattering", _INSTALL)
+        bank_module = require("kymatio.scattering2d.filter_bank", "features.kind=scattering", INSTALL)
+        utils = require("kymatio.scattering2d.utils", "features.kind=scattering", INSTALL)
         self.shape = shape
         self.scales = scales
         self.order = order

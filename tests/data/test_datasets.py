@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from paths import SHARED
+from raising import raises
 from whole_dataset import load_dataset
 
 from flower_privdec.common.catalogue import DATASETS
@@ -23,7 +24,6 @@ from flower_privdec.data.datasets import open_dataset
 from flower_privdec.data.embedded_tables import _sklearn_table, nucleus_features
 from flower_privdec.data.pixels import CIFAR10_PIXELS, FASHION_PIXELS, MNIST_PIXELS
 from flower_privdec.scenario.sections import DataSection
-from tests.support.raising import raises
 
 
 def refused(*needles: str, root: Any = None, name: str = "npz", **options: Any) -> None:

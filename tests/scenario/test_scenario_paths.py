@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -184,3 +187,12 @@ def test_keys_of_published_tables_stay(name: str, made_of: str) -> None:
     """A key of the file that moves, or a further option with a default, must move no draw."""
     scenario = load_scenario(ROOT / "scenarios" / f"{name}.yaml")
     assert numbers_hash(scenario) == made_of
+
+
+def test_a_scenario_can_be_sent_to_another_process() -> None:
+    """Its sections are classes that stand in no module."""
+    scenario = load_scenario(ROOT / "scenarios" / "dp-dda-breast-cancer.yaml", ["topology={name: erdos-renyi}"])
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).topology.name)"
+    other = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(scenario), capture_output=True, check=True)
+    assert other.stdout.split() == [b"erdos-renyi"]
+    assert pickle.loads(pickle.dumps(scenario)) == scenario

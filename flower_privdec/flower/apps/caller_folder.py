@@ -29,12 +29,12 @@ class FlwrRun:
     """A `flwr run` that is waiting for its run.
 
     Attributes:
-        started: in clock ticks since the machine's boot.
+        started: in clock ticks since the machine's boot, and the process's number, for two within one tick.
         folder: its working folder.
         may_name: the folders that may hold its app: its working folder, and each of its arguments as a path.
     """
 
-    started: int
+    started: tuple[int, int]
     folder: Path
     may_name: list[Path]
 
@@ -85,4 +85,5 @@ def _flwr_runs() -> Iterator[FlwrRun]:
 
             # The command's name stands in parentheses and may itself hold blanks and parentheses.
             fields = (process / "stat").read_text().rpartition(")")[2].split()
-            yield FlwrRun(int(fields[START_TIME]), folder, [*arguments, folder])
+            started = int(fields[START_TIME]), int(process.name)
+            yield FlwrRun(started, folder, [*arguments, folder])
