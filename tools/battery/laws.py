@@ -33,7 +33,7 @@ from flower_privdec.testing import BrokenLaw, assert_noise, assert_sensitivity
 from tools.battery import parts
 from tools.battery.independent import Step, counted
 from tools.battery.ledgers import composed_ledger
-from tools.battery.measured import ALL, Measured, bounds, composed, measuring
+from tools.battery.measured import ALL, Measured, Sampling, bounds, composed, measuring
 from tools.battery.rows import Case, more_rounds, run_row
 
 ABOVE = 1.02  # what a printed ε may be, over an independent one
@@ -331,8 +331,8 @@ def _run_with_ending(
         # A step that is taken again has the noise that it had, and is one step.
         return Taken([reference], [reference]), summary
     if runtime == "engine" and experiment.scenario.compute.generator != "system":
-        charged = _up_to_evaluation(before_it, reference)
-        return Taken([before_it, after_it], [charged, after_it]), summary
+        charged = _whole_epochs(_up_to_evaluation(before_it, reference), reference)
+        return Taken([before_it, after_it], [charged, _whole_epochs(after_it, reference)]), summary
     # Other noise is another release, which is paid for again: at most that of all steps. With a budget, what was paid
     # for again may leave no room for the last steps, so nothing is known to have been taken.
     fewest = reference
@@ -353,6 +353,22 @@ def _up_to_evaluation(killed: Measured, reference: Measured) -> Measured:
     block = experiment.scenario.evaluation.every * experiment.algorithm.steps_per_round
     end = block * (last // block + 1)
     return replace(reference, steps=[record for record in reference.steps if record.step < end])
+
+
+def _whole_epochs(part: Measured, whole: Measured) -> Measured:
+    """Return all steps of the shuffled epochs that a part of a run has begun; without epochs the part itself.
+
+    An epoch is paid for when it begins, as its dearest step, and by each process that draws it anew.
+    """
+    experiment = whole.experiment
+    if experiment.scenario.data.batch.sampling != "shuffle" or not part.steps:
+        return part
+
+    numbers = [record.step for record in part.steps]
+    lengths = [Sampling.of(experiment, peer).epoch for peer in range(len(experiment.own.peers))]
+    first = min(min(numbers) // length * length for length in lengths)
+    end = max((max(numbers) // length + 1) * length for length in lengths)
+    return replace(whole, steps=[record for record in whole.steps if first <= record.step < end])
 
 
 def _with_more_rounds(case: Case, experiment: Experiment) -> Taken:
