@@ -540,7 +540,9 @@ def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], taken: Taken
             _between(float(row[name]), low, high, name, peer)
         if "epsilon_of_replies_to_one" in row:
             low = _bounds_of_replies(taken.fewest, peer, delta)[0]
-            high = _bounds_of_replies(taken.most, peer, delta)[1]
+            high = math.inf
+            if not any(_is_undeclared(run) for run in taken.most):
+                high = _bounds_of_replies(taken.most, peer, delta)[1]
             _between(float(row["epsilon_of_replies_to_one"]), low, high, "epsilon of replies", peer)
 
 
