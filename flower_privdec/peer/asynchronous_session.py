@@ -6,7 +6,7 @@ What a peer keeps of one neighbour is in one of these states (`PushSumProtocol` 
 |---|---|---|---|
 | closed | this process or the neighbour's begins; a call is refused, or LOST in a row are | hellos | it greets back |
 | open | a hello answers this process's challenge, neither side is behind | all, a hello every `retry` | see closed |
-| stale | a neighbour has seen more of this peer than its store holds | nothing, to nobody | `reset`: all closed |
+| stale | a neighbour has seen more of this peer than its store holds | nothing at all | `reset`: all closed |
 | quarantined | the neighbour sent a share that no working device sends | nothing | this process ends |
 
 A hello is sent until an edge is open, and then every `retry` seconds, which also reports this peer's round. Shares and
