@@ -208,7 +208,7 @@ def assert_sensitivity(
 
     Args:
         experiment: with privacy; in float64, or rounding hides small moves.
-        examples: of a peer, each tried by itself; by default the first.
+        examples: of a peer, each tried by itself; by default the first that is drawn.
         slack: relative, for rounding.
 
     Returns:
@@ -222,7 +222,7 @@ def assert_sensitivity(
     drawing = drawings_of(experiment, experiment.own.peers, experiment.own.sampler)[peer]
 
     most = 0.0
-    for example in examples or (0,):
+    for example in examples or (_first_drawn(tape, peer),):
         with replaying(tape) as again, zeroed_out(peer, example):
             run_rounds(experiment, rounds)
 
@@ -240,6 +240,16 @@ def assert_sensitivity(
                 if allowed:
                     most = max(most, moved / allowed)
     return most
+
+
+def _first_drawn(tape: Tape, peer: int) -> int:
+    """Return a peer's example of the first step that draws one; 0 if none does."""
+    for step in tape.steps:
+        for row in np.flatnonzero(step.peers == peer).tolist():
+            drawn = step.positions[row]
+            if len(drawn):
+                return int(min(drawn))
+    return 0
 
 
 # --- each release has its noise ---

@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 from battery_rows import row_of
 
+from flower_privdec.common import files
 from flower_privdec.experiment import checkpoint, fingerprints, run_key, spent
 from flower_privdec.flower.apps.server_app import Relay
+from flower_privdec.gradients.protocol import Clipping
+from flower_privdec.planner import peers as planned_peers
+from flower_privdec.privacy.ledger.spending import Spending
+from flower_privdec.privacy.mechanism.events import Adversary, Release
 from flower_privdec.privacy.noise.philox import PhiloxNoise
+from flower_privdec.reporting import ledgers
 from flower_privdec.scenario import loading
 from tools.battery.laws import try_case
 from tools.battery.rows import Case
@@ -75,6 +81,44 @@ def resumed_rows_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "restored", restored)
 
 
+def planned_epsilon_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned_peers, "json_number", lambda value: value * (1 + 1e-6))
+
+
+def files_are_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "OWNER_ONLY", 0o644)
+
+
+def earlier_runs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Spending, "_paid_before", lambda *given: ())
+    monkeypatch.setattr(Spending, "_costs_elsewhere", lambda *given: [])
+
+
+def everybody_keeps_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger's ε against all other peers is that against as many as a scenario names."""
+    true = Release.towards
+
+    def towards(release: Release, adversary: Adversary) -> Release:
+        return true(release, Adversary(1))
+
+    monkeypatch.setattr(Release, "towards", towards)
+
+
+def ledger_command_adds_up_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = ledgers.epsilon_of_runs
+    monkeypatch.setattr(ledgers, "epsilon_of_runs", lambda *given: 0.999 * true(*given))
+
+
+def gradients_are_clipped_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gradient is clipped to a fifth more than its bound."""
+    true = Clipping.coefficient
+
+    def coefficient(clipping: Clipping, norms: Any, weight: Any) -> Any:
+        return true(clipping, norms / 1.2, weight)
+
+    monkeypatch.setattr(Clipping, "coefficient", coefficient)
+
+
 @pytest.mark.parametrize(
     ("break_it", "levels", "law"),
     [
@@ -85,8 +129,32 @@ def resumed_rows_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
         (epsilon_times(1.05), {}, "no ε is 2 % above the truth"),
         (data_are_in_no_key, {"data": "npz", "edit": "example"}, "what changes numbers changes keys"),
         (resumed_rows_are_moved, {"ending": "stopped"}, "straight and resumed agree"),
+        (planned_epsilon_is_another, {}, "plan and summary agree"),
+        (files_are_for_everybody, {}, "files are private"),
+        (
+            earlier_runs_are_forgotten,
+            {"ledger": "shared", "second": "other algorithm"},
+            "no ε is below the truth",
+        ),
+        (everybody_keeps_secrets, {"noise": "cancelling 1"}, "no ε is below the truth"),
+        (ledger_command_adds_up_wrongly, {}, "ledger and summary agree"),
+        (gradients_are_clipped_too_late, {"clip": "unequal"}, "law.sensitivity"),
     ],
-    ids=["relay", "settings", "noise", "too little", "too much", "keys", "resume"],
+    ids=[
+        "relay",
+        "settings",
+        "noise",
+        "too little",
+        "too much",
+        "keys",
+        "resume",
+        "plan",
+        "files",
+        "second run",
+        "adversaries",
+        "ledger",
+        "clipping",
+    ],
 )
 def test_a_law_that_is_broken_is_seen(
     break_it: Break, levels: dict[str, str], law: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
