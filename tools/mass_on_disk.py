@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.files import CHECKPOINTS
-from flower_privdec.experiment.checkpoint import read_checkpoints
+from flower_privdec.peer.store import read_checkpoints
 from flower_privdec.pushsum.frames import unpack
 
 

@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.files import open_file, write_atomically
 from flower_privdec.peer.app_model import AppModel, Layout, mass_of
 from flower_privdec.peer.masking import Handed
+from flower_privdec.peer.record_log import DamagedLogError, Facts, NamedArrays, RecordLog
 from flower_privdec.pushsum.exactly_once import LAST, Durable, PushSumProtocol, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, pack, unpack
 from flower_privdec.pushsum.witness import draw_boot
@@ -205,7 +204,7 @@ def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
         raise RefusedError(f"shares for peers {sorted(weights.keys() - others)} must be for others that are there")
 
 
-FORMAT = "flower-privdec-peer-7"
+FORMAT = "flower-privdec-peer-8"
 BOOT = "start"  # the file of a number that each introduction to a ServerApp draws anew
 WITNESSED = "neighbour-ledgers"  # the file of the ledger lines that neighbours' starts have
 WITNESSES = 4  # on either side, in the order of peers' numbers
@@ -259,7 +258,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 def state_path(folder: Path, run: str) -> Path:
     """Return where a run's state lies; a run's name is anybody's words, so it is only hashed."""
-    return folder / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}.safetensors"
+    return folder / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
 
 
 @dataclass
@@ -267,11 +266,14 @@ class SavedState:
     """A state as it is on disk, or instead of it in memory.
 
     Attributes:
+        log: the file that holds it.
         state: whose shares are those of the snapshot.
         snapshot: does not change.
-        live: the same state, as the message that saved it went on with it to its end; None if it failed.
+        live: the same state, as the message that saved it went on with it to its end; None if it failed, or if the
+            state was read.
     """
 
+    log: RecordLog
     state: PeerState
     snapshot: Durable[np.ndarray]
     live: PeerState | None = None
@@ -282,9 +284,12 @@ class SavedState:
         Args:
             as_read: whether to begin as such a process in any case.
         """
-        live, self.live = self.live, None  # what the message does to it counts once it has saved it
+        # What a message does to the live state counts once it has saved it.
+        live = self.live
+        self.live = None
         if live is not None and not as_read:
             return live
+
         snapshot = self.snapshot
         state = self.state
         shares = protocol(state.peer, dict(snapshot.mass), snapshot.incarnation, snapshot.edges)
@@ -292,30 +297,32 @@ class SavedState:
         return replace(state, shares=shares, acknowledged=set())
 
 
-def save_state(path: Path, state: PeerState, *, durable: bool = True, cache: Cache | None = None) -> None:
+def save_state(log: RecordLog, state: PeerState, *, durable: bool = True, in_memory: bool = False) -> SavedState:
     """Save a state, whole or not at all; then its new shares and acknowledgements may leave.
 
     Args:
+        log: of the state's run, which has read it or begins it.
         durable: whether it must be safe on disk whatever happens to the machine.
-        cache: of the process; one of a temporary folder is all that the state is written to.
+        in_memory: whether only what is returned holds the state, and nothing is written.
+
+    Returns:
+        The state as it was saved.
     """
     snapshot = state.shares.snapshot(state.round_index)
     edges = {j: edge for j, edge in snapshot.edges.items() if edge.sent or edge.received}
     snapshot = replace(snapshot, edges=edges)
     orphaned = state.orphaned + state.shares.orphaned.total()
-    if cache is None or not cache.is_temporary:
-        _write_state(path, state, snapshot, orphaned, durable)
-    if cache is not None:
-        cache.put(path, SavedState(replace(state, round_index=snapshot.round_index, orphaned=orphaned), snapshot))
+    if not in_memory:
+        _write_state(log, state, snapshot, orphaned, durable)
     state.shares.committed(snapshot)
+    return SavedState(log, replace(state, round_index=snapshot.round_index, orphaned=orphaned), snapshot)
 
 
-def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], orphaned: int, durable: bool) -> None:
-    exchange, tensors = pack(snapshot)
-    arrays = {**snapshot.mass, **tensors}
+def _write_state(log: RecordLog, state: PeerState, snapshot: Durable[np.ndarray], orphaned: int, durable: bool) -> None:
+    exchange, shares = pack(snapshot)
+    arrays = {**snapshot.mass, **shares, "average": state.average}
     for group, own in (("unmixed", state.unmixed), ("local", state.local_arrays), ("adopted", state.adopted)):
-        arrays |= {f"{group}/{name}": np.array(value, order="C") for name, value in own.items()}
-    arrays |= {"average": state.average}
+        arrays |= {f"{group}/{name}": np.asarray(value) for name, value in own.items()}
     facts = {
         "format": FORMAT,
         "run": state.run,
@@ -331,27 +338,33 @@ def _write_state(path: Path, state: PeerState, snapshot: Durable[np.ndarray], or
         "app_ledgers": state.app_ledgers,
         "average_weight": state.average_weight,
     }
-    write_atomically(path, save(arrays, {"state": json.dumps(facts)}), durable=durable)
+    log.write(facts, arrays, lasting=shares, durable=durable)
+    log.close()  # one process may answer for more peers than it may open files
 
 
-def load_state(path: Path) -> PeerState | None:
+def load_state(path: Path) -> SavedState | None:
     """Load the state; None if the file is missing.
 
     Raises:
         RunError: the file cannot be read, or is no state.
     """
-    if not path.exists():
-        return None
+    log = RecordLog(path, count=1)
     try:
-        with safe_open(path, "np") as file:
-            facts = json.loads(file.metadata()["state"])
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return _state(facts, arrays)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise RunError(f"{path} is no peer's state ({error}); restore it, or delete it to start again") from error
+        states = log.read(_state)
+    except (OSError, DamagedLogError) as error:
+        raise RunError(
+            f"{path} is no peer's state ({error}); restore it, or delete it to start again", code="app.damaged-state"
+        ) from error
+    finally:
+        log.close()
+
+    if not states:
+        return None
+    state, durable = states[-1]
+    return SavedState(log, state, durable)
 
 
-def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
+def _state(facts: Facts, arrays: NamedArrays) -> tuple[PeerState, Durable[np.ndarray]]:
     if facts["format"] != FORMAT:
         raise ValueError(f"format {facts['format']!r}, not {FORMAT}")
     peer = int(facts["peer"])
@@ -367,7 +380,7 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
     durable = unpack(peer, facts["exchange"], tensors, mass)
     shares = protocol(peer, dict(mass), durable.incarnation, durable.edges)
     shares.restore(durable)
-    return PeerState(
+    state = PeerState(
         layout=Layout.from_json(facts["layout"]),
         run=str(facts["run"]),
         shares=shares,
@@ -389,3 +402,4 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
             for path, (delta, caveat, assumption) in facts["app_ledgers"].items()
         },
     )
+    return state, durable

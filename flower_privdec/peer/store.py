@@ -1,4 +1,4 @@
-"""The one door from a peer to its disk: checkpoints, and what it has counted of its neighbours' ledgers.
+"""The one door from a network peer to its disk: checkpoints, and what it has counted of its neighbours' ledgers.
 
 A `Store` keeps both whole or not at all. `FolderStore` is a folder on a disk, held against a second process;
 `MemoryStore` is for simulations and tests, and can be copied and put back, as an operator restores a backup.
@@ -12,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.files import CHECKPOINTS, FolderLock, write_atomically
-from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog
+from flower_privdec.experiment.checkpoint import CARRIED, DTYPES, Checkpoint, described, numbers_of, restored
+from flower_privdec.peer.record_log import DamagedLogError, Facts, NamedArrays, RecordLog, read_records
 from flower_privdec.pushsum.witness import WitnessFile
 
 SCENARIO = "scenario.yaml"
@@ -117,6 +120,88 @@ class FolderStore:
         self.counts.close()
         self.checkpoints.close()
         self._lock.release()
+
+
+class CheckpointLog:
+    """The checkpoints of a network peer as records of one file; see Checkpoints and `record_log`.
+
+    Args:
+        path: the path of the file, made by the first checkpoint.
+        count: how many of the last checkpoints remain readable, 1 or 2.
+    """
+
+    def __init__(self, path: Path, count: int) -> None:
+        self._path = path
+        self._records = RecordLog(path, count)
+        self._carried: dict[tuple[int, int], tuple[Tensor, np.ndarray]] = {}  # by address and size
+
+    def read(self, device: torch.device) -> list[Checkpoint]:
+        """See Checkpoints.
+
+        Raises:
+            ScenarioError: the file has no readable checkpoint.
+        """
+        try:
+            return self._records.read(lambda facts, arrays: _checkpoint(facts, arrays, device))
+        except DamagedLogError as error:
+            raise _damaged(self._path, error) from error
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """See Checkpoints; what the checkpoint carries never changes."""
+        facts, tensors = described(checkpoint)
+
+        # The log writes an array once that it has seen, so a tensor that stays must stay the same array: on a GPU each
+        # copy is another one.
+        numbers = dict(self._carried)
+        arrays = NamedArrays()
+        for name, tensor in tensors.items():
+            memory = _memory_of(tensor)
+            if memory not in numbers:
+                numbers[memory] = tensor, np.frombuffer(numbers_of(tensor), np.uint8)
+            arrays[name] = numbers[memory][1]
+
+        carried = [name for name in tensors if name.startswith(CARRIED)]
+        self._records.write(facts, arrays, carried)
+        memories = [_memory_of(tensors[name]) for name in carried]
+        self._carried = {memory: numbers[memory] for memory in memories}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._records.close()
+
+
+def read_checkpoints(path: Path) -> list[Checkpoint]:
+    """Return the readable checkpoints of a network peer's file, the older first, to look at.
+
+    Raises:
+        ScenarioError: there is none.
+    """
+    cpu = torch.device("cpu")
+    try:
+        return read_records(path, lambda facts, arrays: _checkpoint(facts, arrays, cpu))
+    except DamagedLogError as error:
+        raise _damaged(path, error) from error
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _checkpoint(facts: Facts, arrays: NamedArrays, device: torch.device) -> Checkpoint:
+    tensors = {}
+    for name, numbers in arrays.items():
+        dtype, *shape = facts["tensors"][name]
+        flat = torch.from_numpy(numbers).view(DTYPES[dtype])
+        tensors[name] = flat.to(device).reshape(shape)
+    return restored(facts, tensors)
+
+
+def _damaged(path: Path, error: DamagedLogError) -> ScenarioError:
+    return ScenarioError(
+        f"{path}: cannot be read as checkpoints ({error}); restore it from a copy, or start again with another "
+        f"{option('out')}",
+        code="checkpoints.damaged",
+    )
 
 
 class MemoryStore:

@@ -13,6 +13,7 @@ from dp_accounting.pld import PLDAccountant
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from paths import ROOT
+from peer_states import state_in
 from raising import raises
 from routing_peers import LossyGrid, ReadingGrid, client, first, zeros
 from torch import nn
@@ -24,7 +25,6 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.flower import FedDeper, LocalGrid, PeerMod, PushSum, peer_folder, personalized, train_two_models
 from flower_privdec.models import flatten
 from flower_privdec.peer import app_updates
-from flower_privdec.peer.app_state import load_state, state_path
 from flower_privdec.privacy.ledger.segments import read_chain
 
 SETTINGS = {"learning_rate": 0.5, "rho": 0.1, "mixing_rate": 0.6, "local_steps": 3}
@@ -60,7 +60,7 @@ def flat(module, state):
 
 
 def state_of(folder, peer, run="run"):
-    return load_state(state_path(folder / f"peer-{peer}", run))
+    return state_in(folder / f"peer-{peer}", run)
 
 
 def run(grid, experiment, rounds, *topology, **options):

@@ -14,6 +14,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from paths import ROOT
+from peer_states import state_in
 from raising import raises
 from routing_peers import ReadingGrid, client, first, zeros
 from torch import nn
@@ -24,7 +25,7 @@ from flower_privdec.flower.mods import peer_mod
 from flower_privdec.flower.mods.peer_mod import PeerReport, PeerRequest, pack_bytes, unpack_bytes
 from flower_privdec.flower.strategies.push_sum import comparable
 from flower_privdec.peer import app_updates
-from flower_privdec.peer.app_state import load_state, state_path
+from flower_privdec.peer.app_state import state_path
 from flower_privdec.privacy.ledger import ledger as ledger_module
 
 APP = ROOT / "simulations" / "adapted-quickstart-sklearn" / "before"
@@ -369,11 +370,14 @@ def test_a_ledger_that_lost_payments_is_refused(fate: str, tmp_path: Path) -> No
 def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     app = client(moves, **PROTECTED)
     start(tmp_path, 1, app)
-    before = load_state(state_path(tmp_path / "peer-0", "run"))
+    before = state_in(tmp_path / "peer-0", "run")
 
-    def full(*given: Any, **_: Any) -> None:
+    save = peer_mod.save_state
+
+    def full(*given: Any, **options: Any) -> Any:
         if fate == "ledger" or given[1].round_index > before.round_index:
             raise OSError(28, "No space left on device")
+        return save(*given, **options)
 
     with monkeypatch.context() as patch:
         no_space = SimpleNamespace(**{**vars(os), "write": full})
@@ -381,7 +385,7 @@ def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, mo
         with raises(RunError, "nodes.all-failed", "No space left on device") as error:
             start(tmp_path, 2, app)
     assert "\n" not in str(error.value)
-    after = load_state(state_path(tmp_path / "peer-0", "run"))
+    after = state_in(tmp_path / "peer-0", "run")
     assert after.x.tolist() == before.x.tolist()
     told = start(tmp_path, 2, app).reports[0]  # a round that was paid and lost is paid again
     assert f"{2 + (fate == 'state')} Gaussian updates" in told.spent
@@ -513,7 +517,7 @@ def test_a_renewed_state_reuses_no_mask(tmp_path: Path) -> None:
     grid, peers = LocalGrid(app, 2, folder=tmp_path), (0, 1)
     keys = [bytes.fromhex(public_key(tmp_path / f"peer-{peer}")) for peer in peers]
     path = state_path(tmp_path / "peer-0", "run")
-    states = [load_state(state_path(tmp_path / f"peer-{peer}", "run")) for peer in peers]
+    states = [state_in(tmp_path / f"peer-{peer}", "run") for peer in peers]
     incarnations = [state.shares.incarnation for state in states]
     common = {"neighbors": [0, 1], "incarnations": incarnations, "keys": keys}
     masses = []
@@ -571,7 +575,7 @@ def test_a_hostile_relay_makes_and_loses_no_mass(strategy: type[PushSum], seed: 
     for rounds in (6, 7):  # the last one is honest, and all that was refused comes again
         grid.honest = rounds == 7
         strategy(topology, name="run", fraction_evaluate=0.0).start(grid, zeros(), rounds)
-    states = [load_state(state_path(tmp_path / f"peer-{peer}", "run")) for peer in range(4)]
+    states = [state_in(tmp_path / f"peer-{peer}", "run") for peer in range(4)]
     assert sum(state.w for state in states) == pytest.approx(4.0, rel=1e-12)
     assert grid.seen
 

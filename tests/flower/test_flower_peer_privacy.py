@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peer_states import state_in
 from raising import raises
 from routing_peers import ReadingGrid, client, first, frozen_share, receive, sets_its_values_once, values_of, zeros
 from scipy import stats
@@ -26,7 +27,7 @@ from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
 from flower_privdec.flower.mods.peer_mod import PeerRequest
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
-from flower_privdec.peer.app_state import PeerState, load_state, run_frames, state_path
+from flower_privdec.peer.app_state import PeerState, run_frames
 from flower_privdec.peer.app_updates import PeerLedger, clipped, norm, protected, solved_noise, spent_so_far
 from flower_privdec.peer.identity import Identity, KnownPeers, PeerSeal
 from flower_privdec.peer.masking import masked, unmasked_sum
@@ -134,7 +135,7 @@ def test_a_reached_budget_stops_training_and_relaying_continues(tmp_path, caplog
     strategy.start(grid, zeros(), 6)
     assert [k for peer, k in done if peer == 2] == [1, 2, 3]
     assert len(done) == 3 * 6 + 3
-    state = load_state(state_path(tmp_path / "peer-2", "b"))
+    state = state_in(tmp_path / "peer-2", "b")
     assert sum(edge.sent for edge in state.shares.edges.values()) == 6  # it went on sending
     assert state.round_index == 6
     assert "3 of 4 peers trained (peer 2: its next update would exceed epsilon" in caplog.text
@@ -391,7 +392,7 @@ def test_pinned_keys_admit_no_other_peer(tmp_path, caplog):
         context.node_config["known-peers"] = str(pinned)
     PushSum(fraction_evaluate=0.0, name="pins").start(grid, zeros(), 2)
     assert "peer 1 sends nothing to peer 2: peer 2 has no key in" in caplog.text
-    found = [load_state(state_path(tmp_path / f"peer-{peer}", "pins")) for peer in range(3)]
+    found = [state_in(tmp_path / f"peer-{peer}", "pins") for peer in range(3)]
     edges = [state.shares.edges for state in found]
     assert [[j for j, edge in each.items() if edge.sent] for each in edges] == [[1], [], [1]]
 
@@ -449,7 +450,7 @@ def _alone(app, message, context):
 def test_a_relay_cannot_introduce_uncounted_peers(tmp_path):
     start(tmp_path, 1, seal=True)
     grid = LocalGrid(client(moves_a_little, seal=True), 2, folder=tmp_path)
-    state = load_state(state_path(tmp_path / "peer-0", "run"))
+    state = state_in(tmp_path / "peer-0", "run")
     stranger = bytes.fromhex(public_key(tmp_path / "stranger"))
     asked = PeerRequest(
         "deliver",

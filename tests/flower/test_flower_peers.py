@@ -12,6 +12,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from peer_states import state_in
 from raising import raises
 from routing_peers import (
     LossyGrid,
@@ -31,7 +32,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum
 from flower_privdec.flower.strategies import peer_network
 from flower_privdec.flower.strategies.peer_network import answers
-from flower_privdec.peer.app_state import PeerState, load_state, run_frames, state_path
+from flower_privdec.peer.app_state import PeerState, run_frames, state_path
 
 
 def mean_of(n_peers: int, size: int = 3) -> np.ndarray:
@@ -39,7 +40,7 @@ def mean_of(n_peers: int, size: int = 3) -> np.ndarray:
 
 
 def states(folder: Path, n_peers: int, run: str) -> list[PeerState]:
-    return [load_state(state_path(folder / f"peer-{peer}", run)) for peer in range(n_peers)]
+    return [state_in(folder / f"peer-{peer}", run) for peer in range(n_peers)]
 
 
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])

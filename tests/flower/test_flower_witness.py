@@ -178,10 +178,9 @@ def test_a_check_of_the_ledger_comes_before_the_step(tmp_path):
     """The state has its mass and was not told of the ledger, so that nothing else stops the peer."""
     peers = Peers(tmp_path, PushSum)
     peers.run(2)
-    path = state_path(peers.one, "law")
-    state = load_state(path)
-    state.paid.clear()
-    save_state(path, state)
+    saved = load_state(state_path(peers.one, "law"))
+    saved.state.paid.clear()
+    save_state(saved.log, saved.state)
     (peers.one / "peer-updates.jsonl").unlink()
     assert "lacks 2 lines" in peers.run(4)
     assert peers.count[1] == 2

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from peer_states import state_in
 from raising import raises
 from routing_peers import client, sets_its_values_once, zeros
 
@@ -17,7 +18,6 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.flower import LocalGrid, PushSum
 from flower_privdec.flower.mods.peer_mod import PeerRequest
 from flower_privdec.flower.node_settings import PeerSettings
-from flower_privdec.peer.app_state import load_state, state_path
 from flower_privdec.peer.masking import unmasked_sum
 
 N, RUN = 4, "run"
@@ -35,7 +35,7 @@ class Server:
 
     def models(self) -> np.ndarray:
         """Return what the server must not learn: (x, w) of each peer, [peer, 4]."""
-        states = [load_state(state_path(self.folder / f"peer-{peer}", RUN)) for peer in range(N)]
+        states = [state_in(self.folder / f"peer-{peer}", RUN) for peer in range(N)]
         return np.array([[*state.x, state.w] for state in states if state is not None])
 
     def ask(self, peer: int, kind: str, **fields: Any) -> RecordDict:
@@ -64,7 +64,7 @@ class Server:
             self.ask(peer, "round", round_index=self.round, rounds=self.round, **fields)
 
     def introduction(self) -> dict[str, Any]:
-        states = [load_state(state_path(self.folder / f"peer-{peer}", RUN)) for peer in range(N)]
+        states = [state_in(self.folder / f"peer-{peer}", RUN) for peer in range(N)]
         keys = [bytes.fromhex((self.folder / f"peer-{peer}" / "identity.pub").read_text()) for peer in range(N)]
         return {"incarnations": [state.shares.incarnation for state in states if state is not None], "keys": keys}
 

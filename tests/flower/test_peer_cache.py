@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from peer_states import state_in
 from raising import raises
 from routing_peers import client, first, sets_its_values_once, zeros
 
@@ -17,8 +18,9 @@ from flower_privdec.common.errors import BudgetError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum
 from flower_privdec.flower.mods import peer_mod
 from flower_privdec.flower.node_settings import PeerCache
-from flower_privdec.peer.app_state import PeerState, load_state, state_path
+from flower_privdec.peer.app_state import PeerState, SavedState, state_path
 from flower_privdec.peer.app_updates import PeerLedger
+from flower_privdec.peer.record_log import RecordLog
 from flower_privdec.privacy.ledger.segments import ledger_path, read_chain
 
 PRIVATE: dict[str, Any] = {"clip_norm": 1.0, "noise_multiplier": 2.0, "delta": 1e-3}
@@ -73,10 +75,10 @@ def test_a_state_replaced_between_messages_is_reread(tmp_path: Path) -> None:
     PushSum(name="run").start(grid, zeros(), 1)
     early = path.read_bytes()
     PushSum(name="run").start(grid, zeros(), 2)
-    late = load_state(path)
+    late = state_in(tmp_path / "peer-0", "run")
     path.write_bytes(early)
     PushSum(name="run").start(grid, zeros(), 3)
-    after = load_state(path)
+    after = state_in(tmp_path / "peer-0", "run")
     assert late is not None
     assert after is not None
     assert after.shares.incarnation > late.shares.incarnation  # it was noticed that it is an old copy
@@ -117,11 +119,11 @@ def test_a_message_failing_while_saved_keeps_the_state(
     app, failed = ClientApp(mods=[PeerMod()]), list[int]()
     save = peer_mod.save_state
 
-    def fails_once(path: Path, state: PeerState, **options: Any) -> None:
+    def fails_once(log: RecordLog, state: PeerState, **options: Any) -> SavedState:
         if state.peer == 1 and state.round_index == 2 and not failed:
             failed.append(state.peer)
             raise OSError("the disk is full")
-        save(path, state, **options)
+        return save(log, state, **options)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:

@@ -1,8 +1,7 @@
-"""A peer's checkpoints in one file: whole wherever a write is cut off, and each tensor once."""
+"""A network peer continues from its checkpoints, whichever write its machine stops at."""
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,244 +9,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from asynchronous_network import QUICK, again
 from networked import LONG, Killed, devices, go_on, running
-from share_machines import commit, shake
 from tiny_scenario import Tiny
+from torn_disk import torn
 
-from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import CHECKPOINTS
-from flower_privdec.core import State
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.experiment import checkpoint as checkpoint_module
-from flower_privdec.experiment.checkpoint import (
-    CARRIED,
-    PAGE,
-    ROOTS,
-    Checkpoint,
-    CheckpointLog,
-    described,
-    page_check,
-    read_checkpoints,
-)
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.privacy.ledger.charges import RunName
 from flower_privdec.privacy.ledger.segments import read_chain
-from flower_privdec.pushsum.exactly_once import PushSumProtocol
-from flower_privdec.pushsum.frames import TensorArithmetic, pack
 from tools.mass_on_disk import mass_on_disk
-
-CPU, SECTOR = torch.device("cpu"), 512
-RUN = RunName("run", "scenario", "environment")
-
-
-class MachineStopped(BaseException):
-    """The machine stops."""
-
-
-def checkpoint(number: int, **carried: torch.Tensor) -> Checkpoint:
-    """Return a checkpoint with a row of some pages and two small ones."""
-    rows = {
-        "x": torch.randn(1, 3000 + 500 * (number % 3)),
-        "w": torch.tensor([float(number)]),
-        "small": torch.randn(1, 900),
-    }
-    return Checkpoint(State(np.array([3]), number, 0, rows), "hash", RUN, transport={"place": number}, carried=carried)
-
-
-def contents(held: Checkpoint) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    facts, tensors = described(held)
-    return facts, {name: tensor.tolist() for name, tensor in tensors.items()}
-
-
-def torn(durable: bytes, now: bytes, random: Random) -> bytes:
-    """Return what a disk may hold of a file whose sectors were partly written since its last sync."""
-    durable = durable.ljust(len(now), b"\0")
-    share = random.choice([0.1, 0.5, 0.9, 1.0])
-    return b"".join(
-        (now if random.random() < share else durable)[at : at + SECTOR] for at in range(0, len(now), SECTOR)
-    )
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the sizes of what is written, as it is."""
-    sizes, write = list[int](), os.pwrite
-
-    def counting(file: int, content: memoryview, at: int) -> int:
-        sizes.append(len(content))
-        return write(file, content, at)
-
-    monkeypatch.setattr(os, "pwrite", counting)
-    return sizes
-
-
-@pytest.mark.parametrize("kept", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
-def test_after_any_stop_a_whole_checkpoint_is_left(
-    kept: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every call that writes or syncs is the last one once, and any part of what was not synced is on the disk."""
-    random, path, calls = Random(seed), tmp_path / "file", {"left": -1}
-    share = torch.randn(4000)
-    durable = [b""]
-
-    def stopping(name: str) -> None:
-        call = getattr(os, name)
-
-        def counted(*arguments: Any) -> Any:
-            calls["left"] -= 1
-            if calls["left"] == 0:
-                raise MachineStopped
-            done = call(*arguments)
-            if name == "fdatasync":
-                durable[0] = path.read_bytes() if path.exists() else b""
-            return done
-
-        monkeypatch.setattr(checkpoint_module.os, name, counted)
-
-    for name in ("pwrite", "posix_fallocate", "fdatasync"):
-        stopping(name)
-    log, number, stops = CheckpointLog(path, kept), 1, 0
-    log.write(checkpoint(1))
-    durable[0] = path.read_bytes()  # it was synced by another name
-    committed = [contents(read_checkpoints(path)[-1])]
-    while stops < 40:
-        number += 1
-        new = (
-            checkpoint(number, share=share)
-            if random.random() < 0.5
-            else checkpoint(number, share=share, other=torch.ones(2000))
-        )
-        calls["left"] = random.randint(1, 9)
-        try:
-            log.write(new)
-        except MachineStopped:
-            log.close()
-            path.write_bytes(torn(durable[0], path.read_bytes(), random))
-            log, stops = CheckpointLog(path, kept), stops + 1
-            calls["left"] = -1
-            read = [contents(held) for held in log.read(CPU)]
-            if read[-1] == contents(new):
-                committed.append(read[-1])
-            assert read == committed[-kept:]
-        else:
-            committed.append(contents(new))
-            assert [contents(held) for held in read_checkpoints(path)][-kept:] == committed[-kept:]
-    log.close()
-
-
-def test_checkpoints_are_synced_once_and_their_folder_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    syncs = list[str]()
-
-    def counted(name: str, call: Any) -> Any:
-        return lambda *arguments: (syncs.append(name), call(*arguments))[1]
-
-    for name in ("fsync", "fdatasync", "replace", "rename"):
-        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
-    log = CheckpointLog(tmp_path / "file", 1)
-    log.write(checkpoint(1))
-    assert syncs.count("fdatasync") == 1
-    syncs.clear()
-    for number in range(2, 9):
-        log.write(checkpoint(number))
-    assert syncs == ["fdatasync"] * 7
-    size = (tmp_path / "file").stat().st_size
-    assert size <= ROOTS * PAGE + 2 * (4 * 4000 + 2 * PAGE)  # this checkpoint's place and the last one's
-    log.close()
-
-
-def test_a_tensor_that_stays_is_written_once(written: list[int], tmp_path: Path) -> None:
-    log, share = CheckpointLog(tmp_path / "file", 1), torch.randn(9000)
-    for number in range(1, 6):
-        log.write(checkpoint(number, share=share, same=share))
-        assert (written.count(share.nbytes)) == 1
-    log.write(checkpoint(6))
-    log.write(checkpoint(7, share=share))  # no checkpoint held it in between
-    assert written.count(share.nbytes) == 2
-    assert contents(log.read(CPU)[-1])[1][CARRIED + "share"] == share.tolist()
-    log.close()
-
-
-@pytest.mark.parametrize(("weight", "start", "same"), [(0.5, 1.7, True), (0.25, 1.7, False), (0.5, -0.0, False)])
-def test_half_of_a_mass_is_written_once_as_share(
-    weight: float, start: float, same: bool, written: list[int], tmp_path: Path
-) -> None:
-    a, b = (PushSumProtocol(i, [0, 1], 5 + i, {"x": torch.full((4000,), start)}, TensorArithmetic()) for i in range(2))
-    commit(a, b)
-    shake(a, b)
-    a.split(0, {1: weight})
-    durable = a.snapshot(1)
-    facts, carried = pack(durable)
-    state = State(np.array([0]), 1, 0, {"x": durable.mass["x"][None]})
-    log = CheckpointLog(tmp_path / "file", 1)
-    log.write(Checkpoint(state, "hash", RUN, transport={"shares": facts, "place": 1}, carried=carried))
-    assert written.count(16000) == (1 if same else 2)
-    before = durable.mass["x"].clone()
-    a.mass["x"].add_(1)
-    assert torch.equal(durable.mass["x"], before)
-    log.close()
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("call", ["pwrite", "posix_fallocate", "fdatasync"])
-def test_a_failing_disk_is_named_and_a_checkpoint_survives(
-    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = CheckpointLog(tmp_path / "file", 1)
-    log.write(checkpoint(1))
-    whole = contents(read_checkpoints(tmp_path / "file")[-1])
-
-    def failing(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, failing)
-        with pytest.raises(OSError, match=str(tmp_path)):
-            log.write(checkpoint(2))
-    log.close()
-    if call != "fdatasync":  # else the next one may be whole too
-        assert contents(read_checkpoints(tmp_path / "file")[-1]) == whole
-    else:
-        assert read_checkpoints(tmp_path / "file")[0].transport["place"] == 1
-
-
-@pytest.mark.parametrize("content", [b"", b"\0" * 3 * PAGE, b"nonsense" * PAGE])
-def test_a_file_without_a_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ScenarioError) as refused:
-        CheckpointLog(tmp_path / "file", 1).read(CPU)
-    assert refused.value.code == "checkpoints.damaged"
-    assert "\n" not in str(refused.value)
-    assert (tmp_path / "file").read_bytes() == content
-
-
-def test_a_byte_that_changed_anywhere_is_noticed(tmp_path: Path) -> None:
-    log = CheckpointLog(tmp_path / "file", 1)
-    log.write(checkpoint(1))
-    log.close()
-    whole, before = (tmp_path / "file").read_bytes(), contents(read_checkpoints(tmp_path / "file")[0])
-    for at in [*range(PAGE, PAGE + 40, 7), *range(ROOTS * PAGE, len(whole), 997)]:
-        (tmp_path / "file").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        try:
-            assert contents(read_checkpoints(tmp_path / "file")[0]) == before  # between the parts
-        except ScenarioError:
-            assert at < PAGE + 40 or whole[at - 8 : at + 8].strip(b"\0")
-
-
-@pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, 3 * PAGE + 5])
-def test_the_page_check_finds_an_unwritten_page(size: int) -> None:
-    content = np.random.default_rng(1).bytes(size)
-    for page in range(-(-size // PAGE)):
-        other = bytearray(content)
-        other[page * PAGE : (page + 1) * PAGE] = bytes(len(content[page * PAGE : (page + 1) * PAGE]))
-        assert page_check(memoryview(bytes(other))) != page_check(memoryview(content))
-
-
-# --- peers ---
 
 
 class StoppingDisk:

@@ -16,8 +16,8 @@ from networked import LONG, devices
 from tiny_scenario import Tiny
 
 from flower_privdec.common.files import CHECKPOINTS
-from flower_privdec.experiment.checkpoint import read_checkpoints
 from flower_privdec.network.local.fork_server import IMPORTED
+from flower_privdec.peer.store import read_checkpoints
 from flower_privdec.privacy.ledger.segments import read_chain
 from tools.mass_on_disk import mass_on_disk
 

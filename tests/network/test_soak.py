@@ -23,8 +23,9 @@ from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.checkpoint import Checkpoint, CheckpointLog
+from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.network.local.peer_processes import on_this_machine
+from flower_privdec.peer.store import CheckpointLog
 from flower_privdec.pushsum.exactly_once import FIRST, Durable, Edge, FrozenShare
 from flower_privdec.pushsum.frames import pack
 from tools.soak import Soak, SoakedRun, Tally

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.experiment.checkpoint import CheckpointLog
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.peer.store import CheckpointLog
 from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.scenario import Scenario
 

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from flower_privdec.common.files import CHECKPOINTS
-from flower_privdec.experiment.checkpoint import Checkpoint, read_checkpoints
+from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.peer.peer import APART
+from flower_privdec.peer.store import read_checkpoints
 from flower_privdec.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.segments import read_chain
 from tools.mass_on_disk import mass_on_disk

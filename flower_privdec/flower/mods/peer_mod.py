@@ -61,6 +61,7 @@ from flower_privdec.peer.app_updates import (
 from flower_privdec.peer.dual_step import DualStep
 from flower_privdec.peer.identity import IDENTITY, KNOWN, Identity, KnownPeers, PeerSeal
 from flower_privdec.peer.masking import check_set, masked
+from flower_privdec.peer.record_log import RecordLog
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.noted_budgets import noting_budgets
 from flower_privdec.privacy.ledger.segments import ledger_path, read_entries
@@ -290,8 +291,10 @@ class RequestHandler:
         # Its state. An introduction begins as a new process does: what it answers follows only from what is saved.
         is_introduced = request.kind == INTRODUCE
         self.path = state_path(folder, request.run)
-        saved = cache.get(self.path, lambda: load_state(self.path))
-        self.state: PeerState | None = saved.taken(is_introduced) if isinstance(saved, SavedState) else saved
+        self._saved: SavedState | None = cache.get(self.path, lambda: load_state(self.path))
+        self.state: PeerState | None = None
+        if self._saved is not None:
+            self.state = self._saved.taken(is_introduced)
         self._dual = DualStep.from_json(request.dual) if request.dual else None
         if self.state is not None and self._dual is not None:
             self.state.dual = (self._dual, max(1, request.round_index))
@@ -383,7 +386,10 @@ class RequestHandler:
 
     def _save(self, state: PeerState) -> None:
         """Save a state: of a deployed peer also against a stop of its machine."""
-        save_state(self.path, state, durable=not self.node.simulated, cache=self.node.cache)
+        log = RecordLog(self.path, count=1) if self._saved is None else self._saved.log
+        cache = self.node.cache
+        self._saved = save_state(log, state, durable=not self.node.simulated, in_memory=cache.is_temporary)
+        cache.put(self.path, self._saved)
 
     def absorb_inbox(self, content: RecordDict) -> PeerState:
         """Take in reports of ledgers, drop acknowledged shares, absorb those that arrived, and return the state.
@@ -614,9 +620,8 @@ class RequestHandler:
 
     def cache_state(self) -> None:
         """Let the process's next message go on with the state where it lies."""
-        saved = self.node.cache.get(self.path, lambda: None)
-        if isinstance(saved, SavedState):
-            saved.live = self.state
+        if self._saved is not None:
+            self._saved.live = self.state
 
     def answer(self) -> dict[str, Any]:
         """Save the state and return what to answer, once it is on disk."""
