@@ -291,19 +291,7 @@ class Lie(_Lasting):
     factor: Annotated[float, Field(allow_inf_nan=False)] = -10.0
 
 
-Fault = (
-    LinkFault
-    | Partition
-    | Crash
-    | Restore
-    | Lose
-    | Freeze
-    | Slow
-    | WrongClock
-    | FullDisk
-    | Join
-    | Lie
-)
+Fault = LinkFault | Partition | Crash | Restore | Lose | Freeze | Slow | WrongClock | FullDisk | Join | Lie
 KINDS: dict[str, type[Section]] = {
     "link": LinkFault,
     "partition": Partition,
@@ -454,7 +442,7 @@ def peers_of(fault: Any) -> set[int]:
     named = {getattr(fault, name, None) for name in ("peer", "sender", "receiver")} - {None}
     listed = set(getattr(fault, "peers", None) or [])
     grouped = {peer for group in getattr(fault, "groups", []) for peer in group}
-    return {*named, *listed, *grouped}  # type: ignore[arg-type]
+    return {*named, *listed, *grouped}
 
 
 class _Drawing:
@@ -489,9 +477,14 @@ class _Drawing:
         return {"down": self._draw.choice([0.0, 0.1, 1.0, round(self._draw.uniform(0, self._seconds), 3)])}
 
     def _link(self) -> dict[str, Any]:
-        one, other = self._draw.sample(range(self._n_peers), 2) if self._n_peers > 1 else (0, 0)
-        links = self._draw.choice([{"sender": one, "receiver": other}, {"sender": one}, {"peers": [one]}])
-        weather = self._draw.choice([{"loss": 1.0}, {"loss": 0.5}, {"latency": 1.0}, {"jitter": 2.0}, {"bandwidth": 2e4}])
+        one = self._peer()
+        other = self._peer()
+        links: dict[str, Any] = self._draw.choice(
+            [{"sender": one, "receiver": other}, {"sender": one}, {"peers": [one]}]
+        )
+        weather = self._draw.choice(
+            [{"loss": 1.0}, {"loss": 0.5}, {"latency": 1.0}, {"jitter": 2.0}, {"bandwidth": 2e4}]
+        )
         return {**self._span(), **links, **weather}
 
     def _partition(self) -> dict[str, Any]:

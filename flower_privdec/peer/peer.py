@@ -62,6 +62,7 @@ class PeerPlace:
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
         witnessed: the file of what it has counted of its neighbours' ledgers; None for one in its folder.
         times: how long it waits; None for the times of its scenario's network.
+        draw: returns a random number from 1 to 2^64 - 1, for the names of processes and their challenges.
     """
 
     peer: int
@@ -70,6 +71,7 @@ class PeerPlace:
     insecure_seeds: bool = field(default=False, kw_only=True)
     witnessed: Path | None = field(default=None, kw_only=True)
     times: Times | None = field(default=None, kw_only=True)
+    draw: Callable[[], int] = field(default=draw_boot, kw_only=True)
 
 
 class RunningPeer(ABC):
@@ -176,7 +178,7 @@ class RunningPeer(ABC):
             self.state = trainer.open(last.state, last.transport["paid"], last.head)
 
         try:
-            boot = draw_boot()
+            boot = self.device.draw()
             ledger = trainer.witnessed_ledger
             if ledger is not None:
                 ledger.name_lines(boot)
@@ -188,6 +190,7 @@ class RunningPeer(ABC):
                 ledger,
                 counted,
                 self.store.counts.write,
+                draw=self.device.draw,
                 pairs=trainer.pair_secrets,
             )
             self.session: Session = self._make_session(checkpoints)

@@ -6,6 +6,8 @@ A `Store` keeps both whole or not at all. `FolderStore` is a folder on a disk, h
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -209,6 +211,9 @@ class MemoryStore:
 
     Args:
         generations: how many of the last checkpoints stay, 1 or 2.
+
+    Attributes:
+        is_full: whether nothing can be written, as on a full disk.
     """
 
     path = Path("memory")
@@ -217,6 +222,15 @@ class MemoryStore:
         self.checkpoints = MemoryCheckpoints(generations)
         self.counts = MemoryCounts()
         self._is_open = False
+
+    @property
+    def is_full(self) -> bool:
+        return self.counts.is_full
+
+    @is_full.setter
+    def is_full(self, is_full: bool) -> None:
+        self.checkpoints.is_full = is_full
+        self.counts.is_full = is_full
 
     def open(self) -> None:
         if self._is_open:
@@ -241,16 +255,25 @@ class MemoryStore:
 
 
 class MemoryCheckpoints:
-    """The last checkpoints, in memory; see Checkpoints."""
+    """The last checkpoints, in memory; see Checkpoints.
+
+    Attributes:
+        is_full: whether nothing can be written.
+        is_torn: whether the process dies in the write under way, which leaves the checkpoints before.
+    """
 
     def __init__(self, generations: int) -> None:
         self.generations = generations
+        self.is_full = False
+        self.is_torn = False
         self._kept = deque[Checkpoint](maxlen=generations)
 
     def read(self, device: torch.device) -> list[Checkpoint]:
         return [_copied(checkpoint) for checkpoint in self._kept]
 
     def write(self, checkpoint: Checkpoint) -> None:
+        if self.is_full or self.is_torn:
+            raise full_disk()
         self._kept.append(_copied(checkpoint))
 
 
@@ -258,16 +281,24 @@ class MemoryCounts:
     """Counts of ledger lines, in memory; see LineCounts."""
 
     def __init__(self) -> None:
+        self.is_full = False
         self._lines: dict[int, dict[int, int]] = {}
 
     def read(self, more: Mapping[str, Mapping[str, int]]) -> dict[int, dict[int, int]]:
         return {neighbor: dict(lines) for neighbor, lines in self._lines.items()}
 
     def write(self, neighbor: int, boot: int, lines: int) -> None:
+        if self.is_full:
+            raise full_disk()
         self._lines.setdefault(neighbor, {})[boot] = lines
 
     def unsynced(self) -> dict[str, dict[str, int]]:
         return {}
+
+
+def full_disk() -> OSError:
+    """Return the error of a full disk, for what is kept in memory."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "memory")
 
 
 def _copied(checkpoint: Checkpoint) -> Checkpoint:

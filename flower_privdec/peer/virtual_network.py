@@ -1,59 +1,155 @@
 """A whole network of peers in one thread, on a virtual clock: the second driver, beside threads and sockets.
 
 It does what `network.peer.driver` does in real time, event by event: it lets a peer go on, carries its calls, holds
-answers back that will say more soon, and gives each work its duration. The same peers with the same latencies go
-through the same events, whatever the machine is doing, so what was seen once is seen again.
+answers back that will say more soon, and gives each work its duration. Beside that it does to peers what the world does
+(`faults.FaultSchedule`): it loses and doubles calls, kills processes at any work, puts back old folders, fills disks,
+stops clocks. All that is random is drawn from the schedule's seed, in the order of events, so the same peers under the
+same schedule go through the same events, whatever the machine is doing: what was seen once is seen again.
+
+    home      makes a peer's folder (`Disk`), and starts processes on it: see `Home`
+    machine   one peer's device, which outlasts its processes: its disk, its clock, how fast it is, whether it is frozen
+    process   one life of a peer, from its start to its end or its death
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import count
+from random import Random
+from typing import Any, Protocol, Self
 
-from flower_privdec.common.errors import PrivdecError, RunError
+import torch
+
+from flower_privdec.common.errors import BudgetError, PrivdecError, RunError
 from flower_privdec.peer.driving import UnreachableError, Wait, Work
+from flower_privdec.peer.faults import (
+    Crash,
+    FaultSchedule,
+    Freeze,
+    FullDisk,
+    Join,
+    Lie,
+    Lose,
+    Restore,
+    Slow,
+    WrongClock,
+)
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.session import Messages
-from flower_privdec.pushsum.exactly_once import RefusedError
+from flower_privdec.peer.store import MemoryStore
+from flower_privdec.peer.virtual_links import VirtualLinks
+from flower_privdec.pushsum.exactly_once import LAST, FrozenShare, RefusedError
+from flower_privdec.pushsum.frames import RowMessage
 
-Latency = Callable[[int, int], float | None]  # of a message from one peer to another, seconds; None if it is lost
 INSTANT = 1e-3  # seconds until a call to a peer that is not there fails
+LOST_AFTER = 1.0  # seconds until a caller learns that its call, or the answer, is lost
+OPERATOR = 0.5  # seconds until an operator has charged what a restored ledger lacks
+
+
+class Disk(Protocol):
+    """All that a peer's folder keeps, in memory: its store, its ledger, and what else its trainer keeps.
+
+    Attributes:
+        store: what it keeps of the run.
+    """
+
+    @property
+    def store(self) -> MemoryStore: ...
+
+    def copy(self) -> Self:
+        """Return a backup, which later writes do not change."""
+
+    def fill(self, is_full: bool) -> None:
+        """Let every write fail from now on as on a full disk, or no longer."""
+
+
+class Home(Protocol):
+    """Makes the folders and the processes of a simulated network's peers."""
+
+    def empty(self, peer: int) -> Disk:
+        """Return a new folder of a peer."""
+
+    def start(self, peer: int, disk: Any, draw: Callable[[], int]) -> RunningPeer:
+        """Start a process of a peer on a folder that an earlier one, which is closed, may have left.
+
+        Args:
+            draw: see PeerPlace.
+
+        Raises:
+            PrivdecError: it cannot start, as a real process would not.
+        """
 
 
 class VirtualNetwork:
     """Peers that call each other's functions, one event after the other.
 
     Args:
-        peers: by number; each is driven from its beginning to its end.
-        latency: how long the next message from one peer to another takes; a draw of it belongs to the caller's seed.
-        seconds: how long each kind of `Work` takes; 0 if it is not named.
-        lost_after: how long it takes until a caller learns that its call, or the answer, is lost.
+        home: makes the peers.
+        peers: their numbers.
+        schedule: what goes wrong, and how long things take; nothing, and no time but that of links, by default.
+        watch: called after each event; what it raises ends the run.
 
     Attributes:
         now: the virtual clock, in seconds.
         events: how many were performed.
-        ends: of each peer whose program is over: None if it came to its end, else the error that ended it.
+        ends: of each peer whose last process is over and that nobody starts again: None if it came to its end, else the
+            error that ended it. A process that was killed has "killed".
+        machines: by peer.
+        faults: how many faults of each kind took effect.
+        calls: how many calls were made.
+
+    Raises:
+        ScenarioError: the schedule names a peer that does not exist.
     """
 
     def __init__(
         self,
-        peers: Mapping[int, RunningPeer],
-        latency: Latency = lambda sender, receiver: 0.01,
-        seconds: Mapping[str, float] | None = None,
-        lost_after: float = 1.0,
+        home: Home,
+        peers: Iterable[int],
+        schedule: FaultSchedule | None = None,
+        watch: Callable[[VirtualNetwork], None] | None = None,
     ) -> None:
+        numbers = [*peers]
+        self.schedule = schedule or FaultSchedule()
+        self.schedule.check(max(numbers) + 1)
+        self.home = home
         self.now = 0.0
         self.events = 0
-        self.ends: dict[int, PrivdecError | None] = {}
-        self.latency = latency
-        self.seconds = dict(seconds or {})
-        self.lost_after = lost_after
+        self.calls = 0
+        self.ends: dict[int, Exception | None] = {}
+        self.faults: Counter[str] = Counter()
+        self._random = Random(self.schedule.seed)
+        self.links = VirtualLinks(self.schedule, self._random)
+        self._watch = watch
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()  # events of one moment are performed in the order in which they were put down
-        self._has_begun = False
-        self.hosts = {number: _Host(self, peer) for number, peer in peers.items()}
+        self.machines = {number: Machine(self, number, home.empty(number)) for number in numbers}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Put down the first starts, and all faults that have a moment."""
+        joins = {fault.peer: fault.at for fault in self.schedule.faults if isinstance(fault, Join)}
+        for number, machine in self.machines.items():
+            if number in joins:
+                self.faults["join"] += 1
+            machine.start_at(joins.get(number, 0.0))
+        for fault in self.schedule.faults:
+            if not isinstance(fault, Join) and getattr(fault, "peer", None) in self.machines:
+                self.machines[fault.peer].expect(fault)  # type: ignore[union-attr]
+
+    @property
+    def peers(self) -> dict[int, RunningPeer]:
+        """Return the last process of each peer that ever started."""
+        return {number: one.process.peer for number, one in self.machines.items() if one.process is not None}
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all peers have ended, and none will be started again."""
+        return len(self.ends) == len(self.machines)
 
     def run(self, until: float = math.inf) -> None:
         """Perform events until all peers have ended, or the clock is at a moment.
@@ -61,47 +157,321 @@ class VirtualNetwork:
         Raises:
             RunError: no event is left, and peers still wait: they would wait for ever.
         """
-        if not self._has_begun:
-            self._has_begun = True
-            for host in self.hosts.values():
-                self.at(self.now, host.begin)
-        while len(self.ends) < len(self.hosts):
+        while not self.is_over:
             if not self._due:
-                waiting = [host.peer.waiting() for number, host in self.hosts.items() if number not in self.ends]
-                raise RunError(f"nothing can happen any more: {'; '.join(waiting)}", code="virtual.stuck")
-            moment, _, perform = heapq.heappop(self._due)
+                raise RunError(f"nothing can happen any more: {'; '.join(self.waiting())}", code="virtual.stuck")
+            moment, order, perform = heapq.heappop(self._due)
             if moment > until:
-                self.at(moment, perform)
+                heapq.heappush(self._due, (moment, order, perform))
                 self.now = until
                 return
             self.now = moment
             self.events += 1
             perform()
+            if self._watch is not None:
+                self._watch(self)
 
-    def restart(self, peer: RunningPeer) -> None:
-        """Put another process of a peer in the place of the one that is there, which has been killed."""
-        number = peer.device.peer
-        self.hosts[number].kill()
-        self.ends.pop(number, None)
-        host = _Host(self, peer)
-        self.hosts[number] = host
-        self.at(self.now, host.begin)
+    def waiting(self) -> list[str]:
+        """Return in words what each peer that has not ended waits for."""
+        words = []
+        for number, machine in self.machines.items():
+            if number in self.ends:
+                continue
+            if machine.process is None or machine.process.is_over:
+                words.append(f"peer {number} is not running")
+            else:
+                words.append(machine.process.peer.waiting() or f"peer {number} works")
+        return words
+
+    def close(self) -> None:
+        """Close all processes."""
+        for machine in self.machines.values():
+            machine.kill()
 
     def at(self, moment: float, perform: Callable[[], None]) -> None:
-        """Put an event down for a moment."""
-        heapq.heappush(self._due, (moment, next(self._order), perform))
+        """Put an event down for a moment; one at infinity never comes."""
+        if moment < math.inf:
+            heapq.heappush(self._due, (moment, next(self._order), perform))
+
+    def draw(self) -> int:
+        """Return a random number from 1 to 2^64 - 1."""
+        return 1 + self._random.randrange(LAST)
 
 
-class _Host:
-    """One peer, with the calls that it makes and the answers that it holds back."""
+class KilledError(RunError):
+    """A process was killed, and nobody starts another one."""
 
-    def __init__(self, network: VirtualNetwork, peer: RunningPeer) -> None:
+
+class Machine:
+    """A peer's device.
+
+    Attributes:
+        number: the peer's.
+        disk: its folder.
+        process: the one that runs, or ran last; None before the first.
+        performed: how many works of each kind were begun on it.
+    """
+
+    def __init__(self, network: VirtualNetwork, number: int, disk: Disk) -> None:
         self.network = network
+        self.number = number
+        self.disk = disk
+        self.process: Process | None = None
+        self.performed: Counter[str] = Counter()
+        self._starts = 0  # that are put down and have not come
+        self._crashes: list[Crash] = []
+        self._slow: list[Slow] = []
+        self._lies: list[Lie] = []
+        self._frozen_until = 0.0
+        self._full: list[FullDisk] = []
+        self._charges = False
+        self._died_of_disk = False
+
+        # The clock: (moment, what it showed then, its rate from then on).
+        self._clock = (0.0, 0.0, 1.0)
+
+    # --- its clock and its speed ---
+
+    @property
+    def local(self) -> float:
+        """Return what the peer's clock shows."""
+        since, shown, rate = self._clock
+        return shown + rate * (self.network.now - since)
+
+    def moment(self, local: float) -> float:
+        """Return when the peer's clock will show something."""
+        since, shown, rate = self._clock
+        return since + (local - shown) / rate
+
+    def duration(self, kind: str) -> float:
+        """Return how long a work takes that begins now, in seconds."""
+        now = self.network.now
+        seconds: float = self.network.schedule.work.get(kind, 0.0)  # type: ignore[call-overload]
+        for fault in self._slow:
+            if fault.at <= now < fault.end:
+                seconds *= fault.factor
+        return seconds
+
+    @property
+    def is_frozen(self) -> bool:
+        """Return whether its processes stand still."""
+        return self.network.now < self._frozen_until
+
+    def when_awake(self, perform: Callable[[], None]) -> None:
+        """Perform something of a process, once it does not stand still any more."""
+        if self.is_frozen:
+            self.network.at(self._frozen_until, lambda: self.when_awake(perform))
+        else:
+            perform()
+
+    # --- its processes ---
+
+    def start_at(self, moment: float) -> None:
+        """Start a process at a moment."""
+        self._starts += 1
+
+        def start() -> None:
+            self._starts -= 1
+            self.start()
+
+        self.network.at(moment, start)
+
+    def start(self, charging: bool = False) -> None:
+        """Start a process, in the place of one that may be there."""
+        network = self.network
+        self.kill()
+        network.ends.pop(self.number, None)
+        try:
+            peer = network.home.start(self.number, self.disk, network.draw)
+        except (PrivdecError, OSError) as error:
+            self.ended(error)
+            return
+        self.process = Process(self, peer, charging)
+        self.process.begin()
+
+    def kill(self) -> None:
+        """End the process at once, if one is there: nothing that it was about to do happens any more."""
+        if self.process is not None and not self.process.is_over:
+            self.process.is_over = True
+            self.process.peer.close()
+
+    def ended(self, error: Exception | None) -> None:
+        """Record the end of a process, or that none could be started; an operator may act on it."""
+        network = self.network
+        if self.process is not None and not self.process.is_over:
+            was_charging = self.process.is_charging
+            self.kill()
+            if error is None and was_charging:
+                self.start_at(network.now + OPERATOR)
+                return
+
+        is_short = isinstance(error, BudgetError) and error.code == "ledger.witnessed"
+        if is_short and self._charges:
+            self._charges = False
+            self._starts += 1
+
+            def charge() -> None:
+                self._starts -= 1
+                self.start(charging=True)
+
+            network.at(network.now + OPERATOR, charge)
+            return
+        if _is_full(error):
+            self._died_of_disk = True
+            full = [fault for fault in self._full if fault.down is not None]
+            if full:
+                self.start_at(max(fault.end + (fault.down or 0.0) for fault in full))
+        if not self._starts:
+            network.ends[self.number] = error
+
+    # --- what is done to it ---
+
+    def expect(self, fault: Any) -> None:
+        """Put down a fault of this peer."""
+        at = self.network.at
+        if isinstance(fault, Crash):
+            if fault.at is None:
+                self._crashes.append(fault)
+            else:
+                at(fault.at, lambda: self.crash(fault))
+        elif isinstance(fault, Restore):
+            backup: list[Disk] = []
+            at(fault.copied_at, lambda: backup.append(self.disk.copy()))
+            at(fault.at, lambda: self._replace(fault, backup[0]))
+        elif isinstance(fault, Lose):
+            at(fault.at, lambda: self._replace(fault, self.network.home.empty(self.number)))
+        elif isinstance(fault, Freeze):
+            at(fault.at, lambda: self._freeze(fault))
+        elif isinstance(fault, WrongClock):
+            at(fault.at, lambda: self._set_clock(fault))
+        elif isinstance(fault, FullDisk):
+            at(fault.at, lambda: self._fill(fault))
+            at(fault.end, lambda: self._make_room(fault))
+        elif isinstance(fault, Slow):
+            self._slow.append(fault)
+            at(fault.at, lambda: self._count(fault))
+        elif isinstance(fault, Lie):
+            self._lies.append(fault)
+            at(fault.at, lambda: self._count(fault))
+
+    def _count(self, fault: Any) -> None:
+        self.network.faults[fault.kind] += 1
+
+    def crash(self, fault: Crash | Restore | Lose) -> None:
+        """Kill the process, and start another one later if the fault says so; nothing if none runs."""
+        if self.process is None or self.process.is_over:
+            return
+        self._count(fault)
+        self.kill()
+        self._come_back(fault.down)
+
+    def _come_back(self, down: float | None) -> None:
+        if down is not None:
+            self.start_at(self.network.now + down)
+        elif not self._starts:
+            self.network.ends[self.number] = KilledError(f"peer {self.number} was killed", code="virtual.killed")
+
+    def _replace(self, fault: Restore | Lose, disk: Disk) -> None:
+        """Kill the process, and put another folder in place of the disk's."""
+        if self.process is None:
+            return  # it has not joined yet, and there is no folder
+        self._count(fault)
+        was_over = self.process.is_over
+        self.kill()
+        self.disk = disk.copy()
+        self.disk.fill(bool(self._full))
+        self._charges = fault.charges
+        if fault.down is not None and was_over:
+            # Whoever puts a folder back starts the peer too, even if it had ended.
+            self.network.ends.pop(self.number, None)
+        if not (was_over and self._starts):
+            self._come_back(fault.down)
+
+    def _freeze(self, fault: Freeze) -> None:
+        self._count(fault)
+        self._frozen_until = max(self._frozen_until, fault.end)
+
+    def _set_clock(self, fault: WrongClock) -> None:
+        self._count(fault)
+        self._clock = (self.network.now, self.local + fault.jump, fault.rate)
+        if self.process is not None:
+            self.process.wake()
+
+    def _fill(self, fault: FullDisk) -> None:
+        self._count(fault)
+        self._full.append(fault)
+        self.disk.fill(True)
+
+    def _make_room(self, fault: FullDisk) -> None:
+        self._full.remove(fault)
+        if not self._full:
+            self.disk.fill(False)
+
+    def crash_at(self, kind: str) -> Crash | None:
+        """Return the crash that comes at this work, which begins now, of a kind; None if none does."""
+        self.performed[kind] += 1
+        for fault in self._crashes:
+            if fault.work == kind and fault.nth == self.performed[kind]:
+                return fault
+        return None
+
+    # --- what it sends ---
+
+    def told(self, messages: Messages) -> Messages:
+        """Return messages as this member sends them: as they are, unless it lies."""
+        now = self.network.now
+        for lie in self._lies:
+            if lie.at <= now < lie.end:
+                messages = [self._lied(message, lie) for message in messages]
+        return messages
+
+    def _lied(self, message: Any, lie: Lie) -> Any:
+        if not isinstance(message, FrozenShare | RowMessage):
+            return message
+        values = dict(message.values)
+        for name, value in values.items():
+            if (name == "w") != (lie.says == "weight"):
+                continue
+            if lie.says in ("scaled", "weight"):
+                values[name] = (value * lie.factor).to(value.dtype)
+            elif lie.says == "constant":
+                values[name] = torch.full_like(value, lie.factor)
+            elif lie.says == "nan":
+                values[name] = torch.full_like(value, math.nan)
+            else:
+                generator = torch.Generator().manual_seed(self.network.draw() % 2**63)
+                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+                values[name] = (lie.factor * noise).to(value.dtype)
+        return replace(message, values=values)
+
+
+def _is_full(error: Exception | None) -> bool:
+    """Return whether an error, or what caused it, is that of a disk."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return True
+        error = error.__cause__  # type: ignore[assignment]
+    return False
+
+
+class Process:
+    """One life of a peer, with the calls that it makes and the answers that it holds back.
+
+    Attributes:
+        peer: what runs in it.
+        is_charging: whether it only charges what its ledger lacks.
+        is_over: whether it has ended, or was killed.
+    """
+
+    def __init__(self, machine: Machine, peer: RunningPeer, charging: bool) -> None:
+        self.machine = machine
+        self.network = machine.network
         self.peer = peer
+        self.is_charging = charging
+        self.is_over = False
         self._patience = peer.times.deadline / 2  # seconds that a call may take
         self._holding = min(peer.times.retry, self._patience) / 2  # seconds that an answer may be held back
         self._is_listening = False
-        self._is_killed = False
         self._is_working = False
         self._calling: set[int] = set()
         self._held: list[_HeldAnswer] = []
@@ -112,19 +482,27 @@ class _Host:
         """Return whether the peer answers calls."""
         return self._is_listening and not self.is_over
 
-    @property
-    def is_over(self) -> bool:
-        """Return whether the peer has ended, or was killed."""
-        return self._is_killed or self.peer.device.peer in self.network.ends
-
-    def kill(self) -> None:
-        """Stop here: nothing that this process was about to do happens any more."""
-        self._is_killed = True
-
     def begin(self) -> None:
         """Start the peer; it listens once it waits for the first time."""
-        self.peer.begin()
+        if self.is_charging:
+            self.peer.begin_charging()
+        else:
+            self.peer.begin()
         self.look()
+
+    def after(self, seconds: float, perform: Callable[[], None]) -> None:
+        """Perform something of this process after a time, once it does not stand still, unless it is over by then."""
+
+        def perform_if_alive() -> None:
+            if not self.is_over:
+                perform()
+
+        self.network.at(self.network.now + seconds, lambda: self.machine.when_awake(perform_if_alive))
+
+    def wake(self) -> None:
+        """Look again soon: the clock was set."""
+        self._looks_at = math.inf
+        self.after(0.0, self.look)
 
     def look(self) -> None:
         """Let the peer go on, answer what can be answered, and make the calls that are due."""
@@ -135,9 +513,10 @@ class _Host:
             return
         self._answer_held()
         session = self.peer.conversation
+        local = self.machine.local
         for neighbor in self.peer.neighbours:
-            if neighbor not in self._calling and session.has_news(neighbor, self.network.now):
-                self._call_all(neighbor, session.calls(neighbor, self.network.now))
+            if neighbor not in self._calling and session.has_news(neighbor, local):
+                self._call_all(neighbor, session.calls(neighbor, local))
 
     def _look_at(self, moment: float) -> None:
         if moment >= self._looks_at:
@@ -145,37 +524,62 @@ class _Host:
         self._looks_at = moment
 
         def look() -> None:
-            self._looks_at = math.inf
-            self.look()
+            if self._looks_at == moment:
+                self._looks_at = math.inf
+                self.look()
 
-        self.network.at(moment, look)
+        self.after(max(0.0, moment - self.network.now), look)
 
     def _go_on(self) -> None:
-        network = self.network
         if self._is_working:
             return
+        local = self.machine.local
         try:
-            pause = self.peer.on_tick(network.now)
+            pause = self.peer.on_tick(local)
             if isinstance(pause, Work):
-                self._work(pause, pause.do())
+                self._work(pause)
             elif isinstance(pause, Wait):
                 self._is_listening = True
-                self._look_at(min(pause.until, network.now + self.peer.times.retry))
+                self._look_at(self.machine.moment(min(pause.until, local + self.peer.times.retry)))
             else:
-                network.ends[self.peer.device.peer] = None
-        except PrivdecError as error:
-            network.ends[self.peer.device.peer] = error
+                self.machine.ended(None)
+        except (PrivdecError, OSError) as error:
+            self.machine.ended(error)
 
-    def _work(self, work: Work, result: object) -> None:
+    def _work(self, work: Work) -> None:
+        crash = self.machine.crash_at(work.kind)
+        if crash is not None and crash.point == "before":
+            self.machine.crash(crash)
+            return
+        if crash is not None and crash.point == "within":
+            self._tear(work)
+            self.machine.crash(crash)
+            return
+
         self._is_working = True
+        result = work.do()
 
         def done() -> None:
+            if crash is not None:
+                self.machine.crash(crash)
+                return
             self._is_working = False
             work.result = result
             work.is_done = True
             self.look()
 
-        self.network.at(self.network.now + self.network.seconds.get(work.kind, 0.0), done)
+        self.after(self.machine.duration(work.kind), done)
+
+    def _tear(self, work: Work) -> None:
+        """Perform a work in part: a step is paid for, and a checkpoint not written."""
+        checkpoints = self.machine.disk.store.checkpoints
+        checkpoints.is_torn = True
+        try:
+            work.do()
+        except OSError:
+            pass  # as a process that dies in a write learns nothing of it
+        finally:
+            checkpoints.is_torn = False
 
     # --- calls to others ---
 
@@ -186,32 +590,46 @@ class _Host:
             return
         self._calling.add(neighbor)
         network = self.network
-        whole, content = self.peer.conversation.write(neighbor, calls[0])
-        call = bytearray().join(content)
-        other = network.hosts.get(neighbor)
-        took = network.latency(self.peer.device.peer, neighbor)
-        if other is None or not other.is_there:
-            network.at(network.now + INSTANT, lambda: self._fail(neighbor, _not_there(neighbor)))
-            return
-
-        began = network.now
-        is_over = False  # the answer, or the end of the patience, whichever comes first
+        network.calls += 1
+        whole, call = self._written(neighbor, calls[0])
+        began = self.machine.local
+        is_answered = False  # or its patience is over, whichever comes first
 
         def over(perform: Callable[[], None]) -> None:
-            nonlocal is_over
-            if not is_over:
-                is_over = True
+            nonlocal is_answered
+            if not is_answered:
+                is_answered = True
                 perform()
 
         def answered(answer: bytearray | RunError) -> None:
-            over(lambda: self._finish(neighbor, whole, answer, began, calls[1:]))
+            self.machine.when_awake(lambda: over(lambda: self._finish(neighbor, whole, answer, began, calls[1:])))
 
-        if took is None:
+        other = network.machines.get(neighbor)
+        passage = network.links.passage(network.now, self.machine.number, neighbor, len(call))
+        if passage.seconds is not None:
+            if other is None or other.process is None or not other.process.is_there:
+                answered_at = max(INSTANT, passage.seconds)
+                network.at(network.now + answered_at, lambda: answered(_not_there(neighbor)))
+            else:
+                _deliver(other, passage.seconds, self.machine.number, call, answered)
+                if passage.again is not None:
+                    network.faults["duplicate"] += 1
+                    _deliver(other, passage.again, self.machine.number, call, lambda answer: None)
+        elif not passage.cut:
             self._lose(neighbor, answered)
-        else:
-            network.at(began + took, lambda: other.receive(self.peer.device.peer, call, answered))
+        patience = self.machine.moment(began + self._patience) - network.now
         lost = UnreachableError(f"peer {neighbor} did not answer in time", code="call.unanswered")
-        network.at(began + self._patience, lambda: over(lambda: self._fail(neighbor, lost)))
+        self.after(patience, lambda: over(lambda: self._fail(neighbor, lost)))
+
+    def _written(self, neighbor: int, messages: Messages) -> tuple[Messages, bytearray]:
+        """Return a call or an answer, and the bytes that leave; a liar believes itself."""
+        session = self.peer.conversation
+        whole, content = session.write(neighbor, messages)
+        told = self.machine.told(whole)
+        if told is not whole:
+            content = [part for message in told for part in session.frames.encode(message)]
+        call = bytearray().join(content)
+        return whole, call
 
     def _finish(
         self, neighbor: int, sent: Messages, answer: bytearray | RunError, began: float, others: Sequence[Messages]
@@ -219,16 +637,19 @@ class _Host:
         if self.is_over:
             return
         session = self.peer.conversation
-        now = self.network.now
+        local = self.machine.local
         if isinstance(answer, RunError):
             self._fail(neighbor, answer)
             return
         try:
             messages = session.read(neighbor, memoryview(answer))
-            session.took(neighbor, now - began, 0.0)
-            session.answered(neighbor, sent, messages, now)
+            session.took(neighbor, local - began, 0.0)
+            session.answered(neighbor, sent, messages, local)
         except RunError as error:
             self._fail(neighbor, error)
+            return
+        except OSError as error:
+            self.machine.ended(error)
             return
         self._call_all(neighbor, others)
         self.look()
@@ -236,59 +657,85 @@ class _Host:
     def _fail(self, neighbor: int, error: RunError) -> None:
         if self.is_over:
             return
-        again = self.peer.conversation.failed(neighbor, error, self.network.now)
+        again = self.peer.conversation.failed(neighbor, error, self.machine.local)
 
         def call_again() -> None:
             self._calling.discard(neighbor)
             self.look()
 
-        self.network.at(again, call_again)
+        self.after(self.machine.moment(again) - self.network.now, call_again)
         self.look()
 
     # --- calls of others ---
 
     def receive(self, caller: int, call: bytearray, answered: Callable[[bytearray | RunError], None]) -> None:
         """Take a call; `answered` is to be called with the answer, or with why the call is refused."""
-        if not self.is_there:
-            self._send(caller, _not_there(self.peer.device.peer), answered)
-            return
         session = self.peer.conversation
         known = session.neighbours.get(caller)
+        local = self.machine.local
         try:
             messages = session.read(caller, memoryview(call))
-            make_answer = session.receive(caller, messages, self.network.now)
+            session.bytes_received += len(call)
+            make_answer = session.receive(caller, messages, local)
         except RunError as error:
             if known is not None:
                 known.refused = str(error)
             self._send(caller, RefusedError(str(error), code=error.code), answered)
+        except OSError:
+            # A server's thread that fails answers nothing, and the peer goes on.
+            self._send(caller, _not_there(self.machine.number), answered)
         else:
             session.neighbours[caller].refused = ""
-            until = self.network.now + self._holding
+            until = local + self._holding
             self._held.append(_HeldAnswer(caller, messages, make_answer, answered, until))
-            self._look_at(until)
+            self._look_at(self.machine.moment(until))
         self.look()
 
     def _answer_held(self) -> None:
         session = self.peer.conversation
         for held in [*self._held]:
-            if self.network.now >= held.until or session.is_answered(held.caller, held.messages):
+            if self.machine.local >= held.until or session.is_answered(held.caller, held.messages):
                 self._held.remove(held)
-                _, content = session.write(held.caller, held.make_answer())
-                self._send(held.caller, bytearray().join(content), held.answered)
+                _, answer = self._written(held.caller, held.make_answer())
+                self._send(held.caller, answer, held.answered)
 
     def _send(
         self, caller: int, answer: bytearray | RunError, answered: Callable[[bytearray | RunError], None]
     ) -> None:
-        took = self.network.latency(self.peer.device.peer, caller)
-        if took is None:
-            self._lose(self.peer.device.peer, answered)
-        else:
-            self.network.at(self.network.now + took, lambda: answered(answer))
+        network = self.network
+        size = 0 if isinstance(answer, RunError) else len(answer)
+        self.peer.conversation.bytes_sent += size
+        passage = network.links.passage(network.now, self.machine.number, caller, size)
+        if passage.seconds is not None:
+            network.at(network.now + passage.seconds, lambda: answered(answer))
+        elif not passage.cut:
+            self._lose(self.machine.number, answered)
 
     def _lose(self, callee: int, answered: Callable[[bytearray | RunError], None]) -> None:
         """Let the caller learn that its call to a peer, or the answer, was lost."""
+        self.network.faults["loss"] += 1
         lost = UnreachableError(f"a call to peer {callee}, or its answer, was lost", code="call.lost")
-        self.network.at(self.network.now + self.network.lost_after, lambda: answered(lost))
+        self.network.at(self.network.now + LOST_AFTER, lambda: answered(lost))
+
+
+def _deliver(
+    machine: Machine,
+    seconds: float,
+    caller: int,
+    call: bytearray,
+    answered: Callable[[bytearray | RunError], None],
+) -> None:
+    """Bring a call to whatever process a machine runs by then; a call may be older than the process."""
+    network = machine.network
+
+    def take() -> None:
+        process = machine.process
+        if process is None or not process.is_there:
+            network.at(network.now + INSTANT, lambda: answered(_not_there(machine.number)))
+        else:
+            process.receive(caller, call, answered)
+
+    network.at(network.now + seconds, lambda: machine.when_awake(take))
 
 
 class _HeldAnswer:

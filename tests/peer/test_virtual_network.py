@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from asynchronous_network import check_mass, initial
-from raising import raises
 from tiny_scenario import Tiny
 from torch import Tensor
 from variants import settings_for
@@ -20,47 +17,66 @@ from flower_privdec import testing
 from flower_privdec.common.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.peer.asynchronous import AsynchronousPeer
+from flower_privdec.peer.faults import FaultSchedule
 from flower_privdec.peer.peer import PeerPlace, RunningPeer
 from flower_privdec.peer.store import MemoryStore
 from flower_privdec.peer.synchronous import SynchronousPeer
+from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import ScenarioTrainer
 from flower_privdec.peer.virtual_network import VirtualNetwork
 from flower_privdec.scenario import Scenario
 
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
-PRIVACY = "privacy={noise_multiplier: 1.0, delta: 1.0e-3}"
-SLOW_DISKS = {"train": 0.3, "save": 0.02}
+SLOW_DISKS = "{train: 0.3, save: 0.02}"
 
 
-def peers_of(
-    scenario: Scenario, folder: Path, stores: Mapping[int, MemoryStore] | None = None
-) -> dict[int, RunningPeer]:
-    made = dict[int, RunningPeer]()
-    for number in range(scenario.n_peers):
-        place = PeerPlace(number, folder / f"peer-{number}", insecure_seeds=True)
-        trainer = ScenarioTrainer(scenario, number, place.folder, insecure_seeds=True)
-        place.folder.mkdir(parents=True, exist_ok=True)  # for what it trains, also if its store is in memory
-        store = None if stores is None else stores[number]
-        made[number] = MODES[scenario.network.mode](trainer, place, store)
-    return made
+class FolderDisk:
+    """A peer's folder: its store in memory, and what its trainer keeps on disk."""
+
+    def __init__(self, folder: Path, store: MemoryStore) -> None:
+        self.folder = folder
+        self.store = store
+
+    def copy(self) -> FolderDisk:
+        raise NotImplementedError("no test restores one")
+
+    def fill(self, is_full: bool) -> None:
+        self.store.is_full = is_full
+
+
+class ScenarioHome:
+    """Peers of a scenario, as they are deployed."""
+
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        self.scenario = scenario
+        self.folder = folder
+        self.times: Times | None = None
+
+    def empty(self, peer: int) -> FolderDisk:
+        folder = self.folder / f"peer-{peer}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return FolderDisk(folder, MemoryStore(MODES[self.scenario.network.mode].generations))
+
+    def start(self, peer: int, disk: FolderDisk, draw: Callable[[], int]) -> RunningPeer:
+        place = PeerPlace(peer, disk.folder, insecure_seeds=True, draw=draw, times=self.times)
+        trainer = ScenarioTrainer(self.scenario, peer, disk.folder, insecure_seeds=True)
+        return MODES[self.scenario.network.mode](trainer, place, disk.store)
+
+
+def network_of(scenario: Scenario, folder: Path, schedule: str = "{}") -> VirtualNetwork:
+    return VirtualNetwork(ScenarioHome(scenario, folder), range(scenario.n_peers), FaultSchedule.parse(schedule))
 
 
 def run_virtually(scenario: Scenario, folder: Path, loss: float = 0.0, seed: int = 0) -> tuple[VirtualNetwork, Tensor]:
     """Run all peers to their ends; return the network and their rows x, [n_peers, d]."""
-    draw = Random(seed)
-
-    def latency(sender: int, receiver: int) -> float | None:
-        return None if draw.random() < loss else 0.01 + 0.05 * draw.random()
-
-    peers = peers_of(scenario, folder)
-    network = VirtualNetwork(peers, latency, SLOW_DISKS)
+    links = f"{{latency: 0.01, jitter: 0.05, loss: {loss}}}"
+    network = network_of(scenario, folder, f"{{seed: {seed}, links: {links}, work: {SLOW_DISKS}}}")
     try:
         network.run()
     finally:
-        for peer in peers.values():
-            peer.close()
-    assert network.ends == dict.fromkeys(peers)
-    return network, torch.cat([peer.state.rows["x"] for peer in peers.values()])
+        network.close()
+    assert network.ends == dict.fromkeys(range(scenario.n_peers))
+    return network, torch.cat([peer.state.rows["x"] for _, peer in sorted(network.peers.items())])
 
 
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
@@ -90,48 +106,42 @@ def test_the_same_seed_gives_the_same_events(name: str, tiny: Tiny, tmp_path: Pa
 
 def test_lost_calls_lose_no_mass(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("algorithm={name: sgp, learning_rate: 1.0e-12}", "privacy=none", "network={deadline: 20.0}")
-    run_virtually(scenario, tmp_path, loss=0.2, seed=1)
-    check_mass(tmp_path, initial(scenario))
+    network, _ = run_virtually(scenario, tmp_path, loss=0.2, seed=1)
+    assert network.faults["loss"] > 10
+    assert weight_of(network) == pytest.approx(scenario.n_peers, rel=1e-12)
 
 
 def test_a_peer_that_is_alone_waits_without_real_time(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny()
-    peers = peers_of(scenario, tmp_path)
-    peers[0].times = replace(peers[0].times, give_up=3600.0)
-    alone = VirtualNetwork({0: peers[0]})
+    home = ScenarioHome(scenario, tmp_path)
+    home.times = replace(Times.of(scenario.network), give_up=3600.0)
+    alone = VirtualNetwork(home, [0])
     alone.run()
-    assert isinstance(alone.ends[0], RunError)
     assert alone.now > 3600
-    for peer in peers.values():
-        peer.close()
-    with raises(RunError, "network.unreachable"):
-        raise alone.ends[0]
+    assert isinstance(alone.ends[0], RunError)
+    assert alone.ends[0].code == "network.unreachable"
 
 
 def test_a_peer_killed_in_memory_continues_from_its_store(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("algorithm={name: sgp, learning_rate: 1.0e-12}", "privacy=none", "network={deadline: 20.0}")
-    stores = {number: MemoryStore(1) for number in range(scenario.n_peers)}
-    peers = peers_of(scenario, tmp_path, stores)
-    network = VirtualNetwork(peers, seconds=SLOW_DISKS)
-    network.run(until=1.5)
-    assert 0 < peers[1].state.round_index < scenario.rounds
-    peers[1].close()
-    place = PeerPlace(1, tmp_path / "peer-1", insecure_seeds=True)
-    trainer = ScenarioTrainer(scenario, 1, place.folder, insecure_seeds=True)
-    network.restart(AsynchronousPeer(trainer, place, stores[1]))
+    crash = "{kind: crash, peer: 1, at: 1.5, down: 0.0}"
+    network = network_of(scenario, tmp_path, f"{{work: {SLOW_DISKS}, faults: [{crash}]}}")
+    network.run(until=1.49)
+    before = network.peers[1]
+    assert 0 < before.state.round_index < scenario.rounds
     network.run()
-    assert network.ends == dict.fromkeys(peers)
-    last: list[Any] = [network.hosts[number].peer for number in range(scenario.n_peers)]
-    assert weight_of(last) == pytest.approx(scenario.n_peers, rel=1e-12)
-    for peer in last:
-        peer.close()
+    assert network.peers[1] is not before
+    assert network.ends == dict.fromkeys(range(scenario.n_peers))
+    assert weight_of(network) == pytest.approx(scenario.n_peers, rel=1e-12)
+    network.close()
 
 
-def weight_of(peers: list[Any]) -> float:
+def weight_of(network: VirtualNetwork) -> float:
     """Return the push-sum weight of all asynchronous peers, and of the shares that their receivers do not have."""
-    total = sum(float(peer.protocol.mass["w"]) for peer in peers)
-    for peer in peers:
+    peers: dict[int, Any] = dict(network.peers)
+    total = sum(float(peer.protocol.mass["w"]) for peer in peers.values())
+    for number, peer in peers.items():
         for receiver, edge in peer.protocol.edges.items():
-            received = peers[receiver].protocol.edges[peer.device.peer].received
+            received = peers[receiver].protocol.edges[number].received
             total += sum(float(share.values["w"]) for share in edge.frozen if share.number > received)
     return total
