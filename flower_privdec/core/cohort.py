@@ -36,7 +36,7 @@ from flower_privdec.data import Batch, PeerData
 from flower_privdec.gradients.protocol import GradientKernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation
-from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import INDEPENDENT, STATE_PREFIX, NoisedSum, NoiseMechanism, NoiseSource, PairSecrets
 
@@ -263,7 +263,7 @@ class Cohort:
     learning_rate: LearningRate
     steps_per_round: int = 1
     protection: Protection | None = None
-    ledger: CohortLedger | None = None
+    ledger: PlannedLedger | None = None
     apart: bool = False
     noise_inflation: float = 0.0
     mechanism: NoiseMechanism = INDEPENDENT

@@ -430,7 +430,7 @@ class AsynchronousPeer(RunningPeer):
     # --- the end ---
 
     @staticmethod
-    def _more_final_rounds(final: int) -> int:
+    def more_final_rounds(final: int) -> int:
         """See RunningPeer: if some peers are gone, over the others alone the graph takes longer to agree."""
         return 2 * final + 8
 

@@ -19,11 +19,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
@@ -47,6 +48,7 @@ POLL = 0.2  # seconds between two looks at what only time changes, and at whethe
 AGREE = 0.005  # of the norm: models as near need no more mixing
 APART = 0.03  # of the norm: models as far apart at the end do not agree
 FARTHEST = 2.0  # of the norm: two models cannot be farther apart, unless a distance was too large to add
+MEASURED = 128  # rounds of a random graph, in which the least weight of a peer is computed
 REPORT_SECONDS = 2.0  # for all neighbours to report, once one has
 OnRound = Callable[["RunningPeer"], None]
 
@@ -74,6 +76,56 @@ class PeerPlace:
     draw: Callable[[], int] = field(default=draw_boot, kw_only=True)
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """What every peer of a run computes alike before it begins; peers of one process may share it.
+
+    Attributes:
+        final: rounds of final mixing, if they suffice.
+        timetable: with further rounds of final mixing, if they do not.
+        digest, run_id: name the run in checkpoints, and in frames.
+    """
+
+    final: int
+    timetable: Timetable
+    digest: str
+    run_id: bytes
+
+    @classmethod
+    def of(cls, trainer: Trainer, further: Callable[[int], int], hosted: int = 1) -> RunPlan:
+        """Return the plan of a trainer's run.
+
+        Args:
+            further: returns how many rounds of final mixing may follow, see `RunningPeer.more_final_rounds`.
+            hosted: how many peers share it.
+        """
+        scenario = trainer.scenario
+        network = scenario.network
+        final, _ = final_rounds(trainer.mixing, scenario.rounds, network.final_mixing)
+        more = 0
+        if network.final_mixing == "auto":
+            more = further(final)
+        timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds, final + more, hosted)
+
+        # Peers that would send each other other numbers have other names for the run, and refuse each other's frames.
+        is_exact = TensorArithmetic(wire_codec(network.codec)).is_exact
+        codec = "" if is_exact else f", {network.codec}"
+        codec += f", {final} rounds of final mixing"
+        codec += f", constants {trainer.constants}" if trainer.constants else ""
+        return cls(final, timetable, scenario_hash(scenario) + codec, (numbers_hash(scenario) + codec).encode())
+
+    @cached_property
+    def least_weights(self) -> Tensor:
+        """Return the least push-sum weight of each peer if all were as fast and no weight were lost, [n_peers]."""
+        mixing = self.timetable.mixing
+        weights = torch.ones(mixing.n_peers, 1, dtype=torch.float64)
+        least = weights
+        for k in range(min(self.timetable.rounds, MEASURED)):
+            weights = mixing.matrix(k).apply(weights)
+            least = torch.minimum(least, weights)
+        return least[:, 0]
+
+
 class RunningPeer(ABC):
     """One peer of a run, from the last checkpoint of its store, or its beginning, to the end of the rounds.
 
@@ -85,6 +137,7 @@ class RunningPeer(ABC):
         trainer: what it trains.
         device: where it is.
         store: what it keeps; by default its folder.
+        plan: of the run, if peers of this process share one.
 
     Attributes:
         generations: how many checkpoints it needs.
@@ -107,7 +160,9 @@ class RunningPeer(ABC):
 
     generations: ClassVar[int]
 
-    def __init__(self, trainer: Trainer, device: PeerPlace, store: Store | None = None) -> None:
+    def __init__(
+        self, trainer: Trainer, device: PeerPlace, store: Store | None = None, plan: RunPlan | None = None
+    ) -> None:
         scenario = trainer.scenario
         self.trainer = trainer
         self.device = device
@@ -124,21 +179,14 @@ class RunningPeer(ABC):
         self._pause: Pause | None = None
         self._result: Any = None
 
-        self.final, _ = final_rounds(trainer.mixing, scenario.rounds, self.network.final_mixing)
-        further = 0
-        if self.network.final_mixing == "auto":
-            further = self._more_final_rounds(self.final)
-        self.timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds, self.final + further)
+        self.plan = plan or RunPlan.of(trainer, self.more_final_rounds)
+        self.final = self.plan.final
+        self.timetable = self.plan.timetable
         self.end = self.timetable.end
         self.arithmetic = TensorArithmetic(wire_codec(self.network.codec))
+        self._digest = self.plan.digest
+        self._run_id = self.plan.run_id
         self._check_network()
-
-        # Peers that would send each other other numbers have other names for the run, and refuse each other's frames.
-        codec = "" if self.arithmetic.is_exact else f", {self.network.codec}"
-        codec += f", {self.final} rounds of final mixing"
-        codec += f", constants {trainer.constants}" if trainer.constants else ""
-        self._digest = scenario_hash(scenario) + codec
-        self._run_id = (numbers_hash(scenario) + codec).encode()
 
         self.store = store or FolderStore(device.folder, self.generations, device.witnessed)
         self.store.open()
@@ -447,7 +495,7 @@ class RunningPeer(ABC):
         self.state.round_index = self.state.round_index + 1
 
     @staticmethod
-    def _more_final_rounds(final: int) -> int:
+    def more_final_rounds(final: int) -> int:
         """Return how many rounds of final mixing may follow if the models do not agree yet."""
         return 0
 

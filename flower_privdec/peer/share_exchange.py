@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from flower_privdec.core import Exchange
 from flower_privdec.peer.asynchronous_session import ShareSession
 from flower_privdec.peer.driving import Program
@@ -22,7 +20,6 @@ from flower_privdec.pushsum.lockstep import Turn
 if TYPE_CHECKING:
     from flower_privdec.peer.asynchronous import AsynchronousPeer
 
-MEASURED = 128  # rounds of a random graph, in which the least weight of a peer is computed
 KEPT = 0.5  # of its weight: what a peer keeps when it mixes while it waits
 
 
@@ -46,12 +43,7 @@ class ShareExchange:
         if peer.first_weight != 1:  # numbers of examples, whose sum no peer knows
             return peer.weight()
 
-        lowest = 1.0
-        weights = torch.ones(peer.mixing.n_peers, 1, dtype=torch.float64)
-        for k in range(min(peer.rounds, MEASURED)):
-            weights = peer.mixing.matrix(k).apply(weights)
-            lowest = min(lowest, float(weights[peer.device.peer]))
-        return lowest
+        return float(peer.plan.least_weights[peer.device.peer])
 
     def is_sent_in(self, round_index: int) -> bool:
         """Return whether something is sent in a round."""

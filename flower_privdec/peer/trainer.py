@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import save
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
+from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.experiment.noise_statement import NOISE
@@ -33,8 +35,8 @@ from flower_privdec.experiment.spent import Spent, check_budget, epsilons, json_
 from flower_privdec.experiment.view import pair_run
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.privacy.ledger.charges import RunName
-from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
-from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
+from flower_privdec.privacy.ledger.ledger import WitnessedLedger
 from flower_privdec.privacy.ledger.segments import Head
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
@@ -74,7 +76,7 @@ class Trainer(Protocol):
     def algorithm(self) -> Algorithm: ...
 
     @property
-    def witnessed_ledger(self) -> Ledger | None: ...
+    def witnessed_ledger(self) -> WitnessedLedger | None: ...
 
     def reserve(self) -> tuple[int, Head | None]:
         """Return for how many steps the ledger has paid, and its head; 0 and None if there is none.
@@ -131,8 +133,105 @@ class Trainer(Protocol):
         """Close the ledger; a second time does nothing."""
 
 
-class ScenarioTrainer:
-    """What a scenario trains: its algorithm on this peer's examples; see Trainer.
+class CohortTrainer(ABC):
+    """What a scenario trains, as a cohort of this one peer; see Trainer. Where its ledger and its models go is open.
+
+    Args:
+        experiment: with the own parts of this peer, or of this peer among others.
+        mixing: of the network, see `network_mixing`.
+        peer: its number.
+
+    Attributes:
+        cohort: of this peer; after `open`.
+    """
+
+    cohort: Cohort
+
+    def __init__(self, experiment: Experiment, mixing: Mixing, peer: int) -> None:
+        self.experiment = experiment
+        self.scenario = experiment.scenario
+        self.algorithm = experiment.algorithm
+        self.mixing = mixing
+        self.run = experiment.own.run
+        self.device = experiment.device
+        self.constants = experiment.constants
+        self.pair_secrets: AgreedSecrets | None = None
+        self._peer = peer
+        self._loss: float | None = None
+
+    @property
+    @abstractmethod
+    def witnessed_ledger(self) -> PlannedLedger | None:
+        """See Trainer."""
+
+    def reserve(self) -> tuple[int, Head | None]:
+        """See Trainer; a round is taken with all its steps, or not at all."""
+        if (ledger := self.cohort.ledger) is None:
+            return 0, None
+        paid = ledger.charged
+        head = ledger.head
+        following = paid // self.cohort.steps_per_round
+        if following < self.scenario.rounds and self.is_active(following):
+            ledger.reserve()
+        return paid, head
+
+    def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
+        ledger = self.witnessed_ledger
+        return 0 if ledger is None else ledger.charge_witnessed(witnessed)
+
+    def _continued(self, state: State | None, head: Head | None, ledger_name: Path) -> State:
+        """Return the state to continue from, once the cohort's ledger is open; see `Trainer.open`."""
+        if state is None:
+            check_budget(self.cohort, ledger_name)
+            return self.experiment.initial_state(self.cohort)
+        if self.cohort.ledger is not None:
+            self.cohort.ledger.check_head(head)
+        return state
+
+    def use_mixing(self, mixing: Mixing) -> None:
+        self.cohort.mixing = mixing
+
+    def advance(self, state: State) -> Exchange | None:
+        return advance(self.algorithm, self.cohort, state)
+
+    def is_active(self, round_index: int) -> bool:
+        return bool(self.cohort.active(round_index).any())
+
+    def status(self, state: State) -> dict[str, Any]:
+        """See Trainer; the steps of a round that is not over yet are counted."""
+        private = self.scenario.private
+        protection = self.cohort.protection
+        pairs = None if protection is None else protection.pairs
+        budget = None if private is None else private.epsilon
+        return {
+            "loss": self._loss,
+            "epsilon": json_number(self.epsilon(state)),
+            "epsilon_if_all_collude": None if pairs is None else json_number(self.epsilon(state, EVERYBODY)),
+            "colluding": None if pairs is None else pairs.colluding,
+            "budget": budget[self._peer] if isinstance(budget, tuple) else budget,
+            "noise": self._noise,
+        }
+
+    @property
+    @abstractmethod
+    def _noise(self) -> str:
+        """Return in words where the noise comes from."""
+
+    def epsilon(self, state: State, adversary: Adversary | None = None) -> float:
+        """Return the peer's ε so far, with all that is charged of a round that is not over yet."""
+        ledger = self.cohort.ledger
+        if ledger is None:
+            return epsilons(self.cohort, state.round_index, adversary)[0]
+        steps = max(ledger.charged, state.round_index * self.cohort.steps_per_round)
+        return float(ledger.spending.epsilons(steps, adversary)[0])
+
+    def close(self) -> None:
+        if self.cohort.ledger is not None:
+            self.cohort.ledger.close()
+
+
+class ScenarioTrainer(CohortTrainer):
+    """What a scenario trains: its algorithm on this peer's examples, with its ledger on disk; see Trainer.
 
     Args:
         scenario: the run's.
@@ -153,8 +252,7 @@ class ScenarioTrainer:
     ) -> None:
         torch.set_num_threads(scenario.compute.threads)
         agreement = Agreement.of(scenario)
-        self.scenario, self.mixing, self.algorithm = scenario, network_mixing(agreement), agreement.algorithm
-        self._peer = peer
+        mixing = network_mixing(agreement)
         self._folder = folder
         self._insecure = insecure_seeds
         if insecure_seeds and scenario.compute.generator == "system":
@@ -165,12 +263,8 @@ class ScenarioTrainer:
         # Drawn here and written by `open`, for all of the scenario is checked before anything is on disk.
         self._secret = None if insecure_seeds else _drawn_secret(folder)
         own = OwnParts.of(agreement, np.array([peer]), self._secret, data, "network", whole=data is not None)
-        self.experiment = Experiment.joined(agreement, own)
-        self.run = self.experiment.own.run
-        self.device = self.experiment.device
-        self.constants = agreement.constants
+        super().__init__(Experiment.joined(agreement, own), mixing, peer)
         self._ledger_folder = ledger_folder(scenario, folder)
-        self.pair_secrets = None
         if len(secret_pairs(scenario)):
             names = scenario.network.identities(scenario.name, scenario.n_peers)
             self.pair_secrets = AgreedSecrets([peer], pair_run(self.experiment), names)
@@ -179,26 +273,10 @@ class ScenarioTrainer:
         is_own = data is not None or scenario.data.each_its_own
         is_private = scenario.private is not None and is_own and not insecure_seeds
         self._data = Path(root.replace(PEER, str(peer))) if root is not None and is_private else None
-        self._loss: float | None = None
 
     @property
-    def witnessed_ledger(self) -> CohortLedger | None:
+    def witnessed_ledger(self) -> PlannedLedger | None:
         return None if self._insecure else self.cohort.ledger
-
-    def reserve(self) -> tuple[int, Head | None]:
-        """See Trainer; a round is taken with all its steps, or not at all."""
-        if (ledger := self.cohort.ledger) is None:
-            return 0, None
-        paid = ledger.charged
-        head = ledger.head
-        following = paid // self.cohort.steps_per_round
-        if following < self.scenario.rounds and self.is_active(following):
-            ledger.reserve()
-        return paid, head
-
-    def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
-        ledger = self.witnessed_ledger
-        return 0 if ledger is None else ledger.charge_witnessed(witnessed)
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer; locks the peer's data file, whose examples another peer's ledger would count alone."""
@@ -209,24 +287,10 @@ class ScenarioTrainer:
             self.cohort.secrets = self.pair_secrets
         try:
             self._held = -1 if self._data is None else _hold(self._data)
-            if state is None:
-                check_budget(self.cohort, self._ledger_folder)
-                return self.experiment.initial_state(self.cohort)
-            if self.cohort.ledger is not None:
-                self.cohort.ledger.check_head(head)
-            return state
+            return self._continued(state, head, self._ledger_folder)
         except BaseException:
             self.close()
             raise
-
-    def use_mixing(self, mixing: Mixing) -> None:
-        self.cohort.mixing = mixing
-
-    def advance(self, state: State) -> Exchange | None:
-        return advance(self.algorithm, self.cohort, state)
-
-    def is_active(self, round_index: int) -> bool:
-        return bool(self.cohort.active(round_index).any())
 
     def evaluate(self, state: State) -> None:
         """See Trainer.
@@ -248,28 +312,9 @@ class ScenarioTrainer:
             content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
             write_atomically(path, content)
 
-    def status(self, state: State) -> dict[str, Any]:
-        """See Trainer; the steps of a round that is not over yet are counted."""
-        private = self.scenario.private
-        protection = self.cohort.protection
-        pairs = None if protection is None else protection.pairs
-        budget = None if private is None else private.epsilon
-        return {
-            "loss": self._loss,
-            "epsilon": json_number(self._epsilon(state)),
-            "epsilon_if_all_collude": None if pairs is None else json_number(self._epsilon(state, EVERYBODY)),
-            "colluding": None if pairs is None else pairs.colluding,
-            "budget": budget[self._peer] if isinstance(budget, tuple) else budget,
-            "noise": INSECURE if self._insecure else NOISE[self.experiment.own.source],
-        }
-
-    def _epsilon(self, state: State, adversary: Adversary | None = None) -> float:
-        """Return the peer's ε so far, with all that is charged of a round that is not over yet."""
-        ledger = self.cohort.ledger
-        if ledger is None:
-            return epsilons(self.cohort, state.round_index, adversary)[0]
-        steps = max(ledger.charged, state.round_index * self.cohort.steps_per_round)
-        return float(ledger.spending.epsilons(steps, adversary)[0])
+    @property
+    def _noise(self) -> str:
+        return INSECURE if self._insecure else NOISE[self.experiment.own.source]
 
     def finish(self, state: State) -> None:
         self._hand_in(state, rows_path(self._folder, None))
@@ -278,8 +323,7 @@ class ScenarioTrainer:
         if self._held >= 0:
             os.close(self._held)
             self._held = -1
-        if self.cohort.ledger is not None:
-            self.cohort.ledger.close()
+        super().close()
 
 
 def network_mixing(agreement: Agreement) -> Mixing:

@@ -39,6 +39,7 @@ Sent = TypeVar("Sent")  # a message as it is sent
 Heard = TypeVar("Heard")  # a message as it is received
 UNDER_WAY = 2  # the most messages from one peer to another that are not used
 TURNS = 64  # the number of turns that are remembered
+TURNS_EACH = 4  # of each peer, if there are many
 
 
 class Lockstep(Generic[Sent, Heard]):
@@ -211,8 +212,10 @@ class Timetable:
         mixing: the graph and its weights, see `network_mixing`.
         rounds: the number of rounds of the run.
         final: the number of rounds of final mixing after them.
+        hosted: how many peers ask for their turns.
 
     Attributes:
+        mixing: see above.
         exchanges: the exchanges of the program, by index.
         final_at: the index of the exchange of final mixing.
         final_exchange: that exchange.
@@ -221,10 +224,10 @@ class Timetable:
         places: the number of places of the run.
     """
 
-    def __init__(self, algorithm: Algorithm, mixing: Mixing, rounds: int, final: int = 0) -> None:
+    def __init__(self, algorithm: Algorithm, mixing: Mixing, rounds: int, final: int = 0, hosted: int = 1) -> None:
         self.exchanges = {at: item for at, item in enumerate(algorithm.program) if isinstance(item, Exchange)}
         self._at = list(self.exchanges)
-        self._mixing = mixing
+        self.mixing = mixing
         self._exchanges = rounds * len(self._at)  # the places before final mixing
         self.rounds = rounds
         self.end = rounds + final
@@ -236,7 +239,7 @@ class Timetable:
         # Cached for each timetable: on the methods themselves, caches would keep all timetables alive.
         self.neighbours = cache(self._neighbours)
         self.receivers_ever = cache(self._receivers_ever)
-        self.turn = lru_cache(TURNS)(self._turn)
+        self.turn = lru_cache(max(TURNS, TURNS_EACH * hosted))(self._turn)
 
     def place(self, round_index: int, at: int) -> int:
         """Return the place of the exchange at an index of the program, in a round.
@@ -257,7 +260,7 @@ class Timetable:
             round_index, number = divmod(place, len(self._at))
             at = self._at[number]
             exchange = self.exchanges[at]
-            mixing = self._mixing
+            mixing = self.mixing
         else:
             round_index = self.rounds + place - self._exchanges
             at = self.final_at
@@ -276,12 +279,12 @@ class Timetable:
 
     def _receivers_ever(self, peer: int) -> list[int]:
         """Return the peers that a peer may ever send to."""
-        edges = self._mixing.topology.support()
+        edges = self.mixing.topology.support()
         return sorted(set(edges[edges[:, 0] == peer, 1].tolist()) - {peer})
 
     def _neighbours(self, peer: int) -> list[int]:
         """Return the peers that a peer may ever send to, or hear."""
-        edges = self._mixing.topology.support()
+        edges = self.mixing.topology.support()
         mine = edges[(edges == peer).any(1)]
         return sorted(set(mine.flatten().tolist()) - {peer})
 

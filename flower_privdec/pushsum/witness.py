@@ -41,7 +41,7 @@ from flower_privdec.common.files import named, naming, open_file
 from flower_privdec.pushsum.exactly_once import LAST, RefusedError
 
 if TYPE_CHECKING:
-    from flower_privdec.privacy.ledger.ledger import Ledger
+    from flower_privdec.privacy.ledger.ledger import WitnessedLedger
     from flower_privdec.privacy.noise.agreed import AgreedSecrets
 
 MANY = 4096  # the most boots of one peer
@@ -100,7 +100,7 @@ class LedgerWitness:
         peer: int,
         neighbors: Iterable[int],
         boot: int,
-        ledger: Ledger | None = None,
+        ledger: WitnessedLedger | None = None,
         seen: Mapping[int, Mapping[int, int]] | None = None,
         remember: Callable[[int, int, int], None] = lambda neighbor, boot, lines: None,
         draw: Callable[[], int] | None = None,

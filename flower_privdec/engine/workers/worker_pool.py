@@ -39,7 +39,7 @@ from flower_privdec.engine.workers.partitioning import Partitioning, partition_c
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import try_models
 from flower_privdec.graph.mixing import Mixing, MixingMatrix
-from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger, PlannedLedger
 
 
 class PaidLedger(CohortLedger):
@@ -48,7 +48,7 @@ class PaidLedger(CohortLedger):
     Only the main process writes the ledger. It charges a round before any block begins it.
     """
 
-    def __init__(self, whole: CohortLedger, start: int, stop: int, paid: Tensor) -> None:
+    def __init__(self, whole: PlannedLedger, start: int, stop: int, paid: Tensor) -> None:
         """View the rows [start, stop) of a ledger.
 
         Args:

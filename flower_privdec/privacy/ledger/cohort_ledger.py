@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,7 @@ import numpy as np
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.privacy.ledger.charges import Charge, RunName
-from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.ledger import Ledger, WitnessedLedger
 from flower_privdec.privacy.ledger.spending import Account, charged_until, spending_beside
 from flower_privdec.privacy.mechanism.events import Release, Spend
 
@@ -33,20 +34,16 @@ WRITE_FRACTION = 0.005  # of the wall time, the target for writing adaptive bloc
 FIRST_BLOCK = 16  # an adaptive block covers at least this fraction (one in FIRST_BLOCK) of the plan's steps
 
 
-class CohortLedger(Ledger):
-    """The ledger of the peers that one process hosts; a context manager.
+class PlannedLedger(WitnessedLedger):
+    """The ledger of the peers that one process hosts, wherever its lines are kept.
 
     Attributes:
         spending: the cost of the run beside the others in the ledger.
         charged: the step before which all steps are charged, or were taken before this run began.
     """
 
-    _reserving: ThreadPoolExecutor | None = None  # on the class, for `close` is called before `__init__` ends, too
-
-    def __init__(
+    def _plan(
         self,
-        directory: Path | str,
-        source: str,
         run: RunName,
         accounts: Sequence[Account],
         *,
@@ -54,24 +51,9 @@ class CohortLedger(Ledger):
         fresh: bool = False,
         start: int = 0,
     ) -> None:
-        """Open the ledger of a data source for some peers' accounts.
-
-        Args:
-            block: steps that an entry covers (1: none ahead); None to let it grow until writing costs under 1 % of the
-                wall time (for simulations, in which a crashed run can be resumed exactly).
-            fresh: whether the run draws fresh noise, so that every step that it takes is charged.
-            start: the first step that it may take; those before it were charged under other ids.
-
-        Raises:
-            BudgetError: the ledger is in use, fails verification, or has this run with another plan.
-        """
-        super().__init__(directory, source)
-        try:
-            self._check_same_plan(run, {account.peer: account.spends for account in accounts})
-            self.spending = spending_beside(self.entries, run, accounts, start)
-        except BaseException:
-            self.close()
-            raise
+        """Put a run's plan beside the entries that are there; for the arguments see `CohortLedger`."""
+        self._check_same_plan(run, {account.peer: account.spends for account in accounts})
+        self.spending = spending_beside(self.entries, run, accounts, start)
         self._run = run
         self._block = block
         self._fresh = fresh
@@ -90,7 +72,6 @@ class CohortLedger(Ledger):
 
         self._allowed = (-1, np.zeros(len(accounts), dtype=bool))  # the last answer of `allowed`, with its step
         self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
-        self._reserved: tuple[int, Future[None]] | None = None  # a step that another thread charges
 
     def allowed(self, step: int) -> np.ndarray:
         """Return which peers may take a step, bool [m]: in their plan, and within their budget."""
@@ -124,13 +105,10 @@ class CohortLedger(Ledger):
         if step < self.charged:
             return
 
-        if self._reserved is not None:
-            reserved, done = self._reserved
-            self._reserved = None
-            done.result()  # waits for the disk, and raises what it raised
-            if reserved == step:
-                self.charged = step + 1
-                return
+        reserved = self._reserved_step()
+        if reserved == step:
+            self.charged = step + 1
+            return
 
         if self._fresh:
             self.charged = step  # earlier steps that are not charged were taken by another run
@@ -159,30 +137,21 @@ class CohortLedger(Ledger):
         steps_at_target = duration / WRITE_FRACTION / seconds_per_step
         return max(length, math.ceil(min(steps_at_target, self._steps)))
 
-    def reserve(self) -> None:
-        """Charge the step after the last charged one in another thread; `charge` then waits for the disk.
-
-        A step that is then not taken stays charged: one at most for each process. So nothing is reserved before the
-        process has charged a first step, nor if entries cover several steps or a step may not be taken.
-        """
+    def _next_to_reserve(self) -> int | None:
+        """Return the step after the last charged one, if it may be charged ahead; see `CohortLedger.reserve`."""
         step = self.charged
         has_begun = self._last_write is not None
-        if self._block != 1 or not has_begun or self._reserved is not None or not self.allowed(step).all():
-            return
+        if self._block != 1 or not has_begun or not self.allowed(step).all():
+            return None
+        return step
 
-        if self._reserving is None:
-            self._reserving = ThreadPoolExecutor(1, RESERVING)
-        charges = tuple(self._charges(step, step + 1))
-        done = self._reserving.submit(self.append, self._run, step, step + 1, charges)
-        self._reserved = (step, done)
+    @abstractmethod
+    def reserve(self) -> None:
+        """Charge the step after the last charged one ahead, if that is allowed."""
 
-    def close(self, *, unlock: bool = True) -> None:
-        """See `Ledger.close`; what is being reserved is written first."""
-        # A forked child (unlock=False) has no such thread to wait for, and the thread does not wait for itself.
-        is_reserving_thread = current_thread().name.startswith(RESERVING)
-        if self._reserving is not None and unlock and not is_reserving_thread:
-            self._reserving.shutdown()
-        super().close(unlock=unlock)
+    def _reserved_step(self) -> int | None:
+        """Return the step that was charged ahead, once that is safe; None if there is none."""
+        return None
 
     def _charges(self, start: int, stop: int) -> Iterator[Charge]:
         """Yield the charge to each group of equal peers for the steps [start, stop).
@@ -239,6 +208,76 @@ class CohortLedger(Ledger):
                             "another mechanism than its plan has; continue with the scenario of those charges",
                             code="ledger.other-plan",
                         )
+
+
+class CohortLedger(PlannedLedger, Ledger):
+    """The ledger of the peers that one process hosts, on disk; a context manager."""
+
+    _reserving: ThreadPoolExecutor | None = None  # on the class, for `close` is called before `__init__` ends, too
+
+    def __init__(
+        self,
+        directory: Path | str,
+        source: str,
+        run: RunName,
+        accounts: Sequence[Account],
+        *,
+        block: int | None = None,
+        fresh: bool = False,
+        start: int = 0,
+    ) -> None:
+        """Open the ledger of a data source for some peers' accounts.
+
+        Args:
+            block: steps that an entry covers (1: none ahead); None to let it grow until writing costs under 1 % of the
+                wall time (for simulations, in which a crashed run can be resumed exactly).
+            fresh: whether the run draws fresh noise, so that every step that it takes is charged.
+            start: the first step that it may take; those before it were charged under other ids.
+
+        Raises:
+            BudgetError: the ledger is in use, fails verification, or has this run with another plan.
+        """
+        Ledger.__init__(self, directory, source)
+        self._reserved: tuple[int, Future[None]] | None = None  # a step that another thread charges
+        try:
+            self._plan(run, accounts, block=block, fresh=fresh, start=start)
+        except BaseException:
+            self.close()
+            raise
+
+    def reserve(self) -> None:
+        """Charge the step after the last charged one in another thread; `charge` then waits for the disk.
+
+        A step that is then not taken stays charged: one at most for each process. So nothing is reserved before the
+        process has charged a first step, nor if entries cover several steps or a step may not be taken.
+        """
+        if self._reserved is not None:
+            return
+        step = self._next_to_reserve()
+        if step is None:
+            return
+
+        if self._reserving is None:
+            self._reserving = ThreadPoolExecutor(1, RESERVING)
+        charges = tuple(self._charges(step, step + 1))
+        done = self._reserving.submit(self.append, self._run, step, step + 1, charges)
+        self._reserved = (step, done)
+
+    def _reserved_step(self) -> int | None:
+        if self._reserved is None:
+            return None
+        step, done = self._reserved
+        self._reserved = None
+        done.result()  # waits for the disk, and raises what it raised
+        return step
+
+    def close(self, *, unlock: bool = True) -> None:
+        """See `Ledger.close`; what is being reserved is written first."""
+        # A forked child (unlock=False) has no such thread to wait for, and the thread does not wait for itself.
+        is_reserving_thread = current_thread().name.startswith(RESERVING)
+        if self._reserving is not None and unlock and not is_reserving_thread:
+            self._reserving.shutdown()
+        super().close(unlock=unlock)
 
 
 def _missing_charge(account: Account, missing: int, plan_steps: int) -> Charge:

@@ -56,6 +56,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -104,18 +105,127 @@ class _Written(NamedTuple):
     model: Entry | None
 
 
-class Ledger(Totals):
+class WitnessedLedger(Totals, ABC):
+    """What every ledger holds and does, on disk (`Ledger`) or in memory (`memory_ledger.MemoryLedger`).
+
+    Attributes:
+        path: names it in errors.
+        boot: the process, which its lines then name; 0 if no neighbours witness the ledger.
+    """
+
+    path: Path
+    boot = 0
+
+    @property
+    @abstractmethod
+    def head(self) -> Head:
+        """Return the number of lines and the last line's hash, which a checkpoint names."""
+
+    @property
+    @abstractmethod
+    def n_entries(self) -> int:
+        """Return how many entries were appended."""
+
+    @abstractmethod
+    def check_head(self, head: Sequence[int | str] | None) -> None:
+        """Check that the ledger still holds all lines that a checkpoint saw; it may have grown since.
+
+        Raises:
+            BudgetError: it is shorter, or differs there.
+        """
+
+    @abstractmethod
+    def append(
+        self,
+        run: RunName,
+        from_step: int,
+        to_step: int,
+        charges: Iterable[Charge],
+        *,
+        witnessed: Mapping[int, int] | None = None,
+    ) -> None:
+        """Append one entry, whole or not at all; it counts, and is safe, when this returns.
+
+        Args:
+            run: the run that takes the steps.
+            from_step, to_step: the steps [from_step, to_step) that are covered.
+            charges: the cost to each group of peers.
+            witnessed: the lines that this one stands for, see `lacks`.
+
+        Raises:
+            BudgetError: it cannot be kept; then no step may be taken.
+        """
+
+    @abstractmethod
+    def close(self, *, unlock: bool = True) -> None:
+        """Release it; `unlock` is False in a process that was forked from the holder, which keeps it."""
+
+    def fits(self, charge: Charge, budget: float, delta: float) -> bool:
+        """Return whether a budget allows one more charge, as if one example had taken part in all charges.
+
+        Args:
+            charge: what would be added.
+            budget: ε; infinity allows everything.
+            delta: δ in (0, 1).
+        """
+        if math.isinf(budget):
+            return True
+        return epsilon(releases_in(self.entries, charge), delta) <= budget
+
+    # --- what others have seen of it ---
+
+    def name_lines(self, boot: int) -> None:
+        """Name a boot in each line that is written from now on, so that neighbours can witness them."""
+        self.boot = boot
+
+    def lacks(self, witnessed: Mapping[int, int]) -> int:
+        """Return how many of the lines that neighbours have seen are not in the ledger.
+
+        Args:
+            witnessed: how many lines they have seen of each boot.
+        """
+        return sum(max(0, lines - self.lines.get(boot, 0)) for boot, lines in witnessed.items())
+
+    def check_witnessed(self, witnessed: Mapping[int, int]) -> None:
+        """Check that the ledger holds what a neighbour has seen of it.
+
+        Raises:
+            BudgetError: it lacks some lines: it is an old copy or a new ledger, or a copy was continued beside it.
+        """
+        missing = self.lacks(witnessed)
+        if missing:
+            raise BudgetError(
+                f"{self.path} lacks {missing} lines that a neighbour (or its own state) has seen: it is an old copy or "
+                "a new ledger, or a copy was continued beside it, so its ε is too small; put the newest copy back, or "
+                "charge the missing lines by --charge-missing (of a SuperNode: charge-missing=true in its "
+                "node-config)",
+                code="ledger.witnessed",
+            )
+
+    def _entry(
+        self,
+        run: RunName,
+        from_step: int,
+        to_step: int,
+        charges: Iterable[Charge],
+        witnessed: Mapping[int, int] | None,
+    ) -> Entry:
+        """Return an entry; if it stands for lines that are lost, of those that are not here already."""
+        if witnessed is None:
+            return Entry(run, from_step, to_step, tuple(charges), self.boot)
+        lacking = {boot: lines for boot, lines in witnessed.items() if lines > self.lines.get(boot, 0)}
+        return Entry(run, from_step, to_step, tuple(charges), witnessed=lacking)
+
+
+class Ledger(WitnessedLedger):
     """The ledger of one data source, open, verified and locked; a context manager.
 
     Its `entries` are those that are safe on disk.
 
     Attributes:
         path: the file of the last segment.
-        boot: the process, which its lines then name; 0 if no neighbours witness the ledger.
         durable: whether a line outlasts a stop of the machine, and not only of the process.
     """
-
-    boot = 0
 
     def __init__(self, directory: Path | str, source: str, *, durable: bool = True) -> None:
         """Open DIRECTORY/SOURCE.jsonl, created if missing.
@@ -195,18 +305,6 @@ class Ledger(Totals):
         n_headers = self._segment.number + 1
         return max(0, n_lines - n_headers)
 
-    def fits(self, charge: Charge, budget: float, delta: float) -> bool:
-        """Return whether a budget allows one more charge, as if one example had taken part in all charges.
-
-        Args:
-            charge: what would be added.
-            budget: ε; infinity allows everything.
-            delta: δ in (0, 1).
-        """
-        if math.isinf(budget):
-            return True
-        return epsilon(releases_in(self.entries, charge), delta) <= budget
-
     # --- what others have seen of it ---
 
     def check_head(self, head: Sequence[int | str] | None) -> None:
@@ -225,34 +323,6 @@ class Ledger(Totals):
         if length > 0 and hash_at(self.path, self._segment, length) != digest:
             message = f"{self.path} line {length}: not the line that the checkpoint saw; {RESTORE}"
             raise BudgetError(message, code="ledger.stale")
-
-    def name_lines(self, boot: int) -> None:
-        """Name a boot in each line that is written from now on, so that neighbours can witness them."""
-        self.boot = boot
-
-    def lacks(self, witnessed: Mapping[int, int]) -> int:
-        """Return how many of the lines that neighbours have seen are not in the ledger.
-
-        Args:
-            witnessed: how many lines they have seen of each boot.
-        """
-        return sum(max(0, lines - self.lines.get(boot, 0)) for boot, lines in witnessed.items())
-
-    def check_witnessed(self, witnessed: Mapping[int, int]) -> None:
-        """Check that the ledger holds what a neighbour has seen of it.
-
-        Raises:
-            BudgetError: it lacks some lines: it is an old copy or a new ledger, or a copy was continued beside it.
-        """
-        missing = self.lacks(witnessed)
-        if missing:
-            raise BudgetError(
-                f"{self.path} lacks {missing} lines that a neighbour (or its own state) has seen: it is an old copy or "
-                "a new ledger, or a copy was continued beside it, so its ε is too small; put the newest copy back, or "
-                "charge the missing lines by --charge-missing (of a SuperNode: charge-missing=true in its "
-                "node-config)",
-                code="ledger.witnessed",
-            )
 
     # --- writing ---
 
@@ -276,12 +346,7 @@ class Ledger(Totals):
         Raises:
             BudgetError: the disk fails; then no step may be taken.
         """
-        if witnessed is None:
-            entry = Entry(run, from_step, to_step, tuple(charges), self.boot)
-        else:
-            lacking = {boot: lines for boot, lines in witnessed.items() if lines > self.lines.get(boot, 0)}
-            entry = Entry(run, from_step, to_step, tuple(charges), witnessed=lacking)
-
+        entry = self._entry(run, from_step, to_step, charges, witnessed)
         if self._unsynced is not None:
             self._finish_interrupted(self._unsynced)
         if self._segment.size >= max(SEGMENT, 2 * self._segment.header_size):

@@ -1,0 +1,136 @@
+"""A ledger in memory, for peers of a rehearsal: charged, witnessed and composed like one on disk, at no disk's cost.
+
+`LedgerLines` takes the place of the file. It outlasts the ledger that is opened on it, as a file outlasts a process,
+and can be copied, put back and emptied, as an operator may do with a file. Nothing here protects a real release: the
+lines are gone with the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from flower_privdec.common.errors import BudgetError
+from flower_privdec.privacy.ledger.charges import Charge, Entry, RunName
+from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
+from flower_privdec.privacy.ledger.segments import EMPTY_HASH, RESTORE, Head
+from flower_privdec.privacy.ledger.spending import Account
+
+
+class LedgerLines:
+    """The lines of a ledger, each with its hash.
+
+    Attributes:
+        entries: oldest first.
+        hashes: of each line, which names all lines before it too.
+        starts: how many processes have opened it.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.hashes: list[str] = []
+        self.starts = 0
+
+    @property
+    def head(self) -> Head:
+        """Return the number of lines and the last line's hash."""
+        return len(self.hashes), self.hashes[-1] if self.hashes else EMPTY_HASH
+
+    def append(self, entry: Entry) -> None:
+        """Append a line."""
+        _, before = self.head
+        facts = (before, entry.run.id, entry.from_step, entry.to_step, entry.boot, sorted(entry.witnessed.items()))
+        self.hashes.append(sha256(repr(facts).encode()).hexdigest())
+        self.entries.append(entry)
+
+    def copy(self) -> LedgerLines:
+        """Return a backup."""
+        backup = LedgerLines()
+        backup.entries = [*self.entries]
+        backup.hashes = [*self.hashes]
+        backup.starts = self.starts
+        return backup
+
+
+class MemoryLedger(PlannedLedger):
+    """The ledger of some peers of a rehearsal; see `CohortLedger` for the arguments.
+
+    Args:
+        lines: what is there; lines are appended to it.
+        keep: called before a line counts; it raises what a disk would raise.
+    """
+
+    path = Path("memory")
+
+    def __init__(
+        self,
+        lines: LedgerLines,
+        run: RunName,
+        accounts: Sequence[Account],
+        *,
+        fresh: bool = False,
+        start: int = 0,
+        keep: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._lines = lines
+        self._keep = keep
+        self._reserved: int | None = None
+        self._is_open = True
+        self.count(lines.entries)
+        self._plan(run, accounts, block=1, fresh=fresh, start=start)
+
+    @property
+    def head(self) -> Head:
+        return self._lines.head
+
+    @property
+    def n_entries(self) -> int:
+        return len(self._lines.entries)
+
+    def check_head(self, head: Sequence[int | str] | None) -> None:
+        length, digest = head or (0, EMPTY_HASH)
+        length = int(length)
+        hashes = self._lines.hashes
+        if length > len(hashes):
+            raise BudgetError(
+                f"the ledger has {len(hashes)} lines, and the checkpoint saw {length}; {RESTORE}", code="ledger.stale"
+            )
+        if length > 0 and hashes[length - 1] != digest:
+            raise BudgetError(
+                f"line {length} of the ledger is not the line that the checkpoint saw; {RESTORE}", code="ledger.stale"
+            )
+
+    def append(
+        self,
+        run: RunName,
+        from_step: int,
+        to_step: int,
+        charges: Iterable[Charge],
+        *,
+        witnessed: Mapping[int, int] | None = None,
+    ) -> None:
+        if not self._is_open:
+            raise BudgetError("the ledger is closed; open it again before another step", code="ledger.closed")
+        entry = self._entry(run, from_step, to_step, charges, witnessed)
+        self._keep()
+        self._lines.append(entry)
+        self.count([entry])
+
+    def reserve(self) -> None:
+        """Charge the next step ahead at once, as a deployed peer does in another thread."""
+        if self._reserved is not None:
+            return
+        step = self._next_to_reserve()
+        if step is not None:
+            self.append(self._run, step, step + 1, tuple(self._charges(step, step + 1)))
+            self._reserved = step
+
+    def _reserved_step(self) -> int | None:
+        step = self._reserved
+        self._reserved = None
+        return step
+
+    def close(self, *, unlock: bool = True) -> None:
+        self._is_open = False
