@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from flower_privdec.privacy.ledger.charges import RunName
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism.events import Release, Spend
 

@@ -2,6 +2,9 @@
 
 A reader who follows an operation through the code visits each of these once. `sys.setprofile` counts, in one process
 and all its threads; a lambda, a nested function and a generator count as functions, a comprehension does not.
+
+A *return* is a call from one module back into another that is still waiting for it further up: the reader goes to and
+fro. The same two functions count once. The table shows the pair of modules with the most returns.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Walk:
     def __init__(self, package: Path) -> None:
         self._prefix = f"{package}/"
         self._codes: set[CodeType] = set()
+        self._returns: set[tuple[CodeType, CodeType]] = set()
         self._is_recording = False
 
     @contextmanager
@@ -77,10 +81,35 @@ class Walk:
     def forget(self) -> None:
         """Count from none again."""
         self._codes.clear()
+        self._returns.clear()
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        if self._is_recording and event == "call":
-            self._codes.add(frame.f_code)
+        if not self._is_recording or event != "call":
+            return
+        code = frame.f_code
+        self._codes.add(code)
+        if not code.co_filename.startswith(self._prefix):
+            return
+
+        # The callers in the package, the nearest first, whatever other code lies between.
+        callers = list[CodeType]()
+        outer = frame.f_back
+        while outer is not None:
+            if outer.f_code.co_filename.startswith(self._prefix):
+                callers.append(outer.f_code)
+            outer = outer.f_back
+        is_from_another = bool(callers) and callers[0].co_filename != code.co_filename
+        if is_from_another and any(caller.co_filename == code.co_filename for caller in callers):
+            self._returns.add((callers[0], code))
+
+    @property
+    def returns(self) -> list[tuple[str, str, int]]:
+        """Return the pairs of modules that call back into each other, and how often, the most first."""
+        pairs = Counter[tuple[str, str]]()
+        for caller, called in self._returns:
+            one, other = sorted(code.co_filename.removeprefix(self._prefix) for code in (caller, called))
+            pairs[one, other] += 1
+        return [(one, other, count) for (one, other), count in sorted(pairs.items(), key=lambda pair: (-pair[1], pair))]
 
     @property
     def functions(self) -> list[Function]:
@@ -268,8 +297,8 @@ WALKS: dict[str, tuple[str, Callable[[Walk, Path], None]]] = {
 }
 
 
-def measure(name: str) -> list[Function]:
-    """Return the functions that a walk calls.
+def measure(name: str) -> Walk:
+    """Return an operation's walk.
 
     Args:
         name: of WALKS.
@@ -279,7 +308,7 @@ def measure(name: str) -> list[Function]:
     (package,) = flower_privdec.__path__
     with tempfile.TemporaryDirectory() as folder, Walk(Path(package)).watching() as walk:
         WALKS[name][1](walk, Path(folder))
-    return walk.functions
+    return walk
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -291,13 +320,18 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = set(options.walks) - set(WALKS)
     if unknown:
         parser.error(f"NAME={min(unknown)} must be one of {', '.join(WALKS)}")
-    print("| walk | files | functions |\n|---|---:|---:|")
+    print("| walk | files | functions | most returns between two modules |\n|---|---:|---:|---:|")
     for name in options.walks or WALKS:
-        functions = measure(name)
-        print(f"| {WALKS[name][0]} | {len({file for file, _ in functions})} | {len(functions)} |")
+        walk = measure(name)
+        functions = walk.functions
+        files = {file for file, _ in functions}
+        most = max((count for _, _, count in walk.returns), default=0)
+        print(f"| {WALKS[name][0]} | {len(files)} | {len(functions)} | {most} |")
         if options.names:
             for file, function in functions:
                 print(f"    {file} {function}")
+            for one, other, count in walk.returns:
+                print(f"  {count} returns between {one} and {other}")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
 from flower_privdec.data.pixels import PLAIN_PIXELS, channels_first, scale_pixels
 from flower_privdec.data.table_columns import from_frame
-from flower_privdec.experiment.fingerprints import content_of
 from flower_privdec.experiment.object_hash import object_hash
+from flower_privdec.experiment.run_key import content_of
 from flower_privdec.graph.topology import Topology, networkx
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.findings import Location

@@ -23,8 +23,8 @@ from flower_privdec.audits.noise_check import NoiseCheck
 from flower_privdec.audits.one_run import OneRun
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.charges import Entry
 from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.segments import Entry
 from flower_privdec.privacy.ledger.spending import releases_in
 from flower_privdec.privacy.updates import UPDATES
 from flower_privdec.rows.keys import keyed_generator

@@ -2,8 +2,7 @@
 
 from flower_privdec.data.datasets import Examples, PublicSet, read_examples, read_public
 from flower_privdec.data.partitions import partition
-from flower_privdec.data.peer_data import Batch, PeerData
-from flower_privdec.data.sampling import LocalBatch, Sampler
+from flower_privdec.data.sampling import Batch, LocalBatch, PeerData, Sampler
 
 __all__ = [
     "Batch",

@@ -18,9 +18,8 @@ from flower_privdec.core.cohort import LearningRate
 from flower_privdec.data import PublicSet, read_public
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.checkpoint import numbers_of
-from flower_privdec.experiment.fingerprints import constants_hash
 from flower_privdec.experiment.origin import Origin, model_section, read_origin
-from flower_privdec.experiment.run_key import fingerprint_of
+from flower_privdec.experiment.run_key import constants_hash, fingerprint_of
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import (

@@ -23,7 +23,7 @@ from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.files import open_file, replacing
 from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import Edges, State
-from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.segments import RunName
 
 # Prefixes of the names of edges and of a transport's tensors, which are no rows.
 EDGE = "edge."

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.data import PublicSet
-from flower_privdec.experiment.fingerprints import fingerprint, tensors_hash
+from flower_privdec.experiment.run_key import fingerprint, tensors_hash
 from flower_privdec.privacy.ledger.segments import Head, ledger_path, verified
 from flower_privdec.scenario import Scenario, load_scenario
 

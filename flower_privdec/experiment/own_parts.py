@@ -20,7 +20,7 @@ from flower_privdec.experiment.number_range import check_number_range, noise_inf
 from flower_privdec.experiment.pair_plan import pair_plan
 from flower_privdec.experiment.run_key import run_id, salted
 from flower_privdec.experiment.run_name import name_run, read_own, with_features, without_content
-from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import noise_mechanism

@@ -15,7 +15,6 @@ from flower_privdec.common.user_code import without_tokens
 from flower_privdec.data import Examples, read_examples
 from flower_privdec.data.features import apply_features, features_version
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.fingerprints import fingerprints
 from flower_privdec.experiment.noise_statement import noise_source
 from flower_privdec.experiment.pair_plan import secret_pairs
 from flower_privdec.experiment.run_key import (
@@ -25,13 +24,14 @@ from flower_privdec.experiment.run_key import (
     data_id,
     edges_of,
     environment,
+    fingerprints,
     is_known_by_its_edges,
     own_keys,
     partition_name,
     run_id,
     shared_secret,
 )
-from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.scenario import Scenario, numbers_hash, own_parts
 
 PORTABLE = "portable"  # the generator whose keys are the same in every runtime and on every machine

@@ -57,15 +57,13 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
 from flower_privdec.network.transport.tls import credentials_of
-from flower_privdec.peer.app_model import AppModel, Arrays, Layout, mass_of
-from flower_privdec.peer.app_state import WITNESSED
+from flower_privdec.peer.app_state import WITNESSED, AppModel, Arrays, Layout, mass_of
 from flower_privdec.peer.app_updates import UNPROTECTED, PeerLedger, noise_for, take_step, unprotected_words
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import rows_path
-from flower_privdec.privacy.ledger.charges import RunName
 from flower_privdec.privacy.ledger.ledger import Ledger
-from flower_privdec.privacy.ledger.segments import Head
+from flower_privdec.privacy.ledger.segments import Head, RunName
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.loading import parse_app_scenario, read_plain
 from flower_privdec.scenario.sections import AppPrivacySection, AppScenario, TopologySection

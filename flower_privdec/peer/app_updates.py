@@ -18,13 +18,12 @@ import numpy as np
 
 from flower_privdec.common.arguments import check_numbers
 from flower_privdec.common.errors import BudgetError
-from flower_privdec.peer.app_model import AppModel, Arrays
+from flower_privdec.peer.app_state import AppModel, Arrays
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
 from flower_privdec.privacy.exact_noise import exactly_noised
-from flower_privdec.privacy.ledger.charges import Charge, RunName
 from flower_privdec.privacy.ledger.ledger import Ledger
-from flower_privdec.privacy.ledger.segments import read_entries
+from flower_privdec.privacy.ledger.segments import Charge, RunName, read_entries
 from flower_privdec.privacy.ledger.spending import releases_in
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.updates import UPDATES

@@ -34,10 +34,9 @@ from flower_privdec.experiment.recorder import (
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, json_number, ledger_folder
 from flower_privdec.experiment.view import pair_run
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.privacy.ledger.charges import RunName
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.ledger.ledger import WitnessedLedger
-from flower_privdec.privacy.ledger.segments import Head
+from flower_privdec.privacy.ledger.segments import Head, RunName
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.scenario import Scenario

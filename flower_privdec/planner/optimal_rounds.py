@@ -33,7 +33,7 @@ from flower_privdec.gradients.protocol import batchable, inputs_like, reason
 from flower_privdec.models import trained
 from flower_privdec.planner.peers import noise_std
 from flower_privdec.privacy.mechanism import paper
-from flower_privdec.privacy.mechanism.clip_schedule import build_schedule
+from flower_privdec.privacy.mechanism.peer_mechanism import build_schedule
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import SparseRows
 from flower_privdec.scenario.sections import PlanSection

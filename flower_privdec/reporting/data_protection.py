@@ -18,7 +18,7 @@ import numpy as np
 from flower_privdec import __version__
 from flower_privdec.common.formatting import epsilon_text, peer_ranges, setting
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.charges import Entry
+from flower_privdec.privacy.ledger.segments import Entry
 from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.privacy.mechanism.events import Adversary
 from flower_privdec.reporting import wording

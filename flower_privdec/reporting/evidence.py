@@ -30,8 +30,7 @@ from flower_privdec.privacy.accountant.readings import (
     right_guesses,
     true_positive_rate,
 )
-from flower_privdec.privacy.ledger.charges import Entry, Totals
-from flower_privdec.privacy.ledger.segments import ledger_path, verified
+from flower_privdec.privacy.ledger.segments import Entry, Totals, ledger_path, verified
 from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary
 from flower_privdec.reporting.ledgers import ledgers_below

@@ -21,8 +21,7 @@ from flower_privdec.privacy.accountant.accounting import (
     dp_accounting_epsilon,
     epsilon_of_runs,
 )
-from flower_privdec.privacy.ledger.charges import Totals
-from flower_privdec.privacy.ledger.segments import FORMAT, verified
+from flower_privdec.privacy.ledger.segments import FORMAT, Totals, verified
 from flower_privdec.privacy.ledger.spending import costs_in, releases_in, runs_in
 from flower_privdec.privacy.mechanism.events import Adversary
 from flower_privdec.reporting.console import comparison_text

@@ -32,11 +32,9 @@ from flower_privdec.common.formatting import epsilon_text, setting
 from flower_privdec.data.sampling import draw_poisson
 from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
 from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
-from flower_privdec.privacy.ledger.charges import Charge, Entry, RunName
 from flower_privdec.privacy.ledger.ledger import Ledger
-from flower_privdec.privacy.ledger.noted_budgets import note_budget
-from flower_privdec.privacy.ledger.segments import ledger_path, read_entries
-from flower_privdec.privacy.ledger.spending import Account, Spending, costs_in, releases_in
+from flower_privdec.privacy.ledger.segments import Charge, Entry, RunName, ledger_path, read_entries
+from flower_privdec.privacy.ledger.spending import Account, Spending, costs_in, note_budget, releases_in
 from flower_privdec.privacy.mechanism.events import Release, Spend
 from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
 

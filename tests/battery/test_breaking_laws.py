@@ -11,7 +11,7 @@ import pytest
 from battery_rows import row_of
 
 from flower_privdec.common import files
-from flower_privdec.experiment import checkpoint, fingerprints, run_key, spent
+from flower_privdec.experiment import checkpoint, run_key, spent
 from flower_privdec.flower.apps.server_app import Relay
 from flower_privdec.gradients.protocol import Clipping
 from flower_privdec.planner import peers as planned_peers
@@ -66,8 +66,7 @@ def epsilon_times(factor: float) -> Break:
 
 
 def data_are_in_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (fingerprints, run_key):
-        monkeypatch.setattr(module, "fingerprint", lambda x, y: b"any data")
+    monkeypatch.setattr(run_key, "fingerprint", lambda x, y: b"any data")
 
 
 def resumed_rows_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from whole_dataset import load_dataset
 from flower_privdec.common.catalogue import DATASETS
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data.datasets import open_dataset
-from flower_privdec.data.embedded_tables import _sklearn_table, nucleus_features
 from flower_privdec.data.pixels import CIFAR10_PIXELS, FASHION_PIXELS, MNIST_PIXELS
+from flower_privdec.data.sets.bundled_sets import _sklearn_table, nucleus_features
 from flower_privdec.scenario.sections import DataSection
 
 

@@ -24,7 +24,7 @@ import flower_privdec as fp
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.experiment.fingerprints import content_of, fingerprint
+from flower_privdec.experiment.run_key import content_of, fingerprint
 from flower_privdec.graph.topology import DirectedExponential
 from flower_privdec.privacy.ledger.segments import verified
 from flower_privdec.privacy.ledger.spending import releases_in

@@ -33,8 +33,7 @@ from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.peer.driving import Program
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.trainer import rows_path
-from flower_privdec.privacy.ledger.charges import Entry
-from flower_privdec.privacy.ledger.segments import EMPTY_HASH, chained, read_chain
+from flower_privdec.privacy.ledger.segments import EMPTY_HASH, Entry, chained, read_chain
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
 

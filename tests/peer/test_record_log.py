@@ -23,7 +23,7 @@ from flower_privdec.peer import record_log
 from flower_privdec.peer.app_state import PeerState, load_state, save_state, state_path
 from flower_privdec.peer.record_log import PAGE, ROOTS, RecordLog, page_check
 from flower_privdec.peer.store import CheckpointLog, read_checkpoints
-from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
 from flower_privdec.pushsum.frames import TensorArithmetic, pack
 

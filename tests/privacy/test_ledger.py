@@ -19,13 +19,15 @@ from raising import raises
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
-from flower_privdec.privacy.ledger import charges, file_lock
+from flower_privdec.privacy.ledger import file_lock, segments
 from flower_privdec.privacy.ledger import ledger as ledger_module
-from flower_privdec.privacy.ledger.charges import Charge, Entry, RunName
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.privacy.ledger.segments import (
     EMPTY_HASH,
+    Charge,
+    Entry,
+    RunName,
     chained,
     ledger_path,
     read_chain,
@@ -917,7 +919,7 @@ def test_crashes_and_segments_never_change_a_ledgers_total(tmp_path_factory, seq
     path, entries, heads, step = ledger_path(folder, DATA), [], [], 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger_module, "SEGMENT", segment)
-        patch.setattr(charges, "MERGED", 3)
+        patch.setattr(segments, "MERGED", 3)
         file, boot = Ledger(folder, DATA), 1
         for action, run, peers, noise, steps, failing, part in sequence:
             release = Release("full", 1.0, 50, 50, noise)

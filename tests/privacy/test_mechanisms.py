@@ -24,10 +24,9 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy.accountant import calibration, loss_distributions
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.mechanism.clip_schedule import Schedule
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.mechanism.events import Release, canonical, event
-from flower_privdec.privacy.mechanism.peer_mechanism import Mechanism, build_mechanism
+from flower_privdec.privacy.mechanism.peer_mechanism import Mechanism, Schedule, build_mechanism
 
 EPSILONS = (0.0, 0.1, 0.5, 1.0, 2.0)
 FINENESS = {1: 200, 2: 40, 3: 6}  # grid points in a standard deviation, by the number of rounds

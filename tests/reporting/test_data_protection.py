@@ -24,8 +24,8 @@ from flower_privdec.experiment.spent import Spent, privacy_rows
 from flower_privdec.graph.topology import UniformParticipation
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.readings import points_of, right_guesses, true_positive_rate
-from flower_privdec.privacy.ledger.charges import Charge, RunName
 from flower_privdec.privacy.ledger.ledger import Ledger
+from flower_privdec.privacy.ledger.segments import Charge, RunName
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.reporting import page as page_of_runs
 from flower_privdec.reporting.data_protection import OBSERVERS, at_least, notice, verdict

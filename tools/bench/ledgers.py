@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from flower_privdec.privacy.ledger.charges import RunName
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism.events import Release, Spend
 from tools.bench.timing import once, quiet

@@ -25,7 +25,7 @@ from flower_privdec.peer.asynchronous import AsynchronousPeer
 from flower_privdec.peer.peer import PeerPlace, RunningPeer
 from flower_privdec.peer.store import MemoryStore, full_disk
 from flower_privdec.peer.synchronous import SynchronousPeer
-from flower_privdec.privacy.ledger.charges import RunName
+from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.scenario import Scenario, parse_scenario
 
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}

@@ -70,8 +70,7 @@ from flower_privdec.flower.mods.app_call import (
 )
 from flower_privdec.flower.mods.peer_mod import PEER_MOD_FAILED, SAYS, PeerMod
 from flower_privdec.flower.node_settings import PeerSettings
-from flower_privdec.peer.app_model import Layout
-from flower_privdec.peer.app_state import alone_in
+from flower_privdec.peer.app_state import Layout, alone_in
 from flower_privdec.peer.app_updates import (
     ADJACENCY,
     SOURCE,

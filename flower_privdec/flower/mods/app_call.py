@@ -24,7 +24,7 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import last_line_of_users
 from flower_privdec.flower.error_formatting import reason
 from flower_privdec.flower.node_settings import PeerSettings
-from flower_privdec.peer.app_model import Arrays, Layout
+from flower_privdec.peer.app_state import Arrays, Layout
 from flower_privdec.scenario.sections import AppPrivacySection
 
 R = TypeVar("R", ArrayRecord, ConfigRecord)

@@ -33,9 +33,10 @@ from flower_privdec.flower.mods.app_call import (
     returned_arrays,
 )
 from flower_privdec.flower.node_settings import PeerSettings
-from flower_privdec.peer.app_model import Arrays, Layout
 from flower_privdec.peer.app_state import (
     WITNESSED,
+    Arrays,
+    Layout,
     PeerState,
     SavedState,
     alone_in,
@@ -63,9 +64,8 @@ from flower_privdec.peer.identity import IDENTITY, KNOWN, Identity, KnownPeers, 
 from flower_privdec.peer.masking import check_set, masked
 from flower_privdec.peer.record_log import RecordLog
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.noted_budgets import noting_budgets
 from flower_privdec.privacy.ledger.segments import ledger_path, read_entries
-from flower_privdec.privacy.ledger.spending import costs_in
+from flower_privdec.privacy.ledger.spending import costs_in, noting_budgets
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness, WitnessFile

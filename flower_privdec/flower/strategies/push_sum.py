@@ -51,8 +51,7 @@ from flower_privdec.flower.strategies.peer_network import (
 )
 from flower_privdec.graph.mixing import UNDIRECTED, Mixing
 from flower_privdec.graph.topology import Participation, Topology, build_participation, build_topology
-from flower_privdec.peer.app_model import Layout
-from flower_privdec.peer.app_state import run_frames
+from flower_privdec.peer.app_state import Layout, run_frames
 from flower_privdec.rows.keys import keyed_generator
 
 log = logging.getLogger("flwr.privdec")

@@ -24,8 +24,8 @@ from threading import current_thread
 import numpy as np
 
 from flower_privdec.common.errors import BudgetError
-from flower_privdec.privacy.ledger.charges import Charge, RunName
 from flower_privdec.privacy.ledger.ledger import Ledger, WitnessedLedger
+from flower_privdec.privacy.ledger.segments import Charge, RunName
 from flower_privdec.privacy.ledger.spending import Account, charged_until, spending_beside
 from flower_privdec.privacy.mechanism.events import Release, Spend
 

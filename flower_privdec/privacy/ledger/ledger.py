@@ -19,8 +19,7 @@ The parts, from below:
 
 | module | has |
 |---|---|
-| `charges` | what is recorded: an entry, the charges in it, and how entries add up |
-| `segments` | how entries lie on disk as hash-chained lines, and how they are verified |
+| `segments` | what is recorded; how entries lie on disk as hash-chained lines, and are verified |
 | `file_lock` | who may write |
 | `spending` | what entries cost, and how many more steps fit a budget |
 | `ledger` | (here) opening, appending, sealing: the only code that writes |
@@ -65,14 +64,18 @@ from typing import NamedTuple, Self
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.files import disk_error, replacing, sync
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.charges import Body, Charge, Entry, RunName, Totals
 from flower_privdec.privacy.ledger.file_lock import open_locked, release_lock
 from flower_privdec.privacy.ledger.segments import (
     EMPTY_HASH,
     FORMAT,
     RESTORE,
+    Body,
+    Charge,
+    Entry,
     Head,
+    RunName,
     Segment,
+    Totals,
     chained,
     check_segments,
     hash_at,

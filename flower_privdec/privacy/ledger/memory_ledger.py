@@ -12,9 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from flower_privdec.common.errors import BudgetError
-from flower_privdec.privacy.ledger.charges import Charge, Entry, RunName
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
-from flower_privdec.privacy.ledger.segments import EMPTY_HASH, RESTORE, Head
+from flower_privdec.privacy.ledger.segments import EMPTY_HASH, RESTORE, Charge, Entry, Head, RunName
 from flower_privdec.privacy.ledger.spending import Account
 
 

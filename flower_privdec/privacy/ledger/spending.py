@@ -5,6 +5,9 @@ Reading: `runs_in`, `costs_in` and `releases_in` turn entries into releases, whi
 Planning: an `Account` is one peer's plan for a run, with its budget. `Spending` puts the accounts of one process beside
 what the ledger already has, and says for each peer which step is the first that it may not take.
 
+Listening: a Flower app's own training code opens its budget by itself, deep inside (`private_loop.private`). The peer
+around it has to report the ε of that ledger, so it listens while the code runs (`noting_budgets`).
+
 Two runs over one data source may deal its examples to peers in different ways. Within one partition an example stays at
 one peer, so costs are added up peer by peer. Across partitions nothing is known about where it was, so each example is
 charged as if it had been at the peer that paid most: an upper bound whatever the partitions were.
@@ -15,7 +18,9 @@ composed against one and the same adversary, whichever is asked about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon_of_runs, last_that_fits
-from flower_privdec.privacy.ledger.charges import Charge, Entry, RunName
-from flower_privdec.privacy.ledger.segments import read_entries
+from flower_privdec.privacy.ledger.segments import Charge, Entry, RunName, read_entries
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary, Release, Spend, canonical, towards
 
 # --- what entries cost ---
@@ -280,3 +284,33 @@ def spending_of(
         BudgetError: the ledger cannot be read or fails verification.
     """
     return spending_beside(read_entries(directory, source), run, accounts, start)
+
+
+NotedBudget = tuple[Path, float, str, str]  # ledger, δ, caveat, assumption
+
+_noted: ContextVar[list[NotedBudget] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting_budgets() -> Iterator[list[NotedBudget]]:
+    """Yield a list that collects the ledger, δ, caveat and assumption of each budget that is opened inside."""
+    noted: list[NotedBudget] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def note_budget(path: Path, delta: float, caveat: str = "", assumption: str = "") -> None:
+    """Tell the innermost `noting_budgets`, if there is one, about a budget.
+
+    Args:
+        path: the file of its ledger.
+        delta: δ of its ε.
+        caveat: what ε does not cover, to be shown beside it.
+        assumption: what ε assumes, to be shown beside it.
+    """
+    noted = _noted.get()
+    if noted is not None:
+        noted.append((path, delta, caveat, assumption))

@@ -26,10 +26,9 @@ from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
-from flower_privdec.privacy.mechanism.clip_schedule import Schedule, build_schedule
 from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary, Release, Spend, towards
-from flower_privdec.privacy.mechanism.peer_mechanism import Mechanism, build_mechanism
+from flower_privdec.privacy.mechanism.peer_mechanism import Mechanism, Schedule, build_mechanism, build_schedule
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import CancellingSection, PrivacySection
 
