@@ -244,7 +244,7 @@ def least_own_noise(plan: PairPlan, step: int) -> float | None:
     unit = float(needed.max())
     upper = np.square(needed[active] / unit)
     own = plan.own[step, active] * needed[active]
-    pair = plan.pair_std(step, active, own / plan.weights[active]) / unit
+    pair = plan.planned_pairs(step) / unit
     squares = np.zeros((len(needed), len(needed)))
     for (one, other), std in zip(plan.edges.tolist(), pair.tolist(), strict=True):
         squares[one, other] = squares[other, one] = std**2

@@ -204,6 +204,24 @@ def test_unhostable_scenarios_are_refused_first(tiny: Tiny, tmp_path: Path, host
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("setting", "is_one"),
+    [
+        ("task.metrics=[{module: 'user_tasks:nothing'}]", False),
+        ("model={module: 'user_models:adapted'}", True),
+        ("compute.generator=system", True),
+    ],
+)
+def test_shuffled_epochs_that_are_drawn_anew_get_one_message(
+    tiny: Tiny, tmp_path: Path, setting: str, is_one: bool
+) -> None:
+    scenario = tiny("data.batch.sampling=shuffle", "rounds=3", "evaluation.every=1", setting)
+    strategy = CohortRun(scenario, tmp_path / "run")
+    grid = LocalGrid(client_app(), 1)
+    strategy.start(grid)
+    assert (len(strategy._until) == 1) == is_one
+
+
 # --- what a server may say ---
 
 

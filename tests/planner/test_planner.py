@@ -331,6 +331,14 @@ def test_noise_in_the_mean_is_nearly_minimal(build: Build) -> None:
     assert "these pairs allow no less than" in console.plan_text(make_plan(experiment), verbose=True)
 
 
+@pytest.mark.parametrize("table", ["snapshot", "factored"])
+def test_a_first_step_of_less_noise_has_its_bound(build: Build, table: str) -> None:
+    """The step that fills a table has 1/√2 of the noise, so that it differs from the plan's unit."""
+    settings = ["algorithm.learning_rate=[0.1, 0.5, 0.5, 1.0]", "data.batch={size: 1}", CANCELLING]
+    facts = pair_facts(build(vr(table), *settings))
+    assert facts["least_mean_noise"] <= facts["mean_noise"] * (1 + 1e-9)
+
+
 def test_a_bound_over_too_many_sets_is_left_out(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flower_privdec.planner.pairwise.LARGEST_SHAPED", 0)
     assert pair_facts(build(CANCELLING))["least_mean_noise"] is None

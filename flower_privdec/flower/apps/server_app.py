@@ -374,13 +374,18 @@ class CohortRun(ScenarioStrategy):
     def _prepare(self) -> int:
         self._until = self._message_ends(self._evaluations())
 
-        # A node that draws anew, as it may with a user's own code, shuffles anew in each message, and would pay for an
+        # A node that draws anew, as it does with a user's own code, shuffles anew in each message, and would pay for an
         # epoch under way once more. So it gets one message.
-        scenario = self.scenario
-        draws_anew = scenario.compute.generator == "system" or any(own_modules(scenario))
-        if draws_anew and scenario.data.batch.sampling == "shuffle":
+        if self.scenario.data.batch.sampling == "shuffle" and self._draws_anew():
             self._until = self._until[-1:]
         return len(self._until)
+
+    def _draws_anew(self) -> bool:
+        """Return whether the node draws numbers of its own in each message."""
+        if self.scenario.compute.generator == "system":
+            return True
+        # Building the agreement reads data, so it is left out for scenarios without anybody's code.
+        return any(own_modules(self.scenario)) and bool(run_name.without_content(Agreement.of(self.scenario)))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

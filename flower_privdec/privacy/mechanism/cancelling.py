@@ -638,9 +638,7 @@ class PairPlan:
         Raises:
             RunError: their noise does not have the proportions that were planned.
         """
-        profile_of, profiles = self._solved
-        largest = self.needed[step].max()
-        if largest == 0:
+        if not self.needed[step].any():
             return np.zeros(len(self.edges))
 
         # By how much the step is larger than planned: the same for all peers, or the noise would not cancel.
@@ -649,7 +647,12 @@ class PairPlan:
         if (np.abs(scales - wanted) > SAME_SCALE * wanted).any():
             raise RunError(
                 f"step {step}: the noise of peers {peers[:3].tolist()} is {scales[:3].tolist()} times the planned one, "
-                "which must be the same for all peers: give them one learning rate, or leave privacy.noise out",
+                f"which must be {wanted:g} for all peers: give them one learning rate, or leave privacy.noise out",
                 code="noise.pair-scale",
             )
-        return np.asarray(profiles[profile_of[step]].pair * (largest * wanted))
+        return self.planned_pairs(step) * wanted
+
+    def planned_pairs(self, step: int) -> np.ndarray:
+        """Return c_ij of every pair for the noise that a step needs, in the units of `needed`, float64 [E]."""
+        profile_of, profiles = self._solved
+        return np.asarray(profiles[profile_of[step]].pair * self.needed[step].max())
