@@ -88,8 +88,17 @@ class Array:
         self.refused.add(part)
         for item in part:
             self._refused_by.setdefault(item, []).append(part)
-        if len(part) <= self.strength:
-            self.uncovered = {one for one in self.uncovered if not part <= one}
+        self.uncovered.difference_update(self._tuples_with(part))
+
+    def _tuples_with(self, part: Part) -> Iterator[Part]:
+        """Yield the tuples that have all levels of a part: far fewer than there are tuples."""
+        missing = self.strength - len(part)
+        if missing < 0:
+            return
+        others = sorted(set(range(len(self.sizes))) - {factor for factor, _ in part})
+        for factors in combinations(others, missing):
+            for levels in product(*(range(self.sizes[factor]) for factor in factors)):
+                yield part | frozenset(zip(factors, levels, strict=True))
 
     def _is_refused(self, chosen: dict[int, int], added: tuple[int, int] | None = None) -> bool:
         """Return whether chosen levels have a refused set among them, of which an added level is one."""
