@@ -19,8 +19,8 @@ from raising import raises
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
-from flower_privdec.privacy.ledger import file_lock, segments
 from flower_privdec.privacy.ledger import ledger as ledger_module
+from flower_privdec.privacy.ledger import segments
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.privacy.ledger.segments import (
@@ -844,7 +844,7 @@ def test_a_fork_of_segments_does_not_verify(segmented, tmp_path):
 
 def test_an_opening_of_a_file_sealed_meanwhile_is_refused(written, monkeypatch):
     """Another process replaces the file between opening and locking, and holds the new one."""
-    real = file_lock.fcntl.flock
+    real = ledger_module.fcntl.flock
 
     def seal_first(fd: int, operation: int) -> None:
         copy = written.with_name("next")
@@ -853,7 +853,7 @@ def test_an_opening_of_a_file_sealed_meanwhile_is_refused(written, monkeypatch):
         real(fd, operation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(file_lock.fcntl, "flock", seal_first)
+        patch.setattr(ledger_module.fcntl, "flock", seal_first)
         with raises(BudgetError, "ledger.in-use"):
             reopen(written)
     reopen(written)
@@ -863,7 +863,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     def without_locks(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(file_lock.fcntl, "flock", without_locks)
+    monkeypatch.setattr(ledger_module.fcntl, "flock", without_locks)
     with raises(BudgetError, "ledger.no-locks"):
         Ledger(tmp_path, DATA)
 

@@ -20,9 +20,8 @@ The parts, from below:
 | module | has |
 |---|---|
 | `segments` | what is recorded; how entries lie on disk as hash-chained lines, and are verified |
-| `file_lock` | who may write |
 | `spending` | what entries cost, and how many more steps fit a budget |
-| `ledger` | (here) opening, appending, sealing: the only code that writes |
+| `ledger` | (here) locking, opening, appending, sealing: the only code that writes |
 | `cohort_ledger` | a ledger for the rows of one process, whose plan is known |
 
 **What is on disk when.** `append` returns after the line was written, and flushed if the ledger is durable; then it
@@ -30,6 +29,20 @@ counts. The file is opened, verified and locked once and stays open; a crash or 
 line without its end. Before the entry that would make a segment too long, the segment is sealed: (1) its copy is put on
 disk under a name of its own; (2) a file that holds only the next header replaces SOURCE.jsonl. A crash between the two
 leaves both files, with the same bytes; the copy is then removed, and made again later.
+
+**Who may write.** At most one process, and one `Ledger` in it, may append to a file. The lock is one `flock` on the
+descriptor that the lines are written through, so it is a lock on the file itself:
+
+- The system releases it when the process ends, however it ends. Nothing is left behind that could be stale.
+- Two opens of one file are two locks, so two threads of one process exclude each other too.
+- Whatever path leads to the file (a symbolic link, a mount), it is one lock. A copy of a ledger is another file with a
+  lock of its own; that it was continued beside the original is found by other means (see below).
+- A forked child shares the lock of its parent, and may close its descriptor without releasing it.
+
+Why not the package filelock: its FileLock opens a descriptor of its own. A lock file beside the ledger could be deleted
+while it is held, and two paths to one ledger would have two of them. On a file system without `flock` it falls back to
+a marker file, which a killed process leaves behind. It does not say who holds a native lock either. What it has for a
+descriptor that is open already is the one call of `flock` below.
 
 What a ledger does that was ...
 
@@ -52,9 +65,11 @@ An old copy of which no one saw a newer state cannot be detected. That is why ch
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -62,9 +77,8 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from flower_privdec.common.errors import BudgetError
-from flower_privdec.common.files import disk_error, replacing, sync
+from flower_privdec.common.files import disk_error, make_owners_folder, open_file, replacing, sync
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.file_lock import open_locked, release_lock
 from flower_privdec.privacy.ledger.segments import (
     EMPTY_HASH,
     FORMAT,
@@ -487,3 +501,65 @@ def _write(fd: int, content: bytes) -> None:
     while content:
         written = os.write(fd, content)
         content = content[written:]
+
+
+# --- the lock ---
+
+
+def open_locked(path: Path, durable: bool = True) -> int:
+    """Open a ledger's file, created with its folder if missing, and lock it.
+
+    Args:
+        durable: whether the name of a new folder has to outlast a stop of the machine.
+
+    Returns:
+        A descriptor that appends. Closing it releases the lock.
+
+    Raises:
+        BudgetError: the file cannot be created, is no regular file, is in use, or its file system has no locks.
+    """
+    try:
+        make_owners_folder(path.parent)
+        if durable:
+            sync(path.parent.parent)
+        fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    except OSError as error:
+        message = f"{error.filename or path} cannot be created ({error.strerror}); give another ledger folder"
+        raise BudgetError(message, code="ledger.folder") from error
+
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        message = f"{path} is not a regular file, so what is written to it may be lost; give another ledger folder"
+        raise BudgetError(message, code="ledger.not-a-file")
+
+    try:
+        is_ours = _lock(fd, path)
+    except OSError as error:
+        os.close(fd)
+        message = f"{path} cannot be locked ({error.strerror}); give a ledger folder on a file system that has locks"
+        raise BudgetError(message, code="ledger.no-locks") from error
+    if not is_ours:
+        os.close(fd)
+        message = f"{path} is in use by another run; wait for it to end, or give another ledger folder"
+        raise BudgetError(message, code="ledger.in-use")
+    return fd
+
+
+def _lock(fd: int, path: Path) -> bool:
+    """Lock an open file, without waiting, and return whether that succeeded; raises OSError if it has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+
+    # Between open and flock, the last holder may have sealed its segment and put a new file under this path, or taken
+    # the file away. The lock would then be on a file that no process appends to.
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def release_lock(fd: int) -> None:
+    """Release the lock of an open file, for every process that shares it."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
