@@ -99,8 +99,10 @@ class Waiting:
         except RunError as error:
             is_taken = False
             check_one_line(error)
+
         if session.fatal is not None and (session.fatal.code not in ENDS or f"peer {LIAR}" not in str(session.fatal)):
             raise AssertionError(f"ended by {session.fatal}")
+
         received = machine.received()
         if not received.keys() <= {LIAR, HONEST} or received[HONEST] is not self.rows:
             raise AssertionError(f"the rows of {sorted(received)} are there, and those of {HONEST} are other ones")
@@ -110,6 +112,7 @@ class Waiting:
             raise AssertionError(f"rows of places {sorted(machine._heard)} were taken")
         if machine.place != self.place or machine.before(self.place, [HONEST]):
             raise AssertionError("another's place moved")
+
         return is_taken
 
 
@@ -129,6 +132,7 @@ def hostile(message: Any, draw: Random) -> Any:
             most = 2**32 - 1 if name in ("sender", "receiver", "at") else 2**64 - 1
             value = draw.choice([*INTEGERS, max(0, getattr(message, name) + draw.choice([-1, 1, 2]))])
             message = replace(message, **{name: min(value, most)})
+
     return message
 
 

@@ -29,6 +29,7 @@ def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w")) -> 
         checkpoint = read_checkpoints(folder / CHECKPOINTS)[-1]
         mass = {name: checkpoint.state.rows[name][0] for name in names}
         disks.append(unpack(peer, checkpoint.transport["shares"], checkpoint.carried, mass))
+
     for disk in disks:
         parts.append(disk.mass)
         for receiver, edge in disk.edges.items():
@@ -37,4 +38,5 @@ def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w")) -> 
                 is_new = back.incarnation != share.incarnation or back.received < share.number
                 if share.addressed == disks[receiver].incarnation and is_new:
                     parts.append(share.values)
+
     return {name: torch.stack([part[name].double() for part in parts]).sum(0) for name in names}

@@ -327,6 +327,7 @@ def study(
         raise argument_error(f"name={shown(name)} must be the name of a study, or the path of its file")
     if isinstance(only, str) or isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 0:
         raise argument_error(f"only={shown(only)} must be a list of parts, and jobs={shown(jobs)} a whole number >= 0")
+
     published = run_and_publish(
         str(name),
         lambda title, cells: nullcontext(lambda outcome: None),
@@ -337,5 +338,6 @@ def study(
         settings=[f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()],
         cache=as_path(cache, "cache"),
     )
+
     failures = {outcome.cell.title: str(outcome.error) for outcome in published.failed}
     return StudyResult(published.folder, failures, published)

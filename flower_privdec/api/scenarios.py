@@ -72,7 +72,10 @@ class Arrays:
         per_peer = isinstance(train, list)
         if per_peer and not train:
             raise _data_error("data.train is an empty list: give a pair (x, y) or a torch dataset for each peer")
-        parts = [(f"data.train[{i}]", part) for i, part in enumerate(train)] if per_peer else [("data.train", train)]
+        if per_peer:
+            parts = [(f"data.train[{i}]", part) for i, part in enumerate(train)]
+        else:
+            parts = [("data.train", train)]
         if test is None:
             raise _data_error("data.test is missing: give a public test set beside data.train")
         return cls(
@@ -133,7 +136,8 @@ def _frame_reader(section: Data, task: Any) -> Callable[[Any, str], Pair | None]
     if {"pandas", "datasets"} & {type(part).__module__.partition(".")[0] for part in given}:
         table = section.pop("table", None)
         labels = section.pop("labels", None)
-        table = None if table is None else validated(TableSection, plain(table), "data.table")
+        if table is not None:
+            table = validated(TableSection, plain(table), "data.table")
         with suppress(ValueError, ScenarioError):  # which the whole scenario's check reports
             targets = TaskSection.model_validate(plain(task or {})).targets
     return partial(_from_frame, table, labels, targets)
@@ -152,9 +156,11 @@ def _pair(value: Any, key: str) -> Pair:
             raise _data_error(f"{key}: the dataset must have examples, each of them a pair (x, y)")
         x, y = zip(*pairs, strict=True)
         return _stack(x, f"{key}: x"), _stack(y, f"{key}: y")
+
     if not isinstance(value, tuple) or len(value) != 2:
         kind = type(value).__name__
         raise _data_error(f"{key} is a {kind}: it must be a tuple (x, y) of arrays, or a torch dataset of such pairs")
+
     return _array(value[0], f"{key}: x"), _array(value[1], f"{key}: y")
 
 
@@ -240,6 +246,7 @@ class _Namer:
         """Name a class or a function."""
         if isinstance(value, str):
             return value
+
         label = getattr(value, "__name__", type(value).__name__)
         kind, remedy = INSTANCES.get(key.partition(".")[0], (type(None), ""))
         if isinstance(value, kind):
@@ -247,16 +254,19 @@ class _Namer:
         if not callable(value):
             message = f"{key} is a {label}: it must be something to call, or its name"
             raise ScenarioError(message, code="api.not-callable")
+
         module = getattr(value, "__module__", None) or ""
         name = getattr(value, "__qualname__", "")
         home = sys.modules.get(module)
         importable = module != "__main__" and getattr(home, "__spec__", None) is not None
         if importable and getattr(home, name, None) is value:
             return f"{module}:{name}"
+
         try:
             content = object_hash(value)
         except ScenarioError:  # it holds a lock, a generator, ...: no other object is taken for it
             return self._register(give(value, label, secrets.token_bytes(32)))
+
         return self._register(give(value, label, content, partial(object_hash, value)))
 
     def topology(self, value: Any, key: str) -> str:
@@ -286,6 +296,7 @@ class _Namer:
         """Name the data of the keys `train` and `test`."""
         if "train" not in section:
             return
+
         dataset = section.get("dataset")
         if isinstance(dataset, dict) and is_given(dataset.get("module")):  # the base's, which these replace
             test = section.get("test")
@@ -295,6 +306,7 @@ class _Namer:
                 raise ScenarioError(
                     f"data.{key} names data, and data.train gives them: remove one of them", code="api.data-twice"
                 )
+
         read = _frame_reader(section, task)
         arrays = Arrays.of(section.pop("train"), section.pop("test", None), read)
         content = content_of([array for pair in (*arrays.train, arrays.test) for array in pair])
@@ -431,6 +443,7 @@ def _checked(
         path = tuple(key.split("."))
         put(data, path, _copied(value))
         overrides[path] = "settings"
+
     named = name_objects(data)
     scenario = validated(Scenario, plain(data), where, lines, overrides)
     for part in scenario.given:
@@ -441,6 +454,7 @@ def _checked(
                 "or one pair (x, y) to partition",
                 code="api.data-per-peer",
             )
+
     del named  # it kept the registered objects alive until the scenario refers to them
     return scenario
 

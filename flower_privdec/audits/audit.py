@@ -113,6 +113,7 @@ class Audit:
         ]
         first = self.groups[0]
         by_canaries = first.canary_lower_bound >= first.replica_lower_bound
+
         return {
             "claimed_epsilon": groups[0]["claimed_epsilon"],
             "epsilon": groups[0]["epsilon"],

@@ -203,7 +203,10 @@ class Observer:
         idle = np.where(everyone, drawn, idle)  # all examples enter the sum: none is ever idle
 
         # In clip norms from here on, as everything that is declared.
-        unit = noised.scale if noised.clip_norm is None else noised.scale * noised.clip_norm
+        if noised.clip_norm is None:
+            unit = noised.scale
+        else:
+            unit = noised.scale * noised.clip_norm
         clean = before.div(unit.unsqueeze(1)).double().cpu().numpy()
         seen = after.div(unit.unsqueeze(1)).double().cpu().numpy()
 

@@ -63,7 +63,10 @@ def print_audit(
     with rounds(experiment.scenario.name, "canary") as show:
         result = audit(experiment, trials=trials, replica=replica, seed=seed, on_trials=show)
 
-    text = json.dumps(result.to_json(), indent=2) if as_json else audit_text(result)
+    if as_json:
+        text = json.dumps(result.to_json(), indent=2)
+    else:
+        text = audit_text(result)
     typer.echo(text)
     if plot is not None:
         save_picture(lambda: draw_audit(result), plot, "plot")

@@ -51,7 +51,10 @@ class PeersTable:
             table.add_column(heading, justify="left" if heading in TEXTS else "right", no_wrap=True)
 
         for peer, note in notes.items():
-            cells = _cells(statuses[peer]) if peer in statuses else [""] * (len(HEADINGS) - 2)
+            if peer in statuses:
+                cells = _cells(statuses[peer])
+            else:
+                cells = [""] * (len(HEADINGS) - 2)
             table.add_row(str(peer), *cells, note)
         return table
 

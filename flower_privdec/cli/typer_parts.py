@@ -41,7 +41,10 @@ class Command(TyperCommand):
     def get_help(self, ctx: Any) -> str:
         """Return the help."""
         # Some versions of typer leave out the help of an argument, which still stands in its annotation.
-        hints = get_type_hints(self.callback, include_extras=True) if self.callback else {}
+        if self.callback:
+            hints = get_type_hints(self.callback, include_extras=True)
+        else:
+            hints = {}
         for parameter in self.params:
             notes = getattr(hints.get(parameter.name), "__metadata__", ())
             texts = [note.help for note in notes if getattr(note, "help", None)]

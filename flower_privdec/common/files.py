@@ -249,6 +249,7 @@ class FolderLock:
                 f"{folder}: cannot be written to ({error.strerror}); give another {option('out')}",
                 code="run.unwritable",
             ) from error
+
         try:
             self._lock(file)
             file.truncate(0)
@@ -257,6 +258,7 @@ class FolderLock:
         except BaseException:
             file.close()
             raise
+
         self._file = file
 
     def release(self) -> None:

@@ -172,7 +172,10 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
             if key in self._usual.model_fields:
                 continue
 
-            value = None if field.is_required() else field.get_default(call_default_factory=True)
+            if field.is_required():
+                value = None
+            else:
+                value = field.get_default(call_default_factory=True)
             if isinstance(value, Section):
                 value = value.model_dump(exclude_none=True)
             defaults[key] = value

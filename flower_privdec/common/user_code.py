@@ -175,7 +175,10 @@ def _import(path: str, where: str) -> ModuleType:
             raise ScenarioError(f"{where}: {reason}", code="code.import") from error
         raise _not_imported(where, path, error) from error
     except SyntaxError as error:
-        place = f"{error.filename or path}, line {error.lineno}" if error.lineno else path
+        if error.lineno:
+            place = f"{error.filename or path}, line {error.lineno}"
+        else:
+            place = path
         raise ScenarioError(
             f"{where}: {place} is not valid Python ({error.msg}); mend the line", code="code.import"
         ) from error

@@ -427,7 +427,10 @@ class Cohort:
         noise_std = {}
         if self.protection is not None:
             clip_norm = self.protection.clip_norm(number)[request.rows]
-            copies = None if request.receivers is None else np.bincount(request.rows, minlength=len(self.peers))
+            if request.receivers is None:
+                copies = None
+            else:
+                copies = np.bincount(request.rows, minlength=len(self.peers))
             for name, multiplier in self.protection.noise(number, request.sums, copies).items():
                 noise_std[name] = np.abs(scale) * clip_norm * multiplier[request.rows]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.data.datasets import Examples
 from flower_privdec.rows.keys import Secret, keyed_generator
-from flower_privdec.rows.sparse_rows import SparseRows
+from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.scenario.sections import BatchSection
 
 # A generator is keyed for a block of steps, because keying costs more than one small batch. The block's
@@ -83,7 +83,10 @@ class Sampler:
         self.keys = keys
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
         count = len(self.partition_sizes)
-        self.peers = np.arange(count) if peers is None else np.asarray(peers, dtype=np.int64)
+        if peers is None:
+            self.peers = np.arange(count)
+        else:
+            self.peers = np.asarray(peers, dtype=np.int64)
 
         size = section.size
         if size is None:
@@ -119,7 +122,9 @@ class Sampler:
         if short and self.section.small_peers != "full":
             row = int(counts.argmin())
             holds = f"what the smallest peer, {self.peers[row]}, holds"
-            or_rate = "a rate (data.batch.rate) in its place, " if self.kind == "poisson" else ""
+            or_rate = ""
+            if self.kind == "poisson":
+                or_rate = "a rate (data.batch.rate) in its place, "
             raise ScenarioError(
                 f"data.batch.size={size} must be at most {counts[row]}, {holds} ({short} of {len(counts)} hold fewer "
                 f"than {size}): lower it, use {or_rate}"
@@ -382,7 +387,9 @@ class PeerData:
 
         # Compressed rows stay on the CPU; those of a batch are moved.
         x = examples.x
-        self._x = x if isinstance(x, SparseRows) else self._placed(x).reshape(len(x), -1)
+        self._x: Features = x
+        if isinstance(x, Tensor):
+            self._x = self._placed(x).reshape(len(x), -1)
         self._y = self._placed(examples.y)
         self._full: tuple[bytes, Batch] | None = None
 

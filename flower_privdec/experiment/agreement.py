@@ -139,7 +139,10 @@ def _with_features(public: PublicSet, section: FeaturesSection | None) -> Public
             "features are made of images, and the data are tokens: remove the section features",
             code="features.no-images",
         )
-    held = None if public.validation is None else _with_features(public.validation, section)
+    if public.validation is None:
+        held = None
+    else:
+        held = _with_features(public.validation, section)
     return replace(public, x=apply_features(public.x, section), validation=held)
 
 
@@ -168,6 +171,7 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
                 code="participation.no-graph",
             )
         return None, build_participation(who.kind, scenario.n_peers, seed, who.fraction)
+
     algorithm.repeat_mixing(section.mixing_steps, section.name)
     topology = build_topology(section.name, scenario.n_peers, seed=seed, **section.options())
     if who.count is None:
@@ -175,6 +179,7 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
     else:
         topology = sample_edges(topology, who.count, seed)
         participation = EdgeParticipation(topology)
+
     weights: str = section.weights
     if section.name == "server":
         weights = "server"
@@ -188,6 +193,7 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
             "use auto, metropolis, max-degree or doubly-stochastic, or a push-sum algorithm such as privsgp",
             code="mixing.mean-not-kept",
         )
+
     mixing, participation = algorithm.exchange(topology, weights, participation, seed)
     if mixing.steps != section.mixing_steps:
         raise ScenarioError(
@@ -195,13 +201,17 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
             "because that algorithm makes its own graph in each round",
             code="topology.mixing-steps",
         )
+
     return mixing, participation
 
 
 def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metric, ...]]:
     """Return the loss and the metrics; a user's own are tried."""
     own = task.own_loss
-    loss = resolve_loss(task.loss_name) if own is None else own_loss(own.module, own.targets, own.outputs)
+    if own is None:
+        loss = resolve_loss(task.loss_name)
+    else:
+        loss = own_loss(own.module, own.targets, own.outputs)
     loss = replace(loss, width=public.n_classes)
     outputs = loss.n_outputs(public.n_classes)
     metrics = []
@@ -215,6 +225,7 @@ def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metri
         else:
             metrics.append(own_metric(metric.module, metric.title, metric.kind()))
             try_metric(metrics[-1], loss, outputs, public.y)
+
     return loss, tuple(metrics)
 
 

@@ -80,6 +80,7 @@ def described(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor]
         "edges": {name: [edges.own.tolist(), edges.other.tolist()] for name, edges in state.edges.items()},
         "tensors": _layout(tensors),
     }
+
     return facts, tensors
 
 
@@ -192,6 +193,7 @@ def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
     checked = _Facts.model_validate(facts)
     if checked.tensors != _layout(tensors):
         raise ValueError("its tensors are not those that were written")
+
     carried = {name.removeprefix(CARRIED): tensors.pop(name) for name in list(tensors) if name.startswith(CARRIED)}
     values = {name.removeprefix(EDGE): tensors.pop(name) for name in list(tensors) if name.startswith(EDGE)}
     peers = checked.peers
@@ -199,11 +201,13 @@ def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
         raise ValueError("its peers do not ascend, or have rows of another number")
     if checked.edges.keys() != values.keys():
         raise ValueError("its edges are not those of its tensors")
+
     edges = {}
     for name, (own, other) in checked.edges.items():
         if not len(own) == len(other) == len(values[name]):
             raise ValueError("its edges are not as many as their values")
         edges[name] = Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), values[name])
+
     state = State(np.asarray(peers, dtype=np.int64), checked.round_index, checked.at, tensors, edges)
     head = checked.head
     transport = checked.transport

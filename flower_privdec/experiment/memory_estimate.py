@@ -180,7 +180,9 @@ def shortage(experiment: Experiment) -> str | None:
 
     others = table_bytes(experiment).items()
     fitting = [f"{name} ({memory(size)})" for name, size in others if size and _fits(experiment, size)]
-    remedy = f"use {' or '.join(fitting)}" if fitting else "use fewer peers or a larger machine"
+    remedy = "use fewer peers or a larger machine"
+    if fitting:
+        remedy = f"use {' or '.join(fitting)}"
     return f"algorithm.table={configured!r} needs {free}; {remedy}"
 
 

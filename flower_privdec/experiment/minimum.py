@@ -188,6 +188,7 @@ def _minimise_in_ball(objective: ConvexObjective, losses: Losses, start: Array) 
             high = middle
         if abs(np.linalg.norm(x) / radius - 1) < 1e-12:
             break
+
     return np.asarray(x * min(1.0, radius / max(float(np.linalg.norm(x)), 1e-300)))
 
 
@@ -209,8 +210,10 @@ def _linear_program(objective: ConvexObjective) -> Minimum:
         bounds=(0, 1),
         method="highs",
     )
+
     if result.status != 0:
         return Minimum(objective.value(np.zeros(d)), objective.value(np.zeros(d)))
+
     least = objective.value(result.ineqlin.marginals[d:] - result.ineqlin.marginals[:d])
     return Minimum(least, max(0.0, least + float(result.fun)))
 
@@ -250,7 +253,10 @@ class ConvexObjective:
             loss = loss.plain
 
         chosen = own.examples.x[torch.from_numpy(rows)]
-        matrix = chosen.matrix if isinstance(chosen, SparseRows) else chosen.flatten(1).numpy()
+        if isinstance(chosen, SparseRows):
+            matrix = chosen.matrix
+        else:
+            matrix = chosen.flatten(1).numpy()
         features = scipy.sparse.csr_matrix(matrix, dtype=np.float64)
         if layer.bias is not None:
             features = scipy.sparse.hstack([features, np.ones((len(rows), 1))], format="csr")

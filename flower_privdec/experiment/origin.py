@@ -141,7 +141,9 @@ class Origin:
                 places.append(given)
         holding = next((place for place in places if all(run.is_charged_in(place) for run in behind)), None)
         if holding is None:
-            kind = f"is not in {last}, nor beside it: restore it" if last else "lies with its peers: start from another"
+            kind = "lies with its peers: start from another"
+            if last:
+                kind = f"is not in {last}, nor beside it: restore it"
             raise ScenarioError(
                 f"{where}: was trained on the same data ({me.source}), and its ledger {kind}, or train without privacy",
                 code="origin.ledger",
@@ -187,6 +189,7 @@ def read_origin(scenario: Scenario) -> Origin | None:
     """
     if scenario.model.origin is None:
         return None
+
     folder = _folder(scenario.model.origin)
     path = folder / "model.safetensors"
     where = f"model.from={folder}"
@@ -194,6 +197,7 @@ def read_origin(scenario: Scenario) -> Origin | None:
         raise ScenarioError(
             f"{where}: is under way, or has no models: let it finish, or stop it", code="origin.unfinished"
         )
+
     try:
         facts = json.loads((folder / ORIGIN).read_bytes())
         with safe_open(path, framework="pt") as file:
@@ -209,4 +213,5 @@ def read_origin(scenario: Scenario) -> Origin | None:
             "a copy, or run it again",
             code="origin.edited",
         ) from error
+
     return Origin(folder, weights, runs)

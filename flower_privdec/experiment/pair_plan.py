@@ -97,7 +97,9 @@ def _check_sum_is_conserved(agreement: Agreement, sampler: Sampler) -> None:
 
     if exchanges and only_mixes and not sends_to_one:
         return
-    why = "sends more than what is mixed, of which no sum is conserved" if exchanges else "exchanges nothing"
+    why = "exchanges nothing"
+    if exchanges:
+        why = "sends more than what is mixed, of which no sum is conserved"
     raise ScenarioError(
         f"{KIND} with algorithm.name={algorithm.name}, which {why}: leave privacy.noise out, or take privsgp",
         code="noise.cancelling-sum",

@@ -194,7 +194,10 @@ class Recorder:
         self.checkpoint = self._previous(resume)
         self._read_from = _identity(self.out / CHECKPOINT)
 
-        self._metrics = b"" if self.checkpoint is None else metrics_kept(out, self.checkpoint.metrics)
+        if self.checkpoint is None:
+            self._metrics = b""
+        else:
+            self._metrics = metrics_kept(out, self.checkpoint.metrics)
         self._metrics_hash = sha256(self._metrics)
         self._metrics_size = len(self._metrics)
 
@@ -298,6 +301,7 @@ class Recorder:
         """Write a checkpoint of a state between two rounds, with the ledger's head."""
         if self.lean and time.monotonic() - self._saved < LEAN_SECONDS:
             return
+
         checkpoint = Checkpoint(
             state,
             self.scenario_hash,
@@ -307,10 +311,12 @@ class Recorder:
             self.transport,
             metrics=(self._metrics_size, self._metrics_hash.hexdigest()),
         )
+
         with _writing(self.out):
             if self._metrics_size:
                 sync(self.out / NAME)  # the checkpoint counts on its lines, whenever the machine stops
             save_checkpoint(self.out / CHECKPOINT, checkpoint)
+
         self._saved = time.monotonic()
 
     def record(
@@ -643,7 +649,9 @@ def _planned_as(scenario: Scenario, other: Scenario) -> Scenario:
 
 def again(out: Path) -> str:
     """Return how to run the command of a run that broke off again: to resume, if there is a checkpoint."""
-    return f"with {option('resume', True)}" if (out / CHECKPOINT).exists() else "again"
+    if (out / CHECKPOINT).exists():
+        return f"with {option('resume', True)}"
+    return "again"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -51,7 +51,10 @@ DIGEST_BYTES = 32
 def fingerprint(x: Features, y: Tensor) -> bytes:
     """Return the BLAKE2b hash of examples in their order. It is private: it could confirm a guess of them."""
     is_sparse = isinstance(x, SparseRows)
-    arrays = [torch.from_numpy(part) for part in x.content()] if isinstance(x, SparseRows) else [x]
+    if isinstance(x, SparseRows):
+        arrays = [torch.from_numpy(part) for part in x.content()]
+    else:
+        arrays = [x]
 
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     digest.update(repr((tuple(x.shape), is_sparse)).encode())

@@ -41,7 +41,10 @@ def code_of(parts: Iterable[object]) -> Iterator[bytes]:
     """
     modules = set[str]()
     for part in parts:
-        written = part if inspect.isclass(part) or inspect.isroutine(part) else type(part)
+        if inspect.isclass(part) or inspect.isroutine(part):
+            written = part
+        else:
+            written = type(part)
         classes = inspect.getmro(written) if inspect.isclass(written) else (written,)
         modules |= {str(each_class.__module__) for each_class in classes}
     return sources_of(modules)

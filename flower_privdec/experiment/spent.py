@@ -155,6 +155,7 @@ def privacy_rows(
             shared = private.ledger or inherited
             row["scope"] = f"all runs in {shared}" if shared else ALONE
         rows.append(row)
+
     return rows
 
 

@@ -377,17 +377,20 @@ class HostSettings:
         else:
             role = f"peer {self.partition}"
             own_peers = [self.partition]
+
         if not request.peers or request.peers != own_peers:
             return (
                 f"this SuperNode is {role} of the {scenario.n_peers} peers, and the request is for peers "
                 f"{peer_ranges(request.peers)} of {request.shards} shards: run one SuperNode a peer or a shard"
             )
+
         if scenario.data.each_its_own and len(request.peers) > 1 and PEER not in (self.data_root or PEER):
             return (
                 f"data-root={self.data_root!r} of this SuperNode must have {PEER} in it, for each of its "
                 f"{len(request.peers)} peers has a file of its own: start it with --node-config '... "
                 f'data-root="FOLDER/{PEER}.npz"\''
             )
+
         return ""
 
     def _shard_peers(self, n_peers: int, n_shards: int) -> list[int | None]:
@@ -461,7 +464,10 @@ class HostSettings:
                 write_atomically(path, secrets.token_bytes(SECRET_BYTES))
             secret = path.read_bytes()
 
-        runtime = f"{request.shards} shards" if request.shards else f"relay over {request.nodes} nodes"
+        if request.shards:
+            runtime = f"{request.shards} shards"
+        else:
+            runtime = f"relay over {request.nodes} nodes"
         peers = np.asarray(request.peers)
         return OwnParts.of(agreement, peers, secret, self.data_root, runtime, salt=request.salt or None)
 

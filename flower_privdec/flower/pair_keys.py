@@ -195,7 +195,10 @@ def session_secrets(
         keys = PairKeys(node.settings, node.experiment, private)
         if path.exists() and path.read_bytes() == keys.count(messages):
             # The session's first message brings the announcements; afterwards the context has them.
-            announced = session if messages else content.config_records.get(PAIRS, ConfigRecord())
+            if messages:
+                announced = session
+            else:
+                announced = content.config_records.get(PAIRS, ConfigRecord())
             values = {other: announced.get(str(other)) for other in keys.partners}
             sealed = {other: value for other, value in values.items() if isinstance(value, bytes)}
             keys.learn(sealed)

@@ -419,7 +419,9 @@ class AppTrainer:
         return 0, head
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
-        return 0 if self.ledger is None else self.ledger.charge_witnessed(witnessed, self._noise)
+        if self.ledger is None:
+            return 0
+        return self.ledger.charge_witnessed(witnessed, self._noise)
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         private = self._private
@@ -734,7 +736,10 @@ def run_mesh(
     assert agreed.network.peers is not None
     assert settings.certificates is not None
     # The ledger is the peer's own, of all its runs; in the mesh's folder each run would have another.
-    private = None if privacy is None else privacy.model_copy(update={"ledger": str(settings.folder)})
+    if privacy is None:
+        private = None
+    else:
+        private = privacy.model_copy(update={"ledger": str(settings.folder)})
 
     folder = mesh_folder(settings, run)
     credentials = credentials_of(agreed, settings.certificates, settings.peer)
@@ -791,6 +796,8 @@ def _checked_scenario(run: str, text: str, settings: PeerSettings) -> AppScenari
         )
     elif (address := peers[settings.peer].address) != settings.address:
         problem = f"the train message has this node at {address}, and its node-config at {settings.address}"
+
     if problem:
         raise RunError(problem, code=code)
+
     return scenario

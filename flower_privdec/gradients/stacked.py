@@ -176,7 +176,10 @@ class StackedKernel(GradientKernel):
             activations = inputs[:-1]
             triples = zip(self.layers, activations, deltas, strict=True)
             parts = [layer.norms(a, delta, len(self.layers)) for layer, a, delta in triples]
-            norms = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
+            if len(parts) == 1:
+                norms = parts[0]
+            else:
+                norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
             # Zeros for examples whose gradients are not finite; the others are unchanged.
             bad = beyond(norms, wait=norms.is_cpu)

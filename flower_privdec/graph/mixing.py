@@ -110,7 +110,10 @@ def sum_rows(x: Tensor, members: Tensor | None) -> Tensor:
     for start in range(0, count, BLOCK):
         chosen = slice(start, start + BLOCK)
         part = x[chosen] if members is None else x.index_select(0, members[chosen])
-        total = _pairwise_sum(part) if total is None else total.add_(_pairwise_sum(part))
+        if total is None:
+            total = _pairwise_sum(part)
+        else:
+            total = total.add_(_pairwise_sum(part))
     if total is None:
         raise ValueError("a sum needs at least one member")
     return total
@@ -262,14 +265,17 @@ class MixingMatrix(ABC):
             raise ArgumentError(
                 f"payload {list(x.shape)} {x.dtype} must be floating, {self.n_columns} rows", code="mixing.payload"
             )
+
         if out is None and len(shape) == 2:
             out = empty_rows(x, *shape)
         elif out is None:
             out = x.new_empty(shape)
+
         if out.shape != shape or out.dtype != x.dtype or out.data_ptr() == x.data_ptr() != 0:
             raise ArgumentError(
                 f"out {list(out.shape)} {out.dtype} must be {list(shape)} {x.dtype}, and not x", code="mixing.out"
             )
+
         if out.numel():
             self._combine(x.detach().reshape(len(x), -1), out.detach().view(len(out), -1))
         return out
@@ -701,17 +707,20 @@ class Mixing:
                 f"as topology {topology.name} is; build both for the same peers",
                 code="mixing.participation",
             )
+
         if weights == "server" and topology.name != "server":
             raise ScenarioError(
                 f"topology.weights=server on topology {topology.name} must be on topology server; set topology.name",
                 code="mixing.server",
             )
+
         if weights in UNDIRECTED and topology.directed:
             raise ScenarioError(
                 f"topology.weights={weights} on topology {topology.name} must have an undirected graph; "
                 "use a push-sum algorithm (column-stochastic weights), or an undirected topology",
                 code="mixing.directed",
             )
+
         if weights == "doubly-stochastic" and topology.directed and kind != "all":
             raise ScenarioError(
                 f"topology.weights=doubly-stochastic on topology {topology.name} must have participation all, "

@@ -408,6 +408,7 @@ def sample_edges(
             "take topology complete or ring",
             code="topology.supergraph",
         )
+
     if isinstance(graph, CompleteTopology):
         check_edges(graph.n_peers * (graph.n_peers - 1.0), graph.name, graph.n_peers)
     topology = RandomEdges(graph, count, seed)
@@ -416,6 +417,7 @@ def sample_edges(
             f"{key}={count} must be <= {len(topology.candidates)}, the undirected edges of topology {graph.name}",
             code="topology.edge-count",
         )
+
     return topology
 
 
@@ -629,9 +631,11 @@ def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float 
                 code="participation.fraction",
             )
         return UniformParticipation(n_peers, n_peers, kind="all")
+
     if fraction is None or not 0 < fraction <= 1:
         raise ScenarioError(
             f"participation.fraction={fraction} must be in (0, 1] for kind uniform", code="participation.fraction"
         )
+
     count = math.ceil(round(fraction * n_peers, 9))  # 0.07 * 100 is a hair above 7 in floating point
     return UniformParticipation(n_peers, max(count, 1), seed)

@@ -111,6 +111,7 @@ def check_model(module: nn.Module, where: str = "model") -> None:
     """
     if not isinstance(module, nn.Module):
         raise ScenarioError(f"{where} must be a torch.nn.Module, not {type(module).__name__}", code="model.no-module")
+
     for path, part in module.named_modules():
         kind = type(part).__name__
         if keeps_statistics(part) and not is_constant_norm(part):
@@ -126,10 +127,14 @@ def check_model(module: nn.Module, where: str = "model") -> None:
                 "call its eval()",
                 code="model.random",
             )
+
     parameters = trained(module)
     if not parameters:
-        frozen = " (all are frozen: call requires_grad_() of some)" if list(module.parameters()) else ""
+        frozen = ""
+        if list(module.parameters()):
+            frozen = " (all are frozen: call requires_grad_() of some)"
         raise ScenarioError(f"{where} has no parameters to train{frozen}", code="model.no-parameters")
+
     for path, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise ScenarioError(
@@ -165,7 +170,9 @@ def is_constant_norm(part: nn.Module) -> bool:
     if not keeps_statistics(part) or getattr(part, "running_mean", None) is None:
         return False
     parameters = list(part.parameters(recurse=False))
-    return not any(p.requires_grad for p in parameters) if parameters else not part.training
+    if parameters:
+        return not any(p.requires_grad for p in parameters)
+    return not part.training
 
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -353,7 +360,9 @@ def _check_examples_apart(module: nn.Module, where: str, shape: Shape, n_tokens:
 
 def _check_output(module: nn.Module, where: str, shape: Shape, n_classes: int, n_tokens: int | None) -> None:
     kinds = {str(value.dtype).removeprefix("torch.") for value in module.parameters() if value.dtype != torch.float32}
-    remedy = f" in float32; its parameters are {', '.join(sorted(kinds))}: build it in float32" if kinds else ""
+    remedy = ""
+    if kinds:
+        remedy = f" in float32; its parameters are {', '.join(sorted(kinds))}: build it in float32"
     taken = users_code(f"{where} cannot take inputs of shape {list(shape)}{remedy}", code="model.input")
     with taken, torch.enable_grad():
         output = module(torch.zeros(2, *shape, dtype=torch.float32 if n_tokens is None else torch.int64))
@@ -362,11 +371,13 @@ def _check_output(module: nn.Module, where: str, shape: Shape, n_classes: int, n
             f"{where} returns {type(output).__name__} for 2 examples: it must be one tensor [2, {n_classes}]",
             code="model.output",
         )
+
     if not output.is_floating_point():
         raise ScenarioError(f"{where} returns {output.dtype}: it must be floating numbers, through which gradients go")
     if output.shape != (2, n_classes):
         raise ScenarioError(
             f"{where} turns 2 examples into {list(output.shape)}: it must be [2, {n_classes}]", code="model.output"
         )
+
     if not output.requires_grad:
         raise ScenarioError(f"{where} returns what depends on no parameter: is there a detach() or no_grad() in it?")

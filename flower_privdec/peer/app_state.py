@@ -559,6 +559,7 @@ def _write_state(log: RecordLog, state: PeerState, snapshot: Durable[np.ndarray]
         "app_ledgers": state.app_ledgers,
         "average_weight": state.average_weight,
     }
+
     log.write(facts, arrays, lasting=shares, durable=durable)
     log.close()  # one process may answer for more peers than it may open files
 
@@ -588,6 +589,7 @@ def load_state(path: Path) -> SavedState | None:
 def _state(facts: Facts, arrays: NamedArrays) -> tuple[PeerState, Durable[np.ndarray]]:
     if facts["format"] != FORMAT:
         raise ValueError(f"format {facts['format']!r}, not {FORMAT}")
+
     peer = int(facts["peer"])
     apart = {name: dict[str, np.ndarray]() for name in ("unmixed", "local", "adopted")}
     tensors = {}
@@ -597,6 +599,7 @@ def _state(facts: Facts, arrays: NamedArrays) -> tuple[PeerState, Durable[np.nda
             apart[group][rest] = value
         else:
             tensors[name] = value
+
     mass = {name: tensors[name] for name in ("x", "w")}
     durable = unpack(peer, facts["exchange"], tensors, mass)
     shares = protocol(peer, dict(mass), durable.incarnation, durable.edges)
@@ -623,4 +626,5 @@ def _state(facts: Facts, arrays: NamedArrays) -> tuple[PeerState, Durable[np.nda
             for path, (delta, caveat, assumption) in facts["app_ledgers"].items()
         },
     )
+
     return state, durable

@@ -225,7 +225,9 @@ def unsound(update: np.ndarray) -> str:
     if np.isnan(update).any():
         return f"{int(np.isnan(update).sum())} of its {update.size} numbers are NaN"
     infinite = int((~np.isfinite(update)).sum())
-    return f"{infinite} of its {update.size} numbers are infinite" if infinite else ""
+    if infinite:
+        return f"{infinite} of its {update.size} numbers are infinite"
+    return ""
 
 
 def app_privacy(

@@ -57,6 +57,7 @@ def privacy_statement(experiment: Experiment) -> dict[str, Any]:
     active = "all peers are active in every round"
     if who != "all":
         active = f"{who}: who is active is public, so that inactive rounds cost nothing and hide nothing"
+
     return {
         "unit": UNIT,
         "adjacency": ADJACENCY,
@@ -88,6 +89,7 @@ def _observers(experiment: Experiment) -> list[dict[str, Any]]:
     rounds = experiment.scenario.rounds
     if plan is None:
         return [_row("everybody", "sums without noise", [math.inf])]
+
     everything = plan.epsilons(rounds)
     others = "all other peers, relays and servers together"
     if plan.pairs is not None:
@@ -142,6 +144,7 @@ def statement_text(statement: dict[str, Any]) -> str:
             "",
             comparison_text(["hops", "pairs", "ε of one step", "ε if others' steps were given"], figures, ALONE),
         ]
+
     if statement["by_colluders"]:
         figures = [[str(count), epsilon_text(value)] for count, value in statement["by_colluders"]]
         lines += ["", comparison_text(["colluders", "ε"], figures, "of peers that hold secrets of pairs")]

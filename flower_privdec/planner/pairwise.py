@@ -91,6 +91,7 @@ def not_computed(experiment: Experiment) -> str | None:
         return "nothing is noised, or nothing exchanged"
     if plan.pairs is not None:
         return "noise depends on other peers' (see the colluders below)"
+
     noise = None if scenario.private is None else scenario.private.noise
     if noise is not None and not isinstance(noise, CancellingSection):
         called = noise.kind if isinstance(noise, NoiseKeys) else noise.module
@@ -101,6 +102,7 @@ def not_computed(experiment: Experiment) -> str | None:
         return "not all peers are active in all rounds"
     if sources > MOST_SOURCES:
         return f"{sources:,} releases are more than {MOST_SOURCES:,}: set fewer rounds"
+
     return None
 
 
@@ -121,6 +123,7 @@ def views(experiment: Experiment) -> list[Distance]:
     one_step = projectors([[row[:, :1] for row in rows] for rows in first])
     all_rounds = projectors(received)
     assert len(received) == n
+
     return [
         Distance(hops, len(pairs), _largest(plan, pairs, one_step), _largest(plan, pairs, all_rounds))
         for hops, pairs in sorted(at.items())
@@ -174,6 +177,7 @@ def messages(experiment: Experiment) -> list[list[np.ndarray]]:
                     rows = [row.reshape(n, rounds).numpy().copy() for row in payload.values() if row.ndim]
                     received[receiver] += rows
                 engine.perform(exchange)
+
     return received
 
 

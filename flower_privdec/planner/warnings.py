@@ -109,7 +109,10 @@ def _claims_that_fail(experiment: Experiment, plan: Protection, spent: Sequence[
     needed = 1 / float(experiment.own.sampler.sampling_rate.min()) ** 2  # (J/b)²
     if gaussian and rounds < needed:
         formula = "Proposition 4" if gaussian[0].mu_0 is None else "eq. 8"
-        how_far = "below" if needed < 2 * rounds else f"{needed / rounds:,.0f} times below"
+        if needed < 2 * rounds:
+            how_far = "below"
+        else:
+            how_far = f"{needed / rounds:,.0f} times below"
         yield (
             f"{formula} of Dyn-D2P is a limit for K far above (J/b)² = {needed:,.0f}, and rounds={rounds:,} is "
             f"{how_far} it; use calibration rigorous"

@@ -322,7 +322,10 @@ def graph_facts(graph: dict[str, Any]) -> str:
     if rounds is not None:
         plural = "" if rounds == 1 else "s"
         joined = f"jointly connected in {rounds} round{plural}"
-    gap = "not measured: too many peers" if graph["spectral_gap"] is None else number(graph["spectral_gap"])
+    if graph["spectral_gap"] is None:
+        gap = "not measured: too many peers"
+    else:
+        gap = number(graph["spectral_gap"])
     return f"{joined}, spectral gap {gap}"
 
 
@@ -470,9 +473,11 @@ def print_parts(as_json: bool, kind: str | None = None) -> None:
                 f"KIND={shown(kind)} must be one of {', '.join(groups)}{did_you_mean(kind, groups)}", code="cli.kind"
             )
         groups = {chosen: groups[chosen]}
+
     if as_json:
         _print_json(groups)
         return
+
     console = _Console()
     width = max(len(name) for group in groups.values() for name in group)
     for heading, group in groups.items():
@@ -481,6 +486,7 @@ def print_parts(as_json: bool, kind: str | None = None) -> None:
         for name, line in group.items():
             table.add_row(f"  {name}", line)
         console.show(table)
+
     if kind is None:
         console.show(OWN)
 
@@ -643,7 +649,10 @@ def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]
     if best is None:
         yield "best rounds", None if note is None else f"not known: {note}"
         return
-    guide = "" if plan["algorithm"] == "privsgp-vr" else f", a guide for {plan['algorithm']}"
+    if plan["algorithm"] == "privsgp-vr":
+        guide = ""
+    else:
+        guide = f", a guide for {plan['algorithm']}"
     yield "best rounds", f"K* = {best:,} by eq. 12 of PrivSGP-VR{guide}; here K = {plan['rounds']:,}"
     if accountant is not None:
         yield (
@@ -655,7 +664,10 @@ def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]
     by_source: dict[str, list[str]] = {source: [] for source in SOURCES}
     for key, constant in plan["optimal_rounds_constants"].items():
         value = constant["value"]
-        text = f"{value:,.0f}" if value == int(value) and value >= 1000 else f"{value:.4g}"
+        if value == int(value) and value >= 1000:
+            text = f"{value:,.0f}"
+        else:
+            text = f"{value:.4g}"
         by_source[constant["from"]].append(f"{SYMBOLS[key]} = {text}")
     for source, texts in by_source.items():
         if texts:

@@ -91,6 +91,7 @@ def verdict(right: float) -> str:
             "That leaves little doubt about an example if such a test exists; it is only proved that no test does "
             "better."
         )
+
     return (
         "That rules out next to nothing. It does not mean that such a test exists, only that nothing better is proved: "
         "do not rely on this figure; train with a smaller ε."
@@ -177,6 +178,7 @@ def _protected(run: Result, evidence: Evidence) -> Topic:
         "leaves is sums of what many examples would change in the model, each cut to one size, with random noise "
         "added."
     )
+
     if _unit(evidence.rows) == "peer's data":
         unit = "Protected is all of a peer's data at once: whether they were used at all, whatever they are."
     else:
@@ -186,6 +188,7 @@ def _protected(run: Result, evidence: Evidence) -> Topic:
             "example is bounded too, be it whether it is there or what it says. A person with several examples is "
             "protected less; see below."
         )
+
     return Topic(
         "What is protected, and whose",
         [peers, unit, "How many examples a peer has is not protected, nor are the members' names and addresses."],
@@ -199,6 +202,7 @@ def _strength(evidence: Evidence, right: float) -> Topic:
         by_guessing = f"{100 * rate:g}"
         by_a_test = at_most(evidence.true_positive_rate(rate)).removesuffix(" %")
         rows.append((by_guessing, by_a_test, by_guessing))
+
     table = Table(
         ("wrongly named, of 100 not in the data", "rightly named, of 100 in the data, at most", "by guessing"), rows
     )
@@ -212,6 +216,7 @@ def _strength(evidence: Evidence, right: float) -> Topic:
             "These bounds follow only from ε and δ, as the ledger is not at hand. They hold for every test; with the "
             "ledger they are often much lower."
         )
+
     return Topic(
         "How strongly",
         [
@@ -273,7 +278,9 @@ def _duration(group: RunGroup, run: Result, evidence: Evidence) -> Topic:
     if evidence.payments:
         n_runs = max(len(one.run_ids) for one in evidence.payments)
         count = "1 run" if n_runs == 1 else f"{n_runs} runs"
-        which = "the ledger holds" if len(evidence.payments) == 1 else "the peers' own ledgers hold"
+        which = "the peers' own ledgers hold"
+        if len(evidence.payments) == 1:
+            which = "the ledger holds"
         points.append(f"The figures count all that {which} today: {count} over these data.")
 
     by_summary = max(float(row["epsilon"]) for row in evidence.rows)
@@ -442,6 +449,7 @@ def _not_covered(run: Result) -> Topic:
 def _several_examples(evidence: Evidence) -> Topic:
     if _unit(evidence.rows) != "example":
         return Topic("If a person has several examples", [])
+
     rows = []
     for examples in EXAMPLES_OF_ONE_PERSON:
         epsilon, delta, chance = evidence.of_group(examples)
@@ -480,7 +488,10 @@ def _unprotected(group: RunGroup, run: Result, evidence: Evidence) -> Notice:
         return Notice(group.label, short, [])
 
     open_peers = [row["peer"] for row in evidence.rows if math.isinf(float(row["epsilon"]))]
-    whose = "all peers" if len(open_peers) == len(evidence.rows) else f"peers {peer_ranges(open_peers)}"
+    if len(open_peers) == len(evidence.rows):
+        whose = "all peers"
+    else:
+        whose = f"peers {peer_ranges(open_peers)}"
     short = [
         f"There is no protection (ε = ∞) for the data of {whose}. Their examples stay where they are, but the messages "
         "and models of this training may reveal anything about them, up to whole examples.",

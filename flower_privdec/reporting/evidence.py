@@ -117,7 +117,10 @@ def ledgers_of(run: Result) -> list[Path]:
     if (run.folder / ORIGIN).is_file():
         try:
             last = json.loads((run.folder / ORIGIN).read_bytes())["runs"][-1]
-            folders = [] if last["ledger"] is None else [Path(last["ledger"]), run.folder / "ledger"]
+            if last["ledger"] is None:
+                folders = []
+            else:
+                folders = [Path(last["ledger"]), run.folder / "ledger"]
             paths = [ledger_path(folder, str(last["source"])) for folder in folders]
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ScenarioError(

@@ -89,7 +89,10 @@ class Curve:
 
     def heading(self, groups: Sequence[RunGroup]) -> str:
         """Return the title of a picture of some runs, with the meaning of its bands."""
-        spread = SEEDS if any(len(group.runs) > 1 for group in groups) else self.spread
+        if any(len(group.runs) > 1 for group in groups):
+            spread = SEEDS
+        else:
+            spread = self.spread
         return f"{self.title} ({spread})" if spread else self.title
 
 
@@ -433,6 +436,7 @@ def save_run_plots(out: Path) -> list[Path]:
                     written.append(path)
     except ScenarioError as error:
         logging.getLogger(__name__).warning("no plots in %s: %s", out, error)
+
     return written
 
 

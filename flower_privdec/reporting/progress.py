@@ -90,7 +90,9 @@ def _time_left(scenario: Scenario) -> Callable[[Metrics], str]:
             pace = metrics["seconds"] / max(done, 1)
         else:
             pace = (now - first[0]) / max(done - first[1], 1)
-        return f"{duration(pace * (scenario.rounds - done))} left" if done < scenario.rounds else "done"
+        if done < scenario.rounds:
+            return f"{duration(pace * (scenario.rounds - done))} left"
+        return "done"
 
     return left
 

@@ -165,6 +165,7 @@ def _unfinished(scenario: Scenario, metrics: list[dict[str, Any]]) -> dict[str, 
         summary["seeds"] = scenario.all_seeds()
     for name in (*scenario.task.kinds(), "loss", "consensus_distance"):
         summary[name] = last.get(name)
+
     return summary | {
         "privacy": [],
         "epsilon_so_far": last.get("epsilon"),

@@ -108,7 +108,10 @@ def sent(summary: dict[str, Any]) -> str | None:
     traffic = summary.get("traffic")
     if not traffic or not traffic["vectors"]:
         return None
-    count = "1 vector" if traffic["vectors"] == 1 else f"{traffic['vectors']} vectors"
+    if traffic["vectors"] == 1:
+        count = "1 vector"
+    else:
+        count = f"{traffic['vectors']} vectors"
     return f"{count} ({memory(traffic['bytes'])}) a round from an active peer to each receiver"
 
 
@@ -192,7 +195,9 @@ def meaning(summary: dict[str, Any]) -> str:
         return "Messages and models may reveal anything about the examples they were computed from."
 
     whose = "peer's data" if rows and rows[0]["unit"] == "peer" else "example"
-    factor = f"= {number(math.exp(largest))}" if largest < BEYOND else "beyond 1e304, which protects no one"
+    factor = "beyond 1e304, which protects no one"
+    if largest < BEYOND:
+        factor = f"= {number(math.exp(largest))}"
     cancelled = [row for row in rows if "colluding" in row]  # whose noise cancels between peers
     adversary = Adversary(cancelled[0]["colluding"] if cancelled else None)
     sentences = [
@@ -218,7 +223,9 @@ def at_most(chance: float) -> str:
 
 def headline(summary: dict[str, Any]) -> str:
     """Return the result of a run in one line."""
-    whose = "mean model" if shares_models(summary["algorithm"]) else "peers' own models, on average"
+    whose = "peers' own models, on average"
+    if shares_models(summary["algorithm"]):
+        whose = "mean model"
     result = f"{whose} {named_value(summary)} on the test set"
     if not summary.get("finished", True):
         done = f"{summary['rounds_done']} of {summary['rounds']} rounds"

@@ -131,6 +131,7 @@ class BatchSection(Section):
             raise ArgumentError(
                 f"rate belongs to sampling poisson, not to {self.sampling}: {remedy}", code="batch.rate"
             )
+
         if self.sampling == "full" and self.size is not None:
             raise ArgumentError("sampling full takes every local example: remove size", code="batch.size")
         if self.size is not None and self.rate is not None:
@@ -140,6 +141,7 @@ class BatchSection(Section):
             if self.sampling == "poisson":
                 needed += " or rate"
             raise ArgumentError(f"sampling {self.sampling} needs {needed}: add it", code="batch.size")
+
         if self.small_peers == "full" and self.size is None:
             raise ArgumentError(
                 "small_peers is for peers that hold fewer than size, and there is no size: remove it",
@@ -356,6 +358,7 @@ class DataSection(Section):
                 "them, under which privacy.ledger counts what is spent",
                 code="data.source",
             )
+
         if scenario.algorithm.sampled_blocks != (self.batch.sampling == "blocks"):
             raise ArgumentError(
                 "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other: set both, or "
@@ -817,11 +820,13 @@ class PrivacySection(Section):
             raise ArgumentError(
                 "give epsilon (a budget the noise is solved for), noise_multiplier, or both", code="privacy.no-noise"
             )
+
         if self.calibration == "paper" and (self.epsilon is None or self.noise_multiplier is not None):
             raise ArgumentError(
                 "calibration paper computes the noise from epsilon: give epsilon, and no noise_multiplier",
                 code="privacy.calibration",
             )
+
         if self.noise is not None and (self.calibration == "paper" or self.hardened):
             raise ArgumentError(
                 "noise changes the noise that calibration paper and hardened are proved for: use calibration rigorous "

@@ -381,6 +381,7 @@ def make_folder(study: Study, size: str | None, out: Path) -> None:
             f"{option('out', shown(str(out))[1:-1])}: cannot be created ({error.strerror}); give another",
             code="study.unwritable",
         ) from error
+
     if not os.access(out, os.W_OK | os.X_OK):
         raise ScenarioError(f"{option('out', out)}: cannot be written to; give another", code="study.unwritable")
     if (out / README).exists() and not _published_before(study, size, out):

@@ -345,7 +345,9 @@ class Verdict:
             return ", ".join([f"{first} in {count} of {len(self.cases)} cells", *rest])
         if count == 1:
             return first
-        return f"{first} in both cells" if count == 2 else f"{first} in all {count} cells"
+        if count == 2:
+            return f"{first} in both cells"
+        return f"{first} in all {count} cells"
 
     @property
     def sentence(self) -> str:
@@ -385,7 +387,9 @@ def criterion(check: Check, result: PartResult) -> str:
     if isinstance(check, Above):
         better = "lower" if reading.low else "higher"
         left_out = [f"{result.title(axis)} {', '.join(labels)}" for axis, labels in check.without.items()]
-        rest = f", not counting cells with {' or '.join(left_out)}" if left_out else ""
+        rest = ""
+        if left_out:
+            rest = f", not counting cells with {' or '.join(left_out)}"
         return f"{better} {name} than at {_name(result, check.baseline, {})}{rest}"
 
     if isinstance(check, Slope):
@@ -399,7 +403,9 @@ def _size(reading: Reading, by: float) -> str:
     if reading.share:
         points = f"{100 * abs(by):g}"
         amount = "1 point" if points == "1" else f"{points} points"
-    return f"by {amount} or more" if by > 0 else f"by no more than {amount} below the one before"
+    if by > 0:
+        return f"by {amount} or more"
+    return f"by no more than {amount} below the one before"
 
 
 def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False) -> str:
@@ -467,7 +473,10 @@ def _ordered(check: Ordered, result: PartResult) -> Verdict:
         # As `a: 45.4 % < b: 81.1 % (+35 to +36)`.
         text = f"{labels[0]}: {value_text(reading, values[0], spread=True)}"
         for label, (before, after), outcome in zip(labels[1:], pairwise(values), outcomes, strict=True):
-            gap = math.nan if before is None or after is None else after.mean - before.mean
+            if before is None or after is None:
+                gap = math.nan
+            else:
+                gap = after.mean - before.mean
             text += f" {_sign(gap)} {label}: {value_text(reading, after, spread=True)}"
             if outcome is not Finding.NOT_RUN:
                 text += _interval_text(reading, difference(before, after))

@@ -118,7 +118,10 @@ def run_and_publish(
     while choices != before:
         cells = expand(study, base, size, study.parts, settings, choices)
         tried = {outcome.cell.key for outcome in failed}
-        missing = missing_cells([cell for cell in cells if cell.part in names], cache) if jobs else []
+        if jobs:
+            missing = missing_cells([cell for cell in cells if cell.part in names], cache)
+        else:
+            missing = []
         to_run = [cell for cell in missing if not cell.waits and cell.key not in tried]
 
         # All that can be wrong is looked at before hours of cells are run.

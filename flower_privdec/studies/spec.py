@@ -30,7 +30,9 @@ def for_cells(lines: list[str]) -> list[str]:
     for line in lines:
         key = line.partition("=")[0].strip()
         if key in OF_THE_STUDY:
-            rule = "`seeds` of the study are those of every cell" if key == "seed" else "a cell has the study's name"
+            rule = "a cell has the study's name"
+            if key == "seed":
+                rule = "`seeds` of the study are those of every cell"
             raise ValueError(f"'{line}' would be overwritten, for {rule}: leave it out")
     return lines
 

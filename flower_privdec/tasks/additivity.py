@@ -394,6 +394,7 @@ def weights_cancel(function: Callable[[Tensor, Tensor], Tensor], outputs: int, c
         function(alone, torch.zeros((), dtype=torch.int64))
         if watch.cancels:
             return True
+
     for other in range(1, min(classes, MOST_ALONE)):
         labels = torch.tensor([0, other])
         ratios = []
@@ -407,6 +408,7 @@ def weights_cancel(function: Callable[[Tensor, Tensor], Tensor], outputs: int, c
             return False
         if abs(ratios[0] - 1) > 10 * TOLERANCE:
             return True
+
     return False
 
 
@@ -463,6 +465,7 @@ def refuse(trial: Trial, what: str, *, remedy: str = SUM_REMEDY) -> None:
             "compute the loss from the arguments only, and pass what changes between steps as one of them",
             code="loss.remembers",
         )
+
     if trial.ran and not trial.alive:
         wrong = "is not a number" if trial.nan else "is zero"
         raise ScenarioError(
@@ -471,6 +474,7 @@ def refuse(trial: Trial, what: str, *, remedy: str = SUM_REMEDY) -> None:
             "loss that one example has by itself",
             code="loss.no-gradient",
         )
+
     if trial.mixes:
         raise ScenarioError(
             f"{what} does not add up over examples: in a batch the gradient of one depends on the others (a norm, a "
@@ -478,6 +482,7 @@ def refuse(trial: Trial, what: str, *, remedy: str = SUM_REMEDY) -> None:
             "loss that each has by itself",
             code="loss.not-additive",
         )
+
     if trial.weighs:
         raise ScenarioError(
             f"{what} does not add up over examples: in a batch it weighs them against each other, and one alone has no "

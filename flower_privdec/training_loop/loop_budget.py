@@ -278,7 +278,9 @@ class PrivacyBudget:
         if self.budget is not None or self.steps is not None:
             rest += f", {self.remaining_steps(entries):,} steps left"
 
-        shown = "; not covered: the loop was shown private losses" if self.loss_shown else ""
+        shown = ""
+        if self.loss_shown:
+            shown = "; not covered: the loop was shown private losses"
         return f"{warning}{spent} ({unit}; charged: {charged}; {rest}; ledger: {self.path}{shown})"
 
 

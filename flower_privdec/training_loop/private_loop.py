@@ -706,18 +706,21 @@ class NoisedSteps:
                 "returned, and call the model and backward() once for each batch",
                 code=STEP,
             )
+
         if drawn.total is not None:
             raise RunError(
                 "loss.backward() came twice for one batch, which would count its examples twice (gradient "
                 "accumulation, two losses?): call it once before each step, and make batch_size larger instead",
                 code=STEP,
             )
+
         if examples != drawn.size:
             raise RunError(
                 "loss.backward() is over another number of examples than the loader drew: give the model every batch "
                 "whole, as it was drawn",
                 code=STEP,
             )
+
         drawn.total = total
 
     @contextmanager

@@ -399,7 +399,10 @@ def _of_table(dataset: Any, places: ItemPlaces) -> Items:
             numbers.append(places.ids(("table", id(dataset)), done + np.arange(len(chunk))))
         done += len(chunk)
 
-    ids = np.concatenate(numbers) if numbers else places.of(dataset, table.num_rows)
+    if numbers:
+        ids = np.concatenate(numbers)
+    else:
+        ids = places.of(dataset, table.num_rows)
     if dataset._indices is not None:
         ids = ids[dataset._indices.column(0).to_numpy().astype(np.int64)]
     if dataset._format_type == "custom":

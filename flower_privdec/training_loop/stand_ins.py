@@ -194,7 +194,10 @@ class StandIn:
 
     def _watched(self, value: Any, depth: int) -> Any:
         """Return what takes the place of a dataset within: its items are its own, but noted; all else has one row."""
-        behind = self._table(value, depth) if is_table(value) else self._object(value, depth)
+        if is_table(value):
+            behind = self._table(value, depth)
+        else:
+            behind = self._object(value, depth)
         within = StandIn(value, len(value))
         self._generators += within._generators
         watch = ReadWatch(value, within.copy, behind)

@@ -80,6 +80,7 @@ def measure(
             _say(f"{workload.name}: a run of {ledger_seconds:g} s with its ledgers")
             setup = Setup.build(workload, where)
             results[workload.name]["ledger"] = ledger_share(setup, ledger_seconds)
+
     if local_steps.NAME in names:
         _say(f"{local_steps.NAME}: comparing in float64, then timing {local_steps.WORKLOAD.describe()}")
         results[local_steps.NAME] = local_steps.measure_feddeper(local_steps.WORKLOAD, where, rounds)

@@ -232,6 +232,7 @@ class TextbookVmap(Baseline):
             )
             for part, t, noise in zip(self.stacked, total, self._noise(total), strict=True)
         ]
+
         self.weights = matrix @ self.weights
         self.round_index += 1
 

@@ -83,6 +83,7 @@ def _facts(setup: Setup, times: dict[str, Times], order: list[str]) -> dict[str,
         for name in order
         if name in times
     }
+
     return facts
 
 

@@ -70,6 +70,7 @@ def scenario_of(workload: Workload, rounds: int, folder: Path) -> Scenario:
         "privacy": {"noise_multiplier": NOISE_MULTIPLIER, "clip_norm": CLIP_NORM, "delta": 1e-5},
         "evaluation": {"every": rounds},
     }
+
     return parse_scenario(json.dumps(sections))  # JSON is YAML
 
 

@@ -84,6 +84,7 @@ class Loop:
                 ):
                     y.sub_(RATE * g_y + RHO * (v + y - 2 * x))
                     v.sub_(RATE * g_v)
+
         with torch.no_grad():
             for y, v in zip(sent.parameters(), personal.parameters(), strict=True):
                 v.lerp_(y, MIXING_RATE)

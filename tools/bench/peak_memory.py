@@ -59,6 +59,7 @@ def _measure(workload: str, n_peers: int) -> dict[str, Any]:
     used = _resident("VmHWM") - before
     batch = engine.cohort.data.batch(0, engine.cohort.peers).x.nbytes
     rows = (used - batch) / (n_peers * setup.d * setup.dtype.itemsize)
+
     return {"peers": n_peers, "bytes": used, "batch_bytes": batch, "rows": rows}
 
 

@@ -50,6 +50,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         return [
             f"floor: products {products:.2f} ms; a round takes {times:.2f} times that: {share:.0%} of what is possible"
         ]
+
     parts = result["limit"]
     lines = [
         f"limit: noise {parts['noise_ms']:.2f} + products {parts['gemm_ms']:.2f} + copy {parts['copy_ms']:.2f} ms",
@@ -59,6 +60,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"noise that cancels, secrets with {PAIR_DEGREE} others: {result['cancelling']:.2f} times a round",
         f"compiled in {result['compile_seconds']:.1f} s, which is not counted",
     ]
+
     for key, say in _EXTRAS.items():
         if key in result:
             lines.append(say(result[key]))

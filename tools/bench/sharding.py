@@ -72,6 +72,7 @@ def measure_sharding(repeats: int = REPEATS, sizes: Sequence[int] = tuple(EXCHAN
         many = [MANY if shard == 0 else {} for shard in range(SHARDS)]
         shards = [(folder, shard, request | {"many": many[shard]}) for shard in range(SHARDS)]
         times = together([(run_shard, arguments) for arguments in shards])[0]
+
     exchanges = {str(d * 4): _exchange(times[f"exchange-{d}"]) for d in sizes}
     steps = {name: times[f"many-{name}"] / peers for name, peers in MANY.items()}
     rate = (
@@ -163,12 +164,14 @@ def sharding_lines(result: dict[str, Any]) -> list[str]:
             f"{pace['ratio']:.2f} times as fast; a process's CPU time {pace['one_cpu_ms']:.1f} and "
             f"{pace['two_cpu_ms']:.1f}: {pace['cpu_ratio']:.2f}"
         )
+
     for size, took in result["exchanges"].items():
         lines.append(
             f"rows of {int(size) / 1e3:,.0f} KB, {EXCHANGES[int(size) // 4][0]} peers: an exchange "
             f"{took['shards_ms']:.3f} ms; as many bytes over bare gloo {took['gloo_ms']:.3f} and mixing in memory "
             f"{took['mixing_ms']:.3f}: {took['ratio']:.2f} times both, in CPU time {took['cpu_ratio']:.2f}"
         )
+
     lines.append(f"bare gloo: {result['gloo_bytes_per_second'] / 1e9:.1f} GB/s each way between two processes here")
     return lines + [_forecast_line(name, Forecast(**facts)) for name, facts in result["forecast"].items()]
 
@@ -287,6 +290,7 @@ def _side_by_side(process_group: ProcessGroup, works: Mapping[str, Work], rounds
             if repeat:
                 times[name].append(took / rounds * 1e3)
                 times[name + CPU].append(busy / rounds * 1e3)
+
     return times
 
 

@@ -43,6 +43,7 @@ def compare_workers(workload: Workload, rounds: int) -> dict[str, Any]:
     """
     if available_cores() < WORKERS or not can_fork():
         raise ScenarioError(f"two workers need Linux and {WORKERS} cores, and {available_cores()} may be used here")
+
     setup = Setup.build(workload)
     estimate = round_seconds(
         workload.n_peers, setup.d, workload.batch, multiplications(setup.module, setup.examples.x[:1])
@@ -50,6 +51,7 @@ def compare_workers(workload: Workload, rounds: int) -> dict[str, Any]:
     blocks = block_count(workload.n_peers, estimate)
     if blocks == 1:
         return {"blocks": 1}
+
     cuts = tuple(number * workload.n_peers // blocks for number in range(blocks + 1))
     pools = [_pool(setup, Partitioning(cuts, workers)) for workers in (1, WORKERS)]
     try:

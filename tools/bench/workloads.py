@@ -169,6 +169,7 @@ class Setup:
             steps_per_round=algorithm.steps_per_round,
             protection=protection,
         )
+
         return Engine(algorithm, cohort, State(cohort.peers, rows=algorithm.initial(cohort)))
 
 

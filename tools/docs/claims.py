@@ -196,6 +196,7 @@ def page() -> str:
                     row = [claim, _measured(check, result), f"**{judge(check, result).sentence}**"]
                 sections.setdefault(study.name, []).append([*row, f"{link}: {criterion(check, result)}"])
                 claim = "the same"
+
     for name, rows in sections.items():
         blocks.append(f"## {PAPERS[name]}\n\n{markdown(['claimed', 'measured', 'verdict', 'by which check'], rows)}\n")
     return "\n".join(blocks)

@@ -110,6 +110,7 @@ def main(words: list[str]) -> int:
         differing = differing + (number.published != number.now)
         sign = "=" if number.published == number.now else "IS NOT"
         print(f"{number.title}: {number.name} {number.published} {sign} {number.now}", flush=True)
+
     print(f"{total - differing} of {total} numbers are those of the table")
     return int(differing > 0 or total == 0)
 

@@ -35,6 +35,7 @@ def union(name: str, out: Path, folders: Sequence[Path]) -> Counter[str]:
         kinds = kinds_of(cell.scenario for cell in own)
         results.append(replace(published(folders, part, size or "", kinds), cells=own))
         shared += _shared(folders, part)
+
     made = [line for folder in folders for line in _made_by(folder)]
     publish(study, size, "-", results, [], out)
     text = re.sub(r"(?m)^Made by `-` .*$", lambda _: "\n\n".join(made), (out / README).read_text(encoding="utf-8"))

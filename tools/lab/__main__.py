@@ -148,6 +148,7 @@ class Lab:
             paid = Paid.of(self.folder / str(device) / "ledger").steps
             if not self.rounds <= paid <= self.rounds + 1:
                 wrong.append(f"the ledger of device {device} pays for {paid} steps, and {self.rounds} were taken")
+
         weight = weight_on_disk([self.folder / str(device) for device in range(self.count)], at_the_end=True)
         if weight is None or not weight.is_right:
             wrong.append(f"the push-sum weights on the disks are {weight}")

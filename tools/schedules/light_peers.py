@@ -84,6 +84,7 @@ evaluation: {{every: 5}}
 compute: {{dtype: float64}}
 network: {{mode: {mode}, {network}}}
 """
+
     scenario = parse_scenario(text)
     built = KINDS[kind](scenario.algorithm)
     mixing, _ = build_exchange(scenario, built)

@@ -49,6 +49,7 @@ def main() -> None:
         stored = results.Results(machine(), given.cores, Task("").delta, before)
         stored = stored.with_row(row, [one.name for one in CONTESTANTS])
         results.save(stored)
+
     assert stored is not None
     print(results.tables(stored))
 
@@ -129,6 +130,7 @@ def row_of(contestant: Contestant, task: Task, took: Measured, of: str, log: Pat
         why = took.stopped or f"failed with status {took.status}"
         print(f"{contestant.name}: {why}; see {log}", file=sys.stderr)
         return results.Row(**who, **times, version=of, seconds_a_round=None, failed=why)
+
     outcome_facts = json.loads(outcome.read_text())
     return results.Row(
         **who,

@@ -197,6 +197,7 @@ class ReleaseObserver:
                     self._resumed[life] = name
                 else:
                     (self._sent if kind == "sent" else self._saved).setdefault(name, (life, int(steps[0])))
+
         for name in self._unexplained & self._sent.keys():
             self._reveal(*self._sent[name])
         self._unexplained -= self._sent.keys()

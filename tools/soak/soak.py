@@ -315,9 +315,11 @@ class SoakedRun:
             where |= {*self.processes.peers, *self._links}  # all neighbours are there to witness
             if counted_in(self._counts(fault.peer)) < 3:
                 return
+
         over = fault.other is None and self.processes.status(fault.peer) is not None
         if where & self._troubled or over or self._ending():
             return
+
         self._log.write(f"{now - self._begun:.2f} s: {fault}\n")
         self.tally.faults[fault.kind] += 1
         self._troubled |= where
@@ -334,6 +336,7 @@ class SoakedRun:
             self._torn.add(fault.peer)
             if fault.kind == "copy":
                 self._run_copy(fault.peer)
+
         for pair in links:
             self._proxy.set(pair, fault.on_link)
         if fault.kind == "isolate" and fault.seconds > SETTLE_SECONDS:
@@ -377,6 +380,7 @@ class SoakedRun:
             str(self._copy),
             "--with-parent",
         ]
+
         command += ["--certs", str(self.processes.certificates)]
         with (self.out / "copy.log").open("ab") as log:
             self._twin = start_process(f"privdec copy {peer}", command, log)
@@ -391,12 +395,14 @@ class SoakedRun:
                 os.killpg(self._twin.pid, signal.SIGKILL)
             self._twin.wait()
             shutil.rmtree(self._copy)
+
         self.processes.kill(peer)
         if fault.kind == "restore":
             shutil.rmtree(folder)
             self._copy.rename(folder)
         elif fault.kind in ("lose", "delete"):
             shutil.rmtree(folder if fault.kind == "lose" else folder / "ledger")
+
         self._torn.add(peer)
         self._recovery = Recovery(peer, time.monotonic() + self._patience, counted_in(self._counts(peer)))
         self._paid[peer] = Paid()
@@ -410,6 +416,7 @@ class SoakedRun:
             if other != peer and self.processes.status(other) not in (None, 0):
                 recovery.ended.add(other)
                 self._start(other)
+
         status = self.processes.status(peer)
         last_line = ""
         if status is None and not recovery.charging and counted_in(self._counts(peer)) > recovery.taken:
@@ -429,8 +436,10 @@ class SoakedRun:
             if is_over and self.scenario.network.mode == "synchronous":
                 return self._give_up(recovery)
             self._start(peer, charge=recovery.charging)
+
         if now > recovery.until:
             raise self._broken(f"peer {peer} took no step again ({last_line or 'it runs'})", "soak.not-recovered")
+
         return None
 
     def _recovered(self, recovery: Recovery) -> None:
@@ -482,6 +491,7 @@ class SoakedRun:
         self._observer.look()
         if (problem := self._observer.pairs_problem(self._pairs)) is not None:
             raise self._broken(problem, "soak.pairs")
+
         self._received = {peer: self._observer.received(peer) for peer in self.processes.peers}
         for peer in self.processes.peers if self.scenario.private is not None else ():
             before = self._paid[peer]
@@ -500,6 +510,7 @@ class SoakedRun:
             if problem is not None:
                 raise self._broken(f"the ledger of peer {peer}: {problem}", "soak.ledger")
             self._paid[peer] = paid
+
         for peer in self.processes.peers:
             self._weigh(peer)
 
@@ -536,6 +547,7 @@ class SoakedRun:
             counts = {"taken": counted_in(self._counts(peer))}
             by_ledger = {"received": self._received[peer], "paid": paid.steps} if paid.records else {"ledgerless": 1}
             self.tally.by_peer[peer].update(counts | by_ledger)
+
         self.tally.charged += sum(paid.charged for paid in self._paid.values())
         self.tally.shared += self._observer.shared
         self.tally.apart += self._observer.apart
@@ -610,6 +622,7 @@ class Soak:
                 raise ScenarioError(f"{name} {value:g} must be > 0 and finite")
         if out.exists():
             raise ScenarioError(f"{out} is there already; give another --out", code="soak.folder")
+
         self.scenario = on_this_machine(scenario)
         self.out = out
         self.minutes = minutes
@@ -647,6 +660,7 @@ class Soak:
                         say(f"{duration(60 * self.minutes - (end - time.monotonic()))}  {run.line()}")
                     time.sleep(TICK)
                 run.conclude()
+
         raise AssertionError("there is always another number")
 
     def _run(self, number: int) -> SoakedRun:
@@ -666,6 +680,7 @@ class Soak:
             "processes killed",
             f"releases: {tally.total('received'):,} received, {tally.charged:,} charged as witnessed",
         ]
+
         lines += [
             f"peer {peer}: {one['taken']:,} steps taken, {one['received']:,} received, {one['paid']:,} paid for"
             + ("; without a ledger when the time was over" if one["ledgerless"] else "")
@@ -675,6 +690,7 @@ class Soak:
             lines.append(
                 f"pairs: {tally.shared:,} draws added by both ends, {tally.apart:,} by one alone, none twice by one"
             )
+
         if tally.isolated:
             lines.append(f"isolation: no ε beyond one step in {tally.isolated} times")
         if tally.models is not None:
@@ -682,6 +698,7 @@ class Soak:
                 f"models: the last {tally.models.devices} devices that agreed are {tally.models.farthest:.2%} from "
                 f"their mean at most; {tally.not_agreed} in all reported that theirs is not"
             )
+
         if tally.weight is not None:
             lines.append(f"mass: Σw = {tally.weight.total:.9g} of {tally.weight.expected}")
         grown = [

@@ -342,6 +342,7 @@ class Guard:
             raise
         except BaseException:  # SystemExit as well: an app that ends the process would tell something by it
             log.exception("The app failed, so its update counts as zero")
+
         return Message(answer, reply_to=message)
 
 

@@ -121,7 +121,10 @@ def flower_run(
         RunError: the run failed.
     """
     _check_simulation(cpus, gpus)
-    experiment = scenario if isinstance(scenario, Experiment) else Experiment.build(scenario)
+    if isinstance(scenario, Experiment):
+        experiment = scenario
+    else:
+        experiment = Experiment.build(scenario)
     nodes = _n_nodes(experiment.scenario.n_peers, mode, n_supernodes, cpus)
     if gpus == 0 and experiment.device.type == "cuda":
         gpus = 1 / nodes

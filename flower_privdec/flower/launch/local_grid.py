@@ -280,6 +280,7 @@ def read_config(app: Path | str, pairs: Iterable[str]) -> dict[str, Any]:
             config[key] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             config[key] = text  # plain text, without quotes
+
     return config
 
 

@@ -140,6 +140,7 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> Arrays:
             f"its answer has {len(records) or 'no'} ArrayRecord{'s' * (len(records) > 1)} and none named {key!r}: "
             f"return RecordDict({{{key!r}: ArrayRecord(...)}})",
         )
+
     returned = records[key] if key in records else next(iter(records.values()))
     arrays: Arrays = {}
     try:
@@ -147,8 +148,10 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> Arrays:
         difference = layout.misfit(arrays)
     except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
         difference = f"they cannot be read as NumPy's: {one_line(error)}"
+
     if difference:
         raise AppFailedError("returned other arrays than it was given", difference)
+
     return arrays
 
 

@@ -386,7 +386,10 @@ class RequestHandler:
 
     def _save(self, state: PeerState) -> None:
         """Save a state: of a deployed peer also against a stop of its machine."""
-        log = RecordLog(self.path, count=1) if self._saved is None else self._saved.log
+        if self._saved is None:
+            log = RecordLog(self.path, count=1)
+        else:
+            log = self._saved.log
         cache = self.node.cache
         self._saved = save_state(log, state, durable=not self.node.simulated, in_memory=cache.is_temporary)
         cache.put(self.path, self._saved)
@@ -628,6 +631,7 @@ class RequestHandler:
         state = self.state
         if state is None:
             return {SAYS: self._report(None, []).record()}
+
         frames = run_frames(state.run, state.layout, self._seal)
         shares = state.shares
         if self.request.kind == INTRODUCE:
@@ -639,6 +643,7 @@ class RequestHandler:
             due = [share for share in shares.shares_to_send() if (share.receiver, share.number) not in held]
             self.records[OUTBOX] = self._packed(frames, due)
             self._counts.sync()
+
         acknowledgements = [b"".join(frames.encode(ack)) for ack in shares.acknowledgements()]
         return {SAYS: self._report(state, acknowledgements).record(), **self.records}
 
@@ -682,6 +687,7 @@ class RequestHandler:
             }
             if state.handed.served:
                 report["mean_of"] = state.handed.served[-1]
+
         return PeerReport(self.node.peer, self.node.n_peers, **report, **self.fields)
 
     def _protection(self, unprotected: int) -> tuple[str, float]:
@@ -725,6 +731,7 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
             log.exception("%s: the function that gives it failed", name)
             what = f"{type(error).__name__}{last_line_of_users(error)}; see the node's own log"
             raise RunError(f"{name}: the function that gives it raised {what}", code="flower.setting") from None
+
     if isinstance(value, str):
         key = value.removeprefix(RUN_CONFIG)
         if not is_key(value) or key not in context.run_config:
@@ -734,9 +741,11 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
                 code="flower.setting",
             )
         value = context.run_config[key]
+
     number: Any = value.item() if isinstance(value, np.generic) else value
     if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
         raise RunError(f"{name}={value!r} of this run must be a number, without quotes", code="flower.setting")
+
     return number
 
 

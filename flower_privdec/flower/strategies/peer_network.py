@@ -435,6 +435,7 @@ class PeerNetwork:
             **self.relay_store.share_status(peer),
             **more,
         )
+
         if kind != JOIN:
             content[INBOX] = self.relay_store.inbox(peer)
         if self.config_key not in content:  # mods of Flower's expect one
@@ -542,6 +543,7 @@ def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[i
             log.warning("what peer %s handed in for the mean is none of %s %s, and left out", peer, *wanted)
         else:
             masses[peer] = value
+
     return masses
 
 

@@ -679,7 +679,9 @@ class PushSum(Strategy):
         if not simulates(grid):
             return "each peer keeps state and ledger in the folder of its own node-config"
         if folder is None:
-            other = "" if self.name else "; each run has another: give the strategy a name for a budget over several"
+            other = "; each run has another: give the strategy a name for a budget over several"
+            if self.name:
+                other = ""
             return f"a simulation's peers keep state and ledgers in {self.network.common['folder']}{other}"
         if getattr(grid, "is_temporary", False):
             return "state and ledgers are temporary: this budget counts only this run; give LocalGrid a folder"

@@ -117,6 +117,7 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
         if sys.platform == "linux":  # else a peer that is paused would not see it
             ctypes.CDLL(None).prctl(PARENTS_END_SIGNAL, signal.SIGCONT)
         Thread(target=_stop_at_end, args=(running,), daemon=True).start()
+
     driver = Driver(running)
     line = _StatusLine(running, every)
     try:
@@ -167,7 +168,10 @@ class _StatusLine:
         before = self._round_at
         self._round_at = time.monotonic()
         self._waiting = ""
-        is_due = self._round_at - before >= LINE_SECONDS if self._terminal else round_index % self._every == 0
+        if self._terminal:
+            is_due = self._round_at - before >= LINE_SECONDS
+        else:
+            is_due = round_index % self._every == 0
         if is_due or round_index == running.rounds:
             self.show(status_line(running.status()))
 

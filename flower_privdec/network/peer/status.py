@@ -57,7 +57,10 @@ def is_insecure(status: Status) -> bool:
 
 def spent_text(status: Status) -> str:
     """Return ε spent, and of which budget."""
-    budget = "" if status["budget"] is None else f" of {epsilon_text(status['budget'])}"
+    if status["budget"] is None:
+        budget = ""
+    else:
+        budget = f" of {epsilon_text(status['budget'])}"
     larger = status.get("epsilon_if_all_collude")
     others = ""
     if larger is not None:

@@ -52,6 +52,7 @@ def listening_error(address: str) -> RunError:
     except OSError as error:
         code, remedy = LISTENING.get(error.errno or 0, ("failed", "mend that, then start this peer again"))
         why = f"{error.strerror}: {remedy}"
+
     return RunError(f"{address} cannot be listened on ({why})", code=f"listen.{code}")
 
 
@@ -96,8 +97,10 @@ def calling_error(
     except OSError as error:
         code, remedy = CALLING.get(error.errno or 0, ("failed", "mend that"))
         return UnreachableError(f"{peer}: {error.strerror or error}: {remedy}", code=f"call.{code}")
+
     if answer:
         return None
+
     return UnreachableError(
         f"{peer} refuses this peer's certificate; it has to be of an authority that is trusted there, for clients and "
         "servers, and valid by the clock there",

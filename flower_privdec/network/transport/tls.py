@@ -189,12 +189,14 @@ def time_problem(certificate: bytes, now: datetime | None = None) -> ScenarioErr
             "makes a new one; where that clock is wrong, set it",
             code="certificate.expired",
         )
+
     if now < leaf.not_valid_before_utc:
         return ScenarioError(
             f"the certificate is valid from {leaf.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, and {clock}: set that "
             "clock",
             code="certificate.early",
         )
+
     return None
 
 
@@ -214,6 +216,7 @@ def certificate_problem(
         trusted = _certificates(authority)
     except ScenarioError as error:
         return error
+
     names = identities_of(certificate)
     if identity not in names:
         return ScenarioError(
@@ -221,6 +224,7 @@ def certificate_problem(
             "correct network.peers",
             code="certificate.identity",
         )
+
     problem = time_problem(certificate, now) or usage_problem(chain[0])
     if problem is None and not _signed(chain, trusted):
         issuer = chain[-1].issuer.rfc4514_string()
@@ -229,6 +233,7 @@ def certificate_problem(
             "devices files of one `privdec certs`",
             code="certificate.authority",
         )
+
     return problem
 
 
@@ -320,14 +325,17 @@ def _key_of(
         raise ScenarioError(
             f"{path}: cannot be read as a private key without a password ({one_line(error)})", code="certificate.key"
         ) from error
+
     if not hasattr(key, "sign"):
         raise ScenarioError(
             f"{path}: is a key that cannot sign; give one of an elliptic curve, or RSA", code="certificate.key"
         )
+
     if key.public_key() != own.public_key():
         raise ScenarioError(
             f"{path}: is not the key of {certificate}; give the two that were made together", code="certificate.key"
         )
+
     return own, key  # type: ignore[return-value]
 
 

@@ -188,7 +188,9 @@ def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
 
     ends = bracket(excess, start, step, limit)
     if ends is None:
-        rule = "needs more noise than any" if excess(0.0) > 0 else "is more than these releases can spend at any noise"
+        rule = "is more than these releases can spend at any noise"
+        if excess(0.0) > 0:
+            rule = "needs more noise than any"
         message = f"privacy.epsilon={budget} {rule}; change the budget, the rounds or the sampling"
         raise ScenarioError(message, code="privacy.calibration")
 

@@ -192,6 +192,7 @@ class Entry:
             environment=str(body["environment"]),
             partition=str(body["partition"]),
         )
+
         witnessed = dict(body.get("witnessed", {}))
         return cls(
             run=run,

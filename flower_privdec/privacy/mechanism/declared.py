@@ -105,10 +105,12 @@ class ReleasedSum:
                 "0 <= idle <= drawn and drawn > 0",
                 code="release.declared",
             )
+
         if not (math.isfinite(self.noise) and self.noise > 0):
             raise ScenarioError(
                 f"sum {self.name!r} declares noise={self.noise}: it must be > 0", code="release.declared"
             )
+
         if self.receivers < 0 or (self.receivers != 1 and self.to != "neighbour"):
             raise ScenarioError(
                 f"sum {self.name!r} to {self.to} declares receivers={self.receivers}: it must be 1, or >= 0 "

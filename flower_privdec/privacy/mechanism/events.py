@@ -120,7 +120,9 @@ class Release:
         self._check_against_ranges()
 
         if self.idle > 0 and self.sampling in ("full", "shuffle"):
-            reason = "draws everybody" if self.sampling == "full" else "has no proved bound for it"
+            reason = "has no proved bound for it"
+            if self.sampling == "full":
+                reason = "draws everybody"
             raise ScenarioError(
                 f"idle={self.idle} must be 0 with sampling={self.sampling}, which {reason}; use poisson",
                 code="release.idle",

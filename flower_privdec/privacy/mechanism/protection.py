@@ -384,7 +384,9 @@ class _Solver:
 
         if None in mechanism.kinds:
             own = self.section.noise
-            under = f" under privacy.noise.module={own.module!r}" if isinstance(own, OwnSection) else ""
+            under = ""
+            if isinstance(own, OwnSection):
+                under = f" under privacy.noise.module={own.module!r}"
             key = "algorithm.module" if ":" in self.algorithm.name else "algorithm.name"
             raise ScenarioError(
                 f"{key}={self.algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
