@@ -291,7 +291,23 @@ class NoiseKeys(Section):
 
 
 NOISES: Registry[RegisteredPart] = Registry("privacy.noise.kind", "flower_privdec.privacy.noise.kinds", NoiseKeys)
-CODECS: Registry[RegisteredPart] = Registry("network.codec", "flower_privdec.pushsum.codecs", Section)
+
+
+class CodecKeys(Section):
+    """The keys of a wire codec, with which its class is called: none, unless its own Section declares some."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def name(self) -> str:
+            """What the scenario calls the codec."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the keys of the codec itself."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
+
+
+CODECS: Registry[RegisteredPart] = Registry("network.codec.name", "flower_privdec.pushsum.codecs", CodecKeys)
 TRANSPORTS: Registry[RegisteredPart] = Registry("network.transport", "flower_privdec.network.transport.kinds", Section)
 ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})
 INITS = Choice({"default": "torch's own, keyed by the seed", "zeros": "every parameter 0"})

@@ -159,6 +159,8 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
         """
         section = keys_declared_by(self[name])
         sharing = tuple(other for other, part in self.items() if keys_declared_by(part) is section)
+        if section is Section:  # the part declares none
+            section = self._usual
         return _named_form(section, self.choice, sharing, more)
 
     def section(self, name: str, more: type[Section] | None = None, **keys: Any) -> Any:

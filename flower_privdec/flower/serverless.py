@@ -36,6 +36,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.common.fields import OwnSection
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Algorithm, Exchange, Mix, State
@@ -783,7 +784,7 @@ def _checked_scenario(run: str, text: str, settings: PeerSettings) -> AppScenari
         code = "mesh.address"
     elif not isinstance(topology, TopologySection) or topology.file_to_read is not None:
         problem = "the scenario of the train message names code or a file in topology, which no message may"
-    elif ":" in scenario.network.codec or ":" in scenario.network.transport:
+    elif isinstance(scenario.network.codec, OwnSection) or ":" in scenario.network.transport:
         problem = (
             "the scenario of the train message names code in network.codec or network.transport, which no message may"
         )

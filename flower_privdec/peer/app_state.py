@@ -33,7 +33,7 @@ from flower_privdec.common.files import open_file, write_atomically
 from flower_privdec.peer.dual_step import DualStep
 from flower_privdec.peer.masking import Handed
 from flower_privdec.peer.record_log import DamagedLogError, Facts, NamedArrays, RecordLog
-from flower_privdec.pushsum.exactly_once import LAST, Durable, PushSumProtocol, RefusedError
+from flower_privdec.pushsum.exactly_once import LAST, Durable, PushSumProtocol, RefusedError, Shared
 from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, pack, unpack
 from flower_privdec.pushsum.witness import draw_boot
 
@@ -278,8 +278,21 @@ class ArrayArithmetic:
     So a row is its own copy, and costs nothing.
     """
 
-    def part(self, value: np.ndarray, weight: float) -> np.ndarray:
-        return np.asarray(value * weight)
+    shares_parts = True
+
+    def freeze(
+        self, mass: Mapping[str, np.ndarray], weight: float, told: Mapping[str, np.ndarray], number: int
+    ) -> Shared[np.ndarray]:
+        values = {name: self.times(value, weight) for name, value in mass.items()}
+        return Shared(values, values, told)
+
+    def open(
+        self, values: Mapping[str, np.ndarray], mass: Mapping[str, np.ndarray], told: Mapping[str, np.ndarray]
+    ) -> tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]:
+        return values, told
+
+    def times(self, value: np.ndarray, factor: float) -> np.ndarray:
+        return np.asarray(value * factor)
 
     def subtract(self, value: np.ndarray, part: np.ndarray) -> np.ndarray:
         return np.asarray(value - part)

@@ -102,7 +102,8 @@ class AsynchronousPeer(RunningPeer):
         self.exchanges: ShareExchange | RowExchange
         if self.mixing.sends_shares:
             (shares,) = formats.values()
-            frames = FrameCodec(self._run_id, shares, {})
+            (exchange,) = exchanges.values()
+            frames = FrameCodec(self._run_id, shares, {}, check=self._check_of(exchange))
             self.exchanges = ShareExchange(self)
         else:
             formats[self.timetable.final_at] = self._formats(self.timetable.final_exchange)
@@ -117,7 +118,6 @@ class AsynchronousPeer(RunningPeer):
         silent = [j for j in neighbors if peer not in self.timetable.receivers_ever(j)]
         self.session: AsynchronousSession = self.exchanges.session_class(
             self.protocol,
-            self.arithmetic,
             self.witness,
             frames,
             self.replies,

@@ -38,7 +38,7 @@ from flower_privdec.pushsum.exactly_once import (
     RefusedError,
     StaleStateError,
 )
-from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMessage, TensorArithmetic, frame_size
+from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMessage, frame_size
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ class AsynchronousSession(Session):
 
     Args:
         protocol: this peer's shares; without mass in a `RowSession`, which uses only its hellos.
-        arithmetic: of the shares, which decodes them.
         witness, frames, retry: see Session; a hello is sent every `retry` seconds.
         replies: the exchanges in which a neighbour is answered, whose round the rows are then for.
         rounds: of the run.
@@ -74,7 +73,6 @@ class AsynchronousSession(Session):
     def __init__(
         self,
         protocol: PushSumProtocol[Tensor],
-        arithmetic: TensorArithmetic,
         witness: LedgerWitness,
         frames: FrameCodec,
         replies: Collection[int],
@@ -94,7 +92,6 @@ class AsynchronousSession(Session):
         self.want = Want.UNKNOWN
         self.level = 0
         self._announced = Want.UNKNOWN
-        self._arithmetic = arithmetic
         self._replies = replies
         self._silent = silent
         self._most_weight = SURPLUS * n_peers
@@ -247,7 +244,9 @@ class AsynchronousSession(Session):
     def _wrong_share(self, share: FrozenShare[Tensor]) -> str:
         """Return what is wrong with a share's numbers in words; empty if nothing is."""
         mass = self.protocol.mass
-        values = {name: self._arithmetic.decode(value, mass[name]) for name, value in share.values.items()}
+        values = self.protocol.opened(share)
+        if values is None:
+            return ""
         weight = _weight(values)
         if not (0 < weight <= self._most_weight and math.isfinite(weight)):
             return f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"

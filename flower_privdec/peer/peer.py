@@ -39,7 +39,15 @@ from flower_privdec.peer.session import Session
 from flower_privdec.peer.store import FolderStore, Store
 from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import Trainer
-from flower_privdec.pushsum.frames import REPORT, RowFormats, TensorArithmetic, formats_of, wire_codec
+from flower_privdec.pushsum.frames import (
+    REPORT,
+    Check,
+    RowFormats,
+    TensorArithmetic,
+    codec_text,
+    formats_of,
+    wire_codec,
+)
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
@@ -102,14 +110,16 @@ class RunPlan:
         scenario = trainer.scenario
         network = scenario.network
         final, _ = final_rounds(trainer.mixing, scenario.rounds, network.final_mixing)
+        arithmetic = TensorArithmetic(wire_codec(network.codec))
         more = 0
         if network.final_mixing == "auto":
+            # Shares of a part of the graph's weights take as many times more rounds to agree.
+            final = math.ceil(final / arithmetic.damping)
             more = further(final)
         timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds, final + more, hosted)
 
         # Peers that would send each other other numbers have other names for the run, and refuse each other's frames.
-        is_exact = TensorArithmetic(wire_codec(network.codec)).is_exact
-        codec = "" if is_exact else f", {network.codec}"
+        codec = "" if arithmetic.is_exact else f", {codec_text(network.codec)}"
         codec += f", {final} rounds of final mixing"
         codec += f", constants {trainer.constants}" if trainer.constants else ""
         return cls(final, timetable, scenario_hash(scenario) + codec, (numbers_hash(scenario) + codec).encode())
@@ -202,8 +212,8 @@ class RunningPeer(ABC):
         name = self.trainer.algorithm.name
         if not (sends_shares or self.arithmetic.is_exact):
             raise ScenarioError(
-                f"network.codec={self.network.codec} rounds rows, and algorithm.name={name} sends rows whose rounding "
-                "no sender's mass takes back: use exact, or an algorithm of push-sum",
+                f"network.codec={self.network.codec.name} rounds rows, and algorithm.name={name} sends rows whose "
+                "rounding no sender's mass takes back: use exact, or an algorithm of push-sum",
                 code="network.codec-without-shares",
             )
 
@@ -548,6 +558,10 @@ class RunningPeer(ABC):
         """Return how the rows of an exchange look on the wire."""
         rows = {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
         return formats_of({name: self.arithmetic.encode(row) for name, row in rows.items()})
+
+    def _check_of(self, exchange: Exchange) -> Check | None:
+        """Return what refuses rows of an exchange that the wire codec encodes nothing as."""
+        return self.arithmetic.checks({name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names})
 
     def _clipped(self, received: Mapping[Link, Payload]) -> Mapping[Link, Payload]:
         """Return the rows of an exchange's senders, those of the farthest clipped; see ClippedSection."""

@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from torch import Tensor
+
 from flower_privdec.core import Exchange
 from flower_privdec.peer.asynchronous_session import ShareSession
 from flower_privdec.peer.driving import Program
 from flower_privdec.peer.pace import Want
+from flower_privdec.pushsum.exactly_once import FrozenShare
 from flower_privdec.pushsum.lockstep import Turn
 
 if TYPE_CHECKING:
@@ -131,6 +134,11 @@ class ShareExchange:
         peer = self._peer
         if keeping:
             weights = peer.floor.parts(peer.weight(), weights)
+
+        # Of what a coarse codec tells late less may leave.
+        damping = peer.arithmetic.damping
+        if damping < 1:
+            weights = {j: weight * damping for j, weight in weights.items()}
         peer.protocol.split(round_index, weights)
 
     def absorb(self) -> None:
@@ -142,7 +150,13 @@ class ShareExchange:
         if is_final and peer.protocol.mass:
             own = peer._model(peer.protocol.mass).clone()
 
-        absorbed = peer.protocol.absorb(k if is_final else None, peer.first_weight)
+        models = dict[int, Mapping[str, Tensor]]()  # of final mixing, by their senders
+
+        def keep(share: FrozenShare[Tensor], parts: Mapping[str, Tensor]) -> None:
+            if own is not None and peer.rounds <= share.round_index:
+                models[share.sender] = parts
+
+        absorbed = peer.protocol.absorb(k if is_final else None, peer.first_weight, keep)
         if absorbed and peer.first_weight != 1:
             peer.floor.usual = peer.weight()
         for share in absorbed:
@@ -150,8 +164,7 @@ class ShareExchange:
             known.sent_since = True
             known.last_added = share.round_index
         if own is not None:
-            of_final = [share for share in absorbed if peer.rounds <= share.round_index]
-            peer._measure({share.sender: peer._decoded(share.values) for share in of_final}, own)
+            peer._measure(models, own)
 
     # --- final mixing ---
 

@@ -67,8 +67,8 @@ time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from flower_privdec.common.errors import RunError
@@ -88,17 +88,49 @@ class StaleStateError(RunError):
     """A neighbour has seen more of this peer than its state on disk: the state is an old copy, and must be reset."""
 
 
+@dataclass(frozen=True, eq=False)
+class Shared(Generic[V]):
+    """A part of a sender's mass, as it is sent and as both ends count it.
+
+    Attributes:
+        values: as encoded for the wire.
+        parts: what the sender subtracts, and the receiver adds.
+        told: what the receiver knows then of the sender's model, if the next share is encoded by that; else empty.
+    """
+
+    values: Mapping[str, V]
+    parts: Mapping[str, V]
+    told: Mapping[str, V]
+
+
 class Arithmetic(Protocol[V]):
     """Operations on values. The first operand of `subtract` and `add` is not used again, so it may be changed."""
 
-    def part(self, value: V, weight: float) -> V:
-        """Return weight times a value, as encoded for the wire."""
+    @property
+    def shares_parts(self) -> bool:
+        """Return whether shares of equal weights are the same for all receivers; False if they depend on the edge."""
+
+    def freeze(self, mass: Mapping[str, V], weight: float, told: Mapping[str, V], number: int) -> Shared[V]:
+        """Return about weight times a mass: what of it can be encoded for the wire.
+
+        Args:
+            told: what the last share over this edge left in `Shared.told`; empty for the first.
+            number: how many shares came before over this edge.
+        """
+
+    def open(
+        self, values: Mapping[str, V], mass: Mapping[str, V], told: Mapping[str, V]
+    ) -> tuple[Mapping[str, V], Mapping[str, V]]:
+        """Return `Shared.parts` and `Shared.told` of values that came; the mass has the forms of the parts."""
+
+    def times(self, value: V, factor: float) -> V:
+        """Return a multiple of a value."""
 
     def subtract(self, value: V, part: V) -> V:
-        """Return value - part, for a part as encoded for the wire."""
+        """Return value - part."""
 
     def add(self, value: V, part: V) -> V:
-        """Return value + part, for a part as encoded for the wire."""
+        """Return value + part."""
 
     def nothing(self, value: V) -> V:
         """Return a zero like a value."""
@@ -207,6 +239,8 @@ class Edge(Generic[V]):
         sent, sent_boot: the number of the last share frozen for it, and the boot that froze it.
         frozen: the shares that it has not acknowledged, in order.
         received, received_boot: number and boot of the last share absorbed from it.
+        told, heard: what it knows of this peer's model by the share `sent`, and this peer of its by `received`; empty
+            unless shares are encoded by it.
     """
 
     incarnation: int = 0
@@ -215,6 +249,8 @@ class Edge(Generic[V]):
     frozen: tuple[FrozenShare[V], ...] = ()
     received: int = 0
     received_boot: int = 0
+    told: Mapping[str, V] = field(default_factory=dict)
+    heard: Mapping[str, V] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,6 +270,9 @@ class Durable(Generic[V]):
     mass: Mapping[str, V]
     edges: Mapping[int, Edge[V]]
     number: int = 0
+
+
+OnAdded = Callable[[FrozenShare[V], Mapping[str, V]], None]
 
 
 class PushSumProtocol(Generic[V]):
@@ -283,6 +322,7 @@ class PushSumProtocol(Generic[V]):
         self._commits = 0
         self._inbox: dict[int, list[FrozenShare[V]]] = {}  # received and not absorbed, in order
         self._unacknowledged: set[int] = set()  # senders to acknowledge
+        self._told_before: dict[int, Mapping[str, V]] = {}  # `Edge.told` before the last share
 
         # Edges and their handshakes.
         self._open: set[int] = set()
@@ -413,12 +453,19 @@ class PushSumProtocol(Generic[V]):
         ready = [neighbor for neighbor in sorted(weights) if self.is_ready(neighbor)]
         rest = 1 - sum(weight for neighbor, weight in weights.items() if neighbor not in ready)
 
-        # Equal weights share one part, all of the mass before the split.
-        parts = {weight: self._parts(weight / rest) for weight in {weights[neighbor] for neighbor in ready}}
-
+        # All of the mass before the split. Equal weights share one part, unless it depends on the edge.
+        by_weight: dict[float, Shared[V]] = {}
+        frozen_for: dict[int, Shared[V]] = {}
         for neighbor in ready:
+            weight = weights[neighbor]
             edge = self.edges[neighbor]
-            values = parts[weights[neighbor]]
+            if weight not in by_weight or not self._arithmetic.shares_parts:
+                by_weight[weight] = self._frozen(weight / rest, edge)
+            frozen_for[neighbor] = by_weight[weight]
+
+        for neighbor, shared in frozen_for.items():
+            edge = self.edges[neighbor]
+            self._told_before[neighbor] = edge.told
             share = FrozenShare(
                 sender=self.peer,
                 receiver=neighbor,
@@ -427,17 +474,19 @@ class PushSumProtocol(Generic[V]):
                 number=edge.sent + 1,
                 boot=self.boot,
                 round_index=round_index,
-                values=values,
+                values=shared.values,
             )
             frozen = (*edge.frozen, share)
-            self.edges[neighbor] = replace(edge, sent=share.number, sent_boot=self.boot, frozen=frozen)
-            for name, part in values.items():
+            self.edges[neighbor] = replace(
+                edge, sent=share.number, sent_boot=self.boot, frozen=frozen, told=shared.told
+            )
+            for name, part in shared.parts.items():
                 self.mass[name] = self._arithmetic.subtract(self.mass[name], part)
         return ready
 
-    def _parts(self, weight: float) -> dict[str, V]:
-        """Return a weight times the mass, as encoded for the wire."""
-        return {name: self._arithmetic.part(value, weight) for name, value in self.mass.items()}
+    def _frozen(self, weight: float, edge: Edge[V]) -> Shared[V]:
+        """Return a weight times the mass, as encoded for the wire, for the next share over an edge."""
+        return self._arithmetic.freeze(self.mass, weight, edge.told, edge.sent)
 
     def shares_to_send(self) -> list[FrozenShare[V]]:
         """Return the shares on disk that are not acknowledged, of open edges; send each until it is."""
@@ -497,6 +546,14 @@ class PushSumProtocol(Generic[V]):
             held.append(share)
         return True
 
+    def opened(self, share: FrozenShare[V]) -> Mapping[str, V] | None:
+        """Return the parts of a share that came, and perhaps was not received yet; None if it was absorbed before."""
+        edge = self.edges.get(share.sender, Edge())
+        if share.number <= edge.received:
+            return None
+        parts, _ = self._arithmetic.open(share.values, self.mass, edge.heard)
+        return parts
+
     def has_passed(self, neighbor: int, round_index: int) -> bool:
         """Return whether a neighbour has committed a round, and every share that it sent up to then is here."""
         last = self._hellos.get(neighbor)
@@ -516,7 +573,9 @@ class PushSumProtocol(Generic[V]):
         """Return the round of the last share that is held and not absorbed, by sender."""
         return {sender: held[-1].round_index for sender, held in self._inbox.items() if held}
 
-    def absorb(self, up_to: int | None = None, first_weight: float = 0.0) -> list[FrozenShare[V]]:
+    def absorb(
+        self, up_to: int | None = None, first_weight: float = 0.0, on_added: OnAdded[V] | None = None
+    ) -> list[FrozenShare[V]]:
         """Add the shares that are held to the mass, in the order of their senders.
 
         A share that would make the mass infinite is dropped with all after it. If a handshake opened its edge, the edge
@@ -525,6 +584,7 @@ class PushSumProtocol(Generic[V]):
         Args:
             up_to: the last round whose shares to add; by default all are added.
             first_weight: the weight that a peer without any adds to its first shares, at their model.
+            on_added: called with each share that was added, and the parts that were.
 
         Returns:
             The shares that were added.
@@ -536,20 +596,25 @@ class PushSumProtocol(Generic[V]):
         for sender, held in sorted(self._inbox.items()):
             while held and (up_to is None or held[0].round_index <= up_to):
                 share = held.pop(0)
-                if not self._fits(share.values):
+                edge = self.edges[sender]
+                parts, heard = self._arithmetic.open(share.values, self.mass, edge.heard)
+                if not self._fits(parts):
                     self.rejected[sender] += 1
                     held.clear()
                     if sender in self._agreed:
                         self.close(sender)
                     break
-                self._add(share.values)
-                self.edges[sender] = replace(self.edges[sender], received=share.number, received_boot=share.boot)
+                self._add(parts)
+                self.edges[sender] = replace(edge, received=share.number, received_boot=share.boot, heard=heard)
                 absorbed.append(share)
+                if on_added is not None:
+                    on_added(share, parts)
 
         if is_empty and self._weight > 0:
-            parts = self._parts(first_weight / self._weight)
-            if self._fits(parts):
-                self._add(parts)
+            factor = first_weight / self._weight
+            first = {name: self._arithmetic.times(value, factor) for name, value in self.mass.items()}
+            if self._fits(first):
+                self._add(first)
         return absorbed
 
     @property
@@ -817,7 +882,10 @@ class PushSumProtocol(Generic[V]):
             if share in on_disk:
                 self.orphaned[neighbor] += 1
             else:
-                self._add(share.values)  # it cannot have left
+                # It cannot have left. Codecs that send differences have one share under way, the last.
+                told = self._told_before.get(neighbor, {})
+                parts, _ = self._arithmetic.open(share.values, self.mass, told)
+                self._add(parts)
 
         self.edges[neighbor] = Edge(incarnation)
         self._open.discard(neighbor)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import lru_cache
@@ -37,11 +37,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from flower_privdec.common.catalogue import CODECS
-from flower_privdec.common.errors import ArgumentError, ScenarioError
+from flower_privdec.common.catalogue import CODECS, CodecKeys
+from flower_privdec.common.errors import ArgumentError, ScenarioError, did_you_mean
+from flower_privdec.common.fields import OwnSection, section_from
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.pushsum.codecs.casts import ExactCodec
-from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
+from flower_privdec.pushsum.exactly_once import (
+    LAST,
+    Acknowledgement,
+    Durable,
+    Edge,
+    FrozenShare,
+    Hello,
+    RefusedError,
+    Shared,
+)
 from flower_privdec.pushsum.witness import MANY, LedgerReport
 
 if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumPy's
@@ -51,6 +61,7 @@ if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumP
     from flower_privdec.core import State
 
 Buffer = bytes | bytearray | memoryview
+Check = Callable[[str, Any], None]  # of a row that came, by its name; raises ArgumentError
 MAGIC = b"prvd"
 VERSION = 7
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
@@ -258,6 +269,7 @@ class FrameCodec:
         shares: the rows of a share; None if there are no shares.
         exchanges: the rows of each exchange that sends rows, by its index in the algorithm's program.
         seal: encrypts shares and ledger reports; None leaves them in plain text.
+        check: refuses rows that the run's wire codec encodes nothing as; None if every number may come.
 
     Attributes:
         cap: the bytes of the largest frame, except a ledger report.
@@ -269,7 +281,9 @@ class FrameCodec:
         shares: RowFormats | None = None,
         exchanges: Mapping[int, RowFormats] | None = None,
         seal: Seal | None = None,
+        check: Check | None = None,
     ) -> None:
+        self._check = check
         self.run = hashlib.sha256(run).digest()[:16]
         self.shares = shares
         self.exchanges = exchanges or {}
@@ -443,6 +457,7 @@ class FrameCodec:
         values: Mapping[str, Tensor] = {}
         if formats is not None:
             values = _read_rows(body, formats, frame)
+            self._check_rows(values, frame)
         message = self._message(header, body, values)
 
         # Encoded again, a message has zeros where its kind has no field.
@@ -451,6 +466,15 @@ class FrameCodec:
                 f"{frame} of kind {kind} must have zeros in fields that it does not have", code="frame.zeros"
             )
         return message
+
+    def _check_rows(self, values: Mapping[str, Tensor], frame: str) -> None:
+        if self._check is None:
+            return
+        for name, value in values.items():
+            try:
+                self._check(name, value)
+            except ArgumentError as error:
+                raise RefusedError(f"{frame}: {name!r}: {error}", code="frame.codec") from error
 
     def _formats(self, header: FrameHeader) -> RowFormats | None:
         """Return the rows that a frame must have; None if its kind has none."""
@@ -633,16 +657,24 @@ def _body_of_rows(values: Mapping[str, Tensor]) -> list[Buffer]:
 AT_ONCE = 2**17  # numbers whose sum stays in cache
 Facts = dict[str, Any]
 FROZEN = "frozen."  # begins the names of tensors
-COUNTERS = [field.name for field in fields(Edge) if field.name != "frozen"]
+MODELS = ("told", "heard")  # of an edge, by which codecs that send differences go on
+COUNTERS = [field.name for field in fields(Edge) if field.name not in ("frozen", *MODELS)]
 OF_SHARE = ["incarnation", "addressed", "number", "boot", "round_index"]
 
 
 class WireCodec(Protocol):
     """Encodes rows for the wire.
 
-    A codec may round. The remainder stays in the sender's mass: `PushSumProtocol` subtracts `decode(encode(part))`,
-    which is what the receiver adds. So Σ x and Σ w over all peers and shares in flight do not change, whatever a codec
-    does.
+    A codec may round, and leave numbers out. The remainder stays in the sender's mass: `PushSumProtocol` subtracts what
+    the receiver adds. So Σ x and Σ w over all peers and shares in flight do not change, whatever a codec does.
+
+    A codec may have more than the two methods:
+
+        remembers   True if it encodes differences: what changed in the sender's model since its last share to the same
+                    neighbour, in place of the share's rows. Each end keeps the model that was told so far.
+        damping     which part of the graph's weights a share has, at most 1
+        counts      True if `encode` takes a second argument: how many shares came before over this edge
+        check       called with what `decode` is, before: raises ArgumentError for what no row is encoded as
     """
 
     def encode(self, row: Tensor) -> Tensor:
@@ -655,32 +687,51 @@ class WireCodec(Protocol):
         """Return the row that was sent, in the shape and type of `like`; not finite if no row is encoded like that."""
 
 
-def wire_codec(name: str) -> WireCodec:
-    """Return the wire codec of a name, or a user's own, `package.module:Name`.
+def wire_codec(section: CodecKeys | OwnSection | str) -> WireCodec:
+    """Return the wire codec of a section, `network.codec`, or of what stands for one: a name, or `package.module:Name`.
 
     Raises:
         ScenarioError: there is no such codec, or a user's own cannot be built or does not bring a row back.
     """
+    if isinstance(section, str) and ":" in section:
+        section = OwnSection(module=section)
+    elif isinstance(section, str):
+        if section not in CODECS:
+            raise ScenarioError(
+                f"network.codec={section!r} must be one of {', '.join(CODECS)}, or your own, as package.module:Name"
+                f"{did_you_mean(section, CODECS)}",
+                code="network.codec",
+            )
+        section = CODECS.section(section)
+
     codec: WireCodec
-    if name in CODECS:
-        built_in: Any = CODECS[name]
-        codec = built_in()
+    if not isinstance(section, OwnSection):
+        built_in: Any = CODECS[section.name]
+        codec = built_in(**section.options())
         return codec
-    if ":" not in name:
-        raise ScenarioError(
-            f"network.codec={name!r} must be one of {', '.join(CODECS)}, or your own, as package.module:Name",
-            code="network.codec",
-        )
 
     def accepts(part: Any) -> bool:
         return hasattr(part, "encode") and hasattr(part, "decode")
 
-    own = load_own(name, "network.codec", accepts=accepts, must_be="a class with the methods encode and decode")
-    where = f"network.codec={name!r}"
-    with users_code(f"{where} could not be called without arguments", "code.fails"):
-        codec = own()
+    must_be = "a class with the methods encode and decode"
+    own = load_own(section.module, "network.codec", accepts=accepts, must_be=must_be)
+    where = f"network.codec={section.module!r}"
+    arguments = section.arguments
+    keys = getattr(own, "Section", CodecKeys)
+    if keys is not CodecKeys:
+        arguments = section_from(keys, arguments, where).options()
+    called = f"with {arguments}" if arguments else "without arguments"
+    with users_code(f"{where} could not be called {called}", "code.fails"):
+        codec = own(**arguments)
     _check_codec(codec, where)
     return codec
+
+
+def codec_text(section: CodecKeys | OwnSection) -> str:
+    """Return a codec with its keys in one line, as peers that agree about it all have it."""
+    options = section.arguments if isinstance(section, OwnSection) else section.options()
+    keys = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
+    return f"{section.name} ({keys})" if keys else section.name
 
 
 def _check_codec(codec: WireCodec, where: str) -> None:
@@ -691,10 +742,15 @@ def _check_codec(codec: WireCodec, where: str) -> None:
     """
     import torch
 
+    damping = getattr(codec, "damping", 1.0)
+    if not (isinstance(damping, int | float) and 0 < damping <= 1):
+        raise ScenarioError(f"{where}: damping={damping!r} must be above 0 and at most 1", code="network.codec-form")
+
+    arithmetic = TensorArithmetic(codec)
     for dtype in (torch.float32, torch.float64):
         row = torch.linspace(-1, 1, 16, dtype=dtype)
         with users_code(f"{where} fails on a row of 16 numbers of {dtype}", "code.fails"):
-            sent: Any = codec.encode(row.clone())
+            sent: Any = arithmetic.encode(row.clone())
             received: Any = None
             if isinstance(sent, torch.Tensor):
                 received = codec.decode(sent, row)
@@ -757,34 +813,112 @@ class TensorArithmetic:
 
     Parts leave as a wire codec encodes them. Numbers without an axis, such as weights, leave as they are.
 
+    With a codec that sends differences, a share (x', w') stands for the model that its sender's shares to this
+    neighbour have told so far, the difference in this share included, times w': x' = w' told. Both ends compute that
+    alike. The sender subtracts it, so that what was not told yet stays with it.
+
     Attributes:
         is_exact: whether rows are sent as they are.
+        remembers: whether the codec sends differences.
+        damping: which part of the graph's weights a share has.
+        shares_parts: whether shares of equal weights, to several neighbours, are the same.
     """
 
     def __init__(self, codec: WireCodec | None = None) -> None:
-        self._codec = codec or ExactCodec()
+        self._codec: Any = codec or ExactCodec()
+        self._counts = bool(getattr(self._codec, "counts", False))
         self.is_exact = isinstance(self._codec, ExactCodec)
+        self.remembers = bool(getattr(self._codec, "remembers", False))
+        self.damping = float(getattr(self._codec, "damping", 1.0))
+        self.shares_parts = not (self.remembers or self._counts)
 
-    def encode(self, row: Tensor) -> Tensor:
-        """Return a row as it is sent. It may share memory with the row if the codec does not change the type."""
+    def encode(self, row: Tensor, number: int = 0) -> Tensor:
+        """Return a row as it is sent. It may share memory with the row if the codec does not change the type.
+
+        Args:
+            number: how many shares came before over this edge.
+        """
         if row.ndim == 0:
             return row
-        return self._codec.encode(row)
+        sent: Tensor = self._codec.encode(row, number) if self._counts else self._codec.encode(row)
+        return sent
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
         """Return the row that was sent, in the type of `like`."""
         if like.ndim == 0:
             return sent.to(like)
-        return self._codec.decode(sent, like)
+        row: Tensor = self._codec.decode(sent, like)
+        return row
 
-    def part(self, value: Tensor, weight: float) -> Tensor:
-        return self.encode(value * weight)
+    def check(self, sent: Tensor, like: Tensor) -> None:
+        """Refuse what no row is encoded as.
+
+        Raises:
+            ArgumentError: names the fault.
+        """
+        check = getattr(self._codec, "check", None)
+        if check is not None and like.ndim > 0:
+            check(sent, like)
+
+    def checks(self, rows: Mapping[str, Tensor]) -> Check | None:
+        """Return what checks received rows by their names; None if every number may come.
+
+        Args:
+            rows: a row of each name, as it is before it is encoded.
+        """
+        if not hasattr(self._codec, "check"):
+            return None
+
+        def check(name: str, sent: Tensor) -> None:
+            self.check(sent, rows[name])
+
+        return check
+
+    def freeze(
+        self, mass: Mapping[str, Tensor], weight: float, told: Mapping[str, Tensor], number: int = 0
+    ) -> Shared[Tensor]:
+        """See Arithmetic."""
+        if not self.remembers:
+            values = {name: self.encode(value * weight, number) for name, value in mass.items()}
+            return Shared(values, self._decoded(values, mass), {})
+
+        model = _ratios(mass)
+        values = {name: self.encode(row - told[name] if told else row, number) for name, row in model.items()}
+        for name, value in mass.items():
+            if name not in model:
+                values[name] = value * weight
+        values = {name: values[name] for name in mass}
+        parts, now = self.open(values, mass, told)
+        return Shared(values, parts, now)
+
+    def open(
+        self, values: Mapping[str, Tensor], mass: Mapping[str, Tensor], told: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """See Arithmetic."""
+        parts = self._decoded(values, mass)
+        if not self.remembers:
+            return parts, {}
+
+        now = {}
+        for name, part in parts.items():
+            if part.ndim > 0:
+                now[name] = told[name].to(part) + part if told else part
+        weight = parts.get("w")
+        for name, model in now.items():
+            parts[name] = model if weight is None else model * weight
+        return parts, now
+
+    def _decoded(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.decode(value, like[name]) for name, value in values.items()}
+
+    def times(self, value: Tensor, factor: float) -> Tensor:
+        return value * factor
 
     def subtract(self, value: Tensor, part: Tensor) -> Tensor:
-        return value.sub_(self.decode(part, value))
+        return value.sub_(part)
 
     def add(self, value: Tensor, part: Tensor) -> Tensor:
-        return value.add_(self.decode(part, value))
+        return value.add_(part)
 
     def nothing(self, value: Tensor) -> Tensor:
         return value.new_zeros(value.shape)
@@ -805,8 +939,17 @@ class TensorArithmetic:
         from flower_privdec.rows.tensors import all_finite
 
         ours = value.reshape(-1).split(AT_ONCE)
-        theirs = self.decode(part, value).reshape(-1).split(AT_ONCE)
+        theirs = part.reshape(-1).split(AT_ONCE)
         return all(all_finite(one + other) for one, other in zip(ours, theirs, strict=True))
+
+
+def _ratios(mass: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the rows of a mass over its push-sum weight, which is the model; as they are if there is no weight yet."""
+    weight = mass.get("w")
+    rows = {name: value for name, value in mass.items() if value.ndim > 0}
+    if weight is None or float(weight) == 0:
+        return rows
+    return {name: row / weight for name, row in rows.items()}
 
 
 # --- what a checkpoint holds beside a peer's own rows ---
@@ -830,6 +973,9 @@ def pack(durable: Durable[Any]) -> tuple[Facts, dict[str, Any]]:
 
         packed_edge = {name: getattr(edge, name) for name in COUNTERS}
         packed_edge["frozen"] = shares
+        for kind in MODELS:
+            for name, model in getattr(edge, kind).items():
+                tensors[f"{kind}.{neighbor}.{name}"] = model
         edges[str(neighbor)] = packed_edge
 
     facts = {"incarnation": durable.incarnation, "round_index": durable.round_index, "edges": edges}
@@ -858,7 +1004,11 @@ def unpack(peer: int, facts: Facts, tensors: Mapping[str, Any], mass: Mapping[st
 
         if frozen and (frozen[-1].number, frozen[-1].boot) != (counters["sent"], counters["sent_boot"]):
             raise ArgumentError(f"the last share for peer {neighbor} is not the last one sent", code="frame.last-share")
-        edges[int(neighbor)] = Edge(**counters, frozen=tuple(frozen))
+        models = {}
+        for kind in MODELS:
+            prefix = f"{kind}.{neighbor}."
+            models[kind] = {name: tensors[prefix + name] for name in mass if prefix + name in tensors}
+        edges[int(neighbor)] = Edge(**counters, frozen=tuple(frozen), **models)
 
     incarnation = _count("incarnation", facts["incarnation"])
     round_index = _count("round_index", facts["round_index"])

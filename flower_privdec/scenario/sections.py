@@ -43,6 +43,7 @@ from flower_privdec.common.catalogue import (
     TOPOLOGIES,
     TRANSPORTS,
     USUAL_METRICS,
+    CodecKeys,
     GraphSection,
     MetricKind,
     NoiseKeys,
@@ -880,7 +881,23 @@ def _identity(value: str) -> str:
 
 Address = Annotated[str, AfterValidator(_address)]
 Identity = Annotated[str, AfterValidator(_identity)]
-CodecName = Annotated[str, PartName(CODECS, own=True)]
+
+
+def _codec(value: Any) -> Any:
+    """Return the section of a codec that only its name stands for."""
+    if not isinstance(value, str):
+        return value
+    if ":" in value:
+        return {"module": value}
+    return {"name": value}
+
+
+CodecChoice = Annotated[
+    CodecKeys | OwnSection,
+    PartField(CODECS, own=lambda data: OwnSection, usual_own=lambda: OwnSection, stray="scenario.other-choice"),
+    BeforeValidator(_codec),
+    Field(default_factory=lambda: CODECS.section("exact"), json_schema_extra={"default": {"name": "exact"}}),
+]
 TransportName = Annotated[str, PartName(TRANSPORTS, own=True)]
 
 
@@ -929,8 +946,9 @@ class NetworkSection(Section):
         mode: asynchronous, a peer goes on without neighbours that are late; or synchronous, all peers wait for their
             neighbours in every exchange, which gives the numbers of a simulation.
         peers: one for each peer, in the order of their numbers; left out, all are on this machine.
-        codec: how rows look on the wire: exact, as they are; float32 or bfloat16, only for push-sum shares, whose
-            rounding stays in the sender's mass; or a class of your own, `package.module:Name`. All peers use one.
+        codec: how rows look on the wire: exact, as they are; others, only for push-sum shares, round them or leave
+            most numbers out, and what they cut off stays in the sender's mass. A name, a class of your own as
+            `package.module:Name`, or a section with the keys of either. All peers use one; a simulation uses it too.
         transport: what carries calls between peers: grpc, over TLS; or a class of your own, `package.module:Name`. All
             peers use one.
         links: what connects the peers, from which all times follow: local, one machine; lan, one site; wan, the
@@ -954,7 +972,7 @@ class NetworkSection(Section):
     """
 
     mode: Literal["asynchronous", "synchronous"] = "asynchronous"
-    codec: CodecName = "exact"
+    codec: CodecChoice
     transport: TransportName = "grpc"
     peers: list[NetworkPeer] | None = None
     links: Literal["local", "lan", "wan"] = "lan"

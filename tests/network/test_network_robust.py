@@ -77,8 +77,13 @@ def test_one_liar_with_push_sum_takes_all_models(far: float, tiny: Tiny, tmp_pat
     scenario = tiny(*SCENARIO, "algorithm.learning_rate=1.0e-9")
     peers: list[Any] = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
     liar = peers[LIAR].protocol
-    parts = liar._parts
-    liar._parts = lambda weight: {name: row + far * (name == "x") for name, row in parts(weight).items()}
+    frozen = liar._frozen
+
+    def lie(weight: float, edge: Any) -> Any:
+        parts = {name: row + far * (name == "x") for name, row in frozen(weight, edge).values.items()}
+        return Shared(parts, parts, {})
+
+    liar._frozen = lie
     with running(peers) as futures:
         for peer in range(LIAR):
             futures[peer].result(LONG)

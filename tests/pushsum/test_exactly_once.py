@@ -22,7 +22,7 @@ from raising import raises
 from relay_schedules import run_relay_schedule
 from safetensors.torch import load, save
 from share_machines import commit, shake
-from share_schedules import Exact, run_schedule
+from share_schedules import Differences, Exact, run_schedule
 
 from flower_privdec.common.errors import ArgumentError, RunError
 from flower_privdec.core import advance
@@ -56,6 +56,44 @@ def run_schedules(seeds: Iterable[int], code: ModuleType) -> None:
 @given(st.randoms(use_true_random=False))
 def test_mass_is_exact_for_schedules_that_can_be_shrunk(draw: Random) -> None:
     run_schedule(draw, events=30)
+
+
+@settings(max_examples=100)
+@given(st.randoms(use_true_random=False))
+def test_mass_is_exact_when_differences_are_sent(draw: Random) -> None:
+    run_schedule(draw, events=40, arithmetic=Differences())
+
+
+def run_differences(seeds: Iterable[int], code: ModuleType) -> None:
+    for seed in seeds:
+        run_schedule(Random(seed), code, events=50, arithmetic=Differences())
+        run_schedule(Random(seed), code, events=50, lost_disks=True, arithmetic=Differences())
+
+
+DIFFERENCE_MUTANTS = {
+    "what was told is forgotten": ("frozen=frozen, told=shared.told", "frozen=frozen"),
+    "what was heard is forgotten": ("received_boot=share.boot, heard=heard", "received_boot=share.boot"),
+    "a new incarnation remembers what it told": (
+        "Edge(edge.incarnation) for j, edge in self.edges.items()}\n        self._inbox",
+        "Edge(edge.incarnation, told=edge.told) for j, edge in self.edges.items()}\n        self._inbox",
+    ),
+    "a new incarnation is told by the old one's model": (
+        "self.edges[neighbor] = Edge(incarnation)",
+        "self.edges[neighbor] = Edge(incarnation, told=self.edges[neighbor].told)",
+    ),
+    "a new incarnation is heard by the old one's model": (
+        "self.edges[neighbor] = Edge(incarnation)",
+        "self.edges[neighbor] = Edge(incarnation, heard=self.edges[neighbor].heard)",
+    ),
+    "a share returns by the wrong model": ("self._told_before.get(neighbor, {})", "self.edges[neighbor].told"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCE_MUTANTS)
+def test_a_mutant_that_loses_a_told_model_is_caught(name: str) -> None:
+    code = mutated(exactly_once, *DIFFERENCE_MUTANTS[name])
+    with pytest.raises((AssertionError, RunError)):
+        run_differences(range(TRIES), code)
 
 
 MUTANTS = {
@@ -100,14 +138,14 @@ MUTANTS = {
     ),
     "a share is replaced at each try": (
         "shares += [share for share in edge.frozen if share in still_frozen]",
-        "shares += [replace(s, values=self._parts(0.5)) for s in edge.frozen if s in still_frozen]",
+        "shares += [replace(s, values=self._frozen(0.5, edge).values) for s in edge.frozen if s in still_frozen]",
     ),
     "a share for a dead incarnation is absorbed": (
         "if (incarnation, addressed) != (edge.incarnation, self.incarnation):",
         "if incarnation != edge.incarnation:",
     ),
     "a share of a forgotten boot is absorbed": ("if share.boot != boot:", "if False:"),
-    "everything is given away": ("self._parts(weight / rest)", "self._parts(1 / max(1, len(ready)))"),
+    "everything is given away": ("self._frozen(weight / rest, edge)", "self._frozen(1 / max(1, len(ready)), edge)"),
     "a rollback is not noticed": ("if theirs.seen > mine.sent:", "if False:"),
     "forgotten shares are not noticed": ("if theirs.acknowledged > mine.received:", "if False:"),
     "a hello reports what is not on disk": (

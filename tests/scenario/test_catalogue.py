@@ -37,7 +37,7 @@ KEYS = {  # where a scenario names what is listed
     "samplings": "data.batch.sampling",
     "features": "features.kind",
     "noises": "privacy.noise.kind",
-    "codecs": "network.codec",
+    "codecs": "network.codec.name",
     "transports": "network.transport",
 }
 NUMBERS = ["data.dataset=diabetes", "data.test_samples=50", "task.loss=mse"]

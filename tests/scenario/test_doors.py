@@ -369,7 +369,7 @@ def test_one_file_is_a_codec_by_both_doors(tiny: Tiny, tmp_path: Path) -> None:
     with both_doors(CODECS, tmp_path, "byte_codec", CODEC):
         sent = []
         for name in ("byte", "byte_codec:ByteCodec"):
-            assert tiny(f"network={{codec: '{name}'}}").network.codec == name
+            assert tiny(f"network={{codec: '{name}'}}").network.codec.name == name
             arithmetic = TensorArithmetic(wire_codec(name))
             row = torch.linspace(-3, 5, 100, dtype=torch.float64)
             share = arithmetic.part(row, 1 / 3)
@@ -379,7 +379,7 @@ def test_one_file_is_a_codec_by_both_doors(tiny: Tiny, tmp_path: Path) -> None:
         assert torch.equal(*sent)
         assert sent[0].nbytes == 108
         assert parts()["codecs"]["byte"] == "a byte a number"
-        with raises(ScenarioError, "network.codec", "did you mean 'byte'"):
+        with raises(ScenarioError, "scenario.literal_error", "did you mean 'byte'"):
             tiny("network={codec: bytee}")
 
 

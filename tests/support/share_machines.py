@@ -35,7 +35,7 @@ def greeted_sessions() -> tuple[ShareSession, ShareSession]:
         arithmetic, frames = TensorArithmetic(), FrameCodec(b"run", formats_of(mass))
         machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, arithmetic)
         witness = witness_of(peer, [1 - peer])
-        sides.append(ShareSession(machine, arithmetic, witness, frames, [], 1e6, rounds=9, n_peers=2))
+        sides.append(ShareSession(machine, witness, frames, [], 1e6, rounds=9, n_peers=2))
     sender, receiver = sides
     commit(sender.protocol, receiver.protocol)
     shake(sender.protocol, receiver.protocol)

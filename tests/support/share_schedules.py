@@ -23,8 +23,21 @@ Mass = dict[str, float]
 class Exact:
     """Numbers that are cast to multiples of 1/WIRE where they leave."""
 
-    def part(self, value: float, weight: float) -> float:
-        return floor(value * weight * WIRE) / WIRE
+    shares_parts = True
+
+    def freeze(self, mass: Mass, weight: float, told: Mass, number: int) -> Any:
+        values = {name: floor(value * weight * WIRE) / WIRE for name, value in mass.items()}
+        return exactly_once.Shared(values, values, told)
+
+    def open(self, values: Mass, mass: Mass, told: Mass) -> tuple[Mass, Mass]:
+        return values, told
+
+    def counted(self, share: Any) -> Mass:
+        """Return what a share takes away from its sender."""
+        return dict(share.values)
+
+    def times(self, value: float, factor: float) -> float:
+        return value * factor
 
     def subtract(self, value: float, part: float) -> float:
         return value - part
@@ -43,6 +56,28 @@ class Exact:
 
     def fits(self, value: float, part: float) -> bool:
         return True
+
+
+class Differences(Exact):
+    """Parts that are sent as the difference to the part before, over the same edge."""
+
+    shares_parts = False
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Mass, Mass]] = []  # what was sent, and for which part
+
+    def freeze(self, mass: Mass, weight: float, told: Mass, number: int) -> Any:
+        parts = super().freeze(mass, weight, told, number).parts
+        values = {name: part - told.get(name, 0.0) for name, part in parts.items()}
+        self._parts.append((values, parts))
+        return exactly_once.Shared(values, parts, parts)
+
+    def open(self, values: Mass, mass: Mass, told: Mass) -> tuple[Mass, Mass]:
+        parts = {name: value + told.get(name, 0.0) for name, value in values.items()}
+        return parts, parts
+
+    def counted(self, share: Any) -> Mass:
+        return next(parts for values, parts in self._parts if values is share.values)
 
 
 def plus(a: Mass, b: Mass) -> Mass:
@@ -82,10 +117,18 @@ class Schedule:
         draw: where all of them come from.
         code: the module under test.
         lost_disks: whether old checkpoints come back; in a quarter of the schedules when not given.
+        arithmetic: of the shares.
     """
 
-    def __init__(self, draw: Random, code: Any = exactly_once, lost_disks: bool | None = None) -> None:
+    def __init__(
+        self,
+        draw: Random,
+        code: Any = exactly_once,
+        lost_disks: bool | None = None,
+        arithmetic: Exact | None = None,
+    ) -> None:
         self.draw, self.code = draw, code
+        self.arithmetic = arithmetic or Exact()
         n = draw.randint(2, 4)
         self.graph = {
             i: [j for j in range(n) if j != i and (j == (i + 1) % n or draw.random() < 0.4)] for i in range(n)
@@ -113,7 +156,7 @@ class Schedule:
 
     def process(self, i: int, mass: Mass) -> Any:
         boot = self.draw.getrandbits(64) or 1
-        return self.code.PushSumProtocol(i, self.near[i], boot, mass, Exact())
+        return self.code.PushSumProtocol(i, self.near[i], boot, mass, self.arithmetic)
 
     def begin(self, i: int, mass: Mass) -> None:
         host = self.hosts[i]
@@ -294,7 +337,7 @@ class Schedule:
         total = {name: durable.mass[name] for name in ("x", "w")}
         own = [share for share in frozen(durable) if self.in_flight(share)]
         for share in own + self.coming(i):
-            total = plus(total, share.values)
+            total = plus(total, self.arithmetic.counted(share))
         return total
 
     def coming(self, i: int) -> list[Any]:
@@ -432,7 +475,7 @@ class Schedule:
             total = plus(total, host.disk[-1].mass)
             for share in frozen(host.disk[-1]):
                 if self.in_flight(share):
-                    total = plus(total, share.values)
+                    total = plus(total, self.arithmetic.counted(share))
             if sum(self.rollbacks.values()) <= 1:
                 assert all(self.remembers(i, j) for j in self.near[i]), (
                     f"{i} has not settled with all of {self.near[i]}"
@@ -447,9 +490,15 @@ class Schedule:
         return met and not link.frozen and other.received == link.sent
 
 
-def run_schedule(draw: Random, code: Any = exactly_once, events: int = 60, lost_disks: bool | None = None) -> Schedule:
+def run_schedule(
+    draw: Random,
+    code: Any = exactly_once,
+    events: int = 60,
+    lost_disks: bool | None = None,
+    arithmetic: Exact | None = None,
+) -> Schedule:
     """Run one schedule to its end and check it throughout."""
-    schedule = Schedule(draw, code, lost_disks)
+    schedule = Schedule(draw, code, lost_disks, arithmetic)
     for _ in range(events):
         schedule.event()
     schedule.settle()
