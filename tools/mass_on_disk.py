@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flower_privdec.common.files import CHECKPOINTS
 from flower_privdec.peer.store import read_checkpoints
-from flower_privdec.pushsum.frames import unpack
+from flower_privdec.pushsum.frames import TensorArithmetic, unpack, wire_codec
 
 
-def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w")) -> dict[str, Tensor]:
+def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w"), codec: str = "exact") -> dict[str, Tensor]:
     """Return Σ mass + Σ shares in flight over all peers of a run in asynchronous mode, float64, by name.
 
     Without gradient steps it stays what it was at the beginning, under any loss, repetition and kill: for w that is
@@ -22,7 +22,9 @@ def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w")) -> 
     Args:
         folders: of every peer, by number, while none of them is writing.
         names: of the rows that are shared.
+        codec: how shares are encoded.
     """
+    arithmetic = TensorArithmetic(wire_codec(codec))
     disks = []
     parts = list[Mapping[str, Tensor]]()
     for peer, folder in enumerate(folders):
@@ -37,6 +39,7 @@ def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w")) -> 
                 back = disks[receiver].edges[share.sender]
                 is_new = back.incarnation != share.incarnation or back.received < share.number
                 if share.addressed == disks[receiver].incarnation and is_new:
-                    parts.append(share.values)
+                    shared, _ = arithmetic.open(share.values, disk.mass, back.heard)
+                    parts.append(shared)
 
     return {name: torch.stack([part[name].double() for part in parts]).sum(0) for name in names}

@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -702,10 +702,10 @@ def wire_codec(section: CodecKeys | OwnSection | str) -> WireCodec:
                 f"{did_you_mean(section, CODECS)}",
                 code="network.codec",
             )
-        section = CODECS.section(section)
+        section = cast(CodecKeys, CODECS.section(section))
 
     codec: WireCodec
-    if not isinstance(section, OwnSection):
+    if isinstance(section, CodecKeys):
         built_in: Any = CODECS[section.name]
         codec = built_in(**section.options())
         return codec
@@ -994,7 +994,7 @@ def unpack(peer: int, facts: Facts, tensors: Mapping[str, Any], mass: Mapping[st
     edges: dict[int, Edge[Any]] = {}
     shared: dict[int, dict[str, Any]] = {}
     for neighbor, packed in facts["edges"].items():
-        counters = {name: _count(name, packed[name]) for name in COUNTERS}
+        counters: dict[str, Any] = {name: _count(name, packed[name]) for name in COUNTERS}
         frozen = []
         for share in packed["frozen"]:
             number = _count("values", share["values"])
@@ -1004,11 +1004,11 @@ def unpack(peer: int, facts: Facts, tensors: Mapping[str, Any], mass: Mapping[st
 
         if frozen and (frozen[-1].number, frozen[-1].boot) != (counters["sent"], counters["sent_boot"]):
             raise ArgumentError(f"the last share for peer {neighbor} is not the last one sent", code="frame.last-share")
-        models = {}
+        models: dict[str, Any] = {}
         for kind in MODELS:
             prefix = f"{kind}.{neighbor}."
             models[kind] = {name: tensors[prefix + name] for name in mass if prefix + name in tensors}
-        edges[int(neighbor)] = Edge(**counters, frozen=tuple(frozen), **models)
+        edges[int(neighbor)] = Edge(**counters, **models, frozen=tuple(frozen))
 
     incarnation = _count("incarnation", facts["incarnation"])
     round_index = _count("round_index", facts["round_index"])

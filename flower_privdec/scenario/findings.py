@@ -191,6 +191,13 @@ def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
     return ""
 
 
+def _section_with(where: Location, root: type[BaseModel], data: Any) -> Any:
+    """Return the field of the section that a key stands in; None for a key at the root."""
+    if len(where) < 2:
+        return None
+    return _model_at(where[:-2], root, data).model_fields.get(str(where[-2]))
+
+
 def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) -> str:
     """Return the sentence about a key that its section does not have, with the key that was probably meant."""
     where = error["loc"]
@@ -199,7 +206,7 @@ def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) ->
     names = [field.alias or name for name, field in fields.items()]
 
     # Keys that belong to other choices of the same section. A section that is always the same has no other choice.
-    section = root.model_fields.get(str(where[0]))
+    section = _section_with(where, root, data)
     forms = _forms_of(section) if section else []
     others = forms if len(forms) > 1 else []
     takers = [str(tag) for form in others if key in form.model_fields for tag in _tags(form)]
@@ -313,10 +320,10 @@ def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Pl
 
     # The sentence of a rule across sections begins with the key that it blames.
     place = places.of(loc or key_of(sentence))
-    return ScenarioError(place + sentence + more, code=_code(first, root))
+    return ScenarioError(place + sentence + more, code=_code(first, root, data))
 
 
-def _code(error: Any, root: type[BaseModel]) -> str:
+def _code(error: Any, root: type[BaseModel], data: Any) -> str:
     """Return the code of an error: that of our own rule, or pydantic's type below "scenario"."""
     rule = error.get("ctx", {}).get("error")
     code = getattr(rule, "code", "")
@@ -325,7 +332,7 @@ def _code(error: Any, root: type[BaseModel]) -> str:
 
     where = error["loc"]
     if error["type"] == "extra_forbidden":
-        field = root.model_fields.get(str(where[0]))
+        field = _section_with(where, root, data)
         part = None
         if field:
             part = _part_of(field)

@@ -896,7 +896,6 @@ CodecChoice = Annotated[
     CodecKeys | OwnSection,
     PartField(CODECS, own=lambda data: OwnSection, usual_own=lambda: OwnSection, stray="scenario.other-choice"),
     BeforeValidator(_codec),
-    Field(default_factory=lambda: CODECS.section("exact"), json_schema_extra={"default": {"name": "exact"}}),
 ]
 TransportName = Annotated[str, PartName(TRANSPORTS, own=True)]
 
@@ -948,7 +947,7 @@ class NetworkSection(Section):
         peers: one for each peer, in the order of their numbers; left out, all are on this machine.
         codec: how rows look on the wire: exact, as they are; others, only for push-sum shares, round them or leave
             most numbers out, and what they cut off stays in the sender's mass. A name, a class of your own as
-            `package.module:Name`, or a section with the keys of either. All peers use one; a simulation uses it too.
+            `package.module:Name`, or a section with the keys of either. All peers use one.
         transport: what carries calls between peers: grpc, over TLS; or a class of your own, `package.module:Name`. All
             peers use one.
         links: what connects the peers, from which all times follow: local, one machine; lan, one site; wan, the
@@ -972,7 +971,9 @@ class NetworkSection(Section):
     """
 
     mode: Literal["asynchronous", "synchronous"] = "asynchronous"
-    codec: CodecChoice
+    codec: CodecChoice = Field(
+        default_factory=lambda: CODECS.section("exact"), json_schema_extra={"default": {"name": "exact"}}
+    )
     transport: TransportName = "grpc"
     peers: list[NetworkPeer] | None = None
     links: Literal["local", "lan", "wan"] = "lan"

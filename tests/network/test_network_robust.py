@@ -19,6 +19,7 @@ from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.pushsum.exactly_once import Shared
 
 PEERS, LIAR = 5, 4
 ROBUST = "network.robust={kind: clipped, byzantine: 1}"

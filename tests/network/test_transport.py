@@ -75,7 +75,7 @@ def test_no_mass_is_lost_with_any_codec(codec: str, faults: Faults, tiny: Tiny, 
     network = f"network={{codec: {codec}, links: local, deadline: {deadline}}}"
     scenario = tiny(STILL, network, "rounds=6", "privacy=none")
     run_all(in_memory(scenario, tmp_path, faults))
-    check_mass(tmp_path, initial(scenario))
+    check_mass(tmp_path, initial(scenario), codec)
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16"])

@@ -372,9 +372,11 @@ def test_one_file_is_a_codec_by_both_doors(tiny: Tiny, tmp_path: Path) -> None:
             assert tiny(f"network={{codec: '{name}'}}").network.codec.name == name
             arithmetic = TensorArithmetic(wire_codec(name))
             row = torch.linspace(-3, 5, 100, dtype=torch.float64)
-            share = arithmetic.part(row, 1 / 3)
-            left = arithmetic.subtract(row.clone(), share)
-            assert torch.allclose(left + arithmetic.add(torch.zeros_like(row), share), row, rtol=0, atol=1e-15)
+            shared = arithmetic.freeze({"x": row}, 1 / 3, {})
+            share = shared.values["x"]
+            parts_received, _ = arithmetic.open(shared.values, {"x": row}, {})
+            assert torch.equal(parts_received["x"], shared.parts["x"])
+            assert torch.allclose(shared.parts["x"], row / 3, rtol=0, atol=0.02)
             sent.append(share)
         assert torch.equal(*sent)
         assert sent[0].nbytes == 108

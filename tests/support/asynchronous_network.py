@@ -30,8 +30,8 @@ STILL = (
 FOLDERS = [f"peer-{peer}" for peer in range(4)]
 
 
-def check_mass(folder: Path, start: torch.Tensor) -> None:
-    found = mass_on_disk([folder / name for name in FOLDERS])
+def check_mass(folder: Path, start: torch.Tensor, codec: str = "exact") -> None:
+    found = mass_on_disk([folder / name for name in FOLDERS], codec=codec)
     torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64), rtol=1e-12, atol=0)
     torch.testing.assert_close(found["x"], 4 * start, rtol=0, atol=1e-9)
 
