@@ -216,6 +216,12 @@ class RunningPeer(ABC):
                 "rounding no sender's mass takes back: use exact, or an algorithm of push-sum",
                 code="network.codec-without-shares",
             )
+        if self.network.mode == "synchronous" and not self.arithmetic.shares_parts:
+            raise ScenarioError(
+                f"network.codec={self.network.codec.name} sends differences, which synchronous peers do not keep yet: "
+                "use int8, or network.mode=asynchronous",
+                code="network.codec-synchronous",
+            )
 
         only_gossips = all(isinstance(one, Mix) for one in self.timetable.exchanges.values())
         if self.network.robust is not None and (sends_shares or not only_gossips):
