@@ -42,7 +42,10 @@ REPLICA = 1_000_000  # trials with an example, and as many without
 
 def experiments(name: str) -> Iterator[tuple[str, Experiment]]:
     """Yield an algorithm's experiments: with the accountant's noise, and with its paper's where that has a formula."""
-    chosen = DUAL.format(name) if name.endswith("dda") else f"algorithm.name={name}"
+    if name.endswith("dda"):
+        chosen = DUAL.format(name)
+    else:
+        chosen = f"algorithm.name={name}"
     sizes = ["n_peers=1", "data.samples=180"] if name == "dp-sgd" else []
     built, graph = _first_that_fits([chosen, *sizes])
     yield "rigorous", built
@@ -68,7 +71,10 @@ def _first_that_fits(overrides: list[str]) -> tuple[Experiment, str]:
 
 def line(name: str, noise: str, group: AuditedPeers) -> str:
     """Return an algorithm's row of the table."""
-    claimed = "–" if group.claimed_epsilon is None else epsilon_text(group.claimed_epsilon)
+    if group.claimed_epsilon is None:
+        claimed = "–"
+    else:
+        claimed = epsilon_text(group.claimed_epsilon)
     shown = f"{group.canary_lower_bound:.2f} | {group.replica_lower_bound:.2f}"
     below = epsilon_text(group.epsilon - group.shown)
     return f"| {name} | {noise} | {claimed} | {epsilon_text(group.epsilon)} | {shown} | {below} |"

@@ -38,7 +38,9 @@ SETTINGS = [
     "evaluation.every=1000000",
     "privacy={noise_multiplier: 1.0, delta: 1.0e-3}",
 ]
-OPEN, EACH_SECOND = 1300, 100  # connections that a stranger holds; and opens, or calls that a member makes, a second
+# Connections that a stranger holds; and opens, or calls that a member makes, a second
+OPEN = 1300
+EACH_SECOND = 100
 Flood = Callable[[str, Path, Scenario], None]
 
 

@@ -74,7 +74,10 @@ def fuzz(draw: Random, cases: int) -> int:
     taken = 0
     for _ in range(cases):
         nowhere = draw.random() < 0.05
-        data = draw.randbytes(draw.randint(0, 300)) if nowhere else damaged(draw.choice(frames), draw)
+        if nowhere:
+            data = draw.randbytes(draw.randint(0, 300))
+        else:
+            data = damaged(draw.choice(frames), draw)
         taken += survives(data)
     return taken
 

@@ -24,7 +24,9 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import load_scenario
 
 SETTINGS = ["n_peers=6", "rounds=8", "algorithm={name: pdsl, learning_rate: 0.1}", "compute.workers=1"]
-SUBSAMPLE, TRUNCATION = 4, 0.01  # a quarter of the examples
+# A quarter of the examples
+SUBSAMPLE = 4
+TRUNCATION = 0.01
 
 
 def estimates(game: Callable[[int], Game], seed: int) -> dict[str, np.ndarray]:

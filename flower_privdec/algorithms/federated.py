@@ -21,7 +21,8 @@ from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.tensors import aligned
 from flower_privdec.scenario import DescentSection
 
-WALKING, CACHED_BYTES = 4, 2**24  # rows of [d] that a walk works on for each peer, and what a processor's cache holds
+WALKING = 4  # rows of [d] that a walk works on for each peer
+CACHED_BYTES = 2**24  # what a processor's cache holds
 
 LocalSteps = Annotated[int, Field(ge=1, le=1_000_000)]
 

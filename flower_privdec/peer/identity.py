@@ -21,7 +21,9 @@ from flower_privdec.pushsum.exactly_once import RefusedError
 IDENTITY = "identity.key"
 PUBLIC = "identity.pub"
 KNOWN = "known-peers.json"
-SALT, KEY, TAG = 16, 32, 16  # bytes
+SALT = 16  # bytes, as the two below
+KEY = 32
+TAG = 16
 _NONCE = bytes(12)  # each key seals one message
 
 

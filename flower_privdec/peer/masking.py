@@ -29,7 +29,9 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 from flower_privdec.common.errors import RunError
 from flower_privdec.pushsum.exactly_once import RefusedError
 
-COARSE, FINE = 2.0**20, 2.0**50  # one number is a/2^20 + b/2^70, with |a| < 2^43 and |b| <= 2^49
+# One number is a/2^20 + b/2^70, with |a| < 2^43 and |b| <= 2^49
+COARSE = 2.0**20
+FINE = 2.0**50
 LARGEST = 2.0**43 / COARSE  # of a number, so that 2^20 peers' sums stay inside 2^63
 
 

@@ -61,7 +61,8 @@ MIXED_LINEARLY = (  # algorithms whose messages are linear in what was released
 )
 MOST_SOURCES = 1024  # peers times steps: the projectors take its cube for each observer
 SEEN = 1e-9  # of a projector, below which nothing is seen
-MOST_CUTS, NEARLY = 30, 1e-4  # linear programs in a row, and by how much each must raise the bound
+MOST_CUTS = 30  # linear programs in a row
+NEARLY = 1e-4  # by how much each must raise the bound
 DIGITS = 1e4  # to which noise is rounded down, so that few mechanisms are composed
 
 

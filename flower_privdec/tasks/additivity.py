@@ -279,7 +279,8 @@ class _Draw:
     """
 
     def __init__(self, outputs: Tensor, targets: Sequence[Any], seed: int) -> None:
-        self._outputs, self._generator = outputs, torch.Generator().manual_seed(seed)
+        self._outputs = outputs
+        self._generator = torch.Generator().manual_seed(seed)
         self._leaves, self._spec = tree_flatten(list(targets))
         places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         self._main = places[0] if places else -1

@@ -57,7 +57,9 @@ class Loop:
     """Column A: a module for each peer's personal model and one for the common one, and plain backward passes."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.participation, self.round_index = setup, participation(setup), 0
+        self.setup = setup
+        self.participation = participation(setup)
+        self.round_index = 0
         self.loss = plain_loss(setup.workload.loss)
         self.common = copy.deepcopy(setup.module)
         self.personal = [copy.deepcopy(setup.module) for _ in range(setup.workload.n_peers)]

@@ -206,7 +206,10 @@ def line(name: str, pace: NetworkPace, floor: NetworkPace, computing_ms: float) 
     times = f"{floor.rounds_per_second / pace.rounds_per_second:.2f} times the floor"
     rest = max(0.0, pace.cpu_ms - computing_ms) / floor.cpu_ms
     cpu = f"{pace.cpu_ms / floor.cpu_ms:.2f} times its CPU ({rest:.2f} without the steps)"
-    share = "" if pace.bytes == floor.bytes else f" at {pace.bytes / floor.bytes:.2f} of its bytes"
+    if pace.bytes == floor.bytes:
+        share = ""
+    else:
+        share = f" at {pace.bytes / floor.bytes:.2f} of its bytes"
     disk = f"{pace.syncs:.1f} syncs of a peer, {pace.sync_ms:.1f} ms, {pace.written / 1e6:.2f} MB written"
     return f"  {name:<20}{_rate(pace)}; {times}, {cpu}{share}; {disk}"
 

@@ -32,7 +32,10 @@ class BaselinePeer:
     """
 
     def __init__(self, peer: int, plan: dict[str, Any]) -> None:
-        self._peer, self._plan, self._heard, self._changed = peer, plan, [0] * len(plan["receivers"]), Condition()
+        self._peer = peer
+        self._plan = plan
+        self._heard = [0] * len(plan["receivers"])
+        self._changed = Condition()
         certificate, key, authority = (path.read_bytes() for path in files_of(Path(plan["certs"]), peer))
         self._own = key, certificate, authority
         self._server = grpc.server(ThreadPoolExecutor(8), options=SERVING)

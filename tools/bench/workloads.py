@@ -65,7 +65,10 @@ class Workload:
     def describe(self) -> str:
         """Say in a few words what it is."""
         sizes = self.options.get("hidden")
-        model = "-".join(map(str, [int(np.prod(self.shape)), *sizes, self.n_classes])) if sizes else self.loss
+        if sizes:
+            model = "-".join(map(str, [int(np.prod(self.shape)), *sizes, self.n_classes]))
+        else:
+            model = self.loss
         return f"{self.n_peers} peers, {self.model} {model}, batch {self.batch}"
 
 

@@ -114,7 +114,10 @@ class Published(Group):
 
 def rows_of(path: Path) -> Rows:
     """Return the rows of a table without those of no run; none where there is no table."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines()
+    else:
+        lines = []
     return [row for row in csv.DictReader(lines) if row.get("seeds") != "0"]
 
 
@@ -227,14 +230,16 @@ def up_to_date(readme: str, study: Study, size: str, folder: Path, parts: list[P
         return [line for line in text.splitlines() if line.startswith(MADE_BY)]
 
     made = {section.partition("\n")[0]: made_in(section) for section in sections}
-    links = {file: link for link, file in re.findall(r"(?m)^(!\[.*\]\((.*)\))$", readme)}
+    links: dict[str, str] = {file: link for link, file in re.findall(r"(?m)^(!\[.*\]\((.*)\))$", readme)}
 
     def link(result: PartResult, i: int) -> str:
         """Return the link to a figure, with its own title where the study has another since."""
         file = figure_name(result.part, i)
         now = figure_link(result, i)
         title = now[2:].partition("](")[0]
-        return now if f">{title}<" in html.unescape((folder / file).read_text(encoding="utf-8")) else links[file]
+        if f">{title}<" in html.unescape((folder / file).read_text(encoding="utf-8")):
+            return now
+        return links[file]
 
     scope = (f"{ONE_DATA_SET} {EACH_ALONE}" if ONE_DATA_SET in head else EACH_ALONE) if "ε stands alone" in head else ""
     blocks = head_of(study, size, made_in(head), scope, any(result.part.checks for result in parts))

@@ -82,7 +82,9 @@ def typed(schema: Json) -> str:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         inner = schema.get("items", {})
-        return f"list of {typed(inner)}s" if inner.get("type") in ("integer", "number") else "list"
+        if inner.get("type") in ("integer", "number"):
+            return f"list of {typed(inner)}s"
+        return "list"
     return KINDS.get(schema.get("type", ""), "anything")
 
 
@@ -107,7 +109,9 @@ def defaulted(key: str, schema: Json, required: list[str]) -> str:
     value = schema.get("default")
     if value is None:
         return "–"
-    return "its own defaults" if isinstance(value, dict) else f"`{json.dumps(value).strip(chr(34))}`"
+    if isinstance(value, dict):
+        return "its own defaults"
+    return f"`{json.dumps(value).strip(chr(34))}`"
 
 
 def rows(model: type[BaseModel], path: str, heading: int) -> Iterator[str]:

@@ -25,8 +25,13 @@ from flower_privdec.scenario import parse_scenario
 from tools.lab.air import SUBNET, Air, Line, UnavailableError
 from tools.soak.checks import Paid, weight_on_disk
 
-PORT, TEST = 7100, 397  # examples of digits that no device has
-MOVED, WRONG, CLOCK_OFF = 3, 5, 7200  # which device gets another address, whose clock is off, and by how many seconds
+# Examples of digits that no device has
+PORT = 7100
+TEST = 397
+# Which device gets another address, whose clock is off, and by how many seconds
+MOVED = 3
+WRONG = 5
+CLOCK_OFF = 7200
 NAMED_AFTER = 10.0  # seconds until the others' name service knows the new address
 SCENARIO = """\
 name: lab

@@ -29,7 +29,9 @@ CLONE_NEWNET = 0x40000000
 TUNSETIFF = 0x400454CA
 IFF_TUN = 0x0001
 IFF_NO_PI = 0x1000
-MTU, QUEUE = 1500, 0.5  # bytes of a packet; seconds that packets wait for a slow line before they are dropped
+# Bytes of a packet; seconds that packets wait for a slow line before they are dropped
+MTU = 1500
+QUEUE = 0.5
 SUBNET = "10.77.0."
 
 
@@ -65,12 +67,15 @@ class Air:
     """
 
     def __init__(self, count: int, line: Line, seed: int = 0) -> None:
-        self._prefix, self._draw = f"privdec{os.getpid()}", Random(seed)
+        self._prefix = f"privdec{os.getpid()}"
+        self._draw = Random(seed)
         self.spaces = [f"{self._prefix}-{device}" for device in range(count)]
         self.addresses = [f"{SUBNET}{device + 1}" for device in range(count)]
-        self.line, self._groups = line, [set(range(count))]
+        self.line = line
+        self._groups = [set(range(count))]
         self.packets = self.lost = 0
-        self._made, self._tuns = list[str](), list[int]()
+        self._made = list[str]()
+        self._tuns = list[int]()
         self._thread = Thread(target=self._carry, daemon=True)
         self._is_over = False
 
@@ -147,7 +152,9 @@ class Air:
         free_at = [0.0] * len(senders)  # when each device's line has sent all that waits
         waiting: list[tuple[float, int, int, bytes]] = []  # when it arrives, its number, where, what
         while not self._is_over:
-            pause = min(0.1, max(0.0, waiting[0][0] - time.monotonic())) if waiting else 0.1
+            pause = 0.1
+            if waiting:
+                pause = min(0.1, max(0.0, waiting[0][0] - time.monotonic()))
             for tun in select.select(senders, [], [], pause)[0]:
                 packet = os.read(tun, MTU + 4)
                 device = senders[tun]

@@ -18,8 +18,14 @@ from pathlib import Path
 
 MARK = "SIDE_BY_SIDE_MARK"
 PROC = Path("/proc")
-EVERY, GRACE = 0.25, 10.0  # seconds between two samples, and for a daemon to end by itself
-PARENT, USER, SYSTEM, STARTED = 1, 11, 12, 19  # fields of /proc/PID/stat behind the name
+# Seconds between two samples, and for a daemon to end by itself
+EVERY = 0.25
+GRACE = 10.0
+# Fields of /proc/PID/stat behind the name
+PARENT = 1
+USER = 11
+SYSTEM = 12
+STARTED = 19
 
 
 @dataclass(frozen=True)

@@ -143,4 +143,6 @@ def _epsilon(value: float | None) -> str:
     """Return an ε rounded up, as a bound has to be; a dash for none."""
     if value == math.inf:
         return "∞"
-    return "–" if value is None else f"{math.ceil(value * 100 - 1e-9) / 100:.2f}"
+    if value is None:
+        return "–"
+    return f"{math.ceil(value * 100 - 1e-9) / 100:.2f}"

@@ -137,7 +137,9 @@ def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
 
 
 def _newest(folder: Path) -> Checkpoint | None:
-    return read_checkpoints(folder / CHECKPOINTS)[-1] if (folder / CHECKPOINTS).exists() else None
+    if (folder / CHECKPOINTS).exists():
+        return read_checkpoints(folder / CHECKPOINTS)[-1]
+    return None
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ class FaultyLink:
         self.address = ""
         self.faults = faults
         self.bytes = self.connections = self.cuts = 0
-        self._through, self._open = asyncio.Event(), set[asyncio.StreamWriter]()
+        self._through = asyncio.Event()
+        self._open = set[asyncio.StreamWriter]()
 
     async def listen(self) -> None:
         """Begin to take connections."""
@@ -181,7 +182,9 @@ class FaultProxy:
             seed: of all that is drawn.
             faults: what each link does from its beginning; nothing by default.
         """
-        self._seed, self._first, self._links = seed, faults or LinkFaults(), dict[Hashable, FaultyLink]()
+        self._seed = seed
+        self._first = faults or LinkFaults()
+        self._links = dict[Hashable, FaultyLink]()
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()

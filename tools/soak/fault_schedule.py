@@ -62,7 +62,10 @@ class Fault:
 
     def __str__(self) -> str:
         """Say what it is."""
-        where = f"peer {self.peer}" if self.other is None else f"link {self.peer} to {self.other}"
+        if self.other is None:
+            where = f"peer {self.peer}"
+        else:
+            where = f"link {self.peer} to {self.other}"
         return f"{self.kind} of {where} for {self.seconds:.2f} s"
 
 

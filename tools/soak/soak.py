@@ -222,7 +222,8 @@ class SoakedRun:
         self._troubled: set[Any] = set()  # peers and links with which something is wrong
         self._gone: set[int] = set()
         self._rounds = dict.fromkeys(range(scenario.n_peers), 0)
-        self._best, self._lives = 0, Counter[int]()
+        self._best = 0
+        self._lives = Counter[int]()
         self._paid = dict.fromkeys(range(scenario.n_peers), Paid())
         self._next: tuple[float, Fault] | None = None
         self._alone: dict[int, int] = {}  # peers that are cut off, and the steps that they had taken by then
@@ -519,7 +520,10 @@ class SoakedRun:
 
     def _weigh(self, peer: int) -> None:
         is_warm = counted_in(self._counts(peer)) > 0 or self._rounds[peer] > 0  # its modules are loaded
-        resident = resident_bytes(self.processes.pid(peer)) if self.processes.status(peer) is None else None
+        if self.processes.status(peer) is None:
+            resident = resident_bytes(self.processes.pid(peer))
+        else:
+            resident = None
         if resident is not None and is_warm:
             self.tally.first.setdefault(peer, resident)
             self.tally.largest[peer] = max(resident, self.tally.largest.get(peer, 0))
@@ -545,7 +549,10 @@ class SoakedRun:
         self._look()
         for peer, paid in self._paid.items():
             counts = {"taken": counted_in(self._counts(peer))}
-            by_ledger = {"received": self._received[peer], "paid": paid.steps} if paid.records else {"ledgerless": 1}
+            if paid.records:
+                by_ledger = {"received": self._received[peer], "paid": paid.steps}
+            else:
+                by_ledger = {"ledgerless": 1}
             self.tally.by_peer[peer].update(counts | by_ledger)
 
         self.tally.charged += sum(paid.charged for paid in self._paid.values())
@@ -580,7 +587,9 @@ class SoakedRun:
         n_faults = sum(self.tally.faults.values())
         where = f"run {self.tally.runs}  rounds {min(rounds)} to {max(rounds)} of {self.scenario.rounds}"
         down = f"  gone: {peer_ranges(self._gone)}" if self._gone else ""
-        room = f"  memory at most {memory(max(self.tally.largest.values()))}" if self.tally.largest else ""
+        room = ""
+        if self.tally.largest:
+            room = f"  memory at most {memory(max(self.tally.largest.values()))}"
         return f"{where}  {n_faults} faults{down}{room}"
 
 
@@ -632,7 +641,8 @@ class Soak:
         timetable = Timetable(agreement.algorithm, network_mixing(agreement), agreement.scenario.rounds)
         self._weighed = agreement.mixing is not None and agreement.mixing.sends_shares
         links = [(peer, other) for peer in range(scenario.n_peers) for other in timetable.neighbours(peer)]
-        self._links, self._faults = links, faults(self.seed, links, kinds, every, longest)
+        self._links = links
+        self._faults = faults(self.seed, links, kinds, every, longest)
         times = Times.of(scenario.network)
         self._patience = times.start + times.deadline if patience is None else patience
 

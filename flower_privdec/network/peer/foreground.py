@@ -152,8 +152,12 @@ class _StatusLine:
     """
 
     def __init__(self, running: RunningPeer, every: int) -> None:
-        self._running, self._every, self._terminal = running, every, sys.stderr.isatty()
-        self._guard, self._over, self._is_shown = Lock(), Event(), False
+        self._running = running
+        self._every = every
+        self._terminal = sys.stderr.isatty()
+        self._guard = Lock()
+        self._over = Event()
+        self._is_shown = False
         self._round_at = self._waiting_at = float("-inf")  # when a round ended, and when a wait was shown last
         self._waiting = ""
         self._thread = Thread(target=self._watch, daemon=True)

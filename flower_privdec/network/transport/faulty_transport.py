@@ -52,7 +52,10 @@ class FaultyTransport:
     """
 
     def __init__(self, transport: Transport, seed: int = 0, faults: Faults | None = None) -> None:
-        self._transport, self._seed, self._first, self.lost = transport, seed, faults or Faults(), 0
+        self._transport = transport
+        self._seed = seed
+        self._first = faults or Faults()
+        self.lost = 0
         self._faults: dict[int, Faults] = {}
 
     def set(self, peer: int, faults: Faults) -> None:

@@ -80,7 +80,8 @@ class MemoryNetwork:
 
     def __init__(self) -> None:
         self.answers: dict[int, tuple[Answer, int]] = {}
-        self.running, self.changed = Counter[int](), Condition()  # calls that a peer answers now
+        self.running = Counter[int]()  # calls that a peer answers now
+        self.changed = Condition()
 
     def transport(self, peer: int) -> MemoryTransport:
         """Return the transport of a peer."""

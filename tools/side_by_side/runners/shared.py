@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-MEAN, STD = 0.1307, 0.3081  # published with MNIST
+# Published with MNIST
+MEAN = 0.1307
+STD = 0.3081
 SHARES_SEED = 1
 
 
@@ -58,7 +60,8 @@ class Outcome:
     """A contestant's outcome: when training began and ended, and its results."""
 
     def __init__(self, task: dict) -> None:
-        self.task, self.began = task, time.time()
+        self.task = task
+        self.began = time.time()
 
     def start(self) -> None:
         """Note that the first round begins now."""

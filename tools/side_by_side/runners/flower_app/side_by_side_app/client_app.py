@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 app = ClientApp()
 TASK = given()
-MODS = (
-    [LocalDpMod(TASK["clip_norm"], TASK["clip_norm"], TASK["epsilon"], TASK["delta"])]
-    if TASK["privacy"] == "local"
-    else []
-)
+if TASK["privacy"] == "local":
+    MODS = [LocalDpMod(TASK["clip_norm"], TASK["clip_norm"], TASK["epsilon"], TASK["delta"])]
+else:
+    MODS = []
 
 
 @cache
