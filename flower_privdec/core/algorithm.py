@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Exchange, Mix, Reply, State
 from flower_privdec.core.optimizers import LocalOptimizer
@@ -334,6 +334,9 @@ def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | No
     Returns:
         The exchange that the caller has to perform. None if the round is over; `state.round_index` is then the next
         round.
+
+    Raises:
+        RunError: a step gave a row another shape or type, or removed one that other peers may see.
     """
     program = algorithm.program
     while state.at < len(program):
@@ -343,7 +346,9 @@ def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | No
             return item
 
         cohort.state = state
+        before = {name: (row.shape, row.dtype) for name, row in state.rows.items()}
         item(cohort, state)
+        _check_kept(algorithm, item, state, before)
         state.at += 1
 
     if algorithm.averaged:
@@ -351,6 +356,36 @@ def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | No
     state.at = 0
     state.round_index += 1
     return None
+
+
+def _check_kept(
+    algorithm: Algorithm, step: Step, state: State, before: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> None:
+    """Refuse a step that reshaped or lost a row: the error would else come later, from mixing or a checkpoint."""
+    rows = state.rows
+    for name, kept in before.items():
+        row = rows.get(name)
+        if isinstance(row, Tensor) and (row.shape, row.dtype) == kept:
+            continue
+        # A step may remove what an earlier one of the round left for it.
+        if row is None and name not in algorithm.open_rows:
+            continue
+
+        now = type(row).__name__
+        if row is None:
+            now = "nothing"
+        elif isinstance(row, Tensor):
+            now = f"{row.dtype} {list(row.shape)}"
+        shape, dtype = kept
+        raise RunError(
+            f"algorithm {algorithm.name}: in round {state.round_index} the step {_name_of(step)} turned row {name!r} "
+            f"from {dtype} {list(shape)} into {now}: a step must keep the shape and type of every row",
+            code="algorithm.row-changed",
+        )
+
+
+def _name_of(step: Step) -> str:
+    return getattr(step, "__name__", type(step).__name__)
 
 
 def check_algorithm(algorithm: Algorithm, where: str) -> None:

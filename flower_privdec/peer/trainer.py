@@ -349,9 +349,11 @@ def network_mixing(agreement: Agreement) -> Mixing:
             code="network.no-exchange",
         )
     if agreement.scenario.topology.name == "server":
+        remedy = "use complete, the graph in which all peers are neighbours"
+        if "topology.name=server" in agreement.algorithm.needs:
+            remedy = f"{agreement.algorithm.name} has no other graph: run it by `privdec run`"
         raise ScenarioError(
-            "topology.name='server' averages at a server, and a network has only peers: use complete, the graph in "
-            "which all peers are neighbours, or, for scaffold, which has no other graph, run it by `privdec run`",
+            f"topology.name='server' averages at a server, and a network has only peers: {remedy}",
             code="network.server",
         )
     exchanges = sum(isinstance(item, Exchange) for item in agreement.algorithm.program)

@@ -7,8 +7,10 @@ import pytest
 import torch
 from algorithm_references import ROUNDS, NoiseTape, clipped_step, engine_with, softmax_gradients
 from hosting import hosting
+from raising import raises
 from variants import VARIANTS, settings_for
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.core import Edges, Exchange, State
 from flower_privdec.core.cohort import LearningRate
 from flower_privdec.engine.engine import Engine
@@ -225,3 +227,22 @@ def test_push_sum_reaches_the_mean_in_log2_n_rounds(build):
         engine.round()
     error = (experiment.algorithm.debiased(engine.state.rows) - mean).abs().max()
     assert float(error) < 1e-12
+
+
+@pytest.mark.parametrize("wrong", ["shape", "dtype", "removed"])
+def test_a_step_that_changes_a_row_fails_by_name(build, wrong):
+    """The round of the step is named, not a later exchange or checkpoint."""
+    experiment = build("algorithm.name=privsgp")
+    engine = Engine(experiment.algorithm, experiment.cohort(), experiment.initial_state(experiment.cohort()))
+    engine.round()
+
+    def widen(cohort, state):
+        if wrong == "removed":
+            del state.rows["w"]
+        else:
+            w = state.rows["w"]
+            state.rows["w"] = w[:, None] if wrong == "shape" else w.float()
+
+    experiment.algorithm.program = (widen, *experiment.algorithm.program)
+    with raises(RunError, "algorithm.row-changed", "in round 1 the step widen turned row 'w'"):
+        engine.round()
