@@ -146,12 +146,36 @@ def test_a_loss_that_is_no_share_is_refused(
     assert not (tmp_path / "up").exists()
 
 
-def test_a_lost_peer_is_named_and_ends_no_run(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
+def test_the_others_go_on_without_peers_that_are_gone(
+    tiny: Callable[..., Scenario], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 0 - 1 - 2 - 3 peer 1 dies, so that peer 0 has nobody left."""
     quick = "network={links: local, deadline: 1.0}"
-    scenario = tiny("n_peers=3", "rounds=80", "evaluation.every=20", "topology.name=complete", quick)
-    found = Up(scenario, tmp_path / "up", kills=injected_kills(["2@20"], [], 3, 80)).run()
-    assert re.fullmatch(r"peer 2 after round \d+; the models above are the others'", found["gone"])
-    assert json.loads((tmp_path / "up" / "peers" / "1" / "summary.json").read_text())["round"] == 80
+    (tmp_path / "line.txt").write_text("0 1\n1 2\n2 3\n")
+    line = f"topology={{name: edge-list, directed: false, file: {tmp_path / 'line.txt'}}}"
+    scenario = tiny("n_peers=4", "rounds=80", "evaluation.every=20", "algorithm.name=d-psgd", line, quick)
+    found = Up(scenario, tmp_path / "up", kills=injected_kills(["1@20"], [], 4, 80)).run()
+
+    assert re.fullmatch(
+        r"peer 0 after round \d+ \(cut off: its neighbours \[1\] are gone, and it waits for 1 of \[1\]\), "
+        r"peer 1 after round \d+ \(killed by signal 9\); the models above are the others'",
+        found["gone"],
+    )
+    assert "in 2 parts that do not reach each other: [0], [2, 3]" in caplog.text
+    assert json.loads((tmp_path / "up" / "peers" / "3" / "summary.json").read_text())["round"] == 80
+    assert not peers_of(tmp_path / "up")
+    for peer in (0, 1):
+        path = tmp_path / "up" / "peers" / str(peer) / "ledger" / "digits.jsonl"
+        assert found["privacy"][peer]["epsilon"] == pytest.approx(ledger_facts(path, 1e-3)["epsilon"])
+
+
+def test_a_network_ends_when_nobody_can_go_on(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
+    quick = "network={links: local, deadline: 1.0}"
+    scenario = tiny("n_peers=3", "rounds=400", "evaluation.every=20", "topology.name=star", "algorithm.name=d-psgd", quick)
+    with raises(RunError, "up.nobody-left", names=r"peer 0: killed.*peer 1: cut off.*peer 2: cut off"):
+        Up(scenario, tmp_path / "up", kills=injected_kills(["0@20"], [], 3, 400)).run()
+    summary = json.loads((tmp_path / "up" / "summary.json").read_text())
+    assert summary["stopped_by"] == "no peer is left that could go on"
     assert not peers_of(tmp_path / "up")
 
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
@@ -201,14 +201,16 @@ class PeerProcesses:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self.pid(peer), number)
 
-    def end(self) -> None:
-        """Terminate all peers; kill those that still run after STOP_SECONDS."""
-        for peer in self._processes:
+    def end(self, peers: Iterable[int] | None = None) -> None:
+        """Terminate some peers, by default all; kill those that still run after STOP_SECONDS."""
+        ending = [*self._processes] if peers is None else [*peers]
+        for peer in ending:
             self.signal(peer, signal.SIGCONT)  # a peer that is paused could not end
             self.signal(peer, signal.SIGTERM)
 
         until = time.monotonic() + STOP_SECONDS
-        for peer, process in self._processes.items():
+        for peer in ending:
+            process = self._processes[peer]
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:

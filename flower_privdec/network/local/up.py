@@ -8,8 +8,12 @@ run folder that a simulation would leave. A peer may meanwhile have
 |---|---|---|
 | ended well | status 0 | reads its last files |
 | been killed, or injected to be (*gone*) | a signal | goes on with its last files, unless the others wait for it |
+| been cut off by peers that are gone (*gone*) | SIGTERM of `Up` | goes on with its last files |
 | not agreed on the last model (*apart*) | NotAgreedError's status | reads its files, and says so in the summary |
 | failed | any other status | raises RunError with the last line of its log |
+
+A peer is cut off if so many of its neighbours are gone that it can never have its quorum again. On a device it waits, for
+they may come back. Here nobody starts them again, so that it would wait for ever: `Up` ends it, and says so.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -48,11 +53,13 @@ from flower_privdec.scenario import Scenario
 _log = logging.getLogger(__name__)
 
 POLL = 0.1  # seconds between two looks at the peers
+SAY_SECONDS = 10.0  # without an evaluation, until it is said which peers wait for whom; and between two of these lines
 ENDED = (0, NotAgreedError.exit_status)  # the statuses of a peer that has written its last model
 NUMBERS = {
     "synchronous": "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own",
     "asynchronous": "only of this run: they depend on which messages arrived in time",
 }
+WAITING = re.compile(r"peer [0-9]+ waits for ")  # how a peer's line begins that says so
 FORM = re.compile(r"(?P<peer>[0-9]{1,9})@(?P<round>[0-9]{1,9})")  # of --kill and --restart
 
 
@@ -114,13 +121,15 @@ class Up:
             )
 
         self.agreement = Agreement.of(self.scenario)
-        network_mixing(self.agreement)  # raises if its graph and algorithm are not for a network
+        mixing = network_mixing(self.agreement)  # raises if its graph and algorithm are not for a network
+        self._links = mixing.topology.support()
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, loss=loss)
         self._spent = Spent([], [], [], [])
         self._noise: list[str] = []  # the source of each peer's noise
         self._evaluated = 0  # the round of the last evaluation of this process
-        self._gone: set[int] = set()
+        self._gone: dict[int, str] = {}  # peers that take no part any more, and why
+        self._waits = _Waits(self._processes)
         self._apart: dict[int, str] = {}  # peers whose model is not the one that the others agreed on, and why
 
     def run(self, on_metrics: OnMetrics | None = None, on_status: OnStatus | None = None) -> dict[str, Any]:
@@ -174,32 +183,35 @@ class Up:
         done = self._evaluated
         if not 0 < done < self.scenario.rounds:
             return {}
-        # Two of these lists are empty in scenarios without such an adversary.
-        charged: dict[str, Any] = {}
-        for towards in ("epsilons", "replies", "if_all_collude"):
-            n_peers = len(getattr(self._spent, towards))
-            charged[towards] = [self._charged(peer, towards) for peer in range(n_peers)]
-        spent = replace(self._spent, **charged)
+        spent = self._with_charges(self._spent, range(self.scenario.n_peers))
         return self._finish(self._rows(done), spent, stopped=(done, why))
 
-    def _charged(self, peer: int, towards: str) -> float:
-        """Return ε of all that a peer's ledger was charged, which may be more than it reported last, and is no less.
+    def _with_charges(self, spent: Spent, peers: Iterable[int]) -> Spent:
+        """Return what was spent, with the ε of some peers of all that their ledgers were charged.
 
-        Args:
-            towards: a field of `Spent`, one for each adversary.
+        It may be more than a peer reported last, and is no less: it may have taken steps since.
         """
         if self.scenario.private is None:
-            return math.inf
+            return spent
+
         adversaries = {
-            "epsilons": Adversary(self._spent.colluding),
+            "epsilons": Adversary(spent.colluding),
             "replies": ONE_NEIGHBOUR,
             "if_all_collude": EVERYBODY,
         }
-        ledger = ledger_folder(self.scenario, self._processes.folder(peer))
-        entries = read_entries(ledger, self.agreement.public.name)
-        costs = costs_in(entries, adversaries[towards])
-        reported: list[float] = getattr(self._spent, towards)
-        return max(reported[peer], epsilon_of_runs(costs, self._spent.deltas[peer]))
+        charged: dict[str, list[float]] = {}
+        for towards in adversaries:
+            charged[towards] = [*getattr(spent, towards)]
+
+        for peer in peers:
+            ledger = ledger_folder(self.scenario, self._processes.folder(peer))
+            entries = read_entries(ledger, self.agreement.public.name)
+            for towards, adversary in adversaries.items():
+                if not charged[towards]:
+                    continue  # in scenarios without such an adversary
+                of_ledger = epsilon_of_runs(costs_in(entries, adversary), spent.deltas[peer])
+                charged[towards][peer] = max(charged[towards][peer], of_ledger)
+        return replace(spent, **charged)
 
     def _finish(
         self,
@@ -222,8 +234,14 @@ class Up:
 
     def _wait(self) -> None:
         while not all(self._processes.status(peer) in ENDED for peer in self._alive()):
-            self._check()
-            time.sleep(POLL)
+            self._look()
+
+    def _look(self) -> None:
+        """Look at the peers, deal with those that have ended or can never go on, and pause."""
+        self._check()
+        self._end_those_cut_off()
+        self._waits.say(self._alive())
+        time.sleep(POLL)
 
     def _alive(self) -> list[int]:
         return [peer for peer in self._processes.peers if peer not in self._gone]
@@ -238,7 +256,7 @@ class Up:
             if status == NotAgreedError.exit_status:
                 self._apart[peer] = self._processes.last_line(peer)
                 if not self._path(peer, self.scenario.rounds).exists():
-                    self._gone.add(peer)
+                    self._gone[peer] = "it did not agree with the others"
                 continue
 
             # A positive status is the peer's own; a negative one is the signal that killed it.
@@ -247,8 +265,57 @@ class Up:
                 last = self._processes.last_line(peer)
                 log = self._processes.log(peer)
                 raise RunError(f"peer {peer} ended ({last}); its log is {log}", code="up.peer-ended")
-            self._gone.add(peer)
+            self._gone[peer] = f"killed by signal {-status}"
             _log.warning("peer %s was killed (signal %s); the others go on", peer, -status)
+            self._say_parts()
+
+    def _end_those_cut_off(self) -> None:
+        """End peers that can never have their quorum again, one after the other: each may cut off others.
+
+        Raises:
+            RunError: no peer is left.
+        """
+        if self.scenario.network.alone != "wait" or not self._gone:
+            return
+
+        for peer in self._alive():
+            neighbors = self._neighbors(peer)
+            left = [one for one in neighbors if self._is_there(one)]
+            quorum = min(self.scenario.network.quorum, len(neighbors))
+            has_all_rounds = self._path(peer, self.scenario.rounds).exists()  # and ends by itself
+            if len(left) >= quorum or has_all_rounds or not self._is_there(peer):
+                continue
+
+            missing = sorted(set(neighbors) - set(left))
+            why = f"cut off: its neighbours {missing} are gone, and it waits for {quorum} of {neighbors}"
+            self._processes.end([peer])
+            self._gone[peer] = why
+            _log.warning("peer %s is %s; it was ended, and its folder holds all that it has", peer, why)
+
+        if not self._alive():
+            self._stop("no peer is left that could go on")
+            each = "; ".join(f"peer {peer}: {why}" for peer, why in sorted(self._gone.items()))
+            raise RunError(
+                f"no peer is left that could go on ({each}); the same command with --resume starts all of them again",
+                code="up.nobody-left",
+            )
+
+    def _neighbors(self, peer: int) -> list[int]:
+        """Return the peers that a peer exchanges with in some round."""
+        own = self._links[(self._links == peer).any(axis=1)]
+        return sorted(set(own.reshape(-1).tolist()) - {peer})
+
+    def _is_there(self, peer: int) -> bool:
+        return peer not in self._gone and self._processes.status(peer) is None
+
+    def _say_parts(self) -> None:
+        """Say so if the peers that are left do not all reach each other any more."""
+        graph = nx.Graph(self._links.tolist())
+        graph.remove_nodes_from(self._gone)
+        parts = sorted(sorted(part) for part in nx.connected_components(graph))
+        if len(parts) > 1:
+            each = ", ".join(map(str, parts))
+            _log.warning("the peers that are left are in %s parts that do not reach each other: %s", len(parts), each)
 
     def _inject(self, round_index: int) -> None:
         """Kill the peers whose round has come."""
@@ -262,7 +329,7 @@ class Up:
     def _exceptions(self) -> dict[str, str]:
         """Return which peers are gone, and whose model is not the one that the others have."""
         exceptions = {}
-        gone = [f"peer {peer} after round {self._last_round(peer)}" for peer in sorted(self._gone)]
+        gone = [f"peer {peer} after round {self._last_round(peer)} ({why})" for peer, why in sorted(self._gone.items())]
         if gone:
             exceptions["gone"] = f"{', '.join(gone)}; the models above are the others'"
         apart = [f"peer {peer}: {why}" for peer, why in sorted(self._apart.items())]
@@ -279,9 +346,9 @@ class Up:
     def _evaluation(self, round_index: int) -> dict[str, Any]:
         """Wait until all peers have handed in a round, and evaluate and record it."""
         since = time.perf_counter()
+        self._waits.progress()
         while not all(self._path(peer, round_index).exists() for peer in self._alive()):
-            self._check()
-            time.sleep(POLL)
+            self._look()
         self.recorder.seconds += time.perf_counter() - since
 
         rows = self._rows(round_index)
@@ -358,10 +425,41 @@ class Up:
                 breaches.setdefault(condition, words)  # if several peers break one, the words are the first one's
             for name, column in columns.items():
                 column += facts[name]
-        for peer in self._gone:
-            notes.append(f"peer {peer} was killed, and took no step after round {self._last_round(peer)}")
+        for peer in sorted(self._gone):
+            notes.append(f"peer {peer} is gone, and its ε is of all that its ledger was charged")
         note = "; ".join(dict.fromkeys(notes)) or None  # each once
-        return Spent(**columns, note=note, colluding=colluding, breaches=breaches)
+        spent = Spent(**columns, note=note, colluding=colluding, breaches=breaches)
+        return self._with_charges(spent, self._gone)
+
+
+class _Waits:
+    """Says which peers wait for whom, while nothing else happens.
+
+    Each peer writes to its log what it waits for, once it has waited for some seconds.
+    """
+
+    def __init__(self, processes: PeerProcesses) -> None:
+        self._processes = processes
+        self._said = ""
+        self._say_at = math.inf
+
+    def progress(self) -> None:
+        """Note that the run went on."""
+        self._said = ""
+        self._say_at = time.monotonic() + SAY_SECONDS
+
+    def say(self, peers: Iterable[int]) -> None:
+        """Say what peers wait for, if it is time and something else than what was said last."""
+        if time.monotonic() < self._say_at:
+            return
+        self._say_at = time.monotonic() + SAY_SECONDS
+
+        running = [peer for peer in peers if self._processes.status(peer) is None]
+        lines = [self._processes.last_line(peer) for peer in running]
+        waiting = "; ".join(line for line in lines if WAITING.match(line))
+        if waiting and waiting != self._said:
+            _log.warning("%s", waiting)
+        self._said = waiting
 
 
 def _stacked(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
