@@ -171,7 +171,9 @@ def test_the_others_go_on_without_peers_that_are_gone(
 
 def test_a_network_ends_when_nobody_can_go_on(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
     quick = "network={links: local, deadline: 1.0}"
-    scenario = tiny("n_peers=3", "rounds=400", "evaluation.every=20", "topology.name=star", "algorithm.name=d-psgd", quick)
+    scenario = tiny(
+        "n_peers=3", "rounds=400", "evaluation.every=20", "topology.name=star", "algorithm.name=d-psgd", quick
+    )
     with raises(RunError, "up.nobody-left", names=r"peer 0: killed.*peer 1: cut off.*peer 2: cut off"):
         Up(scenario, tmp_path / "up", kills=injected_kills(["0@20"], [], 3, 400)).run()
     summary = json.loads((tmp_path / "up" / "summary.json").read_text())

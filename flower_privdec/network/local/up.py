@@ -12,8 +12,8 @@ run folder that a simulation would leave. A peer may meanwhile have
 | not agreed on the last model (*apart*) | NotAgreedError's status | reads its files, and says so in the summary |
 | failed | any other status | raises RunError with the last line of its log |
 
-A peer is cut off if so many of its neighbours are gone that it can never have its quorum again. On a device it waits, for
-they may come back. Here nobody starts them again, so that it would wait for ever: `Up` ends it, and says so.
+A peer is cut off if so many of its neighbours are gone that it can never have its quorum again. On a device it waits,
+for they may come back. Here nobody starts them again, so that it would wait for ever: `Up` ends it, and says so.
 """
 
 from __future__ import annotations
