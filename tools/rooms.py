@@ -19,7 +19,7 @@ FLOORS = [
     ("algorithms", "pushsum"),
     ("experiment",),
     ("peer",),
-    ("engine", "network", "reporting"),
+    ("engine", "network", "rehearsal", "reporting"),
     ("audits", "flower", "planner", "studies", "testing"),
     ("api", "cli"),
 ]

@@ -18,6 +18,7 @@ from flower_privdec import __version__
 from flower_privdec.cli.audit_command import audit
 from flower_privdec.cli.flower_commands import flower_run, guard
 from flower_privdec.cli.network_commands import NETWORK_COMMANDS
+from flower_privdec.cli.rehearse_command import rehearse
 from flower_privdec.cli.typer_parts import (
     Command,
     CommandGroup,
@@ -331,6 +332,7 @@ def bench(
     )
 
 
+command()(rehearse)
 command()(flower_run)
 # What follows the policy is another command, with options of its own.
 command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(guard)

@@ -176,6 +176,12 @@ def try_models(agreement: Agreement, rows: Mapping[str, Tensor]) -> dict[str, li
     return _try(agreement, agreement.algorithm.models(dict(rows)))
 
 
+def try_mean_model(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, float | None]:
+    """Return the metrics of the mean of some peers' models; None for one that is not finite."""
+    measured = _try(agreement, agreement.algorithm.mean_model(rows).unsqueeze(0))
+    return {name: finite(values[0]) for name, values in measured.items()}
+
+
 def _try(agreement: Agreement, models: Tensor) -> dict[str, list[float]]:
     targets = agreement.public.y.to(models.device)
     few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)

@@ -404,6 +404,7 @@ class FaultSchedule(Section):
         most: int = 8,
         kinds: tuple[str, ...] = HONEST,
         lasting: bool = False,
+        count: int | None = None,
     ) -> FaultSchedule:
         """Draw a schedule at random.
 
@@ -414,6 +415,7 @@ class FaultSchedule(Section):
             most: how many faults it has at most.
             kinds: which kinds to draw from.
             lasting: whether some faults last to the end of the run, and some peers never come back.
+            count: how many faults are drawn, in place of a number up to `most`; a peer joins once at most.
         """
         draw = Random(seed)
         links = Links(
@@ -425,7 +427,8 @@ class FaultSchedule(Section):
         )
         work = {"train": draw.choice([0.02, 0.1, 0.5]), "save": draw.choice([0.0, 0.005, 0.05])}
         drawing = _Drawing(draw, n_peers, seconds, lasting)
-        faults = [drawing.fault(draw.choice(kinds)) for _ in range(draw.randint(0, most))]
+        n_faults = draw.randint(0, most) if count is None else count
+        faults = [drawing.fault(draw.choice(kinds)) for _ in range(n_faults)]
         joins = set[int]()
         kept: list[Any] = []
         for fault in faults:

@@ -6,6 +6,8 @@ row of them, and a ledger in memory. So a peer is cheap, and its numbers are the
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +15,102 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flower_privdec.core import State
+from flower_privdec.core import State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Experiment
+from flower_privdec.peer.asynchronous import AsynchronousPeer
+from flower_privdec.peer.peer import OnRound, PeerPlace, RunningPeer, RunPlan
+from flower_privdec.peer.store import MemoryStore
+from flower_privdec.peer.synchronous import SynchronousPeer
+from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import CohortTrainer, network_mixing
+from flower_privdec.privacy.ledger.segments import Entry
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.ledger.memory_ledger import LedgerLines, MemoryLedger
 from flower_privdec.privacy.ledger.segments import Head
 
 REHEARSED = "INSECURE: noise and batches follow from the scenario's seed; a rehearsal, not a private release"
+MEASURED_ROUNDS = 5
 OnModel = Callable[[int, int | None, Mapping[str, Tensor]], None]  # peer, round (None: the last model), its rows
+
+
+class MemoryDisk:
+    """All that a peer of a rehearsal keeps: its store and the lines of its ledger; see `virtual_network.Disk`."""
+
+    def __init__(self, store: MemoryStore, lines: LedgerLines) -> None:
+        self.store = store
+        self.lines = lines
+
+    def copy(self) -> MemoryDisk:
+        return MemoryDisk(self.store.copy(), self.lines.copy())
+
+    def fill(self, is_full: bool) -> None:
+        self.store.is_full = is_full
+        self.lines.is_full = is_full
+
+
+class MemoryHome:
+    """Makes the peers of a scenario; see `virtual_network.Home`.
+
+    Args:
+        experiment: of all peers, as the engine has it.
+        on_model: called with the rows that a peer would hand in.
+        on_round: see RunningPeer.
+
+    Attributes:
+        whole: the cohort of all peers, without a ledger.
+        initial_rows: of one peer, before round 0.
+        times: how long each peer waits.
+        released: by peer, the ledger entries of all that it really took steps for, whatever became of its ledger.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        on_model: OnModel = lambda peer, round_index, rows: None,
+        on_round: OnRound | None = None,
+    ) -> None:
+        scenario = experiment.scenario
+        self.peer_class: type[RunningPeer] = AsynchronousPeer
+        if scenario.network.mode == "synchronous":
+            self.peer_class = SynchronousPeer
+        self._shared = SharedParts(experiment)
+        self._on_model = on_model
+        self._on_round = on_round
+        self.whole = self._shared.whole
+        self.initial_rows = experiment.initial_state(self._shared.cohort_of(0)).rows
+        self.times = Times.of(scenario.network)
+        self.released: dict[int, list[Entry]] = {peer: [] for peer in range(scenario.n_peers)}
+        first = MemoryTrainer(self._shared, 0, LedgerLines())
+        self.plan = RunPlan.of(first, self.peer_class.more_final_rounds, scenario.n_peers)
+
+    def empty(self, peer: int) -> MemoryDisk:
+        released = self.released[peer]
+
+        def observe(entry: Entry) -> None:
+            if not entry.witnessed:  # which pays again for what was lost
+                released.append(entry)
+
+        return MemoryDisk(MemoryStore(self.peer_class.generations), LedgerLines(observe))
+
+    def start(self, peer: int, disk: MemoryDisk, draw: Callable[[], int]) -> RunningPeer:
+        trainer = MemoryTrainer(self._shared, peer, disk.lines, self._on_model)
+        place = PeerPlace(peer, Path(f"peer-{peer}"), draw=draw)
+        running = self.peer_class(trainer, place, disk.store, self.plan)
+        running.on_round = self._on_round
+        return running
+
+    def step_seconds(self) -> float:
+        """Measure how long one private step of one peer takes on this machine."""
+        cohort = self._shared.cohort_of(0)
+        experiment = self._shared.experiment
+        best = math.inf
+        for _ in range(MEASURED_ROUNDS):
+            state = experiment.initial_state(cohort)
+            started = time.perf_counter()
+            advance(experiment.algorithm, cohort, state)
+            best = min(best, time.perf_counter() - started)
+        return best / max(1, cohort.steps_per_round)
 
 
 class SharedParts:
@@ -30,17 +118,21 @@ class SharedParts:
 
     Args:
         experiment: of all peers, as the engine has it.
+
+    Attributes:
+        mixing: of the network.
+        whole: the cohort of all peers, without a ledger.
     """
 
     def __init__(self, experiment: Experiment) -> None:
         torch.set_num_threads(experiment.scenario.compute.threads)
         self.experiment = experiment
         self.mixing = network_mixing(experiment)
-        self._whole = experiment.cohort(None)
+        self.whole = experiment.cohort(None)
 
     def cohort_of(self, peer: int) -> Cohort:
         """Return the cohort of one peer, without a ledger; it holds no copy of anything large."""
-        whole = self._whole
+        whole = self.whole
         protection = whole.protection
         return replace(
             whole,
@@ -58,7 +150,6 @@ class MemoryTrainer(CohortTrainer):
         peer: its number.
         lines: of its ledger, which outlast this trainer.
         on_model: called with the rows that it would hand in.
-        keep: called before a ledger line counts; raises what a disk would raise.
 
     Privacy: none; noise and batches follow from the scenario, from which the noise can be subtracted.
     """
@@ -69,13 +160,11 @@ class MemoryTrainer(CohortTrainer):
         peer: int,
         lines: LedgerLines,
         on_model: OnModel = lambda peer, round_index, rows: None,
-        keep: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(shared.experiment, shared.mixing, peer)
         self._shared = shared
         self._lines = lines
         self._on_model = on_model
-        self._keep = keep
 
     @property
     def witnessed_ledger(self) -> PlannedLedger | None:
@@ -94,7 +183,7 @@ class MemoryTrainer(CohortTrainer):
             lines.starts += 1
             fresh = replace(self.run, id=f"{self.run.id}-{lines.head[1][:16]}-{lines.starts}")
             accounts = self.cohort.protection.accounts
-            self.cohort.ledger = MemoryLedger(lines, fresh, accounts, fresh=True, start=paid, keep=self._keep)
+            self.cohort.ledger = MemoryLedger(lines, fresh, accounts, fresh=True, start=paid)
         try:
             return self._continued(state, head, Path("the ledger"))
         except BaseException:

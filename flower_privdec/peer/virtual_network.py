@@ -210,6 +210,11 @@ class Machine:
         disk: its folder.
         process: the one that runs, or ran last; None before the first.
         performed: how many works of each kind were begun on it.
+        worked: seconds that its works took.
+        waited: seconds between its works, by the neighbour whose message ended the wait; None if time ended it.
+        calls: how many calls it made.
+        bytes_sent: of its calls and answers.
+        ended_at: when its last process was over; None before.
     """
 
     def __init__(self, network: VirtualNetwork, number: int, disk: Disk) -> None:
@@ -218,6 +223,11 @@ class Machine:
         self.disk = disk
         self.process: Process | None = None
         self.performed: Counter[str] = Counter()
+        self.worked = 0.0
+        self.waited: dict[int | None, float] = {}
+        self.calls = 0
+        self.bytes_sent = 0
+        self.ended_at: float | None = None
         self._starts = 0  # that are put down and have not come
         self._crashes: list[Crash] = []
         self._slow: list[Slow] = []
@@ -322,7 +332,7 @@ class Machine:
             if full:
                 self.start_at(max(fault.end + (fault.down or 0.0) for fault in full))
         if not self._starts:
-            network.ends[self.number] = error
+            self._stay_ended(error)
 
     # --- what is done to it ---
 
@@ -369,7 +379,12 @@ class Machine:
         if down is not None:
             self.start_at(self.network.now + down)
         elif not self._starts:
-            self.network.ends[self.number] = KilledError(f"peer {self.number} was killed", code="virtual.killed")
+            self._stay_ended(KilledError(f"peer {self.number} was killed", code="virtual.killed"))
+
+    def _stay_ended(self, error: Exception | None) -> None:
+        """Record that nobody starts another process."""
+        self.network.ends[self.number] = error
+        self.ended_at = self.network.now
 
     def _replace(self, fault: Restore | Lose, disk: Disk) -> None:
         """Kill the process, and put another folder in place of the disk's."""
@@ -476,6 +491,8 @@ class Process:
         self._calling: set[int] = set()
         self._held: list[_HeldAnswer] = []
         self._looks_at = math.inf  # when it is looked at next, if nothing comes
+        self._idle_since = self.network.now
+        self._heard: int | None = None  # whose message is being looked at
 
     @property
     def is_there(self) -> bool:
@@ -547,6 +564,11 @@ class Process:
             self.machine.ended(error)
 
     def _work(self, work: Work) -> None:
+        waited = self.network.now - self._idle_since
+        if waited > 0:
+            by_whom = self.machine.waited
+            by_whom[self._heard] = by_whom.get(self._heard, 0.0) + waited
+
         crash = self.machine.crash_at(work.kind)
         if crash is not None and crash.point == "before":
             self.machine.crash(crash)
@@ -559,16 +581,21 @@ class Process:
         self._is_working = True
         result = work.do()
 
+        duration = self.machine.duration(work.kind)
+        self.machine.worked += duration
+        self._idle_since = self.network.now + duration
+
         def done() -> None:
             if crash is not None:
                 self.machine.crash(crash)
                 return
             self._is_working = False
+            self._idle_since = self.network.now
             work.result = result
             work.is_done = True
             self.look()
 
-        self.after(self.machine.duration(work.kind), done)
+        self.after(duration, done)
 
     def _tear(self, work: Work) -> None:
         """Perform a work in part: a step is paid for, and a checkpoint not written."""
@@ -592,6 +619,8 @@ class Process:
         network = self.network
         network.calls += 1
         whole, call = self._written(neighbor, calls[0])
+        self.machine.calls += 1
+        self.machine.bytes_sent += len(call)
         began = self.machine.local
         is_answered = False  # or its patience is over, whichever comes first
 
@@ -652,7 +681,7 @@ class Process:
             self.machine.ended(error)
             return
         self._call_all(neighbor, others)
-        self.look()
+        self._look_at_message_of(neighbor)
 
     def _fail(self, neighbor: int, error: RunError) -> None:
         if self.is_over:
@@ -689,7 +718,14 @@ class Process:
             until = local + self._holding
             self._held.append(_HeldAnswer(caller, messages, make_answer, answered, until))
             self._look_at(self.machine.moment(until))
-        self.look()
+        self._look_at_message_of(caller)
+
+    def _look_at_message_of(self, neighbor: int) -> None:
+        self._heard = neighbor
+        try:
+            self.look()
+        finally:
+            self._heard = None
 
     def _answer_held(self) -> None:
         session = self.peer.conversation
@@ -705,6 +741,7 @@ class Process:
         network = self.network
         size = 0 if isinstance(answer, RunError) else len(answer)
         self.peer.conversation.bytes_sent += size
+        self.machine.bytes_sent += size
         passage = network.links.passage(network.now, self.machine.number, caller, size)
         if passage.seconds is not None:
             network.at(network.now + passage.seconds, lambda: answered(answer))

@@ -7,11 +7,14 @@ lines are gone with the process.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
 from flower_privdec.common.errors import BudgetError
+from flower_privdec.common.files import disk_error
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.ledger.segments import EMPTY_HASH, RESTORE, Charge, Entry, Head, RunName
 from flower_privdec.privacy.ledger.spending import Account
@@ -20,16 +23,22 @@ from flower_privdec.privacy.ledger.spending import Account
 class LedgerLines:
     """The lines of a ledger, each with its hash.
 
+    Args:
+        observe: called with each entry that is appended, here or to a copy.
+
     Attributes:
         entries: oldest first.
         hashes: of each line, which names all lines before it too.
         starts: how many processes have opened it.
+        is_full: whether nothing can be written, as on a full disk.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observe: Callable[[Entry], None] = lambda entry: None) -> None:
+        self._observe = observe
         self.entries: list[Entry] = []
         self.hashes: list[str] = []
         self.starts = 0
+        self.is_full = False
 
     @property
     def head(self) -> Head:
@@ -37,15 +46,23 @@ class LedgerLines:
         return len(self.hashes), self.hashes[-1] if self.hashes else EMPTY_HASH
 
     def append(self, entry: Entry) -> None:
-        """Append a line."""
+        """Append a line.
+
+        Raises:
+            BudgetError: there is no room; no step may be taken.
+        """
+        if self.is_full:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the ledger")
+            raise BudgetError(f"{disk_error(full)}; no step was taken", code="ledger.disk") from full
         _, before = self.head
         facts = (before, entry.run.id, entry.from_step, entry.to_step, entry.boot, sorted(entry.witnessed.items()))
         self.hashes.append(sha256(repr(facts).encode()).hexdigest())
         self.entries.append(entry)
+        self._observe(entry)
 
     def copy(self) -> LedgerLines:
         """Return a backup."""
-        backup = LedgerLines()
+        backup = LedgerLines(self._observe)
         backup.entries = [*self.entries]
         backup.hashes = [*self.hashes]
         backup.starts = self.starts
@@ -57,7 +74,6 @@ class MemoryLedger(PlannedLedger):
 
     Args:
         lines: what is there; lines are appended to it.
-        keep: called before a line counts; it raises what a disk would raise.
     """
 
     path = Path("memory")
@@ -70,11 +86,9 @@ class MemoryLedger(PlannedLedger):
         *,
         fresh: bool = False,
         start: int = 0,
-        keep: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._lines = lines
-        self._keep = keep
         self._reserved: int | None = None
         self._is_open = True
         self.count(lines.entries)
@@ -113,7 +127,6 @@ class MemoryLedger(PlannedLedger):
         if not self._is_open:
             raise BudgetError("the ledger is closed; open it again before another step", code="ledger.closed")
         entry = self._entry(run, from_step, to_step, charges, witnessed)
-        self._keep()
         self._lines.append(entry)
         self.count([entry])
 

@@ -1,0 +1,1 @@
+"""A whole deployment on a virtual clock, in one process: `privdec rehearse`."""
