@@ -24,10 +24,9 @@ from flower_privdec.peer.store import MemoryStore
 from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import CohortTrainer, network_mixing
-from flower_privdec.privacy.ledger.segments import Entry
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.ledger.memory_ledger import LedgerLines, MemoryLedger
-from flower_privdec.privacy.ledger.segments import Head
+from flower_privdec.privacy.ledger.segments import Entry, Head
 
 REHEARSED = "INSECURE: noise and batches follow from the scenario's seed; a rehearsal, not a private release"
 MEASURED_ROUNDS = 5
@@ -59,7 +58,7 @@ class MemoryHome:
 
     Attributes:
         whole: the cohort of all peers, without a ledger.
-        initial_rows: of one peer, before round 0.
+        initial_rows: that a peer would hand in before round 0.
         times: how long each peer waits.
         released: by peer, the ledger entries of all that it really took steps for, whatever became of its ledger.
     """
@@ -78,7 +77,8 @@ class MemoryHome:
         self._on_model = on_model
         self._on_round = on_round
         self.whole = self._shared.whole
-        self.initial_rows = experiment.initial_state(self._shared.cohort_of(0)).rows
+        before = experiment.initial_state(self._shared.cohort_of(0)).rows
+        self.initial_rows = {name: before[name] for name in experiment.algorithm.open_rows}
         self.times = Times.of(scenario.network)
         self.released: dict[int, list[Entry]] = {peer: [] for peer in range(scenario.n_peers)}
         first = MemoryTrainer(self._shared, 0, LedgerLines())

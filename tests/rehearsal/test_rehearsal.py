@@ -1,0 +1,207 @@
+"""A rehearsal: the engine's numbers if nothing goes wrong, the same bytes for one seed, and the truth about faults."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from raising import raises
+from tiny_scenario import Tiny
+from variants import VARIANTS, modes_in_turn, settings_for
+
+from flower_privdec import testing
+from flower_privdec.engine.run import run
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.recorder import read_metrics
+from flower_privdec.peer.faults import FaultSchedule
+from flower_privdec.rehearsal.rehearsal import Rehearsal
+from flower_privdec.rehearsal.weather import weather
+from flower_privdec.scenario import Scenario
+
+ALONE = ("scaffold", "local", "dp-sgd")  # or by a server
+EXCHANGING = [variant for variant in VARIANTS if variant[0].removeprefix("algorithm.name=") not in ALONE]
+MODES = {
+    "synchronous": "network={mode: synchronous, final_mixing: 0}",
+    "asynchronous": "network={mode: asynchronous}",
+}
+
+
+def rehearsed(scenario: Scenario, folder: Path, faults: str = "{}", **options: Any) -> Rehearsal:
+    """Rehearse a scenario to its end."""
+    rehearsal = Rehearsal(scenario, folder, weather(scenario, FaultSchedule.parse(faults), **options))
+    rehearsal.run()
+    return rehearsal
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+# --- the engine's numbers ---
+
+
+@pytest.mark.parametrize(
+    ("variant", "mode"),
+    [pytest.param(variant, mode, id=f"{' '.join(variant)}-{mode}") for variant, mode in modes_in_turn(EXCHANGING, 1)],
+)
+def test_every_algorithm_comes_to_its_end(variant: list[str], mode: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*settings_for(*variant), "rounds=2", MODES[mode])
+    rehearsal = rehearsed(scenario, tmp_path)
+    assert {end.end for end in rehearsal.ends} == {"finished"}
+    assert {end.round for end in rehearsal.ends} == {2}
+    if mode == "synchronous":
+        wanted = testing.run_rounds(Experiment.build(scenario), scenario.rounds).state
+        for name in wanted.rows:
+            rows = torch.cat([peer.state.rows[name] for peer in rehearsal.network.peers.values()])
+            torch.testing.assert_close(rows, wanted.rows[name], msg=name)
+
+
+def test_metrics_and_budgets_are_those_of_a_run(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(MODES["synchronous"])
+    run(Experiment.build(scenario), tmp_path / "engine")
+    rehearsed(scenario, tmp_path / "rehearsal")
+    engine = read_metrics(tmp_path / "engine")
+    rehearsal = read_metrics(tmp_path / "rehearsal")
+    for one, other in zip(rehearsal, engine, strict=True):
+        del one["seconds"]
+        del other["seconds"]
+        assert one.pop("epsilon") >= other.pop("epsilon")  # peers may be ahead, or have reserved a step
+        for name, value in other.items():
+            assert one[name] == pytest.approx(value, rel=1e-9), name
+
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("engine", "rehearsal")]
+    spent = [[row["epsilon"] for row in summary["privacy"]] for summary in summaries]
+    assert spent[0] == spent[1]
+    assert summaries[1]["publishable"] is False
+
+
+def test_asynchronous_peers_are_as_good_as_the_engine(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(
+        "rounds=30", "evaluation.every=30", "privacy={epsilon: 10.0, delta: 1.0e-3}", "data.test_samples=300"
+    )
+    run(Experiment.build(scenario), tmp_path / "engine")
+    rehearsed(scenario, tmp_path / "rehearsal")
+    wanted = json.loads((tmp_path / "engine" / "summary.json").read_text())["accuracy"]["mean_model"]
+    got = json.loads((tmp_path / "rehearsal" / "summary.json").read_text())["accuracy"]
+    assert got["peer_min"] > wanted - 0.03
+
+
+# --- one seed ---
+
+
+def test_one_seed_writes_the_same_bytes(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("network.links=wan")
+    options: dict[str, Any] = {"random_faults": 1.0, "slow": "25%:4"}
+    folders = [tmp_path / name for name in ("first", "again")]
+    for folder in folders:
+        Rehearsal(scenario, folder, weather(scenario, None, seed=5, **options)).run()
+    for name in ("metrics.jsonl", "timeline.csv", "peers.csv", "waits.csv", "faults.yaml"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+    assert "kind: slow" in (folders[0] / "faults.yaml").read_text()
+
+
+def test_the_faults_written_repeat_a_rehearsal(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny()
+    first = tmp_path / "first"
+    Rehearsal(scenario, first, weather(scenario, None, random_faults=1.0, seed=8)).run()
+    again = tmp_path / "again"
+    Rehearsal(scenario, again, weather(scenario, first / "faults.yaml")).run()
+    assert (first / "peers.csv").read_bytes() == (again / "peers.csv").read_bytes()
+
+
+# --- what slow devices and faults cost ---
+
+
+def test_slow_devices_cost_time_and_are_named(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(MODES["synchronous"])
+    quick = rehearsed(scenario, tmp_path / "quick")
+    slow = rehearsed(scenario, tmp_path / "slow", "faults: [{kind: slow, peer: 2, factor: 10}]")
+    assert slow.network.now > 8 * quick.network.now
+    assert slow.ends[2].worked > 8 * slow.ends[0].worked
+    waited_for = {end.longest_for for end in slow.ends if end.peer != 2 and end.waited > 1}
+    assert 2 in waited_for
+    lines = table(tmp_path / "slow" / "timeline.csv")
+    assert float(lines[-1]["seconds"]) == pytest.approx(slow.network.now)
+
+
+def test_a_slower_step_takes_longer(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny()
+    assert rehearsed(scenario, tmp_path / "one", step_seconds=1.0).network.now > 6
+    measured = Rehearsal(scenario, tmp_path / "two", weather(scenario, None), measure=True)
+    assert 0 < measured.schedule.work["train"] < 1
+
+
+def test_a_lost_ledger_is_charged_what_was_released(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("rounds=8")
+    lost = "faults: [{kind: lose, peer: 1, at: 0.4, down: 0.1}]"
+    rehearsal = rehearsed(scenario, tmp_path, lost)
+    end = rehearsal.ends[1]
+    assert end.epsilon >= end.epsilon_released > 0
+    assert rehearsal.network.faults["lose"] == 1
+
+
+def test_steps_taken_again_after_a_crash_are_paid_again(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("privacy={noise_multiplier: 1.0, delta: 1.0e-3}")
+    crashed = "faults: [{kind: crash, peer: 0, work: train, nth: 5, point: after, down: 0.2}]"
+    ends = rehearsed(scenario, tmp_path, crashed).ends
+    assert ends[0].epsilon > ends[1].epsilon
+
+
+def test_who_never_ends_is_told(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("network.deadline=2.0")
+    rehearsal = rehearsed(scenario, tmp_path, "faults: [{kind: crash, peer: 3, at: 0.3}]")
+    lines = table(tmp_path / "peers.csv")
+    assert lines[3]["end"] == "virtual.killed"
+    assert float(lines[3]["ended_at"]) == 0.3
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["ends"]["virtual.killed"] == 1
+    assert rehearsal.stuck == ""
+
+
+def test_no_model_and_no_ledger_is_left(tiny: Tiny, tmp_path: Path) -> None:
+    rehearsed(tiny(), tmp_path)
+    names = {path.name for path in tmp_path.iterdir()} - {".lock"}
+    assert names == {
+        "scenario.yaml", "metrics.jsonl", "summary.json", "faults.yaml", "timeline.csv", "peers.csv", "waits.csv"
+    }  # fmt: skip
+
+
+# --- wrong inputs ---
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"random_faults": 0.0}, "rehearse.random-faults"),
+        ({"random_faults": float("nan")}, "rehearse.random-faults"),
+        ({"slow": "a fifth"}, "rehearse.slow"),
+        ({"slow": "0%:5"}, "rehearse.slow"),
+        ({"slow": "20%:-1"}, "rehearse.slow"),
+        ({"slow": "20%:1e999"}, "rehearse.slow"),
+        ({"step_seconds": -1.0}, "rehearse.step-seconds"),
+        ({"step_seconds": float("inf")}, "rehearse.step-seconds"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], code: str, tiny: Tiny) -> None:
+    with raises(Exception, code):
+        weather(tiny(), None, **options)
+
+
+def test_faults_of_unknown_peers_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "faults.yaml"
+    path.write_text("faults: [{kind: slow, peer: 4, factor: 2}]\n")
+    with raises(Exception, "faults.peer"):
+        weather(tiny(), path)
+    with raises(Exception, "rehearse.faults"):
+        weather(tiny(), path, random_faults=0.5)
+
+
+def test_a_folder_with_a_run_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    rehearsed(tiny(), tmp_path)
+    with raises(Exception, "run.folder-taken"):
+        rehearsed(tiny(), tmp_path)
