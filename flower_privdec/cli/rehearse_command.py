@@ -51,7 +51,7 @@ def rehearse(
     with starting():
         from flower_privdec.rehearsal.rehearsal import Rehearsal
         from flower_privdec.rehearsal.weather import weather
-        from flower_privdec.reporting import progress, rehearsals
+        from flower_privdec.reporting import console, progress, rehearsals
         from flower_privdec.scenario import load_scenario
 
         laid_over = list(settings or ())
@@ -74,7 +74,8 @@ def rehearse(
     with interruptible, progress.progress(loaded, folder) as on_metrics:
         summary = rehearsal.run(on_metrics)
     rehearsals.save_picture(folder)
-    typer.echo(rehearsals.summary_text(summary, folder), nl=False)
+    console.print_summary(summary, folder)
+    typer.echo(rehearsals.rehearsal_text(summary, folder))
 
 
 def _seconds(text: str | None) -> float | None:

@@ -204,7 +204,11 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     algorithm = summary["algorithm"]
     network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
     average = wording.named_value(summary, "peer_mean")
-    pace = f"{number(summary['peer_steps_per_second'])} peer steps per second"
+    speed: str | None = (
+        f"{duration(summary['wall_seconds'])}, {number(summary['peer_steps_per_second'])} peer steps per second"
+    )
+    if "virtual_seconds" in summary:  # a rehearsal's clock says nothing of this machine
+        speed = None
 
     # The headline has the first metric; these are for the others.
     metrics = []
@@ -261,7 +265,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         ("gone", summary.get("gone")),
         ("not agreed", summary.get("not_agreed")),
         ("noise", summary.get("noise") if wording.is_private(summary) else None),
-        ("speed", f"{duration(summary['wall_seconds'])}, {pace}"),
+        ("speed", speed),
         ("files", str(folder)),
     ]
     console = _Console()
