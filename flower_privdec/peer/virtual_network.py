@@ -47,6 +47,8 @@ from flower_privdec.pushsum.frames import RowMessage
 
 INSTANT = 1e-3  # seconds until a call to a peer that is not there fails
 LOST_AFTER = 1.0  # seconds until a caller learns that its call, or the answer, is lost
+TICK = 1e-6  # seconds of a wrong clock, below which nothing is measured
+RIGHT = (0.0, 0.0, 1.0)  # a clock that shows the true time
 OPERATOR = 0.5  # seconds until an operator has charged what a restored ledger lacks
 
 
@@ -238,7 +240,7 @@ class Machine:
         self._died_of_disk = False
 
         # The clock: (moment, what it showed then, its rate from then on).
-        self._clock = (0.0, 0.0, 1.0)
+        self._clock = RIGHT
 
     # --- its clock and its speed ---
 
@@ -249,9 +251,12 @@ class Machine:
         return shown + rate * (self.network.now - since)
 
     def moment(self, local: float) -> float:
-        """Return when the peer's clock will show something."""
+        """Return when the peer's clock will show something, or a little later: rounding must not make it earlier."""
         since, shown, rate = self._clock
-        return since + (local - shown) / rate
+        moment = since + (local - shown) / rate
+        if self._clock == RIGHT:
+            return moment
+        return moment + TICK
 
     def duration(self, kind: str) -> float:
         """Return how long a work takes that begins now, in seconds."""

@@ -152,6 +152,12 @@ def test_steps_taken_again_after_a_crash_are_paid_again(tiny: Tiny, tmp_path: Pa
     assert ends[0].epsilon > ends[1].epsilon
 
 
+def test_wrong_clocks_stop_no_virtual_time(tiny: Tiny, tmp_path: Path) -> None:
+    clocks = "faults: [{kind: clock, peer: 0, at: 0.123, rate: 0.3}, {kind: clock, peer: 1, at: 0.1, rate: 1.7}]"
+    rehearsal = rehearsed(tiny(), tmp_path, clocks)
+    assert {end.end for end in rehearsal.ends} == {"finished"}
+
+
 def test_who_never_ends_is_told(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("network.deadline=2.0")
     rehearsal = rehearsed(scenario, tmp_path, "faults: [{kind: crash, peer: 3, at: 0.3}]")
