@@ -107,10 +107,7 @@ def _span(least: int, most: int) -> str:
 def _clock(summary: dict[str, Any]) -> str:
     seconds = summary["virtual_seconds"]
     faults = ", ".join(f"{count:,} {kind}" for kind, count in summary["faults"].items()) or "none"
-    return (
-        f"simulated {duration(seconds)}; {summary['calls']:,} calls, {memory(summary['bytes'])}; faults: {faults}\n"
-        f"{summary['noise']}"
-    )
+    return f"simulated {duration(seconds)}; {summary['calls']:,} calls, {memory(summary['bytes'])}; faults: {faults}"
 
 
 def _held_up(waits: Iterable[Line], peers: Sequence[Line]) -> list[str]:
