@@ -174,7 +174,8 @@ def run_rounds(experiment: Experiment, rounds: int) -> Engine:
     """
     _check_rounds(experiment, rounds, least=0)
     cohort = experiment.cohort()
-    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+    arithmetic = experiment.arithmetic
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort), arithmetic)
     for _ in range(rounds):
         engine.round()
     return engine

@@ -1,7 +1,8 @@
 """The engine: all peers of a scenario as rows of one computation in one process.
 
-No message is ever made: an exchange among all rows is a product with the mixing matrix. `engine/workers` computes the
-same numbers in several processes, and `engine/shards` in several Flower nodes.
+No message is ever made: an exchange among all rows is a product with the mixing matrix, unless the network's wire codec
+rounds what peers send; then each share is encoded and decoded as it would be between synchronous peers.
+`engine/workers` computes the same numbers in several processes, and `engine/shards` in several Flower nodes.
 """
 
 from __future__ import annotations
@@ -9,10 +10,16 @@ from __future__ import annotations
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Spares
+from flower_privdec.pushsum.coded_mix import CodedMix
+from flower_privdec.pushsum.frames import TensorArithmetic
 
 
 class Engine:
     """Runs rounds of an algorithm on a cohort that hosts the whole network.
+
+    Args:
+        algorithm, cohort, state: of all peers.
+        arithmetic: that of the network's wire codec; None mixes rows as they are.
 
     Attributes:
         state: the state of all peers; between two calls of `rounds` it is at the end of a round.
@@ -21,11 +28,16 @@ class Engine:
 
     trial = None
 
-    def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State) -> None:
+    def __init__(
+        self, algorithm: Algorithm, cohort: Cohort, state: State, arithmetic: TensorArithmetic | None = None
+    ) -> None:
         self.algorithm = algorithm
         self.cohort = cohort
         self.state = state
         self._spares: Spares = {}
+        self._coded: CodedMix | None = None
+        if arithmetic is not None and not arithmetic.is_exact:
+            self._coded = CodedMix(arithmetic)
 
     def collected(self) -> State:
         """Return the state between two rounds."""
@@ -48,4 +60,7 @@ class Engine:
         """Perform an exchange among all peers."""
         if self.cohort.mixing is None:
             raise TypeError(f"{self.algorithm.name} exchanges rows but has no mixing weights")
+        if self._coded is not None:
+            self._coded.together_(exchange, self.state, self.cohort.mixing)
+            return
         exchange.together(self.state, self.cohort.mixing, self._spares).apply_(self.state)

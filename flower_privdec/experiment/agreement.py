@@ -30,6 +30,7 @@ from flower_privdec.graph.topology import (
     sample_edges,
 )
 from flower_privdec.models import build_model, flatten
+from flower_privdec.pushsum.frames import TensorArithmetic, wire_codec
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario, FeaturesSection, TaskSection, placed
 from flower_privdec.tasks.losses import Loss, resolve_loss
@@ -53,6 +54,7 @@ class Agreement:
             run; "" if it has none.
         origin: the run that it starts from.
         inherited: the folder of the ledger that is charged for both.
+        arithmetic: how shares are encoded, by `network.codec`.
     """
 
     scenario: Scenario
@@ -71,6 +73,7 @@ class Agreement:
     constants: str
     origin: Origin | None
     inherited: Path | None
+    arithmetic: TensorArithmetic
 
     @staticmethod
     @placed
@@ -83,6 +86,7 @@ class Agreement:
         device = resolve_device(scenario.compute.device)
         algorithm = build_algorithm(scenario.algorithm)
         mixing, participation = build_exchange(scenario, algorithm)
+        arithmetic = build_arithmetic(scenario, algorithm, mixing)
         public = read_public(scenario.data, scenario.seed_of("data"), scenario.task.targets)
         loss, metrics = _build_task(scenario.task, public)
         tested = fingerprint_of(public)
@@ -127,6 +131,7 @@ class Agreement:
             constants=constants,
             origin=origin,
             inherited=None if origin is None else origin.ledger(scenario, public),
+            arithmetic=arithmetic,
         )
 
 
@@ -144,6 +149,23 @@ def _with_features(public: PublicSet, section: FeaturesSection | None) -> Public
     else:
         held = _with_features(public.validation, section)
     return replace(public, x=apply_features(public.x, section), validation=held)
+
+
+def build_arithmetic(scenario: Scenario | AppScenario, algorithm: Algorithm, mixing: Mixing | None) -> TensorArithmetic:
+    """Return how shares are encoded.
+
+    Raises:
+        ScenarioError: the codec cannot be had, or rounds rows that no sender takes back.
+    """
+    arithmetic = TensorArithmetic(wire_codec(scenario.network.codec))
+    sends_shares = mixing is not None and mixing.sends_shares
+    if not (sends_shares or arithmetic.is_exact):
+        raise ScenarioError(
+            f"network.codec={scenario.network.codec.name} rounds rows, and algorithm.name={algorithm.name} sends rows "
+            "whose rounding no sender's mass takes back: use exact, or an algorithm of push-sum",
+            code="network.codec-without-shares",
+        )
+    return arithmetic
 
 
 def resolve_device(name: str) -> torch.device:

@@ -41,6 +41,7 @@ from flower_privdec.experiment.run_name import public_name, without_content
 from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger.segments import Head
+from flower_privdec.pushsum.frames import TensorArithmetic
 from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.sections import StageSection
 
@@ -437,7 +438,7 @@ class Recorder:
             seconds_here = self.seconds - self._seconds_before
             summary["coalition_share_of_wall_time"] = round(self.coalition_seconds / max(seconds_here, 1e-9), 4)
 
-        summary["traffic"] = traffic(self.agreement.algorithm, rows)
+        summary["traffic"] = traffic(self.agreement.algorithm, rows, self.agreement.arithmetic)
         summary["privacy"] = privacy_rows(scenario, spent, participation, done, self.agreement.inherited)
         note = spent.note or shortfall(participation, spent.rounds_run, done)
         if note:
@@ -690,8 +691,13 @@ def state_dict_of(agreement: Agreement, model: Tensor) -> dict[str, Tensor]:
     return tensors
 
 
-def traffic(algorithm: Algorithm, rows: dict[str, Tensor]) -> dict[str, int]:
+def traffic(
+    algorithm: Algorithm, rows: dict[str, Tensor], arithmetic: TensorArithmetic | None = None
+) -> dict[str, int]:
     """Return what an active peer sends in a round to each of its receivers, from the program's exchanges.
+
+    Args:
+        arithmetic: that of the network's wire codec; None sends rows as they are.
 
     Returns:
         vectors: how many are as long as the model; bytes: of these vectors.
@@ -706,7 +712,8 @@ def traffic(algorithm: Algorithm, rows: dict[str, Tensor]) -> dict[str, int]:
             row = rows[item.shaped(name)]
             if row.ndim == 2 and row.shape[1] == d:
                 vectors += 1
-                n_bytes += d * row.element_size()
+                sent = row[0] if arithmetic is None else arithmetic.encode(row[0])
+                n_bytes += sent.nbytes
     return {"vectors": vectors, "bytes": n_bytes}
 
 

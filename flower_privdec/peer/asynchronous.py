@@ -102,8 +102,7 @@ class AsynchronousPeer(RunningPeer):
         self.exchanges: ShareExchange | RowExchange
         if self.mixing.sends_shares:
             (shares,) = formats.values()
-            (exchange,) = exchanges.values()
-            frames = FrameCodec(self._run_id, shares, {}, check=self._check_of(exchange))
+            frames = FrameCodec(self._run_id, shares, {}, check=self._check_of_rows())
             self.exchanges = ShareExchange(self)
         else:
             formats[self.timetable.final_at] = self._formats(self.timetable.final_exchange)

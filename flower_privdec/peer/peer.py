@@ -30,6 +30,7 @@ from torch import Tensor
 from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
 from flower_privdec.core import Exchange, Mix, State
 from flower_privdec.core.exchange import Payload
+from flower_privdec.experiment.agreement import build_arithmetic
 from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
 from flower_privdec.experiment.recorder import evaluation_rounds
 from flower_privdec.graph.mixing import Link
@@ -193,7 +194,7 @@ class RunningPeer(ABC):
         self.final = self.plan.final
         self.timetable = self.plan.timetable
         self.end = self.timetable.end
-        self.arithmetic = TensorArithmetic(wire_codec(self.network.codec))
+        self.arithmetic = build_arithmetic(scenario, trainer.algorithm, trainer.mixing)
         self._digest = self.plan.digest
         self._run_id = self.plan.run_id
         self._check_network()
@@ -210,18 +211,6 @@ class RunningPeer(ABC):
         """Refuse what the network cannot do with the algorithm."""
         sends_shares = self.mixing.sends_shares
         name = self.trainer.algorithm.name
-        if not (sends_shares or self.arithmetic.is_exact):
-            raise ScenarioError(
-                f"network.codec={self.network.codec.name} rounds rows, and algorithm.name={name} sends rows whose "
-                "rounding no sender's mass takes back: use exact, or an algorithm of push-sum",
-                code="network.codec-without-shares",
-            )
-        if self.network.mode == "synchronous" and not self.arithmetic.shares_parts:
-            raise ScenarioError(
-                f"network.codec={self.network.codec.name} sends differences, which synchronous peers do not keep yet: "
-                "use int8, or network.mode=asynchronous",
-                code="network.codec-synchronous",
-            )
 
         only_gossips = all(isinstance(one, Mix) for one in self.timetable.exchanges.values())
         if self.network.robust is not None and (sends_shares or not only_gossips):
@@ -565,9 +554,12 @@ class RunningPeer(ABC):
         rows = {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
         return formats_of({name: self.arithmetic.encode(row) for name, row in rows.items()})
 
-    def _check_of(self, exchange: Exchange) -> Check | None:
-        """Return what refuses rows of an exchange that the wire codec encodes nothing as."""
-        return self.arithmetic.checks({name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names})
+    def _check_of_rows(self) -> Check | None:
+        """Return what refuses rows of any exchange that the wire codec encodes nothing as."""
+        rows = {}
+        for exchange in (*self.timetable.exchanges.values(), self.timetable.final_exchange):
+            rows |= {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
+        return self.arithmetic.checks(rows)
 
     def _clipped(self, received: Mapping[Link, Payload]) -> Mapping[Link, Payload]:
         """Return the rows of an exchange's senders, those of the farthest clipped; see ClippedSection."""

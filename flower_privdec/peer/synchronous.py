@@ -17,6 +17,7 @@ from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.peer.driving import Program, UnreachableError, Wait
 from flower_privdec.peer.peer import POLL, RunningPeer
 from flower_privdec.peer.session import Messages, Session
+from flower_privdec.pushsum.coded_mix import CodedMix, Models, Sending
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Progress, RowMessage
 from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep, Timetable
@@ -166,13 +167,14 @@ class SynchronousPeer(RunningPeer):
         self.machine = Machine(peer, lambda place: timetable.turn(peer, place).receivers, timetable.places)
         self._restored = [checkpoint.state for checkpoint in checkpoints]
         self._met = False
-        self._rounding: dict[str, Tensor] = {}  # what the wire codec took away from the shares of this exchange
+        self._coded = CodedMix(self.arithmetic)
+        self._sending: Sending | None = None  # of this exchange; None if rows are sent as they are
 
         exchanges = dict(timetable.exchanges)
         if self.final:
             exchanges[timetable.final_at] = timetable.final_exchange
         formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
-        frames = FrameCodec(self._run_id, exchanges=formats)
+        frames = FrameCodec(self._run_id, exchanges=formats, check=self._check_of_rows())
         retry = self.times.retry
         self.session: SynchronousSession = SynchronousSession(self.machine, self.witness, frames, timetable, retry)
         return self.session
@@ -189,32 +191,37 @@ class SynchronousPeer(RunningPeer):
         self._arrive(self.state, place)
         yield from self.await_neighbours(lambda: not machine.missing() and not machine.behind(place - 1))
 
-        received = {(j, self.device.peer): self._decoded(rows) for j, rows in machine.received().items()}
+        received = {(j, self.device.peer): rows for j, rows in machine.received().items()}
+        heard: Models = {}
+        if self._sending is None:
+            received = {link: self._decoded(rows) for link, rows in received.items()}
+        else:
+            received, heard = self._coded.open(self.state, received)
         if self.state.round_index >= self.rounds:
             self._measure({sender: rows for (sender, _), rows in received.items()})
-        turn = self.timetable.turn(self.device.peer, place)
-        exchange.incoming(self.state, turn.mixing, self._clipped(received)).apply_(self.state)
 
-        # What the codec cut off stays with the sender, so that no mass is lost.
-        for name, lost in self._rounding.items():
-            self.state.rows[name][0] += lost
+        mixing = self.timetable.turn(self.device.peer, place).mixing
+        if self._sending is None:
+            exchange.incoming(self.state, mixing, self._clipped(received)).apply_(self.state)
+        else:
+            self._coded.apply_(exchange, self.state, mixing, self._sending, received, heard)
 
     def _arrive(self, state: State, place: int) -> None:
         """Tell the protocol that a state is on disk, and what is to be sent from it."""
         peer = self.device.peer
         outgoing = dict[int, RowMessage]()
         awaited = set[int]()
-        self._rounding = {}
+        self._sending = None
         if place < self.timetable.places:
             turn = self.timetable.turn(peer, place)
             awaited = turn.senders
-            for (_, receiver), payload in turn.exchange.outgoing(state, turn.mixing).items():
-                values = {name: self.arithmetic.encode(row) for name, row in payload.items()}
+            if self.arithmetic.is_exact:
+                messages = turn.exchange.outgoing(state, turn.mixing)
+            else:
+                self._sending = self._coded.send(turn.exchange, state, turn.mixing)
+                messages = self._sending.messages
+            for (_, receiver), values in messages.items():
                 outgoing[receiver] = RowMessage(peer, receiver, turn.round_index, turn.at, values)
-                if self.mixing.sends_shares and not self.arithmetic.is_exact:
-                    for name, row in payload.items():
-                        lost = row - self.arithmetic.decode(values[name], row)
-                        self._rounding[name] = self._rounding.get(name, 0) + lost
         self.machine.arrive(place, outgoing, awaited)
 
     def await_neighbours(self, ready: Callable[[], bool]) -> Program[None]:

@@ -675,6 +675,7 @@ class WireCodec(Protocol):
         damping     which part of the graph's weights a share has, at most 1
         counts      True if `encode` takes a second argument: how many shares came before over this edge
         check       called with what `decode` is, before: raises ArgumentError for what no row is encoded as
+        cautions    returns what to warn of, as sentences with a remedy
     """
 
     def encode(self, row: Tensor) -> Tensor:
@@ -859,6 +860,11 @@ class TensorArithmetic:
         check = getattr(self._codec, "check", None)
         if check is not None and like.ndim > 0:
             check(sent, like)
+
+    def cautions(self) -> list[str]:
+        """Return what to warn of about the codec."""
+        cautions: Callable[[], list[str]] = getattr(self._codec, "cautions", list)
+        return cautions()
 
     def checks(self, rows: Mapping[str, Tensor]) -> Check | None:
         """Return what checks received rows by their names; None if every number may come.

@@ -520,7 +520,7 @@ def _plan(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[RenderableType,
         yield _peers(plan), None
         yield _facts(_theory(plan)), None
     else:
-        yield _facts([*_promise(plan), *_cost(plan, verbose)]), None
+        yield _facts([*_promise(plan), *_traffic(plan), *_cost(plan, verbose)]), None
     if plan["warnings"]:
         yield "", None
         table = Table.grid(padding=(0, 1))
@@ -576,7 +576,14 @@ def _theory(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]
     connected = None if graph is None else graph_facts(graph)
     if graph is not None and graph["final_mixing"] is not None:
         connected = f"{connected}; on a network {graph['final_mixing']} rounds of final mixing follow"
-    yield from [("graph", connected), ("ledger", ledger), *_pairs(plan), *_optimum(plan), *_cost(plan, verbose=True)]
+    yield from [
+        ("graph", connected),
+        ("ledger", ledger),
+        *_pairs(plan),
+        *_optimum(plan),
+        *_traffic(plan),
+        *_cost(plan, verbose=True),
+    ]
 
 
 def _peers(plan: dict[str, Any]) -> Table:
@@ -680,6 +687,17 @@ def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]
     curve = plan["optimal_rounds_curve"]  # pairs (ε, K*)
     rows = {"ε": [setting(epsilon) for epsilon, _ in curve], "K*": [f"{k:,}" for _, k in curve]}
     yield "by ε", _strip(rows)
+
+
+def _traffic(plan: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yield what a peer of a network sends in a round."""
+    traffic = plan["traffic"]
+    if traffic is None:
+        return
+    receivers = number(traffic["receivers"])
+    total = memory(traffic["bytes"] * traffic["receivers"])
+    text = f"{memory(traffic['bytes'])} to each of {receivers} receivers a round, {total} a peer"
+    yield "traffic", f"{text}, by network.codec {traffic['codec']}"
 
 
 def _cost(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str | None]]:

@@ -593,6 +593,11 @@ def _hash_without(scenario: Scenario | AppScenario, excluded: Any, *, movable: b
         for section, key in _paths_in(data):
             section[key] = os.path.basename(section[key])
     data |= {"seed": None, "seeds": scenario.all_seeds()}  # regardless of their source
+
+    # Of the network only the codec decides numbers, by what it rounds.
+    codec = scenario.network.codec
+    if codec.name != "exact":
+        data["codec"] = json.loads(codec.model_dump_json(exclude_none=True))
     if isinstance(scenario, Scenario):
         _lay_out_for_keys(data, scenario)
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()

@@ -947,7 +947,7 @@ class NetworkSection(Section):
         peers: one for each peer, in the order of their numbers; left out, all are on this machine.
         codec: how rows look on the wire: exact, as they are; others, only for push-sum shares, round them or leave
             most numbers out, and what they cut off stays in the sender's mass. A name, a class of your own as
-            `package.module:Name`, or a section with the keys of either. All peers use one.
+            `package.module:Name`, or a section with the keys of either. All peers use one; a simulation rounds alike.
         transport: what carries calls between peers: grpc, over TLS; or a class of your own, `package.module:Name`. All
             peers use one.
         links: what connects the peers, from which all times follow: local, one machine; lan, one site; wan, the

@@ -78,7 +78,15 @@ def test_no_mass_is_lost_with_any_codec(codec: str, faults: Faults, tiny: Tiny, 
     check_mass(tmp_path, initial(scenario), codec)
 
 
-@pytest.mark.parametrize("codec", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "top-k", "random-k"])
+def test_the_engine_rounds_as_synchronous_peers_do(codec: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(SYNCHRONOUS.replace("{", f"{{codec: {codec}, "), "rounds=5")
+    rows, wanted = run_all(in_memory(scenario, tmp_path)), testing.run_rounds(Experiment.build(scenario), 5)
+    for name in ("x", "w"):
+        torch.testing.assert_close(rows[name], wanted.state.rows[name])
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "top-k", "random-k"])
 def test_rounding_errors_stay_with_a_synchronous_sender(codec: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(STILL, SYNCHRONOUS.replace("{", f"{{codec: {codec}, "), "rounds=9", "privacy=none")
     rows = run_all(in_memory(scenario, tmp_path))

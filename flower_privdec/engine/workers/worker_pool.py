@@ -476,6 +476,10 @@ def start_engine(
     Raises:
         ScenarioError: this system cannot run so many.
     """
+    arithmetic = experiment.arithmetic
+    if not arithmetic.is_exact:
+        return Engine(experiment.algorithm, cohort, state, arithmetic)
+
     partitioning = partition_cohort(experiment, workers)
 
     # Rows that steps make later are in no shared memory, so only rows that the state begins with can cross blocks.

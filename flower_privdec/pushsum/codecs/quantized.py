@@ -189,6 +189,12 @@ class Int4Codec:
         self.remembers = differences
         self._block = block
 
+    def cautions(self) -> list[str]:
+        """Return a warning if models will not agree."""
+        if self.remembers:
+            return []
+        return ["15 steps without differences: models stay apart by their rounding; leave differences on, or take int8"]
+
     def encode(self, row: Tensor) -> Tensor:
         """Return pairs of steps, each 8 to 15 below zero as in two's complement, and scales, uint8."""
         import torch

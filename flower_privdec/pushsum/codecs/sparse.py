@@ -67,6 +67,27 @@ class PartCodec:
         self._part = part
         self._bytes = ByteSteps(BLOCK)
 
+    def cautions(self) -> list[str]:
+        """Return a warning if models will not agree, or late."""
+        part = f"part={self._part:g}"
+        if not self.remembers:
+            return [f"{part} without differences: models do not agree, only their mean is good; leave differences on"]
+
+        stable = min(1.0, self.stable * self._part)
+        if self.damping > stable:
+            return [
+                f"damping={self.damping:g} with {part} was seen to drive models apart; at most {stable:g} was measured to "
+                "converge"
+            ]
+        if self.damping < 1:
+            times = 1 / self.damping
+            return [
+                f"{part} sends a part {self.damping:g} of the graph's weights, so models agree about {times:.3g} times "
+                "more slowly, and final mixing takes as many times more rounds; int4 needs 4.25 bits a number and none "
+                "of that"
+            ]
+        return []
+
     def count(self, n: int) -> int:
         """Return how many of n numbers are sent."""
         if n > MOST_NUMBERS:

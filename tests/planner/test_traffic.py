@@ -1,0 +1,52 @@
+"""What a plan says of the traffic of a network, and of codecs that are too coarse."""
+
+from __future__ import annotations
+
+import pytest
+from raising import raises
+from tiny_scenario import Build, Tiny
+from variants import settings_for
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.experiment import Experiment
+from flower_privdec.planner.traffic import codec_warnings, traffic_facts
+
+
+def test_the_bytes_of_a_round_follow_from_the_codec(build: Build) -> None:
+    sizes = {}
+    for codec in ("exact", "bfloat16", "int8", "int4"):
+        facts = traffic_facts(build(f"network={{codec: {codec}}}"))
+        assert facts is not None
+        assert facts["receivers"] == 1
+        sizes[codec] = facts["bytes"]
+    rows = {codec: size - sizes["int4"] for codec, size in sizes.items()}
+    assert sizes["exact"] > 650 * 8
+    assert rows["exact"] > rows["bfloat16"] > rows["int8"] > rows["int4"] == 0
+    assert traffic_facts(build("algorithm.name=local")) is None
+
+
+@pytest.mark.parametrize(
+    ("codec", "warning"),
+    [
+        ("exact", ""),
+        ("int4", ""),
+        ("{name: top-k, part: 0.5}", ""),
+        ("{name: top-k, part: 0.1}", "models agree about 5 times more slowly"),
+        ("{name: top-k, part: 0.1, damping: 1}", "drive models apart; at most 0.2"),
+        ("{name: top-k, part: 0.1, differences: false}", "models do not agree"),
+        ("{name: random-k, part: 0.5}", "models agree about 4 times more slowly"),
+        ("{name: int4, differences: false}", "stay apart"),
+    ],
+)
+def test_a_codec_that_is_too_coarse_is_warned_of(build: Build, codec: str, warning: str) -> None:
+    warnings = codec_warnings(build(f"network={{codec: {codec}}}"))
+    assert len(warnings) == bool(warning)
+    assert all(warning in text for text in warnings)
+
+
+def test_a_simulation_refuses_codecs_that_no_mass_makes_up_for(tiny: Tiny) -> None:
+    scenario = tiny(*settings_for("algorithm.name=d-psgd"), "network={codec: int8}")
+    with raises(ScenarioError, "network.codec-without-shares", names="d-psgd"):
+        Experiment.build(scenario)
+    with raises(ScenarioError, "code.import", names="no_codecs"):
+        Experiment.build(tiny("network={codec: 'no_codecs:Mine'}"))
