@@ -110,12 +110,10 @@ class RunPlan:
         """
         scenario = trainer.scenario
         network = scenario.network
-        final, _ = final_rounds(trainer.mixing, scenario.rounds, network.final_mixing)
         arithmetic = TensorArithmetic(wire_codec(network.codec))
+        final, _ = final_rounds(trainer.mixing, scenario.rounds, network.final_mixing, arithmetic.damping)
         more = 0
         if network.final_mixing == "auto":
-            # Shares of a part of the graph's weights take as many times more rounds to agree.
-            final = math.ceil(final / arithmetic.damping)
             more = further(final)
         timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds, final + more, hosted)
 
@@ -556,7 +554,7 @@ class RunningPeer(ABC):
 
     def _check_of_rows(self) -> Check | None:
         """Return what refuses rows of any exchange that the wire codec encodes nothing as."""
-        rows = {}
+        rows: dict[str, Tensor] = {}
         for exchange in (*self.timetable.exchanges.values(), self.timetable.final_exchange):
             rows |= {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
         return self.arithmetic.checks(rows)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.core import Exchange, State
+from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment.checkpoint import Checkpoint
+from flower_privdec.graph.mixing import Link
 from flower_privdec.peer.driving import Program, UnreachableError, Wait
 from flower_privdec.peer.peer import POLL, RunningPeer
 from flower_privdec.peer.session import Messages, Session
@@ -23,6 +25,7 @@ from flower_privdec.pushsum.frames import SMALL, FrameCodec, Progress, RowMessag
 from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep, Timetable
 from flower_privdec.pushsum.witness import LedgerWitness
 
+ByLink = Mapping[Link, Payload]
 Machine = Lockstep[RowMessage, Mapping[str, Tensor]]
 GONE = 6  # calls in a row that failed, after which a neighbour that is at the end has left
 
@@ -191,7 +194,7 @@ class SynchronousPeer(RunningPeer):
         self._arrive(self.state, place)
         yield from self.await_neighbours(lambda: not machine.missing() and not machine.behind(place - 1))
 
-        received = {(j, self.device.peer): rows for j, rows in machine.received().items()}
+        received: ByLink = {(j, self.device.peer): rows for j, rows in machine.received().items()}
         heard: Models = {}
         if self._sending is None:
             received = {link: self._decoded(rows) for link, rows in received.items()}
@@ -215,6 +218,7 @@ class SynchronousPeer(RunningPeer):
         if place < self.timetable.places:
             turn = self.timetable.turn(peer, place)
             awaited = turn.senders
+            messages: ByLink
             if self.arithmetic.is_exact:
                 messages = turn.exchange.outgoing(state, turn.mixing)
             else:

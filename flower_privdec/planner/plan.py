@@ -37,7 +37,7 @@ def final_mixing(experiment: Experiment) -> int | None:
         return None
     if setting == "auto" and mixing.n_peers > MOST_MEASURED:
         return None
-    return final_rounds(mixing, scenario.rounds, setting)[0]
+    return final_rounds(mixing, scenario.rounds, setting, experiment.arithmetic.damping)[0]
 
 
 @placed

@@ -23,6 +23,7 @@ A message to a receiver passes through these states, by the places of its sender
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -301,7 +302,7 @@ def everybody(mixing: Mixing) -> Mixing:
     return Mixing(mixing.topology, mixing.weights)
 
 
-def final_rounds(mixing: Mixing, rounds: int, setting: int | str) -> tuple[int, float | None]:
+def final_rounds(mixing: Mixing, rounds: int, setting: int | str, damping: float = 1.0) -> tuple[int, float | None]:
     """Return how many rounds of mixing follow the last round of a run, and the share of the distance that they leave.
 
     One more than the peers need to agree, in which they see that they do. At most as many as the run has rounds, or
@@ -309,6 +310,7 @@ def final_rounds(mixing: Mixing, rounds: int, setting: int | str) -> tuple[int, 
 
     Args:
         setting: `network.final_mixing`.
+        damping: which part of the graph's weights a share has; it takes as many times more rounds to agree.
 
     Returns:
         The rounds, and the share that is left of the largest distance between two models; None for the share if the
@@ -317,4 +319,4 @@ def final_rounds(mixing: Mixing, rounds: int, setting: int | str) -> tuple[int, 
     if setting != "auto":
         return int(setting), None
     needed, left = rounds_to_agree(everybody(mixing), rounds, max(rounds, FEWEST_AT_MOST), AGREED)
-    return needed + 1, left
+    return math.ceil(needed / damping) + 1, left

@@ -44,7 +44,7 @@ def test_a_codec_that_is_too_coarse_is_warned_of(build: Build, codec: str, warni
     assert all(warning in text for text in warnings)
 
 
-def test_a_simulation_refuses_codecs_that_no_mass_makes_up_for(tiny: Tiny) -> None:
+def test_a_simulation_refuses_rounding_without_mass(tiny: Tiny) -> None:
     scenario = tiny(*settings_for("algorithm.name=d-psgd"), "network={codec: int8}")
     with raises(ScenarioError, "network.codec-without-shares", names="d-psgd"):
         Experiment.build(scenario)

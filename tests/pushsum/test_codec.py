@@ -202,7 +202,7 @@ def test_decoded_rows_are_finite_and_decode_to_themselves(name: str, dtype: torc
 
 @pytest.mark.parametrize("name", ROUNDING)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_is_refused_by_its_receiver(name: str, wrong: float) -> None:
+def test_a_row_that_is_not_finite_is_refused(name: str, wrong: float) -> None:
     arithmetic = TensorArithmetic(wire_codec(name))
     row = torch.ones(300)
     indices = torch.arange(300)
@@ -225,7 +225,7 @@ def test_a_row_that_is_not_finite_is_refused_by_its_receiver(name: str, wrong: f
         ({"name": "random-k", "part": 0.25}, 8 + 250 + 2),
     ],
 )
-def test_a_row_of_a_thousand_numbers_has_as_many_bytes(codec: Any, size: int) -> None:
+def test_a_row_has_as_many_bytes(codec: Any, size: int) -> None:
     keys = {"name": codec} if isinstance(codec, str) else codec
     arithmetic = TensorArithmetic(wire_codec(CODECS.section(**keys)))
     mass = {"x": torch.randn(1000), "w": torch.tensor(0.7)}

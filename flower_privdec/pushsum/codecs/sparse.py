@@ -76,8 +76,8 @@ class PartCodec:
         stable = min(1.0, self.stable * self._part)
         if self.damping > stable:
             return [
-                f"damping={self.damping:g} with {part} was seen to drive models apart; at most {stable:g} was measured to "
-                "converge"
+                f"damping={self.damping:g} with {part} was seen to drive models apart; at most {stable:g} was measured "
+                "to converge"
             ]
         if self.damping < 1:
             times = 1 / self.damping
