@@ -15,7 +15,8 @@ from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Mix, State
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import EdgeArray, Participation, Topology, edge_array
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import EdgeArray, Topology, edge_array
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario import DescentSection

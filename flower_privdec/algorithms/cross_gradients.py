@@ -29,7 +29,8 @@ from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort, StepRequest
 from flower_privdec.core.exchange import Edges, State
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import Participation, Topology
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
 
 

@@ -20,7 +20,8 @@ from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Mix, State
 from flower_privdec.gradients import GradientKernel, SparseLinearKernel, StackedKernel
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import Participation, Topology
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.tensors import empty_rows
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection

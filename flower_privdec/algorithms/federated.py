@@ -16,7 +16,8 @@ from flower_privdec.core.cohort import Cohort, StepRequest
 from flower_privdec.core.exchange import Mix, State
 from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import Participation, Topology
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.tensors import aligned
 from flower_privdec.scenario import DescentSection

@@ -16,7 +16,8 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Exchange, Mix, State
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.mixing_speed import MOST_MEASURED, spectral_gap
-from flower_privdec.graph.topology import Participation, Topology
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.scenario import DescentSection
 

@@ -18,7 +18,8 @@ from flower_privdec.common.fields import Count, check_keys
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Gather, Mix, Reply, State
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import Participation, Topology
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import PaperNoise
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario import DescentSection

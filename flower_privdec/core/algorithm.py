@@ -25,7 +25,8 @@ from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Exchange, Mix, Reply, State
 from flower_privdec.core.optimizers import LocalOptimizer
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import Participation, Topology
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise, changed_since_declared
 from flower_privdec.scenario.algorithm_sections import (
     AlgorithmSection,

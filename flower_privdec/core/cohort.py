@@ -35,7 +35,7 @@ from flower_privdec.core.validation import Validation
 from flower_privdec.data import Batch, PeerData
 from flower_privdec.gradients.protocol import GradientKernel
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import Participation
+from flower_privdec.graph.participation import Participation
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import INDEPENDENT, STATE_PREFIX, NoisedSum, NoiseMechanism, NoiseSource, PairSecrets

@@ -22,13 +22,8 @@ from flower_privdec.experiment.origin import Origin, model_section, read_origin
 from flower_privdec.experiment.run_key import constants_hash, fingerprint_of
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import (
-    EdgeParticipation,
-    Participation,
-    build_participation,
-    build_topology,
-    sample_edges,
-)
+from flower_privdec.graph.participation import EdgeParticipation, Participation, build_participation
+from flower_privdec.graph.topology import build_topology, sample_edges
 from flower_privdec.models import build_model, flatten
 from flower_privdec.pushsum.frames import TensorArithmetic, wire_codec
 from flower_privdec.scenario import Scenario

@@ -14,7 +14,7 @@ import numpy as np
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.graph.topology import Participation, activity
+from flower_privdec.graph.participation import Participation, activity
 from flower_privdec.privacy.ledger.spending import Spending
 from flower_privdec.privacy.mechanism.events import Adversary
 from flower_privdec.privacy.mechanism.protection import UNLIMITED, breaches

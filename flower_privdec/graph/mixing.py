@@ -26,15 +26,8 @@ from torch import Tensor
 
 from flower_privdec.common.catalogue import WEIGHTS
 from flower_privdec.common.errors import ArgumentError, ScenarioError
-from flower_privdec.graph.topology import (
-    CompleteTopology,
-    EdgeArray,
-    Participation,
-    Peers,
-    Topology,
-    build_participation,
-    check_topology,
-)
+from flower_privdec.graph.participation import Participation, build_participation
+from flower_privdec.graph.topology import CompleteTopology, EdgeArray, Peers, Topology, check_topology
 from flower_privdec.rows.tensors import compiled, empty_rows, padded
 
 Link = tuple[int, int]  # sender, receiver

@@ -1,4 +1,4 @@
-"""Communication graphs, and which peers are active in a round.
+"""Communication graphs: who may send to whom in a round.
 
 A round's edges are int64 [m, 2] of (sender, receiver), sorted, unique, without self loops. A graph is built by its
 name, or by a user's own function; draws are keyed by the seed.
@@ -7,18 +7,17 @@ name, or by a user's own function; draws are keyed by the seed.
 from __future__ import annotations
 
 import inspect
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import scipy
 
-from flower_privdec.common.catalogue import PARTICIPATIONS, TOPOLOGIES, GraphSection
+from flower_privdec.common.catalogue import TOPOLOGIES, GraphSection
 from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.fields import section_from
 from flower_privdec.common.user_code import load_own, users_code
@@ -513,129 +512,3 @@ def _pairs_of_lists(lists: Any, n_peers: int, where: str) -> list[tuple[int, int
 def _is_peer(value: object, n_peers: int) -> bool:
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return whole and 0 <= int(value) < n_peers  # type: ignore[call-overload]
-
-
-class Participation(Protocol):
-    """The active peers of each round, at least one."""
-
-    @property
-    def kind(self) -> str:
-        """The name it has in a scenario."""
-
-    @property
-    def n_peers(self) -> int:
-        """How many peers there are."""
-
-    @property
-    def chances(self) -> npt.NDArray[np.float64]:
-        """Return the chance of each peer to be active in a round, [n_peers]; ι is their mean."""
-
-    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
-        """Return the mask of active peers, [n_peers]."""
-
-
-@dataclass(frozen=True)
-class UniformParticipation:
-    """The same number of peers each round, drawn without replacement; the draw is keyed by (seed, round)."""
-
-    n_peers: int
-    count: int
-    seed: int = 0
-    kind: str = "uniform"
-
-    @property
-    def chances(self) -> npt.NDArray[np.float64]:
-        """Return count over n_peers, [n_peers]."""
-        return np.full(self.n_peers, self.count / self.n_peers)
-
-    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
-        """Return the mask of the round's peers, [n_peers], read-only."""
-        return _drawn(self.n_peers, self.count, self.seed, 0 if self.kind == "all" else round_index)
-
-
-@lru_cache(maxsize=8)  # steps and exchanges of one round all need it
-def _drawn(n_peers: int, count: int, seed: int, round_index: int) -> npt.NDArray[np.bool_]:
-    mask = np.zeros(n_peers, dtype=bool)
-    generator = keyed_generator(seed, "participation", round_index)
-    mask[generator.choice(n_peers, size=count, replace=False, shuffle=False)] = True
-    mask.flags.writeable = False
-    return mask
-
-
-@dataclass(frozen=True)
-class EdgeParticipation:
-    """The ends of a round's edges: of a graph of some edges of another one, drawn again each round.
-
-    Two edges may share an end, so that up to twice as many peers as edges are active. A peer of degree g among the E
-    edges of the supergraph is active unless none of its own is drawn: with chance 1 - C(E - g, e) / C(E, e).
-    """
-
-    graph: RandomEdges
-    kind: str = "edges"
-
-    @property
-    def n_peers(self) -> int:
-        """How many peers there are."""
-        return self.graph.n_peers
-
-    @property
-    def chances(self) -> npt.NDArray[np.float64]:
-        """Return the chance that some edge of each peer is drawn, [n_peers]."""
-        edges = len(self.graph.candidates)
-        drawn = self.graph.count
-        degrees = np.bincount(self.graph.candidates.ravel(), minlength=self.n_peers)
-
-        # C(E - g, e) / C(E, e) as a product over the draws, [n_peers, drawn]: binomials would overflow.
-        others_left = (edges - degrees[:, None] - np.arange(drawn)).clip(min=0)
-        none_of_own = others_left / (edges - np.arange(drawn))
-        return np.asarray(1 - none_of_own.prod(axis=1))
-
-    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
-        """Return the mask of the round's ends, [n_peers]."""
-        mask = np.zeros(self.n_peers, dtype=bool)
-        mask[self.graph.edges(round_index).ravel()] = True
-        return mask
-
-
-def activity(participation: Participation, rounds: int) -> npt.NDArray[np.bool_]:
-    """Return who is active in each of the first rounds, [rounds, n_peers], read-only."""
-    if (participation.chances == 1).all():
-        return np.broadcast_to(np.ones(participation.n_peers, dtype=bool), (rounds, participation.n_peers))
-    return np.stack([participation.active(k) for k in range(rounds)])
-
-
-def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float | None = None) -> Participation:
-    """Build a participation from its name.
-
-    Args:
-        kind: all or uniform; for edges see `sample_edges`.
-        fraction: the share of peers active in a round, in (0, 1]; only `uniform` takes it.
-
-    Returns:
-        The participation; `uniform` has ceil(fraction n_peers) peers active, so at least one.
-
-    Raises:
-        ScenarioError: an unknown kind, or a fraction missing, out of range or out of place.
-
-    Examples:
-        >>> build_participation("uniform", 10, seed=1, fraction=0.25).active(0).sum().item()
-        3
-    """
-    PARTICIPATIONS.some("all", "uniform").check(kind, "participation.kind")
-    if n_peers < 1:
-        raise ScenarioError(f"n_peers={n_peers} must be >= 1", code="participation.n-peers")
-    if kind == "all":
-        if fraction is not None:
-            raise ScenarioError(
-                f"participation.fraction={fraction} must not be set with kind all; use kind uniform",
-                code="participation.fraction",
-            )
-        return UniformParticipation(n_peers, n_peers, kind="all")
-
-    if fraction is None or not 0 < fraction <= 1:
-        raise ScenarioError(
-            f"participation.fraction={fraction} must be in (0, 1] for kind uniform", code="participation.fraction"
-        )
-
-    count = math.ceil(round(fraction * n_peers, 9))  # 0.07 * 100 is a hair above 7 in floating point
-    return UniformParticipation(n_peers, max(count, 1), seed)

@@ -10,7 +10,7 @@ import numpy as np
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.spent import json_number
-from flower_privdec.graph.topology import activity
+from flower_privdec.graph.participation import activity
 from flower_privdec.privacy.mechanism.peer_mechanism import build_schedule
 from flower_privdec.privacy.mechanism.protection import Claim
 

@@ -12,7 +12,7 @@ import numpy as np
 from flower_privdec.common.formatting import duration, epsilon_text, number, peer_ranges, setting
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.spent import budget_note, json_number, shortfall
-from flower_privdec.graph.topology import activity
+from flower_privdec.graph.participation import activity
 from flower_privdec.planner.peers import noise_std
 from flower_privdec.privacy.accountant.accounting import epsilon, loose_delta
 from flower_privdec.privacy.ledger.spending import spending_of

@@ -21,7 +21,8 @@ from flower_privdec.core import State
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import EdgeParticipation, build_participation, build_topology, sample_edges
+from flower_privdec.graph.participation import EdgeParticipation, build_participation
+from flower_privdec.graph.topology import build_topology, sample_edges
 from flower_privdec.scenario import Scenario, to_yaml
 
 CANCER = ["data={dataset: breast-cancer, samples: 200, batch: {sampling: poisson, size: 10}}", "model={name: linear}"]

@@ -24,7 +24,8 @@ from flower_privdec.core.exchange import Messages
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import build_participation, build_topology
+from flower_privdec.graph.participation import build_participation
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism.events import ONE_NEIGHBOUR
 from flower_privdec.privacy.mechanism.protection import Protection

@@ -24,12 +24,8 @@ from flower_privdec.graph.mixing import (
     mixing_matrix,
 )
 from flower_privdec.graph.mixing_speed import spectral_gap
-from flower_privdec.graph.topology import (
-    StaticTopology,
-    build_participation,
-    build_topology,
-    edge_array,
-)
+from flower_privdec.graph.participation import build_participation
+from flower_privdec.graph.topology import StaticTopology, build_topology, edge_array
 
 laws = settings(max_examples=30)
 NAMED = [name for name in TOPOLOGIES if name not in ("edge-list", "server")]

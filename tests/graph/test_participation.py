@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.graph.topology import PARTICIPATIONS, build_participation
+from flower_privdec.graph.participation import PARTICIPATIONS, build_participation
 
 laws = settings(max_examples=40)
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import Gather, Mix, Reply, State
 from flower_privdec.graph.mixing import Mixing, PartlyHeard
-from flower_privdec.graph.topology import build_participation, build_topology
+from flower_privdec.graph.participation import build_participation
+from flower_privdec.graph.topology import build_topology
 
 N = 8
 GRAPHS = ["ring", "complete", "star", "bipartite", "directed-exponential", "directed-exponential-full", "directed-ring"]

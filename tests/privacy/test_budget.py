@@ -16,7 +16,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.spent import shortfall
-from flower_privdec.graph.topology import UniformParticipation, build_participation
+from flower_privdec.graph.participation import UniformParticipation, build_participation
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.segments import read_chain

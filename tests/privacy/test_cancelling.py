@@ -31,7 +31,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.pair_plan import pair_plan
 from flower_privdec.experiment.view import pair_run
-from flower_privdec.graph.topology import build_participation
+from flower_privdec.graph.participation import build_participation
 from flower_privdec.planner.pairs import pair_facts
 from flower_privdec.privacy.accountant import accounting
 from flower_privdec.privacy.mechanism import cancelling

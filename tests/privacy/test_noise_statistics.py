@@ -17,7 +17,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from flower_privdec.graph.topology import build_participation
+from flower_privdec.graph.participation import build_participation
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise import ExactNoise, NoisedSum, NoiseSource, PairSecrets, SystemNoise, build_noise
 from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flower_privdec.core import Mix
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import build_participation, build_topology
+from flower_privdec.graph.participation import build_participation
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.pushsum import lockstep
 
 SCHEDULES = 40

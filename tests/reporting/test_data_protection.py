@@ -21,7 +21,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.experiment.noise_statement import NOISE
 from flower_privdec.experiment.spent import Spent, privacy_rows
-from flower_privdec.graph.topology import UniformParticipation
+from flower_privdec.graph.participation import UniformParticipation
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.readings import points_of, right_guesses, true_positive_rate
 from flower_privdec.privacy.ledger.ledger import Ledger

@@ -25,7 +25,7 @@ from torch import Tensor
 from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
 from flower_privdec.common.fields import OwnSection
 from flower_privdec.experiment import Experiment, run_name
-from flower_privdec.graph.topology import activity
+from flower_privdec.graph.participation import activity
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
 from flower_privdec.scenario import Scenario, to_yaml

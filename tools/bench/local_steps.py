@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from flower_privdec.algorithms import build_algorithm
 from flower_privdec.core import Algorithm
 from flower_privdec.engine.engine import Engine
-from flower_privdec.graph.topology import Participation, build_participation, build_topology
+from flower_privdec.graph.participation import Participation, build_participation
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import flatten
 from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 from tools.bench import limit

@@ -16,7 +16,8 @@ from flower_privdec.data import Examples, PeerData, Sampler
 from flower_privdec.engine.engine import Engine
 from flower_privdec.gradients import build_kernel
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.topology import Participation, build_participation, build_topology
+from flower_privdec.graph.participation import Participation, build_participation
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import build_model, flatten, parameter_count
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.protection import Protection

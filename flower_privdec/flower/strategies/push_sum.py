@@ -50,7 +50,8 @@ from flower_privdec.flower.strategies.peer_network import (
     total_mass,
 )
 from flower_privdec.graph.mixing import UNDIRECTED, Mixing
-from flower_privdec.graph.topology import Participation, Topology, build_participation, build_topology
+from flower_privdec.graph.participation import Participation, build_participation
+from flower_privdec.graph.topology import Topology, build_topology
 from flower_privdec.peer.app_state import Layout, run_frames
 from flower_privdec.rows.keys import keyed_generator
 

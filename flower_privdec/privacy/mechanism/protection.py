@@ -20,7 +20,7 @@ import numpy as np
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.fields import OwnSection
-from flower_privdec.graph.topology import Participation, activity
+from flower_privdec.graph.participation import Participation, activity
 from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
 from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.ledger.spending import Account

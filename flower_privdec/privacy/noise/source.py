@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
-from flower_privdec.graph.topology import Participation
+from flower_privdec.graph.participation import Participation
 from flower_privdec.privacy.mechanism.declared import Declaration, changed_since_declared
 from flower_privdec.rows.keys import digest
 
