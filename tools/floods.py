@@ -15,17 +15,16 @@ import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
-import grpc
-
+from flower_privdec.common.errors import RunError
 from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, on_this_machine
-from flower_privdec.network.transport.grpc_transport import METHOD
-from flower_privdec.network.transport.tls import Credentials, credentials_of, identities
+from flower_privdec.network.transport.failures import address_of
+from flower_privdec.network.transport.streams import CALL, HEADER, StreamConnection
+from flower_privdec.network.transport.tls import credentials_of, identities, stream_context
 from flower_privdec.scenario import Scenario, load_scenario
 
 PEERS = 4
@@ -80,39 +79,33 @@ def _hold(address: str, greet: Callable[[socket.socket], None]) -> None:
 
 def dripping(address: str, certificates: Path, scenario: Scenario) -> None:
     """Hold sixty calls of a member, each of which sends a byte a second."""
-
-    def drip() -> Iterator[bytes]:
-        while True:
-            yield b"\0"
-            time.sleep(1.0)
-
-    channel = _channel(address, certificates, scenario)
-    calls = [channel.stream_stream(METHOD) for _ in range(60)]
-
-    def hold(call: Any) -> None:
-        while True:
-            with suppress(grpc.RpcError):
-                list(call(drip(), timeout=60))
-            time.sleep(60 / EACH_SECOND)
-
-    for call in calls:
-        Thread(target=hold, args=(call,), daemon=True).start()
-    time.sleep(1e6)
+    held: list[ssl.SSLSocket] = []
+    while True:
+        for stream in held:
+            with suppress(OSError):
+                stream.send(b"\0")
+        while len(held) >= 60:
+            held.pop(0).close()
+        with suppress(OSError):
+            held.append(_stream(address, certificates, scenario))
+            held[-1].sendall(HEADER.pack(CALL, 1, 1000))
+        time.sleep(1 / EACH_SECOND)
 
 
 def malformed(address: str, certificates: Path, scenario: Scenario) -> None:
     """Make calls of a member with bytes that are no message."""
-    call = _channel(address, certificates, scenario).unary_stream(METHOD)
+    own = credentials_of(scenario, certificates, MEMBER)
+    link = StreamConnection(address, identities(scenario)[TARGET], own, 1 << 20)
     while True:
-        with suppress(grpc.RpcError):
-            list(call(bytes(1000), timeout=5))
+        with suppress(RunError):
+            link.call([bytes(1000)], 5.0)
         time.sleep(1 / EACH_SECOND)
 
 
-def _channel(address: str, certificates: Path, scenario: Scenario) -> Any:
-    own: Credentials = credentials_of(scenario, certificates, MEMBER)
-    shown = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
-    return grpc.secure_channel(address, shown, [("grpc.ssl_target_name_override", identities(scenario)[TARGET])])
+def _stream(address: str, certificates: Path, scenario: Scenario) -> ssl.SSLSocket:
+    context = stream_context(credentials_of(scenario, certificates, MEMBER), is_called=False)
+    plain = socket.create_connection(address_of(address), 1.0)
+    return context.wrap_socket(plain, server_hostname=identities(scenario)[TARGET])
 
 
 FLOODS: dict[str, Flood] = {flood.__name__: flood for flood in (silent, handshakes, dripping, malformed)}

@@ -199,7 +199,7 @@ def ledger_payment(walk: Walk, folder: Path) -> None:
 
 
 def network_round(mode: str) -> Callable[[Walk, Path], None]:
-    """Return what records one round of network peers over gRPC and TLS, from all peers' round ends to the next."""
+    """Return what records one round of network peers over TLS, from all peers' round ends to the next."""
 
     def record(walk: Walk, folder: Path) -> None:
         from flower_privdec.network.local.peer_processes import on_this_machine

@@ -71,7 +71,8 @@ def up(
 
     Privacy: as the scenario declares; each peer has its own ledger in the folder, and noise of the operating system.
     """
-    network = require("flower_privdec.network.local.up", "up", "pip install grpcio")
+    from flower_privdec.network.local.up import Up, injected_kills
+
     check_callbacks(on_evaluation=on_evaluation, on_end=on_end)
     if out is None and resume:
         raise argument_error("resume=True needs out, the folder of the run to resume")
@@ -88,11 +89,12 @@ def up(
         if not isinstance(rounds, Mapping):
             raise argument_error(f"{name}={shown(rounds)} must be a mapping from peers to rounds, as {{3: 100}}")
         faults.append([f"{peer}@{when}" for peer, when in rounds.items()])
-    kills = network.injected_kills(*faults, loaded.n_peers, loaded.rounds)
+    killed, restarted = faults
+    kills = injected_kills(killed, restarted, loaded.n_peers, loaded.rounds)
 
     def train(folder: Path) -> None:
-        options = {"resume": resume, "insecure_seeds": insecure_seeds, "loss": loss, "kills": kills}
-        network.Up(loaded, folder, **options).run(stopping(on_evaluation, loaded.rounds))
+        peers = Up(loaded, folder, resume=resume, insecure_seeds=insecure_seeds, loss=loss, kills=kills)
+        peers.run(stopping(on_evaluation, loaded.rounds))
 
     return train_into(train, folder, on_end)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import flower_privdec.network  # noqa: F401 (it silences gRPC, before Flower imports that)
 from flower_privdec.cli.typer_parts import (
     Json,
     ScenarioFile,
@@ -97,9 +96,10 @@ def peer(
         raise typer.BadParameter("--initial and --node-config are for --app: name the app's folder")
     else:
         with starting():
-            network = require("flower_privdec.network.peer.foreground", "privdec peer", "pip install grpcio")
+            from flower_privdec.network.peer.foreground import run_peer
+
             loaded = load_scenario(scenario, settings or ())
-        run = partial(network.run_peer, data=data, insecure_seeds=insecure_seeds, loss=loss)
+        run = partial(run_peer, data=data, insecure_seeds=insecure_seeds, loss=loss)
 
     folder = out or Path("peers") / f"{loaded.name}-{number}"
     options = {"with_parent": with_parent, "charge_witnessed": charge_witnessed}
@@ -131,16 +131,16 @@ def up(
     from flower_privdec.scenario import load_scenario
 
     with starting():
-        network = require("flower_privdec.network.local.up", "privdec up", "pip install grpcio")
+        from flower_privdec.network.local.up import Up, injected_kills
+
         loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / loaded.name
     with (
         saying_when_interrupted(f"the same command with --resume continues from {folder}"),
         network_progress(loaded, folder) as (on_metrics, on_status),
     ):
-        due = network.injected_kills(kill or (), restart or (), loaded.n_peers, loaded.rounds)
-        options = {"resume": resume, "insecure_seeds": insecure_seeds, "loss": loss, "kills": due}
-        peers = network.Up(loaded, folder, **options)
+        due = injected_kills(kill or (), restart or (), loaded.n_peers, loaded.rounds)
+        peers = Up(loaded, folder, resume=resume, insecure_seeds=insecure_seeds, loss=loss, kills=due)
         if on_status is None:
             typer.echo(f"{loaded.name}: each of {loaded.n_peers} peers starts and waits for its neighbours", err=True)
         summary = peers.run(on_metrics, on_status)
@@ -157,8 +157,9 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the status of a running peer."""
-    running = require("flower_privdec.network.peer.status", "privdec status", "pip install grpcio")
-    typer.echo(running.status_of(address, certificates, number, as_json))
+    from flower_privdec.network.peer.status import status_of
+
+    typer.echo(status_of(address, certificates, number, as_json))
 
 
 ModelSize = StrEnum("ModelSize", ["small", "large"])

@@ -1,6 +1,6 @@
 """One peer without sockets, clock or threads: its neighbours, its store, what it trains, and what it does next.
 
-    driver (gRPC and threads, a simulator)          one peer
+    driver (a loop over TLS, a simulator)           one peer
     on_tick(now)  ───────────────────────────────▶  RunningPeer: rounds, waits, commits
     ◀─────────────────────────────── Wait or Work
     receive(caller, messages, now)  ─────────────▶  Session: messages in, messages out

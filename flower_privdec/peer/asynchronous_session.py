@@ -433,4 +433,11 @@ def _weight(values: Mapping[str, Tensor]) -> float:
 
 def _largest(values: Mapping[str, Tensor], names: Iterable[str]) -> float:
     """Return the largest magnitude among some values."""
-    return max(float(torch.linalg.vector_norm(values[name], math.inf)) for name in names)
+    largest = 0.0
+    for name in names:
+        # Several times as fast as a norm. NaN is both the least and the most, and nothing is larger.
+        least, most = map(float, torch.aminmax(values[name]))
+        if math.isnan(most):
+            return math.nan
+        largest = max(largest, -least, most)
+    return largest

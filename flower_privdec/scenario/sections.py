@@ -948,8 +948,8 @@ class NetworkSection(Section):
         codec: how rows look on the wire: exact, as they are; others, only for push-sum shares, round them or leave
             most numbers out, and what they cut off stays in the sender's mass. A name, a class of your own as
             `package.module:Name`, or a section with the keys of either. All peers use one; a simulation rounds alike.
-        transport: what carries calls between peers: grpc, over TLS; or a class of your own, `package.module:Name`. All
-            peers use one.
+        transport: what carries calls between peers: tls, streams that stay open; or a class of your own,
+            `package.module:Name`. All peers use one.
         links: what connects the peers, from which all times follow: local, one machine; lan, one site; wan, the
             internet, or slow lines.
         deadline: seconds that a peer waits for neighbours if it has to (synchronous: in each exchange; asynchronous:
@@ -974,7 +974,7 @@ class NetworkSection(Section):
     codec: CodecChoice = Field(
         default_factory=lambda: CODECS.section("exact"), json_schema_extra={"default": {"name": "exact"}}
     )
-    transport: TransportName = "grpc"
+    transport: TransportName = "tls"
     peers: list[NetworkPeer] | None = None
     links: Literal["local", "lan", "wan"] = "lan"
     deadline: Positive | None = None

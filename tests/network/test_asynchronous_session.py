@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from share_machines import commit, greeted_sessions
 
-from flower_privdec.network.transport.grpc_transport import UnreachableError
+from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.peer.asynchronous_session import LOST, AsynchronousSession
 from flower_privdec.peer.pace import Want
 from flower_privdec.peer.session import Messages

@@ -12,18 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("grpc")
-
 from networked import LONG
 from raising import raises
+from streaming import served
 
 from flower_privdec.common import files
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import disk_error, sync, write_atomically
 from flower_privdec.network.transport import failures
-from flower_privdec.network.transport.failures import calling_error, listening_error
-from flower_privdec.network.transport.grpc_transport import GrpcServer, identity_at
+from flower_privdec.network.transport.failures import calling_error, identity_at, listening_error
 from flower_privdec.network.transport.tls import Authority, Credentials
 
 NOW = datetime.now(UTC)
@@ -34,8 +31,7 @@ def authority() -> Authority:
     return Authority.create("tiny")
 
 
-def serve(address: str, credentials: Credentials) -> GrpcServer:
-    return GrpcServer(address, credentials, {"peer-0.tiny": 0, "peer-1.tiny": 1}, lambda *_: [], 100)
+MEMBERS = {"peer-0.tiny": 0, "peer-1.tiny": 1}
 
 
 # --- an address to listen on
@@ -47,8 +43,11 @@ def serve(address: str, credentials: Credentials) -> GrpcServer:
 def test_an_address_that_cannot_be_listened_on(authority: Authority, host: str, code: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"{host}:{taken.getsockname()[1]}"
-        with raises(RunError, f"listen.{code}", names=address):
-            serve(address, authority.issue("peer-0.tiny"))
+        with (
+            raises(RunError, f"listen.{code}", names=address),
+            served(authority.issue("peer-0.tiny"), MEMBERS, address=address),
+        ):
+            pass
 
 
 def test_a_port_that_this_user_may_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +70,11 @@ def code_of(address: str, credentials: Credentials, identity: str | None = "peer
 
 
 def test_only_an_absent_peer_is_an_error(authority: Authority) -> None:
-    server = serve("127.0.0.1:0", authority.issue("peer-0.tiny"))
-    address = f"127.0.0.1:{server.port}"
-    assert code_of(address, authority.issue("peer-1.tiny")) is None
-    with raises(RunError, "certificate.authority", names=address):  # which Python raises as a ValueError too
-        identity_at(address, Authority.create("other").issue("peer-1.tiny"))
-    server.close(0)
+    with served(authority.issue("peer-0.tiny"), MEMBERS) as server:
+        address = f"127.0.0.1:{server.port}"
+        assert code_of(address, authority.issue("peer-1.tiny")) is None
+        with raises(RunError, "certificate.authority", names=address):  # which Python raises as a ValueError too
+            identity_at(address, Authority.create("other").issue("peer-1.tiny"))
     assert code_of(address, authority.issue("peer-1.tiny")) == "call.refused"
     with raises(RunError, "call.refused", names=address):
         identity_at(address, authority.issue("peer-1.tiny"))
@@ -133,11 +131,8 @@ def test_a_wrong_certificate_is_named_by_both_sides(authority: Authority, case: 
     """A clock before the certificate's first day is set; a new certificate would not be valid either."""
     issue, remedy = CERTIFICATES[case]
     wrong = issue(authority)
-    server = serve("127.0.0.1:0", wrong)
-    try:
+    with served(wrong, MEMBERS) as server:
         error = calling_error(f"127.0.0.1:{server.port}", "peer-0.tiny", authority.issue("peer-1.tiny"), LONG)
-    finally:
-        server.close(0)
     assert error is not None
     assert error.code == f"certificate.{case}"
     assert remedy in str(error)

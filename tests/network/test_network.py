@@ -31,12 +31,13 @@ from flower_privdec.experiment.spent import epsilons
 from flower_privdec.network.local.up import Up
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.status import STATUS_REQUEST, status_line
-from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError
+from flower_privdec.network.transport.streams import StreamConnection
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.segments import read_chain
+from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage
 from flower_privdec.pushsum.witness import LedgerReport
 
@@ -142,7 +143,7 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
     peer._save(0, peer.state, {})
     peer._arrive(peer.state, 0)
     before = {name: row.clone() for name, row in peer.state.rows.items()}
-    link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    link = StreamConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
     right = RowMessage(3, 0, 0, 1, {"x": before["x"][0], "w": before["w"][0]})
 
     def call(message: Any, codec: FrameCodec = frames) -> bytes:
@@ -313,7 +314,7 @@ def test_a_running_peer_says_how_it_does(
     peer = running_peer(scenario, replace(device, credentials=credentials_of(scenario, certs, 2)))
     try:
         driver = driver_of(peer)
-        driver._call_neighbor = lambda other: None  # type: ignore[method-assign]
+        driver._call_next = lambda *_: None  # type: ignore[method-assign]
         port = driver.open()
         words = ["status", f"127.0.0.1:{port}", "--certs", str(certs), "--as", "3"]
         assert privdec(*words, "--json") == 0

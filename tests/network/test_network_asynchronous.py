@@ -20,7 +20,8 @@ from variants import settings_for
 from flower_privdec.common.errors import BudgetError, StoppedError
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.transport.grpc_transport import GrpcConnection, UnreachableError
+from flower_privdec.network.transport.streams import StreamConnection
+from flower_privdec.network.transport.transport import Done, UnreachableError
 from flower_privdec.peer.asynchronous_session import LOST
 from flower_privdec.peer.driving import Program, Wait
 from flower_privdec.peer.peer import POLL, RunningPeer
@@ -311,21 +312,26 @@ class Cut:
     """Links that are down: calls over them do not arrive, or their answers are lost."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sides: dict[str, int]) -> None:
-        self.down, self.sides, call = False, sides, GrpcConnection.call
+        self.down = False
+        self.sides = sides
+        post = StreamConnection.post
 
-        def cut(link: GrpcConnection, content: bytes, seconds: float) -> bytearray:
-            said = None if self._lost(link) else call(link, content, seconds)
-            if said is None or self._lost(link):
-                raise UnreachableError(f"{link.identity} at {link.address}: cut")
-            return said
+        def cut(link: StreamConnection, content: Any, seconds: float, done: Done) -> None:
+            def lose() -> None:
+                done(UnreachableError(f"{link.identity} at {link.address}: cut"))
 
-        monkeypatch.setattr(GrpcConnection, "call", cut)
+            if self._lost(link):
+                lose()
+            else:
+                post(link, content, seconds, lambda answer: lose() if self._lost(link) else done(answer))
 
-    def _lost(self, link: GrpcConnection) -> bool:
+        monkeypatch.setattr(StreamConnection, "post", cut)
+
+    def _lost(self, link: StreamConnection) -> bool:
         return self.down and self.sides[link.address] != self.sides[_own_address(link)]
 
 
-def _own_address(link: GrpcConnection) -> str:
+def _own_address(link: StreamConnection) -> str:
     return link.own  # type: ignore[attr-defined, no-any-return]
 
 
@@ -336,14 +342,14 @@ def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, m
     for peer, shift in zip(peers, (0.0, 0.0, 1.0, 1.0), strict=True):
         peer.state.rows["x"] += shift  # what the two sides differ in
     sides = {address: number // 2 for number, address in enumerate(theirs[0].addresses)}
-    opened = GrpcConnection.__init__
+    opened = StreamConnection.__init__
 
-    def knowing(link: GrpcConnection, address: str, identity: str, credentials: Any, cap: int) -> None:
-        opened(link, address, identity, credentials, cap)
+    def knowing(link: StreamConnection, address: str, identity: str, credentials: Any, *more: Any) -> None:
+        opened(link, address, identity, credentials, *more)
         numbers = [number for number, device in enumerate(theirs) if device.credentials is credentials]
         link.own = theirs[0].addresses[numbers[0]]  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(GrpcConnection, "__init__", knowing)
+    monkeypatch.setattr(StreamConnection, "__init__", knowing)
     cut, met = Cut(monkeypatch, sides), Barrier(5)
     for peer in peers:
         peer._before = holding(peer._before, lambda peer=peer: peer.state.round_index or met.wait(LONG))  # type: ignore

@@ -25,12 +25,13 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.core import Exchange
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.status import STATUS_REQUEST
-from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError, UnreachableError
+from flower_privdec.network.transport.streams import StreamConnection
+from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.peer.asynchronous import AsynchronousPeer
 from flower_privdec.peer.asynchronous_session import MANY, AsynchronousSession
 from flower_privdec.peer.driving import performed
 from flower_privdec.peer.peer import RunningPeer
-from flower_privdec.pushsum.exactly_once import FIRST, Acknowledgement, FrozenShare, Hello
+from flower_privdec.pushsum.exactly_once import FIRST, Acknowledgement, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, Message, RowMessage
 from tools.mass_on_disk import mass_on_disk
 
@@ -45,7 +46,7 @@ class Hostile:
 
     target: AsynchronousPeer
     own: AsynchronousPeer
-    link: GrpcConnection
+    link: StreamConnection
     said: list[bytes]
 
     def encode(self, message: Message) -> bytes:
@@ -138,7 +139,7 @@ def _content(message: Any) -> tuple[Any, ...]:
 
 def listening(peer: RunningPeer) -> int:
     """Let a peer listen, and call nobody: who cannot be called is given up, whatever it says; return the port."""
-    driver_of(peer)._call_neighbor = lambda other: None  # type: ignore[method-assign]
+    driver_of(peer)._call_next = lambda *_: None  # type: ignore[method-assign]
     return driver_of(peer).open()
 
 
@@ -152,7 +153,7 @@ def hostile(request: pytest.FixtureRequest, tiny: Tiny, tmp_path: Path) -> Itera
     port = listening(target)
     performed(own._begin())
     target.session.is_new = False  # it has met the others
-    link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    link = StreamConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
     try:
         yield Hostile(target, own, link, [])
     finally:
@@ -357,7 +358,7 @@ def test_a_peer_that_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> N
     theirs = devices(scenario, tmp_path)
     target, own = running_peer(scenario, theirs[0]), running_peer(scenario, theirs[2])
     port = listening(target)
-    link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[2].credentials, 1 << 20)
+    link = StreamConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[2].credentials, 1 << 20)
     assert isinstance(own, AsynchronousPeer)
     performed(own._begin())
     before = known(target)
@@ -386,7 +387,7 @@ def test_a_run_beside_a_hostile_neighbour_keeps_its_mass(tiny: Tiny, tmp_path: P
     start, own = peers[0].state.rows["x"][0].clone(), peers[3]
     assert isinstance(own, AsynchronousPeer)
     performed(own._begin())
-    refused, link = 0, GrpcConnection(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    refused, link = 0, StreamConnection(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
     evil = Hostile(peers[0], own, link, [])  # type: ignore[arg-type]
     try:
         with running(peers[:3]) as futures:
@@ -440,7 +441,7 @@ def test_no_message_of_a_member_ends_a_peer(name: str, tiny: Tiny, tmp_path: Pat
     own, refused = peers[3], 0
     assert isinstance(own, AsynchronousPeer)
     performed(own._begin())
-    link = GrpcConnection(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    link = StreamConnection(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
     evil = Hostile(peers[0], own, link, [])  # type: ignore[arg-type]
     try:
         with running(peers[:3]) as futures:
@@ -473,7 +474,7 @@ def test_an_incarnation_is_announced_only_once_on_disk(hostile: Hostile) -> None
     """A thread that asks for calls between the two would end, and its neighbour would never be heard again."""
     protocol, mail = hostile.target.protocol, hostile.target.session
     assert mail.has_news(3, float("inf"))
-    with driver_of(hostile.target).changed:
+    with driver_of(hostile.target).lock:
         protocol.reset()
         assert not mail.has_news(3, float("inf"))
     performed(hostile.target.commit(0))

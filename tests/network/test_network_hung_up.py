@@ -1,7 +1,6 @@
 """Somebody who is called and hangs up, at any moment: the call comes back at once, and the next one can be made.
 
-It speaks HTTP/2 by hand, for no server can be told when to hang up: one that is stopped while a neighbour connects
-takes the connection back as soon as it has it.
+It speaks by hand, for no server can be told when to hang up.
 """
 
 from __future__ import annotations
@@ -14,47 +13,35 @@ from socket import create_server, socket
 from threading import Thread
 
 import pytest
-
-pytest.importorskip("grpc")
-
 from networked import LONG
 from raising import raises
 
-from flower_privdec.network.transport.grpc_transport import GrpcConnection, UnreachableError
+from flower_privdec.network.transport.streams import ANSWER, CALL, GREETING, HEADER, StreamConnection
 from flower_privdec.network.transport.tls import Authority, Credentials
+from flower_privdec.network.transport.transport import UnreachableError
 
-DATA, RESET, SETTINGS, GOAWAY = 0, 3, 4, 7  # RFC 9113, section 6
-INTERNAL, REFUSED_STREAM = 2, 7
-SAID = 200  # bytes that a call has at least, with what comes before it
+SAID = 100  # bytes that a call has at least
 CALLS = 6
 
 
-def frame(kind: int, stream: int, payload: bytes = b"") -> bytes:
-    """Return a frame of HTTP/2 without flags."""
-    return len(payload).to_bytes(3) + bytes([kind, 0]) + stream.to_bytes(4) + payload
+def message(kind: int, number: int, content: bytes = b"") -> bytes:
+    return HEADER.pack(kind, number, len(content)) + content
 
 
-def goaway(last: int, code: int = INTERNAL) -> bytes:
-    return frame(GOAWAY, 0, last.to_bytes(4) + code.to_bytes(4) + b"GrpcServer shutdown")
-
-
-HELD = frame(SETTINGS, 0)
-REFUSED = frame(RESET, 1, REFUSED_STREAM.to_bytes(4))
-# What is said before the call is heard, and after; None where nobody listens to it.
+# What is said before the call is heard, and after; None if nobody listens to it.
 MANNERS = {
     "at once": (b"", None),
-    "after a greeting": (HELD, None),
-    "taken back, at once": (HELD + goaway(0), None),
-    "taken back, then silent": (HELD + goaway(0), b""),
-    "taken back without a greeting": (goaway(0), b""),
-    "taken back for no reason": (HELD + goaway(0, 0), b""),
-    "after the call": (HELD, b""),
-    "taken back after the call": (HELD, goaway(0)),
-    "the call is the last one": (HELD, goaway(1)),
-    "the call is refused": (HELD, REFUSED),
-    "the call is refused and taken back": (HELD, REFUSED + goaway(0)),
-    "no HTTP at all": (b"privdec" * 100, b""),
-    "data of nobody": (HELD + frame(DATA, 1, b"?"), b""),
+    "after a greeting": (GREETING, None),
+    "within the greeting": (GREETING[:3], None),
+    "with another greeting": (b"privdec9", b""),
+    "no peer at all": (b"HTTP/1.1 400 Bad Request\r\n\r\n", b""),
+    "an answer that nobody asked for": (GREETING + message(ANSWER, 7, b"?"), b""),
+    "after the call": (GREETING, b""),
+    "within a header": (GREETING, message(ANSWER, 1)[:5]),
+    "within an answer": (GREETING, message(ANSWER, 1, b"yes")[:-1]),
+    "an answer to another call": (GREETING, message(ANSWER, 77, b"yes")),
+    "a call in place of an answer": (GREETING, message(CALL, 1, b"?")),
+    "no kind of message": (GREETING, message(99, 1)),
 }
 
 
@@ -74,7 +61,6 @@ def rude(credentials: Credentials, folder: Path, before: bytes, after: bytes | N
     (folder / "certificate").write_bytes(credentials.certificate)
     (folder / "key").write_bytes(credentials.key)
     context.load_cert_chain(folder / "certificate", folder / "key")
-    context.set_alpn_protocols(["h2"])
 
     def serve() -> None:
         while True:
@@ -101,8 +87,8 @@ def test_a_call_returns_however_the_other_side_hangs_up(manner: str, size: int, 
     authority = Authority.create("tiny")
     with (
         rude(authority.issue("peer-0.tiny"), tmp_path, *MANNERS[manner]) as address,
-        closing(GrpcConnection(address, "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)) as link,
+        closing(StreamConnection(address, "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)) as link,
     ):
         for _ in range(CALLS):
-            with raises(UnreachableError, "call.unanswered", names="unavailable|internal|unknown|cancelled"):
+            with raises(UnreachableError, "call.unanswered", names=r"peer-0\.tiny at 127\.0\.0\.1"):
                 link.call([bytes(size)], LONG)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,22 +9,15 @@ from pathlib import Path
 import pytest
 from command_line import privdec
 from cryptography.x509.oid import ExtendedKeyUsageOID
-
-pytest.importorskip("grpc")
-
 from networked import LONG
 from raising import raises
+from streaming import linked, served
 
 from flower_privdec.common.errors import RunError, ScenarioError
-from flower_privdec.network.transport.grpc_transport import (
-    GrpcConnection,
-    GrpcServer,
-    RefusedError,
-    UnreachableError,
-    assembled,
-    pieces,
-)
+from flower_privdec.network.transport.streams import StreamConnection
 from flower_privdec.network.transport.tls import Authority, Credentials, certificate_problem, credentials_of
+from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.scenario import load_scenario
 
 NOW = datetime.now(UTC)
@@ -38,42 +29,27 @@ def authority() -> Authority:
     return Authority.create("tiny")
 
 
-@contextmanager
-def served(
-    credentials: Credentials, cap: int = 1 << 22, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
-) -> Iterator[GrpcServer]:
-    """Serve an echo that says who called."""
-    server = GrpcServer("127.0.0.1:0", credentials, MEMBERS, lambda who, said: [b"%d:" % who, said], cap, clock)
-    try:
-        yield server
-    finally:
-        server.close(0)
-
-
-@contextmanager
-def linked(server: GrpcServer, credentials: Credentials, identity: str = "peer-0.tiny") -> Iterator[GrpcConnection]:
-    link = GrpcConnection(f"127.0.0.1:{server.port}", identity, credentials, 1 << 22)
-    try:
-        yield link
-    finally:
-        link.close()
-
-
 def test_a_call_is_answered_and_its_caller_known(authority: Authority) -> None:
     said = b"x" * (3 << 20)
-    with served(authority.issue("peer-0.tiny")) as server, linked(server, authority.issue("peer-1.tiny")) as link:
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
+        linked(server, authority.issue("peer-1.tiny")) as link,
+    ):
         assert link.call([said], LONG) == b"1:" + said
         assert link.call([b""], LONG) == b"1:"
         assert link.diagnosis(LONG).endswith("can be reached")
 
 
 def test_the_cap_ends_a_stream(authority: Authority) -> None:
-    with served(authority.issue("peer-0.tiny"), 1000) as server, linked(server, authority.issue("peer-1.tiny")) as link:
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS, 1000) as server,
+        linked(server, authority.issue("peer-1.tiny")) as link,
+    ):
         with raises(RefusedError, "call.too-long", names="peer 1 .* 1,000"):
             link.call([b"x" * 1001], LONG)
         assert link.call([b"x" * 1000], LONG)
-    with pytest.raises(RefusedError):
-        assembled(pieces([bytes(3 << 20)]), 2 << 20, "peer 1")
+        with raises(RefusedError, "call.too-long"):
+            link.call([bytes(8 << 20)], LONG)
 
 
 STRANGERS = {
@@ -87,7 +63,7 @@ STRANGERS = {
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_a_stranger_is_not_answered(authority: Authority, stranger: str) -> None:
     shown = replace(STRANGERS[stranger](authority), authority=authority.pem)
-    with served(authority.issue("peer-0.tiny")) as server, linked(server, shown) as link:
+    with served(authority.issue("peer-0.tiny"), MEMBERS) as server, linked(server, shown) as link:
         with pytest.raises(UnreachableError):
             link.call([b"hello"], 2)
         assert "refuses this peer's certificate" in link.diagnosis(LONG)
@@ -97,7 +73,7 @@ def test_a_stranger_is_not_answered(authority: Authority, stranger: str) -> None
 def test_a_called_peer_must_show_a_certificate(authority: Authority, stranger: str) -> None:
     shown = replace(STRANGERS[stranger](authority), authority=authority.pem)
     causes = {"another authority": "signed", "expired": "expired", "not yet valid": "is valid from"}
-    with served(shown) as server, linked(server, authority.issue("peer-0.tiny"), "peer-1.tiny") as link:
+    with served(shown, MEMBERS) as server, linked(server, authority.issue("peer-0.tiny"), "peer-1.tiny") as link:
         with pytest.raises(UnreachableError):
             link.call([b"hello"], 2)
         assert "its certificate is refused here" in link.diagnosis(LONG)
@@ -106,7 +82,7 @@ def test_a_called_peer_must_show_a_certificate(authority: Authority, stranger: s
 
 def test_another_peer_at_an_address_is_not_spoken_to(authority: Authority) -> None:
     with (
-        served(authority.issue("peer-0.tiny")) as server,
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
         linked(server, authority.issue("peer-1.tiny"), "peer-9.tiny") as link,
     ):
         with pytest.raises(UnreachableError):
@@ -117,7 +93,7 @@ def test_another_peer_at_an_address_is_not_spoken_to(authority: Authority) -> No
 @pytest.mark.parametrize("identity", ["peer-7.tiny", "peer-1.other"])
 def test_a_member_of_another_scenario_is_refused_by_name(authority: Authority, identity: str) -> None:
     with (
-        served(authority.issue("peer-0.tiny")) as server,
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
         linked(server, authority.issue(identity)) as link,
         raises(RefusedError, "call.stranger", names=identity),
     ):
@@ -127,7 +103,7 @@ def test_a_member_of_another_scenario_is_refused_by_name(authority: Authority, i
 def test_a_certificate_that_expires_while_connected_ends_the_talk(authority: Authority) -> None:
     times = [datetime.now(UTC), NOW + timedelta(days=3 * 365)]
     with (
-        served(authority.issue("peer-0.tiny"), clock=lambda: times.pop(0)) as server,
+        served(authority.issue("peer-0.tiny"), MEMBERS, clock=lambda: times.pop(0)) as server,
         linked(server, authority.issue("peer-1.tiny")) as link,
     ):
         assert link.call([b"hello"], LONG) == b"1:hello"
@@ -136,9 +112,9 @@ def test_a_certificate_that_expires_while_connected_ends_the_talk(authority: Aut
 
 
 def test_nobody_is_there(authority: Authority) -> None:
-    with served(authority.issue("peer-0.tiny")) as server:
+    with served(authority.issue("peer-0.tiny"), MEMBERS) as server:
         port = server.port
-    link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)
+    link = StreamConnection(f"127.0.0.1:{port}", "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)
     with raises(UnreachableError, "call.unanswered", names=r"peer-0\.tiny at 127.0.0.1"):
         link.call([b"hello"], 0.5)
     assert "Connection refused" in link.diagnosis(LONG)
@@ -146,8 +122,12 @@ def test_nobody_is_there(authority: Authority) -> None:
 
 
 def test_an_address_is_listened_on_once(authority: Authority) -> None:
-    with served(authority.issue("peer-0.tiny")) as server, raises(RunError, "listen.in-use"):
-        GrpcServer(f"127.0.0.1:{server.port}", authority.issue("peer-1.tiny"), MEMBERS, lambda *_: [], 10)
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
+        raises(RunError, "listen.in-use"),
+        served(authority.issue("peer-1.tiny"), MEMBERS, address=f"127.0.0.1:{server.port}"),
+    ):
+        pass
 
 
 def test_files_are_read_and_checked(authority: Authority, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from variants import settings_for
 
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.transport.grpc_transport import UnreachableError
+from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.peer.asynchronous_session import LOST
 from flower_privdec.peer.driving import Program, Work, performed
 from flower_privdec.peer.peer import RunningPeer

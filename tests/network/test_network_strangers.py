@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -22,28 +24,21 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-pytest.importorskip("grpc")
-
-import grpc
 from networked import LONG, wait_until
 from paths import TESTS
 from ports import own_addresses
 from raising import raises
+from streaming import linked, served
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.local.peer_processes import PRIVDEC
-from flower_privdec.network.transport import grpc_transport
-from flower_privdec.network.transport.grpc_transport import (
-    CALLING,
-    METHOD,
-    GrpcConnection,
-    GrpcServer,
-    RefusedError,
-    UnreachableError,
-)
+from flower_privdec.network.transport import stream_server
+from flower_privdec.network.transport.stream_server import PENDING_EACH, STREAMS_EACH, StreamServer
+from flower_privdec.network.transport.streams import CALL, GREETING, HEADER, StreamConnection
 from flower_privdec.network.transport.tls import NO_USAGE, Authority, Credentials, certificate_problem, context_of
+from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 NOW = datetime.now(UTC)
 MEMBERS = {f"peer-{peer}.tiny": peer for peer in range(4)}
@@ -52,25 +47,6 @@ MEMBERS = {f"peer-{peer}.tiny": peer for peer in range(4)}
 @pytest.fixture(scope="module")
 def authority() -> Authority:
     return Authority.create("tiny")
-
-
-@contextmanager
-def served(credentials: Credentials, cap: int = 1 << 22, **more: Any) -> Iterator[GrpcServer]:
-    """Serve an echo that says who called."""
-    server = GrpcServer("127.0.0.1:0", credentials, MEMBERS, lambda who, said: [b"%d:" % who, said], cap, **more)
-    try:
-        yield server
-    finally:
-        server.close(0)
-
-
-@contextmanager
-def linked(server: GrpcServer, credentials: Credentials) -> Iterator[GrpcConnection]:
-    link = GrpcConnection(f"127.0.0.1:{server.port}", "peer-0.tiny", credentials, 1 << 22)
-    try:
-        yield link
-    finally:
-        link.close()
 
 
 def signed(authority: Authority, usage: dict[str, bool], ca: bool, extended: list[Any]) -> Credentials:
@@ -114,7 +90,7 @@ def test_a_foreign_certificate_is_refused_with_its_cause(authority: Authority, c
     *made, cause = WRONG_USES[case]
     shown = signed(authority, *made)
     assert cause in str(certificate_problem(shown.certificate, authority.pem, "peer-1.tiny"))
-    with served(authority.issue("peer-0.tiny")) as server, linked(server, shown) as link:
+    with served(authority.issue("peer-0.tiny"), MEMBERS) as server, linked(server, shown) as link:
         with pytest.raises((RefusedError, UnreachableError)) as refused:
             link.call([b"hello"], 2)
         said = str(refused.value) if isinstance(refused.value, RefusedError) else link.diagnosis(LONG)
@@ -125,12 +101,12 @@ def test_a_refusal_is_answered_and_named_on_both_sides(
     authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the end of its time, nor of several attempts."""
-    refusals, note = list[str](), GrpcServer._note
-    monkeypatch.setattr(GrpcServer, "_note", lambda server, said: (refusals.append(said), note(server, said))[1])
+    refusals, note = list[str](), StreamServer.note
+    monkeypatch.setattr(StreamServer, "note", lambda server, said: (refusals.append(str(said)), note(server, said))[1])
     expired = [NOW + timedelta(days=3 * 365)]
     with (
         caplog.at_level(logging.WARNING),
-        served(authority.issue("peer-0.tiny"), clock=lambda: expired[0]) as server,
+        served(authority.issue("peer-0.tiny"), MEMBERS, clock=lambda: expired[0]) as server,
         linked(server, authority.issue("peer-1.tiny")) as late,
         linked(server, authority.issue("peer-9.tiny")) as stranger,
     ):
@@ -143,87 +119,158 @@ def test_a_refusal_is_answered_and_named_on_both_sides(
             assert sum(name in record.getMessage() for record in caplog.records) == 1  # said once, not at every call
 
 
-def test_nothing_is_said_in_plain_text(authority: Authority) -> None:
-    """Neither to a socket that speaks HTTP/2 without TLS, nor to gRPC's own insecure channel, nor without a key."""
-    with served(authority.issue("peer-0.tiny")) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=LONG) as plain:
-            plain.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000"))
-            plain.settimeout(LONG)
-            said = b""
-            while part := plain.recv(1000):
-                said += part
-        assert said == b"" or said[0] == 0x15  # a TLS alert, or nothing
-        credentials = [None, grpc.ssl_channel_credentials(authority.pem)]
-        for shown in credentials:
-            where, options = f"127.0.0.1:{server.port}", [*CALLING, ("grpc.ssl_target_name_override", "peer-0.tiny")]
-            made = (
-                grpc.insecure_channel(where, options=CALLING)
-                if shown is None
-                else grpc.secure_channel(where, shown, options=options)
-            )
-            with made, pytest.raises(grpc.RpcError) as failed:
-                b"".join(made.stream_stream(METHOD)(iter([b"hello"]), timeout=2))
-            assert failed.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+PLAIN = {
+    "HTTP": b"GET / HTTP/1.1\r\nHost: peer-0.tiny\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000"),
+    "a call": HEADER.pack(CALL, 1, 5) + b"hello",
+    "zeros": bytes(1000),
+}
+
+
+@pytest.mark.parametrize("said", PLAIN)
+def test_nothing_is_said_in_plain_text(authority: Authority, said: str) -> None:
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=LONG) as plain,
+    ):
+        plain.sendall(PLAIN[said])
+        heard = all_of(plain)
+    assert heard == b"" or heard[0] == 0x15  # a TLS alert, or nothing
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """Return all that comes until the other side hangs up."""
+    heard = b""
+    with suppress(ConnectionError, ssl.SSLError):
+        while part := connection.recv(1 << 16):
+            heard += part
+    return heard
+
+
+def test_without_a_certificate_nothing_is_said(authority: Authority) -> None:
+    context = ssl.create_default_context(cadata=authority.pem.decode())
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=LONG) as plain,
+        context.wrap_socket(plain, server_hostname="peer-0.tiny") as secured,
+        suppress(ConnectionError, ssl.SSLError),
+    ):
+        secured.sendall(HEADER.pack(CALL, 1, 5) + b"hello")
+        assert all_of(secured) == b""
+
+
+@pytest.mark.parametrize("version", ["TLSv1", "TLSv1_1", "TLSv1_2"])
+def test_an_older_tls_is_refused(authority: Authority, version: str) -> None:
+    context = context_of(authority.issue("peer-1.tiny"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context.minimum_version = ssl.TLSVersion[version]
+        context.maximum_version = ssl.TLSVersion[version]
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=LONG) as plain,
+        pytest.raises((ssl.SSLError, ConnectionError)),
+    ):
+        context.wrap_socket(plain, server_hostname="peer-0.tiny")
 
 
 # --- a member that takes what it can get
 
 
-def channel(server: GrpcServer, credentials: Credentials) -> Any:
-    """Return a connection of one's own."""
-    shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
-    options = [*CALLING, ("grpc.ssl_target_name_override", "peer-0.tiny"), ("grpc.use_local_subchannel_pool", 1)]
-    return grpc.secure_channel(f"127.0.0.1:{server.port}", shown, options=options)
+@contextmanager
+def opened(server: StreamServer, credentials: Credentials) -> Iterator[ssl.SSLSocket]:
+    """Return a stream by hand, after the greeting."""
+    with (
+        socket.create_connection(("127.0.0.1", server.port), timeout=LONG) as plain,
+        context_of(credentials).wrap_socket(plain, server_hostname="peer-0.tiny") as secured,
+    ):
+        assert secured.recv(len(GREETING)) == GREETING
+        yield secured
 
 
-def stream(server: GrpcServer, credentials: Credentials, parts: Iterator[bytes], stack: ExitStack) -> Any:
-    """Begin a call and leave it open."""
-    return stack.enter_context(channel(server, credentials)).stream_stream(METHOD)(parts, timeout=LONG)
+BROKEN = {
+    "no kind of message": HEADER.pack(9, 1, 5) + b"hello",
+    "an answer": HEADER.pack(2, 1, 5) + b"hello",
+    "more than memory has": HEADER.pack(CALL, 1, 2**63),
+    "an endless number": b"\xff" * HEADER.size,
+}
 
 
-def trickle(over: threading.Event, pause: float) -> Iterator[bytes]:
-    """Yield a byte now and then, without end."""
-    while not over.wait(pause):
-        yield b"x"
+@pytest.mark.parametrize("said", BROKEN)
+def test_a_member_that_speaks_otherwise_is_hung_up_on(authority: Authority, said: str) -> None:
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
+        opened(server, authority.issue("peer-1.tiny")) as secured,
+        linked(server, authority.issue("peer-2.tiny")) as link,
+    ):
+        secured.sendall(BROKEN[said])
+        all_of(secured)
+        assert link.call([b"hello"], LONG) == b"2:hello"
 
 
-def ended(call: Any) -> bool:
-    """Return whether the server ended a call, and not its time or its connection."""
-    return call.done() and call.code() == grpc.StatusCode.CANCELLED
+def test_a_call_that_trickles_is_ended(authority: Authority) -> None:
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS, patience=0.5) as server,
+        opened(server, authority.issue("peer-1.tiny")) as secured,
+        linked(server, authority.issue("peer-2.tiny")) as link,
+    ):
+        secured.sendall(HEADER.pack(CALL, 1, 1 << 20))
+        with suppress(OSError):
+            while True:
+                secured.sendall(b"x")
+                assert link.call([b"hello"], LONG) == b"2:hello"
+        assert all_of(secured) == b""
 
 
-def test_a_stream_that_trickles_is_ended(authority: Authority) -> None:
-    with served(authority.issue("peer-0.tiny"), patience=0.5) as server, ExitStack() as stack:
-        over = threading.Event()
-        stack.callback(over.set)
-        call = stream(server, authority.issue("peer-1.tiny"), trickle(over, 0.05), stack)
-        with pytest.raises(grpc.RpcError):
-            b"".join(call)
-        assert ended(call)
+def test_an_answer_that_nobody_takes_is_given_up(authority: Authority) -> None:
+    """Peer 1 asks for 64 MiB and reads none of it; the server holds it once, and forgets it."""
+    large = bytes(64 << 20)
+    with (
+        served(
+            authority.issue("peer-0.tiny"), MEMBERS, patience=0.5, take=lambda _, __, reply: reply([large])
+        ) as server,
+        opened(server, authority.issue("peer-1.tiny")) as secured,
+    ):
+        secured.sendall(HEADER.pack(CALL, 1, 0))
+        wait_until(lambda: any(stream.is_sending for stream in list(server._streams_of[1])))
+        wait_until(lambda: not server._streams_of[1])
+
+
+def test_calls_that_come_at_once_are_answered_in_turn(authority: Authority) -> None:
+    """A stream full of calls keeps nobody waiting: one of them is answered, then one of others."""
+    calls = 5000
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
+        opened(server, authority.issue("peer-1.tiny")) as secured,
+        linked(server, authority.issue("peer-2.tiny")) as link,
+    ):
+        sending = threading.Thread(target=secured.sendall, args=((HEADER.pack(CALL, 1, 1) + b"?") * calls,))
+        sending.start()
+        assert link.call([b"hello"], LONG) == b"2:hello"
+        heard = 0
+        while heard < calls * (HEADER.size + 3):
+            heard += len(secured.recv(1 << 16))
+        sending.join()
 
 
 def test_a_member_has_few_streams_and_others_get_answers(authority: Authority) -> None:
-    """Peer 1 opens 60 streams over 3 connections and never ends them, again and again.
-
-    Peer 2 is always answered, and so is peer 1 where it makes a call that comes at once, as the slowest stream ends.
-    """
-    with served(authority.issue("peer-0.tiny")) as server, ExitStack() as stack:
-        over = threading.Event()
-        stack.callback(over.set)
-        hostile = authority.issue("peer-1.tiny")
-        with linked(server, authority.issue("peer-2.tiny")) as link, linked(server, hostile) as own:
-            for _ in range(3):
-                with ExitStack() as flood:
-                    channels = [flood.enter_context(channel(server, hostile)) for _ in range(3)]
-                    calls = [
-                        channels[number % 3].stream_stream(METHOD)(trickle(over, 0.2), timeout=LONG)
-                        for number in range(60)
-                    ]
-                    wait_until(lambda: any(ended(call) for call in calls))  # noqa: B023
-                    for _ in range(20):
-                        assert link.call([b"hello"], LONG) == b"2:hello"
-                        assert own.call([b"hello"], LONG) == b"1:hello"
-                    assert len(server._admission._calls) <= grpc_transport.CALLS_EACH
+    """Peer 1 opens 30 streams and begins a call on each; peer 2 is always answered, and so is a new call of peer 1."""
+    hostile = authority.issue("peer-1.tiny")
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
+        linked(server, authority.issue("peer-2.tiny")) as link,
+        linked(server, hostile) as own,
+        ExitStack() as stack,
+    ):
+        assert own.call([b"hello"], LONG) == b"1:hello"
+        held = []
+        for _ in range(30):
+            held.append(stack.enter_context(opened(server, hostile)))
+            held[-1].sendall(HEADER.pack(CALL, 1, 1000) + b"x")
+            assert link.call([b"hello"], LONG) == b"2:hello"
+            assert own.call([b"hello"], LONG) == b"1:hello"
+        wait_until(lambda: len(server._streams_of[1]) <= STREAMS_EACH)
+        wait_until(lambda: sum(map(is_hung_up, held)) == 30 - (STREAMS_EACH - 1))
 
 
 def resident() -> int:
@@ -231,27 +278,20 @@ def resident() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
 
 
-def test_oversize_streams_take_no_more_than_a_model(authority: Authority) -> None:
-    """As many streams as a member may have, each of a hundred times the cap: refused at the cap."""
-    cap, piece = 8 << 20, bytes(1 << 20)
-    with served(authority.issue("peer-0.tiny"), cap=cap) as server, ExitStack() as stack:
-        hostile, most, over = authority.issue("peer-1.tiny"), [0], threading.Event()
+def test_oversize_calls_take_no_memory(authority: Authority) -> None:
+    """Calls of a hundred times the cap are refused by their headers."""
+    cap = 8 << 20
+    hostile = authority.issue("peer-1.tiny")
+    with served(authority.issue("peer-0.tiny"), MEMBERS, cap) as server, ExitStack() as stack:
         before = resident()
-
-        def watch() -> None:
-            while not over.wait(0.005):
-                most[0] = max(most[0], resident() - before)
-
-        watching = threading.Thread(target=watch)
-        watching.start()
-        calls = [stream(server, hostile, (piece for _ in range(800)), stack) for _ in range(grpc_transport.CALLS_EACH)]
-        for call in calls:
-            with pytest.raises(grpc.RpcError) as refused:
-                b"".join(call)
-            assert "sent more than" in refused.value.details()
-        over.set()
-        watching.join()
-    assert most[0] < grpc_transport.CALLS_EACH * (cap + (16 << 20)) * 2  # this process is both sides of each stream
+        for _ in range(2):
+            secured = stack.enter_context(opened(server, hostile))
+            secured.sendall(HEADER.pack(CALL, 1, 100 * cap))
+            with suppress(OSError):
+                for _ in range(cap >> 20):
+                    secured.sendall(bytes(1 << 20))
+            assert b"sent more than" in all_of(secured) or not server._streams_of[1]
+        assert resident() - before < cap
 
 
 # --- strangers that take connections
@@ -290,7 +330,10 @@ def test_idle_connections_are_few_and_soon_closed(authority: Authority, attack: 
     """150 of them at a server that holds 60; peer 2 is answered over its connection, peer 3 over a new one."""
     attacks = {"nothing": nothing, "half a greeting": half_a_greeting, "a handshake alone": handshake_alone(authority)}
     own = authority.issue("peer-0.tiny")
-    with served(own, connections=60, handshake=2.0) as server, linked(server, authority.issue("peer-2.tiny")) as old:
+    with (
+        served(own, MEMBERS, connections=60, handshake=2.0) as server,
+        linked(server, authority.issue("peer-2.tiny")) as old,
+    ):
         assert old.call([b"hello"], LONG) == b"2:hello"
         with ExitStack() as stack:
             held: list[socket.socket] = []
@@ -306,7 +349,7 @@ def test_idle_connections_are_few_and_soon_closed(authority: Authority, attack: 
                     assert link.call([b"hello"], LONG) == answer
 
 
-def answers(link: GrpcConnection, answer: bytes) -> bool:
+def answers(link: StreamConnection, answer: bytes) -> bool:
     try:
         return link.call([b"hello"], LONG) == answer
     except UnreachableError:
@@ -314,20 +357,38 @@ def answers(link: GrpcConnection, answer: bytes) -> bool:
 
 
 def test_a_flood_from_one_address_leaves_others_room(authority: Authority) -> None:
-    """A stranger that connects all the time has PENDING_EACH connections; which are closed is known to the second."""
-    with served(authority.issue("peer-0.tiny")) as server, ExitStack() as stack:
-        watch = server._admission
-        watch.close()  # looked at by this test alone
-        for _ in range(grpc_transport.PENDING_EACH + 8):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0)))
+    """A stranger that connects all the time has PENDING_EACH connections; who came from elsewhere is left alone."""
+    with served(authority.issue("peer-0.tiny"), MEMBERS, handshake=LONG) as server, ExitStack() as stack:
         other = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        wait_until(lambda: len(watch._handles()) == grpc_transport.PENDING_EACH + 9)
-        watch.look(0.0)
-        wait_until(lambda: len(watch._handles()) == grpc_transport.PENDING_EACH + 1)
-        watch.look(grpc_transport.HANDSHAKE_SECONDS - 0.1)
+        wait_until(lambda: len(server._pending) == 1)
+        flood = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0)))
+            for _ in range(PENDING_EACH + 8)
+        ]
+        wait_until(lambda: sum(map(is_hung_up, flood)) == 8)
+        assert all(map(is_hung_up, flood[:8]))
         assert not is_hung_up(other)
-        watch.look(grpc_transport.HANDSHAKE_SECONDS)
-        wait_until(lambda: not watch._handles())
+        assert len(server._pending) == PENDING_EACH + 1
+
+
+def test_a_server_without_descriptors_goes_on_later(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not ask again and again meanwhile."""
+    accepts = [0]
+
+    class Full(socket.socket):
+        def accept(self) -> Any:
+            accepts[0] += 1
+            if accepts[0] == 1:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().accept()
+
+    monkeypatch.setattr(stream_server.socket, "socket", Full)
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS) as server,
+        linked(server, authority.issue("peer-2.tiny")) as link,
+    ):
+        assert link.call([b"hello"], LONG) == b"2:hello"
+    assert accepts[0] < 10
 
 
 @pytest.mark.slow
@@ -380,23 +441,26 @@ def test_a_flood_at_few_open_files_ends_no_peer(
 
 
 SERVER = """
-import logging, sys, time
-from flower_privdec.network.transport.grpc_transport import GrpcServer
+import logging, sys, threading
+from flower_privdec.network.transport.stream_server import StreamServer
+from flower_privdec.network.transport.streams import StreamLoop
 from flower_privdec.network.transport.tls import Authority
 
 logging.basicConfig(level=logging.INFO)
 own = Authority.create("tiny").issue("peer-0.tiny")
-server = GrpcServer("127.0.0.1:0", own, {"peer-0.tiny": 0}, lambda peer, content: [content], 1 << 20)
+loop = StreamLoop()
+server = StreamServer(loop, "127.0.0.1:0", own, {"peer-0.tiny": 0}, None, 1 << 20)
 print(server.port, flush=True)
-sys.stdin.read()
-server._admission.look(time.monotonic())
-server.close()
+over = []
+threading.Thread(target=lambda: (sys.stdin.read(), over.append(1))).start()
+while not over:
+    loop.turn(0.05)
 """
 
 
 @pytest.mark.slow
 def test_strangers_fill_no_log() -> None:
-    """Neither by lines of gRPC, which says what it says from its import on, nor by the peer's: one a minute."""
+    """One line a minute, however many come."""
     command, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as server:
         assert server.stdout is not None
@@ -419,14 +483,14 @@ def can_connect(host: str, port: int) -> bool:
 
 
 def test_too_low_a_file_limit_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_transport.resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(stream_server.resource, "getrlimit", lambda _: (64, 64))
     with raises(RunError, code="network.few-descriptors"):
-        grpc_transport.most_connections(4)
+        stream_server.most_connections(4)
 
 
 def test_a_soft_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = list[tuple[int, int]]()
-    monkeypatch.setattr(grpc_transport.resource, "getrlimit", lambda _: (64, 100_000))
-    monkeypatch.setattr(grpc_transport.resource, "setrlimit", lambda _, both: limits.append(both))
-    assert grpc_transport.most_connections(4) == grpc_transport.MOST_CONNECTIONS
-    assert limits == [(grpc_transport.MOST_DESCRIPTORS, 100_000)]
+    monkeypatch.setattr(stream_server.resource, "getrlimit", lambda _: (64, 100_000))
+    monkeypatch.setattr(stream_server.resource, "setrlimit", lambda _, both: limits.append(both))
+    assert stream_server.most_connections(4) == stream_server.MOST_CONNECTIONS
+    assert limits == [(stream_server.MOST_DESCRIPTORS, 100_000)]

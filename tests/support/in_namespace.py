@@ -16,12 +16,12 @@ def watch(address: str, certificates: str, peer: str, path: str) -> None:
     from flower_privdec.common.errors import RunError
     from flower_privdec.common.files import write_atomically
     from flower_privdec.network.peer.status import STATUS_REQUEST
-    from flower_privdec.network.transport.grpc_transport import GrpcConnection
+    from flower_privdec.network.transport.streams import StreamConnection
     from flower_privdec.network.transport.tls import Credentials, files_of, identities_of
 
     paths = files_of(Path(certificates), int(peer))
     (name,) = identities_of(paths[0].read_bytes())
-    link = GrpcConnection(address, name, Credentials.read(*paths, name), 1 << 20)
+    link = StreamConnection(address, name, Credentials.read(*paths, name), 1 << 20)
     while True:
         with suppress(RunError):
             write_atomically(Path(path), bytes(link.call([STATUS_REQUEST], 5.0)))

@@ -170,7 +170,7 @@ def _peers(scenario: Scenario, where: Path) -> NetworkPace:
         return NetworkPace.of(stamps, slice(WARM_UP, -1))
 
 
-def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int) -> NetworkPace:
+def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int, kind: str = "pieces") -> NetworkPace:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         placed = _placed(scenario, Path(name))
@@ -180,6 +180,7 @@ def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int) -> N
             "identities": placed.network.identities(placed.name, placed.n_peers),
             "certs": str(folder / "certs"),
             "bytes": size,
+            "kind": kind,
             "receivers": receivers,
         }
         (folder / "plan.json").write_text(json.dumps(plan))

@@ -9,7 +9,7 @@
                      └────────────────────────────────────────────────> reads the end of its stdin, ends
 
 Once the server has imported, eight peers start in 0.2 to 0.3 s (2 cores); each would otherwise import for seconds. The
-server runs no tensor operation and no gRPC call, because their thread pools do not survive a fork.
+server runs no tensor operation, because its thread pool does not survive a fork.
 
 Why not the forkserver of multiprocessing, with its set_forkserver_preload? It was tried (Python 3.11), and does
 not hold what a peer needs:
@@ -54,7 +54,7 @@ from flower_privdec.common.machine import can_fork
 IMPORTED = [
     "flower_privdec.cli.main",
     "flower_privdec.network.peer.foreground",
-    "grpc.experimental",
+    "flower_privdec.network.transport.stream_server",
     "charset_normalizer",
     "numpy.ctypeslib",
     "scipy.fft",

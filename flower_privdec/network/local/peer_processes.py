@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Self
@@ -25,6 +26,7 @@ from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.files import owners_file, write_atomically
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
 from flower_privdec.network.peer.status import STATUS_CAP, request_status
+from flower_privdec.network.transport.in_threads import call_and_wait, evented
 from flower_privdec.network.transport.named import transport_class, transport_of
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
 from flower_privdec.scenario import Scenario, to_yaml
@@ -266,13 +268,15 @@ class Watch:
         assert scenario.network.peers is not None
         credentials = credentials_of(scenario, processes.certificates, peer)
         addresses = [other.address for other in scenario.network.peers]
-        connection = transport_of(scenario, peer, addresses, credentials).connect(peer, STATUS_CAP)
+        transport = evented(transport_of(scenario, peer, addresses, credentials))
+        connection = transport.connect(peer, STATUS_CAP)
+        call = partial(call_and_wait, transport.turn, connection)
         word_without_answer = STARTING
         try:
             while not self._stopping.is_set() and not self._is_done(peer):
                 status = None
                 with contextlib.suppress(RunError):  # reported by the word instead
-                    status = request_status(connection, ANSWER_SECONDS)
+                    status = request_status(call, ANSWER_SECONDS)
                 if status is None:
                     self._on_status(peer, None, word_without_answer)
                 else:
@@ -282,6 +286,7 @@ class Watch:
             self._is_done(peer)
         finally:
             connection.close()
+            transport.close()
 
     def _is_done(self, peer: int) -> bool:
         """Return whether a peer came to its end, and report its last status if it did."""

@@ -1,31 +1,53 @@
-"""Runs one peer in real time: its program in the caller's thread, a server for calls that come, a thread a neighbour.
+"""Runs one peer in real time: its program, what others ask it, and its calls to them, one after the other.
 
-The peer itself has no thread and no clock (`flower_privdec.peer`). One lock guards it: the driver holds it whenever it
-calls into the peer, and lets it go while the peer waits and while it performs the peer's work, so that neighbours are
-answered during a gradient step and during a write to the disk.
+The peer itself has no thread and no clock (`flower_privdec.peer`). The driver is a loop:
+
+    let the peer go on until it waits, or has work to do        `on_tick`
+    give the answers that were held back, and make the calls    `_speak`
+    do the work; or let the transport tell what comes, until the wait may be over
+
+Nothing polls: a wait ends when something comes, or at the moment that the peer named. One thread does all that, so what
+comes costs no handover, and a round of small models takes a third of the CPU time that threads took. But work may take
+long: a gradient step, a write to a disk that hangs, somebody's own training. Neighbours wait for answers meanwhile, and
+give up calls in the end. So *work that took more than BRIEF the last few times, or is done for the first time, is done
+while another thread goes on with the loop*, which begins and ends with it. The work stays in the thread that called
+`run`: users' code may need the main one. Brief work delays an answer hardly more than a network does.
+
+At any moment one thread runs the loop: the one that called `run`, or the one beside it during long work, and from
+`open` to `run` and from there to `close`. The lock is held whenever the peer is called; it is free during work and
+during waits.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
-from dataclasses import dataclass
-from threading import Condition, RLock, Thread
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import RLock, Thread
 from typing import Any
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.network.peer.status import STATUS_REQUEST
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
+from flower_privdec.network.transport.in_threads import evented
 from flower_privdec.network.transport.named import transport_of
 from flower_privdec.network.transport.tls import Credentials
-from flower_privdec.network.transport.transport import Connection, Content, Transport
-from flower_privdec.peer.driving import Pause, Wait, Work
+from flower_privdec.network.transport.transport import Content, EventConnection, EventTransport, Reply, Transport
+from flower_privdec.peer.driving import Work
 from flower_privdec.peer.peer import POLL, OnRound, PeerPlace, RunningPeer
 from flower_privdec.peer.session import Messages
 from flower_privdec.pushsum.exactly_once import RefusedError
 
-JOIN_SECONDS = 2.0  # for a neighbour's thread to end; it is a daemon and holds nothing
+_log = logging.getLogger(__name__)
+
+BRIEF = 0.1  # seconds of work during which nobody is answered
+REMEMBERED = 4  # times of each kind of work, by which it is brief or long
 
 
 @dataclass(frozen=True)
@@ -41,34 +63,32 @@ class PeerDevice(PeerPlace):
 
     credentials: Credentials | None = None
     addresses: tuple[str, ...] = ()
-    transport: Transport | None = None
+    transport: Transport | EventTransport | None = None
     loss: float = 0.0
 
 
 class Driver:
-    """A peer's clock, threads and connections.
+    """A peer's clock and connections.
 
     Args:
         peer: on a `PeerDevice`.
 
     Attributes:
-        changed: holds the peer's lock; notified when something came.
+        lock: held whenever the peer is called.
     """
 
     def __init__(self, peer: RunningPeer) -> None:
         self.peer = peer
-        self._lock = RLock()
-        self.changed = Condition(self._lock)
+        self.lock = RLock()
         self._retry = peer.times.retry  # seconds until it is asked again for news that only time brings
         self._patience = peer.times.deadline / 2  # seconds that a call may take
         self._holding = min(self._retry, self._patience) / 2  # seconds that an answer may be held back
-        self._wake: dict[int, Condition] = {}  # of the same lock: a neighbour's thread wakes up only for its own news
-        self._connections: dict[int, Connection] = {}
-        self._threads: list[Thread] = []
+        self._lines: dict[int, _Line] = {}
+        self._held: list[_HeldAnswer] = []
+        self._took: dict[str, deque[float]] = {}  # seconds of the last few times, by the kind of work
         # Built before the peer begins: a transport that cannot be built costs no privacy.
         self._transport = _transport_of(peer)
-        self._pause: Pause | None = None
-        self._stopping = False
+        self._beside: _LoopBeside | None = None
 
     # --- a peer's life ---
 
@@ -83,19 +103,21 @@ class Driver:
             peer.begin()
         else:
             peer.begin_charging()
-        with self.changed:
-            self._go_on()  # up to the first wait: what neighbours are greeted with is in the store then
 
-        transport = self._transport
+        # Up to the first wait: what neighbours are greeted with is in the store then.
+        while True:
+            with self.lock:
+                pause = peer.on_tick(time.monotonic())
+            if not isinstance(pause, Work):
+                break
+            _do(pause)
+
         cap = peer.conversation.cap
         neighbors = list(peer.neighbours)
-        port = transport.serve(self._answer, cap, len(neighbors))
-        self._connections = {j: transport.connect(j, cap) for j in neighbors}
-        self._wake = {j: Condition(self._lock) for j in neighbors}
-        peer.diagnose = lambda j: self._connections[j].diagnosis()
-        self._threads = [Thread(target=self._call_neighbor, args=(j,), daemon=True) for j in neighbors]
-        for thread in self._threads:
-            thread.start()
+        port = self._transport.listen(self._take, cap, len(neighbors))
+        self._lines = {j: _Line(self._transport.connect(j, cap)) for j in neighbors}
+        peer.diagnose = lambda j: self._lines[j].connection.diagnosis()
+        self._beside = _LoopBeside(self)
         return port
 
     def run(self, on_round: OnRound | None = None) -> None:
@@ -122,129 +144,264 @@ class Driver:
         charged: int = self.peer.result
         return charged
 
-    def _to_the_end(self) -> None:
-        with self.changed:
-            while True:
-                wait = self._go_on()
-                if wait is None:
-                    return
-                self.changed.wait(max(0.0, min(POLL, wait.until - time.monotonic())))
-
-    def _go_on(self) -> Wait | None:
-        """Let the peer go on, and perform its work, until it waits; return the wait, or None at its end."""
-        while True:
-            pause = self.peer.on_tick(time.monotonic())
-            is_saving = isinstance(pause, Work) and pause.kind == "save"
-            if pause is not self._pause and not is_saving:  # it went on; what it saves leaves after that
-                self.notify()
-            self._pause = pause
-            if not isinstance(pause, Work):
-                return pause
-            self._lock.release()
-            try:
-                result = pause.do()
-            finally:
-                self._lock.acquire()
-            pause.result = result
-            pause.is_done = True
-
     def close(self) -> None:
         """Stop calling and listening, and release the peer."""
-        with self.changed:
-            self._stopping = True
-            self.notify()
-        for connection in self._connections.values():
-            connection.close()
-        for thread in self._threads:
-            thread.join(JOIN_SECONDS)
-        self._transport.close()
-        self.peer.close()
+        try:
+            self._end_beside()
+        finally:
+            with self.lock:
+                for held in self._held:
+                    self._answer(held)
+                self._held = []
+            for line in self._lines.values():
+                line.is_over = True
+                line.connection.close()
+            self._transport.close()
+            self.peer.close()
 
-    def notify(self) -> None:
-        """Wake all threads that a change of the peer concerns; to be called with the lock held."""
-        now = time.monotonic()
-        self.changed.notify_all()
-        for neighbor, wake in self._wake.items():
-            if self._stopping or self.peer.conversation.has_news(neighbor, now):
-                wake.notify()
+    # --- the loop ---
+
+    def _to_the_end(self) -> None:
+        self._end_beside()
+        while True:
+            with self.lock:
+                pause = self.peer.on_tick(time.monotonic())
+            if pause is None:
+                break
+            if isinstance(pause, Work):
+                self._perform(pause)
+            else:
+                self.speak_and_listen(pause.until)
+        self.speak_and_listen(0.0)
+        self._beside = _LoopBeside(self)
+
+    def _perform(self, work: Work) -> None:
+        """Do a peer's work; if it may take long, another thread goes on with the loop."""
+        began = time.monotonic()
+        took = self._took.setdefault(work.kind, deque(maxlen=REMEMBERED))
+
+        # The least of them: other processes on the machine make now one and now another take longer.
+        if took and min(took) <= BRIEF:
+            if work.kind != "save":  # what it saves leaves after that
+                self.speak_and_listen(0.0)
+                began = time.monotonic()
+            _do(work)
+        else:
+            self._beside = _LoopBeside(self)
+            try:
+                _do(work)
+            finally:
+                self._end_beside()
+        took.append(time.monotonic() - began)
+
+    def _end_beside(self) -> None:
+        beside = self._beside
+        if beside is not None:
+            self._beside = None
+            beside.end()
+
+    def wake(self) -> None:
+        """End a wait, in any thread."""
+        self._transport.wake()
+
+    def speak_and_listen(self, until: float) -> None:
+        """Say what there is to say, and let the transport tell what comes, up to a moment at most."""
+        with self.lock:
+            now = time.monotonic()
+            until = min(until, self._speak(now))
+        self._transport.turn(min(until - now, POLL))
+
+    def _speak(self, now: float) -> float:
+        """Give the answers that were held back, and make the calls that are due.
+
+        Returns:
+            The moment of the next answer or call that only time brings.
+        """
+        following = now + self._retry
+        session = self.peer.conversation
+        if self._held:
+            held = self._held
+            self._held = []
+            for one in held:
+                if now >= one.until or session.is_answered(one.caller, one.messages):
+                    self._answer(one)
+                else:
+                    self._held.append(one)
+                    following = min(following, one.until)
+
+        for neighbor, line in self._lines.items():
+            if line.is_calling:
+                continue
+            if now < line.again:
+                following = min(following, line.again)
+                continue
+            with self._or_end_with(neighbor):
+                if line.calls or session.has_news(neighbor, now):
+                    line.calls = line.calls or session.calls(neighbor, now)
+                    self._call_next(neighbor, line)
+        return following
 
     # --- calls of others ---
 
-    def _answer(self, caller: int, content: memoryview) -> Content:
+    def _take(self, caller: int, content: memoryview, reply: Reply) -> None:
+        """Take in a call. Its answer is held back for a moment if it will say more then."""
         session = self.peer.conversation
-        if content == STATUS_REQUEST:
-            with self.changed:
-                return [json.dumps(self.peer.status()).encode()]
-
-        try:
-            messages = session.read(caller, content)
-            with self.changed:
+        with self.lock:
+            if content == STATUS_REQUEST:
+                reply([json.dumps(self.peer.status()).encode()])
+                return
+            now = time.monotonic()
+            try:
+                messages = session.read(caller, content)
                 session.bytes_received += len(content)
-                make_answer = session.receive(caller, messages, time.monotonic())
-                session.neighbours[caller].refused = ""
-                self.notify()
-                self.changed.wait_for(lambda: self._stopping or session.is_answered(caller, messages), self._holding)
-                answer = make_answer()
-            return session.write(caller, answer)[1]
+                make_answer = session.receive(caller, messages, now)
+            except RunError as error:
+                self._refuse(caller, error, reply)
+                return
+            except Exception as error:  # whatever a neighbour sends, it does not end this peer
+                _log.exception("a call of peer %s could not be taken in", caller)
+                self._refuse(caller, RunError(f"it failed ({one_line(error)})", code="call.failed"), reply)
+                return
+            session.neighbours[caller].refused = ""
+            held = _HeldAnswer(caller, messages, make_answer, now + self._holding, reply)
+            if session.is_answered(caller, messages):
+                self._answer(held)
+            else:
+                self._held.append(held)
+
+    def _answer(self, held: _HeldAnswer) -> None:
+        try:
+            content = self.peer.conversation.write(held.caller, held.make_answer())[1]
         except RunError as error:
-            with self.changed:
-                if caller in session.neighbours:
-                    session.neighbours[caller].refused = str(error)
-            raise RefusedError(str(error), code=error.code) from error
+            self._refuse(held.caller, error, held.reply)
+        else:
+            held.reply(content)
+
+    def _refuse(self, caller: int, error: RunError, reply: Reply) -> None:
+        neighbours = self.peer.conversation.neighbours
+        if caller in neighbours:
+            neighbours[caller].refused = str(error)
+        reply(RefusedError(str(error), code=error.code))
 
     # --- calls to others ---
 
-    def _call_neighbor(self, neighbor: int) -> None:
-        """Make the calls to a neighbour until the end; an unexpected error ends the run, which would wait otherwise."""
-        session = self.peer.conversation
-
-        def has_news() -> bool:
-            return self._stopping or session.has_news(neighbor, time.monotonic())
-
+    @contextmanager
+    def _or_end_with(self, neighbor: int) -> Iterator[None]:
+        """End the run with any error: its peer would wait for the neighbour for ever."""
         try:
-            while True:
-                with self.changed:
-                    self._wake[neighbor].wait_for(has_news, self._retry)
-                    if self._stopping:
-                        return
-                    now = time.monotonic()
-                    calls = session.calls(neighbor, now) if session.has_news(neighbor, now) else []
-                for messages in calls:
-                    if not self._call(neighbor, messages):
-                        break
+            yield
         except Exception as error:
-            with self.changed:
-                session.fatal = RunError(
-                    f"nothing can be sent to peer {neighbor} any more ({one_line(error)})", code="network.failed"
-                )
-                session.fatal.__cause__ = error
-                self.notify()
+            fatal = RunError(
+                f"nothing can be sent to peer {neighbor} any more ({one_line(error)})", code="network.failed"
+            )
+            fatal.__cause__ = error
+            self.peer.conversation.fatal = fatal
+            self._lines[neighbor].again = math.inf
 
-    def _call(self, neighbor: int, messages: Messages) -> bool:
-        """Call a neighbour; return whether it answered."""
+    def _call_next(self, neighbor: int, line: _Line) -> None:
+        """Make the next call to a neighbour."""
+        if not line.calls:
+            return
         session = self.peer.conversation
-        whole, content = session.write(neighbor, messages)
-        connection = self._connections[neighbor]
+        whole, content = session.write(neighbor, line.calls.pop(0))
+        line.is_calling = True
         began = time.monotonic()
+
+        def done(answer: memoryview | RunError) -> None:
+            if line.is_over:
+                return
+            with self.lock:
+                line.is_calling = False
+                with self._or_end_with(neighbor):
+                    self._answered(neighbor, line, whole, content, answer, began)
+
+        line.connection.post(content, self._patience, done)
+
+    def _answered(
+        self,
+        neighbor: int,
+        line: _Line,
+        sent: Messages,
+        content: Content,
+        answer: memoryview | RunError,
+        began: float,
+    ) -> None:
+        """Take in what became of a call."""
+        session = self.peer.conversation
+        now = time.monotonic()
         try:
-            answer = session.read(neighbor, connection.call(content, self._patience))
-            with self.changed:
-                now = time.monotonic()
-                session.bytes_sent += sum(map(len, content))
-                session.took(neighbor, now - began, connection.sending)
-                session.answered(neighbor, whole, answer, now)
-                self.notify()
+            if isinstance(answer, RunError):
+                raise answer
+            messages = session.read(neighbor, answer)
+            session.bytes_sent += sum(map(len, content))
+            session.took(neighbor, now - began, line.connection.sending)
+            session.answered(neighbor, sent, messages, now)
         except RunError as error:
-            with self.changed:
-                now = time.monotonic()
-                again = session.failed(neighbor, error, now)
-                self.notify()
-                self._wake[neighbor].wait_for(lambda: self._stopping, again - now)
-            return False
-        return True
+            line.calls = []  # those after it follow from it
+            line.again = session.failed(neighbor, error, now)
 
 
-def _transport_of(peer: RunningPeer) -> Transport:
+@dataclass
+class _Line:
+    """Calls to one neighbour.
+
+    Attributes:
+        calls: those to make, one after the other.
+        is_calling: whether one is under way.
+        again: the moment from which another may be made, after one that failed.
+        is_over: whether what becomes of them matters no more.
+    """
+
+    connection: EventConnection
+    calls: list[Messages] = field(default_factory=list)
+    is_calling: bool = False
+    again: float = 0.0
+    is_over: bool = False
+
+
+@dataclass(frozen=True)
+class _HeldAnswer:
+    """A call that is not answered yet, until when it is at the latest, and how."""
+
+    caller: int
+    messages: Messages
+    make_answer: Callable[[], Messages]
+    until: float
+    reply: Reply
+
+
+class _LoopBeside:
+    """A thread that goes on with a driver's loop, without its peer's program, until `end`."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._is_ending = False
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._go_on, name="peer-loop", daemon=True)
+        self._thread.start()
+
+    def _go_on(self) -> None:
+        try:
+            while not self._is_ending:
+                self._driver.speak_and_listen(math.inf)
+        except BaseException as error:
+            self._error = error
+
+    def end(self) -> None:
+        """End the thread; raises what ended it before."""
+        self._is_ending = True
+        self._driver.wake()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _do(work: Work) -> None:
+    work.result = work.do()
+    work.is_done = True
+
+
+def _transport_of(peer: RunningPeer) -> EventTransport:
     """Return the transport of a peer's device."""
     device: Any = peer.device
     assert isinstance(device, PeerDevice), "a driver needs the device's credentials and addresses"
@@ -253,5 +410,5 @@ def _transport_of(peer: RunningPeer) -> Transport:
         assert device.credentials is not None
         transport = transport_of(peer.trainer.scenario, device.peer, device.addresses, device.credentials)
     if device.loss:
-        transport = FaultyTransport(transport, device.peer, Faults(lose=device.loss))
-    return transport
+        return FaultyTransport(transport, device.peer, Faults(lose=device.loss))
+    return evented(transport)

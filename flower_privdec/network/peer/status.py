@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import epsilon_text, number, printable, shown
-from flower_privdec.network.transport.grpc_transport import GrpcConnection, identity_at
+from flower_privdec.network.transport.failures import identity_at
+from flower_privdec.network.transport.streams import StreamConnection
 from flower_privdec.network.transport.tls import Credentials, files_of, identities_of
-from flower_privdec.network.transport.transport import Connection
+from flower_privdec.peer.driving import Content
 
 STATUS_REQUEST = b"privdec status"  # a call that any peer of the scenario may make
 REQUEST_SECONDS = 5.0
 STATUS_CAP = 1 << 20  # bytes of a status
 Status = Mapping[str, Any]
+Call = Callable[[Content, float], memoryview]
 
 
-def request_status(connection: Connection, seconds: float) -> dict[str, Any]:
-    """Return the status of the peer at the other end of a connection.
+def request_status(call: Call, seconds: float) -> dict[str, Any]:
+    """Return the status of the peer that a call goes to.
 
     Args:
+        call: makes a call; see Connection.
         seconds: to wait at most.
 
     Raises:
         RunError: it does not answer, or with something else.
     """
-    answer = bytes(connection.call([STATUS_REQUEST], seconds))
+    answer = bytes(call([STATUS_REQUEST], seconds))
     try:
         status = json.loads(answer)
     except (ValueError, RecursionError):
@@ -98,9 +101,9 @@ def status_of(address: str, certificates: Path, peer: int, as_json: bool) -> str
     paths = files_of(certificates, peer)
     names = identities_of(paths[0].read_bytes()) if paths[0].is_file() else []
     credentials = Credentials.read(*paths, names[0] if names else f"peer-{peer}")
-    connection = GrpcConnection(address, identity_at(address, credentials), credentials, STATUS_CAP)
+    connection = StreamConnection(address, identity_at(address, credentials), credentials, STATUS_CAP)
     try:
-        status = request_status(connection, REQUEST_SECONDS)
+        status = request_status(connection.call, REQUEST_SECONDS)
         return json.dumps(status, indent=2) if as_json else _status_text(status)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunError(

@@ -1,1 +1,1 @@
-"""Bytes from peer to peer: gRPC with TLS on both sides, certificates and connections."""
+"""Bytes from peer to peer: streams of TLS with a certificate on both sides."""

@@ -8,6 +8,7 @@ import ssl
 from contextlib import closing
 
 from flower_privdec.common.errors import PrivdecError, RunError
+from flower_privdec.common.formatting import one_line
 from flower_privdec.network.transport.tls import Credentials, certificate_problem, context_of, identities_of
 from flower_privdec.network.transport.transport import UnreachableError
 
@@ -139,3 +140,22 @@ def shown_certificate(
         context.wrap_socket(plain, server_hostname=identity) as secured,
     ):
         return ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"").encode()
+
+
+def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) -> str:
+    """Return the identity of the peer at an address, verified by a trusted authority.
+
+    Raises:
+        RunError: no peer listens there, or one of another authority.
+    """
+    try:
+        names = identities_of(shown_certificate(address, credentials, seconds))
+    except OSError as error:  # a certificate that does not verify is a ValueError too
+        raise calling_error(address, None, credentials, seconds) or RunError(
+            f"{address}: {one_line(error)}; is a peer running there?", code="call.failed"
+        ) from error
+    except ValueError as error:
+        raise RunError(f"{address}: must be HOST:PORT ({one_line(error)})", code="call.address") from error
+    if not names:
+        raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer", code="certificate.no-name")
+    return names[0]

@@ -9,13 +9,16 @@ from flower_privdec.common.catalogue import TRANSPORTS
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.network.transport.tls import Credentials, identities
-from flower_privdec.network.transport.transport import Transport
+from flower_privdec.network.transport.transport import EventTransport, Transport
 from flower_privdec.scenario.sections import HasPeers
 
 METHODS = ("serve", "connect", "close")
+EVENT_METHODS = ("listen", "connect", "turn", "wake", "close")
 
 
-def transport_of(scenario: HasPeers, peer: int, addresses: Sequence[str], credentials: Credentials) -> Transport:
+def transport_of(
+    scenario: HasPeers, peer: int, addresses: Sequence[str], credentials: Credentials
+) -> Transport | EventTransport:
     """Return the transport of a peer that its scenario names; it listens to nothing yet.
 
     Args:
@@ -28,7 +31,7 @@ def transport_of(scenario: HasPeers, peer: int, addresses: Sequence[str], creden
     name = scenario.network.transport
     part = transport_class(name)
     with users_code(f"network.transport={name!r} could not be built", code="code.fails"):
-        transport: Transport = part(peer, addresses, identities(scenario), credentials)
+        transport: Transport | EventTransport = part(peer, addresses, identities(scenario), credentials)
     return transport
 
 
@@ -47,7 +50,8 @@ def transport_class(name: str) -> Any:
         )
 
     def accepts(part: Any) -> bool:
-        return callable(part) and all(hasattr(part, method) for method in METHODS)
+        kinds = (METHODS, EVENT_METHODS)
+        return callable(part) and any(all(hasattr(part, method) for method in methods) for methods in kinds)
 
     return load_own(
         name, "network.transport", accepts=accepts, must_be="a class with the methods serve, connect and close"

@@ -282,17 +282,45 @@ def _issued(certificate: x509.Certificate, by: x509.Certificate) -> bool:
     return True
 
 
+def date_problem(certificate: bytes, now: datetime | None = None) -> ScenarioError | None:
+    """Return why a peer may not use a certificate now; None if it may. To be asked at every call, so it is quick."""
+    begin, end, problem = validity_of(certificate)
+    now = now or datetime.now(UTC)
+    if problem is None and begin <= now <= end:
+        return None
+    return time_problem(certificate, now) or problem
+
+
 def context_of(credentials: Credentials) -> ssl.SSLContext:
     """Return a context by which a peer calls others."""
     context = ssl.create_default_context(cadata=credentials.authority.decode())
-    context.set_alpn_protocols(["h2"])
+    _show(context, credentials)
+    return context
+
+
+def stream_context(credentials: Credentials, is_called: bool) -> ssl.SSLContext:
+    """Return a context for a stream between peers, who all have this version: TLS 1.3, with a certificate of each."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_called else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=credentials.authority.decode())
+
+    # Whoever is trusted may have been signed by somebody else, who need not be there.
+    context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    if is_called:
+        context.num_tickets = 0  # a certificate is looked at in each handshake
+    _show(context, credentials)
+    return context
+
+
+def _show(context: ssl.SSLContext, credentials: Credentials) -> None:
+    """Let a context show a peer's certificate."""
     with tempfile.TemporaryDirectory() as folder:  # mode 0700; ssl.load_cert_chain reads files alone
         certificate = Path(folder) / "certificate"
         key = Path(folder) / "key"
         certificate.write_bytes(credentials.certificate)
         key.write_bytes(credentials.key)
         context.load_cert_chain(certificate, key)
-    return context
 
 
 def _content(path: Path) -> bytes:

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from threading import Condition
 from typing import Protocol
 
+from flower_privdec.common.errors import RunError
 from flower_privdec.peer.driving import Content, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 __all__ = ["Answer", "Connection", "Content", "MemoryNetwork", "Transport", "UnreachableError"]
 
 Answer = Callable[[int, memoryview], Content]  # called with the caller's number and what it sent
+Reply = Callable[[Content | RefusedError], None]  # called once with the answer to a call
+Take = Callable[[int, memoryview, Reply], None]  # called with the caller's number, what it sent, and how to answer
+Done = Callable[[memoryview | RunError], None]  # called once with an answer, or why there is none
 
 
 class Connection(Protocol):
@@ -73,6 +77,51 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Answer no more calls."""
+
+
+class EventConnection(Protocol):
+    """Calls to one peer that nobody waits for.
+
+    Attributes:
+        sending: see Connection.
+    """
+
+    @property
+    def sending(self) -> float: ...
+
+    def post(self, content: Content, seconds: float, done: Done) -> None:
+        """Make a call; there is one at a time.
+
+        Args:
+            content: what to send; it must not change until the answer is there.
+            seconds: to wait at most.
+            done: called by the transport's `turn`, or at once, with what `Connection.call` returns or raises.
+        """
+
+    def diagnosis(self) -> str:
+        """Return in words why the peer cannot be reached, in any thread."""
+
+    def close(self) -> None:
+        """Release the connection; a call under way fails."""
+
+
+class EventTransport(Protocol):
+    """A transport for one thread: what comes is told in `turn`. Peers use it; `in_threads` makes one of a Transport."""
+
+    def listen(self, take: Take, cap: int, callers: int) -> int:
+        """Answer calls from now on, see `Transport.serve`; `take` is called by `turn`, and answers when it likes."""
+
+    def connect(self, peer: int, cap: int) -> EventConnection:
+        """Return a connection to a peer; see `Transport.connect`."""
+
+    def turn(self, seconds: float) -> None:
+        """Do what has come, after at most some seconds in which nothing does."""
+
+    def wake(self) -> None:
+        """End a wait of `turn`, in any thread."""
+
+    def close(self) -> None:
+        """Answer no more calls; answers that were given have a moment to leave."""
 
 
 class MemoryNetwork:

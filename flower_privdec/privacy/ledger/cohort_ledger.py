@@ -31,6 +31,7 @@ from flower_privdec.privacy.mechanism.events import Release, Spend
 
 RESERVING = "ledger-reserving"  # names the thread that charges a step ahead
 WRITE_FRACTION = 0.005  # of the wall time, the target for writing adaptive blocks
+BRIEF = 0.0005  # seconds of a write: one that takes longer is waited for by another thread
 FIRST_BLOCK = 16  # an adaptive block covers at least this fraction (one in FIRST_BLOCK) of the plan's steps
 
 
@@ -214,6 +215,7 @@ class CohortLedger(PlannedLedger, Ledger):
     """The ledger of the peers that one process hosts, on disk; a context manager."""
 
     _reserving: ThreadPoolExecutor | None = None  # on the class, for `close` is called before `__init__` ends, too
+    _reserve_seconds = math.inf  # that it took last to charge a step ahead
 
     def __init__(
         self,
@@ -246,7 +248,9 @@ class CohortLedger(PlannedLedger, Ledger):
             raise
 
     def reserve(self) -> None:
-        """Charge the step after the last charged one in another thread; `charge` then waits for the disk.
+        """Charge the step after the last charged one; `charge` then raises what went wrong.
+
+        If the disk took longer last time than another thread costs, one waits for it, and `charge` for that.
 
         A step that is then not taken stays charged: one at most for each process. So nothing is reserved before the
         process has charged a first step, nor if entries cover several steps or a step may not be taken.
@@ -257,11 +261,24 @@ class CohortLedger(PlannedLedger, Ledger):
         if step is None:
             return
 
-        if self._reserving is None:
-            self._reserving = ThreadPoolExecutor(1, RESERVING)
         charges = tuple(self._charges(step, step + 1))
-        done = self._reserving.submit(self.append, self._run, step, step + 1, charges)
+        if self._reserve_seconds <= BRIEF:
+            done = Future[None]()
+            try:
+                self._append_ahead(step, charges)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+        else:
+            if self._reserving is None:
+                self._reserving = ThreadPoolExecutor(1, RESERVING)
+            done = self._reserving.submit(self._append_ahead, step, charges)
         self._reserved = (step, done)
+
+    def _append_ahead(self, step: int, charges: Sequence[Charge]) -> None:
+        began = time.perf_counter()
+        self.append(self._run, step, step + 1, charges)
+        self._reserve_seconds = time.perf_counter() - began
 
     def _reserved_step(self) -> int | None:
         if self._reserved is None:

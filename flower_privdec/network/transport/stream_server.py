@@ -1,0 +1,407 @@
+"""Who is called: a socket that listens, and the streams of those who call.
+
+A connection is *pending* until a member's call has come over it: it has made no handshake, or shows the certificate of
+somebody else. One is closed that is pending for `handshake` seconds, or is one too many: the oldest of an address (of
+a network of 64 bits, in IPv6) beyond PENDING_EACH, and the oldest of all beyond half of what the server may hold. So a
+newcomer has the time of a handshake, whatever others do. A member has STREAMS_EACH; of one more, the one over which
+no call has come for longest is closed.
+
+A stream carries one call at a time: while it is answered, nothing more is read. A call that has not come whole, or
+whose answer has not been taken, within `patience` ends its stream. What is longer than a call may be is refused before
+it is in memory, and so is all that comes from others than members.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import resource
+import socket
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from ipaddress import IPv6Address, IPv6Network, ip_address
+from selectors import EVENT_READ
+from typing import Any
+
+from flower_privdec.common.errors import RunError
+from flower_privdec.network.transport.failures import address_of, listening_error
+from flower_privdec.network.transport.streams import (
+    ANSWER,
+    CALL,
+    FAREWELL,
+    GREETING,
+    REFUSAL,
+    REFUSAL_BYTES,
+    Header,
+    Stream,
+    StreamLoop,
+    memory_of,
+)
+from flower_privdec.network.transport.tls import Credentials, date_problem, identities_of, stream_context
+from flower_privdec.network.transport.transport import Content, Take
+from flower_privdec.pushsum.exactly_once import RefusedError
+
+_log = logging.getLogger(__name__)
+
+CALL_SECONDS = 120.0  # until all of a call must have come, and its answer must have been taken
+HANDSHAKE_SECONDS = 5.0  # until a connection has made a member's call
+STREAMS_EACH = 8  # of one member; an honest one has one, one that it lost, and those of `privdec status`
+PENDING_EACH = 32  # of one address that have made no member's call yet
+MOST_CONNECTIONS = 512
+LEAST_CONNECTIONS = 16
+MOST_DESCRIPTORS = 4096  # to which a lower soft limit is raised if the hard limit allows it
+RESERVED = 96  # descriptors for ledger, checkpoints, data and one's own calls
+BACKLOG = 128
+PAUSE_SECONDS = 0.5  # in which nobody is accepted, if no descriptor is left
+ACCEPTED = 16  # connections in a turn, so that members' streams are served between them
+REPORT_SECONDS = 60.0  # between two lines on strangers
+REFUSALS = 100  # different ones that are logged
+DESCRIPTORS = "/dev/fd"
+UTC_NOW = partial(datetime.now, UTC)
+
+
+class StreamServer:
+    """Answers the calls of the scenario's peers, and nobody else's.
+
+    Args:
+        loop: which calls it.
+        address: HOST:PORT to listen on; port 0 takes a free one.
+        credentials: its own.
+        members: the number of every peer by its identity.
+        take: called with the caller's number, its call, and how to answer it.
+        cap: bytes of a call at most.
+        clock: returns the time, by which certificates expire.
+        patience, handshake: seconds, see the module.
+        connections: that it holds at most; by default as many as leave descriptors for files.
+
+    Attributes:
+        port: that it listens on.
+
+    Raises:
+        RunError: the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        loop: StreamLoop,
+        address: str,
+        credentials: Credentials,
+        members: Mapping[str, int],
+        take: Take,
+        cap: int,
+        clock: Callable[[], datetime] = UTC_NOW,
+        patience: float = CALL_SECONDS,
+        connections: int | None = None,
+        handshake: float = HANDSHAKE_SECONDS,
+    ) -> None:
+        self.loop = loop
+        self.take = take
+        self.cap = cap
+        self.clock = clock
+        self.patience = patience
+        self._members = members
+        self._handshake = handshake
+        self._most = most_connections(len(members)) if connections is None else connections
+        self._context = stream_context(credentials, is_called=True)
+
+        # In the order in which they came, which a dictionary keeps.
+        self._pending: dict[CalledStream, None] = {}
+        self._pending_of: defaultdict[str, dict[CalledStream, None]] = defaultdict(dict)
+        self._streams_of: defaultdict[int, set[CalledStream]] = defaultdict(set)
+
+        self._refusals = set[str]()
+        self._strangers = Counter[str]()  # connections without a member's call, by host, since the last line
+        self._reported = -math.inf
+        self._sockets = _listening(address)
+        self.port = int(self._sockets[0].getsockname()[1])
+        self._listening = False
+        self._listen()
+
+    # --- connections ---
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTED):
+            try:
+                sock, where = listening.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:
+                # No descriptor is left: who waits longest gives one.
+                self._close_oldest(self._pending)
+                self._pause()
+                return
+            self._admit(sock, _plain(where[0]))
+
+    def _pause(self) -> None:
+        """Accept nobody for a moment, in which files may be closed."""
+        for sock in self._sockets:
+            self.loop.watch(sock, 0, EVENT_READ, lambda: None)
+        self._listening = False
+        self.loop.add(_Pause(self.loop, self._listen, time.monotonic() + PAUSE_SECONDS))
+
+    def _listen(self) -> None:
+        """Accept whoever comes."""
+        for sock in self._sockets:
+            self.loop.watch(sock, EVENT_READ, 0, partial(self._accept, sock))
+        self._listening = True
+
+    def _admit(self, sock: socket.socket, host: str) -> None:
+        """Begin a handshake, and close the pending connections that are too many with it."""
+        group = _group(host)
+        if len(self._pending_of[group]) >= PENDING_EACH:
+            self._close_oldest(self._pending_of[group])
+        in_all = len(self._pending) + sum(map(len, self._streams_of.values()))
+        if len(self._pending) >= self._most // 2 or in_all >= self._most:
+            self._close_oldest(self._pending)
+        try:
+            stream = CalledStream(self, sock, self._context, host, time.monotonic() + self._handshake)
+        except OSError:  # it hung up
+            sock.close()
+            return
+        self._pending[stream] = None
+        self._pending_of[group][stream] = None
+
+    @staticmethod
+    def _close_oldest(pending: Mapping[CalledStream, None]) -> None:
+        oldest = next(iter(pending), None)
+        if oldest is not None:
+            oldest.close("others came")
+
+    def forget(self, stream: CalledStream) -> None:
+        """Forget a stream that ended."""
+        if stream.member is not None:
+            self._streams_of[stream.member].discard(stream)
+            return
+        self._forget_pending(stream)
+        self._strangers[stream.host] += 1
+        self._report()
+
+    def _forget_pending(self, stream: CalledStream) -> None:
+        group = _group(stream.host)
+        self._pending.pop(stream, None)
+        self._pending_of[group].pop(stream, None)
+        if not self._pending_of[group]:
+            del self._pending_of[group]
+
+    def _report(self) -> None:
+        """Log who came without a member's certificate, now and then."""
+        now = time.monotonic()
+        if now - self._reported < REPORT_SECONDS:
+            return
+        hosts = ", ".join(f"{host} ({times})" for host, times in self._strangers.most_common(3))
+        _log.warning(
+            "%d connections were closed that made no call of a peer of this scenario, of %d addresses: %s",
+            self._strangers.total(),
+            len(self._strangers),
+            hosts,
+        )
+        self._strangers.clear()
+        self._reported = now
+
+    # --- calls ---
+
+    def caller(self, stream: CalledStream) -> int:
+        """Return who calls, by the certificate of a stream, which must name one peer and be valid now.
+
+        Raises:
+            RefusedError: it is not a peer's.
+        """
+        names = identities_of(stream.certificate)
+        peers = [self._members[name] for name in names if name in self._members]
+        if len(peers) != 1:
+            raise RefusedError(
+                f"the certificate is for {', '.join(names) or 'no DNS name'}, which is no peer of this scenario",
+                code="call.stranger",
+            )
+        problem = date_problem(stream.certificate, self.clock())
+        if problem is not None:
+            raise RefusedError(f"peer {peers[0]}: {problem}", code=problem.code)
+        return peers[0]
+
+    def admit_member(self, stream: CalledStream, member: int) -> None:
+        """Count a stream as a member's, whose first call has come over it."""
+        self._forget_pending(stream)
+        own = self._streams_of[member]
+        own.add(stream)
+        if len(own) > STREAMS_EACH:
+            min(own - {stream}, key=lambda one: one.called_at).close("the caller opened others")
+
+    def note(self, refusal: RefusedError) -> None:
+        """Log a refusal once, and REFUSALS of them at most: a stranger decides how often it calls."""
+        reason = " ".join(str(refusal).split())
+        if reason not in self._refusals and len(self._refusals) < REFUSALS:
+            self._refusals.add(reason)
+            _log.warning("a call was refused: %s", reason)
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        for sock in self._sockets:
+            if self._listening:
+                self.loop.watch(sock, 0, EVENT_READ, lambda: None)
+            sock.close()
+        self._sockets = []
+
+
+class _Pause:
+    """A moment in which nobody is accepted; the loop closes it at its end."""
+
+    is_sending = False
+
+    def __init__(self, loop: StreamLoop, listen: Callable[[], None], until: float) -> None:
+        self.until = until
+        self._loop = loop
+        self._listen = listen
+
+    def close(self, why: str) -> None:
+        """Go on."""
+        self._loop.discard(self)
+        self._listen()
+
+
+class CalledStream(Stream):
+    """The end of a stream of the peer that is called.
+
+    Attributes:
+        host: of the other side.
+        member: who that is, once it has called.
+        called_at: the moment of the last call.
+    """
+
+    def __init__(self, server: StreamServer, sock: socket.socket, context: Any, host: str, until: float) -> None:
+        self.host = host
+        self.member: int | None = None
+        self.called_at = 0.0
+        self._server = server
+        super().__init__(server.loop, sock, context, None, until)
+
+    def opened(self) -> None:
+        self.send_plain(GREETING)
+
+    def announced(self, header: Header) -> memoryview | None:
+        server = self._server
+        if header.kind != CALL:
+            raise RefusedError("it sent no call", code="call.kind")
+        try:
+            member = server.caller(self)
+            if header.size > server.cap:
+                raise RefusedError(
+                    f"peer {member} sent more than {server.cap:,} bytes, which no message of this run has",
+                    code="call.too-long",
+                )
+        except RefusedError as error:
+            self.send_last(FAREWELL, header.number, self._refusal(error))
+            return None
+
+        now = time.monotonic()
+        self.called_at = now
+        self.until = now + server.patience
+        if self.member is None:
+            self.member = member
+            server.admit_member(self, member)
+        return memory_of(header.size)
+
+    def arrived(self, header: Header, content: memoryview) -> None:
+        assert self.member is not None
+        self.hold(True)
+        self.until = math.inf
+        self._server.take(self.member, content, partial(self._reply, header.number))
+
+    def _reply(self, number: int, answer: Content | RefusedError) -> None:
+        """Send the answer, or the refusal, and go on to the next call."""
+        if self.is_closed:
+            return
+        self.until = time.monotonic() + self._server.patience
+        if isinstance(answer, RefusedError):
+            self.send(REFUSAL, number, self._refusal(answer))
+        else:
+            self.send(ANSWER, number, answer)
+        if not self.is_closed:
+            self.hold(False)
+
+    def _refusal(self, error: RefusedError) -> Content:
+        self._server.note(error)
+        return [f"{error.code}\0{' '.join(str(error).split())}".encode()[:REFUSAL_BYTES]]
+
+    def ended(self, why: str) -> None:
+        self._server.forget(self)
+
+
+def _listening(address: str) -> list[socket.socket]:
+    """Return sockets that listen on an address: several, with one port, if it is a name with several.
+
+    Raises:
+        RunError: it cannot be listened on.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        host, port = address_of(address)
+        for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            sockets.append(sock)
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6 and hasattr(socket, "IPV6_V6ONLY"):
+                # With [::] those of IPv4 are meant too.
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+            if port == 0 and len(sockets) > 1:
+                where = (where[0], sockets[0].getsockname()[1], *where[2:])
+            try:
+                sock.bind(where)
+            except OSError as error:
+                if family != socket.AF_INET6 or error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                sockets.pop().close()  # a name that also stands for an address of IPv6, which is not here
+                continue
+            sock.listen(BACKLOG)
+        if not sockets:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    except (OSError, OverflowError, ValueError) as error:
+        for sock in sockets:
+            sock.close()
+        raise listening_error(address) from error
+    return sockets
+
+
+def most_connections(members: int) -> int:
+    """Return how many connections a server may hold, so that files can still be opened.
+
+    A soft limit on descriptors is raised as far as the hard limit allows.
+
+    Args:
+        members: of the network.
+
+    Raises:
+        RunError: too few are left.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    used = len(os.listdir(DESCRIPTORS))
+    least = max(LEAST_CONNECTIONS, 2 * members)
+    free = MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft - used - RESERVED
+    if free < least:
+        raise RunError(
+            f"a limit of {soft} open files (ulimit -n) leaves {max(0, free)} for connections, beside {used} that are "
+            f"open and {RESERVED} for files, and {least} are needed: raise it to {used + RESERVED + least} or more",
+            code="network.few-descriptors",
+        )
+    return min(MOST_CONNECTIONS, free)
+
+
+def _plain(host: str) -> str:
+    """Return an address in one form: without its zone, and as IPv4 if it is IPv4 within IPv6."""
+    ip = ip_address(host.partition("%")[0])
+    mapped = ip.ipv4_mapped if isinstance(ip, IPv6Address) else None
+    return str(mapped or ip)
+
+
+def _group(host: str) -> str:
+    """Return what counts as one address: a network of 64 bits, in IPv6."""
+    return str(IPv6Network((host, 64), strict=False)) if ":" in host else host

@@ -1,0 +1,722 @@
+"""Calls between peers over TLS streams that stay open, all of them in one thread.
+
+A peer opens a stream to each neighbour that it calls, and each of its calls is answered on it before the next one. So
+there are two streams between neighbours that call each other, one each way. A stream carries, after a handshake of TLS
+1.3 in which both sides show a certificate:
+
+    from who was called     8 bytes   GREETING: the caller's certificate was accepted
+    from the caller        16 bytes   a call: kind, number, length; and its content
+    from who was called    16 bytes   an answer, a refusal or a farewell: kind, number of the call, length; and its
+                                      content
+
+Nothing is ever sent in plain text, and each side authenticates the other: a caller demands the identity that the
+scenario gives to the address it calls, and who is called looks the certificate up among the scenario's. Both look at
+its dates again at every call, since a stream outlives what was shown when it was opened. What a call carries is for the
+layer above to check.
+
+No thread, no lock: whoever owns a `StreamLoop` calls `turn`, in which all that comes is read and all callbacks are
+called. `soon` and `wake` are for other threads. Content is encrypted where it lies, and decrypted to where it stays.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from threading import Thread
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+
+from flower_privdec.common.errors import PrivdecError
+from flower_privdec.common.formatting import one_line
+from flower_privdec.network.transport.failures import address_of, calling_error
+from flower_privdec.network.transport.in_threads import call_and_wait
+from flower_privdec.network.transport.tls import (
+    Credentials,
+    date_problem,
+    identities_of,
+    stream_context,
+)
+from flower_privdec.network.transport.transport import Content, Done, UnreachableError
+from flower_privdec.pushsum.exactly_once import RefusedError
+
+GREETING = b"privdec1"
+HEADER = struct.Struct("<B3xIQ")  # kind, number of the call, bytes that follow
+CALL = 1
+ANSWER = 2
+REFUSAL = 3  # its content is the code, a zero byte and the message
+FAREWELL = 4  # a refusal after which the stream ends
+MOST_NUMBER = 2**32
+
+AT_ONCE = 1 << 18  # bytes that are read, or encrypted, at once
+READS = 4  # times in a turn, so that no stream keeps others waiting
+SMALL = 4096  # bytes: less is joined with what stands beside it
+REFUSAL_BYTES = 1 << 14
+LOOK_SECONDS = 0.25  # between two looks at what takes too long
+CONNECT_SECONDS = 3.0  # for a connection and its handshake
+SILENT_SECONDS = 8  # that a connection may leave what was sent unacknowledged, and that an idle one may be dead
+CLOSING_SECONDS = 1.0  # for what was sent last to leave
+MEASURED = 1 << 16  # bytes: how long a larger message takes to leave is measured
+
+# Of TCP, by the names that systems give them: a dead connection is noticed within some SILENT_SECONDS.
+KEEPALIVE = {
+    "TCP_NODELAY": 1,
+    "TCP_KEEPIDLE": 5,
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 1000 * SILENT_SECONDS,
+}
+
+
+class Header(NamedTuple):
+    """What stands before each content."""
+
+    kind: int
+    number: int
+    size: int
+
+
+class Timed(Protocol):
+    """What a loop closes if it takes too long.
+
+    Attributes:
+        until: the moment at which it is closed unless that is put off.
+        is_sending: whether something has not left yet.
+    """
+
+    until: float
+
+    @property
+    def is_sending(self) -> bool: ...
+
+    def close(self, why: str) -> None:
+        """End it, for a reason."""
+
+
+class StreamLoop:
+    """All streams of a process that are one peer's, and what is to be done about them.
+
+    Attributes:
+        scratch: where encrypted bytes are read to.
+    """
+
+    def __init__(self) -> None:
+        self._selector = DefaultSelector()
+        self._streams: set[Timed] = set()
+        self._soon: deque[Callable[[], None]] = deque()
+        self._look_at = 0.0
+        self.scratch = memoryview(bytearray(AT_ONCE))
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._selector.register(self._woken, EVENT_READ, self._forget_waking)
+
+    def turn(self, seconds: float) -> None:
+        """Do what has come, after at most some seconds in which nothing does."""
+        if self._soon:
+            seconds = 0.0
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            key.data()
+        for _ in range(len(self._soon)):  # what is added meanwhile is for the next turn
+            self._soon.popleft()()
+
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            for one in [one for one in self._streams if now >= one.until]:
+                one.close("it took too long")
+
+    def wake(self) -> None:
+        """End a wait of `turn`, in any thread."""
+        with suppress(OSError):  # it is full, so the wait ends, or closed
+            self._waker.send(b"\0")
+
+    def later(self, callback: Callable[[], None]) -> None:
+        """Have something called by the next `turn`, for its own thread."""
+        self._soon.append(callback)
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        """Have something called by `turn`, from any thread."""
+        self._soon.append(callback)
+        self.wake()
+
+    def _forget_waking(self) -> None:
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
+
+    def watch(self, sock: socket.socket, events: int, before: int, ready: Callable[[], None]) -> None:
+        """Call `ready` if one of some events is there, in place of those that were watched before."""
+        if not before:
+            self._selector.register(sock, events, ready)
+        elif not events:
+            self._selector.unregister(sock)
+        else:
+            self._selector.modify(sock, events, ready)
+
+    def add(self, one: Timed) -> None:
+        """Look at how long something takes."""
+        self._streams.add(one)
+
+    def discard(self, one: Timed) -> bool:
+        """Forget it; return whether it was known."""
+        is_known = one in self._streams
+        self._streams.discard(one)
+        return is_known
+
+    def close(self) -> None:
+        """Close all streams; what was sent has a moment to leave."""
+        until = time.monotonic() + CLOSING_SECONDS
+        while any(stream.is_sending for stream in self._streams) and time.monotonic() < until:
+            self.turn(0.05)
+        for stream in list(self._streams):
+            stream.close("it was closed here")
+        self._selector.close()
+        self._woken.close()
+        self._waker.close()
+
+
+class Stream:
+    """One end of a connection: TLS over a socket that never blocks, with messages in both directions.
+
+    Args:
+        loop: which calls it.
+        sock: connected, or about to be.
+        context: of TLS.
+        identity: that the other side's certificate has to be for; None for who is called.
+
+    Attributes:
+        until: the moment at which it is closed unless that is put off.
+        certificate: the other side's, as PEM, once the handshake is done.
+        sent_at: the moment at which the last message had left.
+        is_held: whether nothing more is to be read for now.
+    """
+
+    def __init__(
+        self, loop: StreamLoop, sock: socket.socket, context: ssl.SSLContext, identity: str | None, until: float
+    ) -> None:
+        self.until = until
+        self.certificate = b""
+        self.sent_at = 0.0
+        self.is_held = False
+        self.is_closed = False
+        self._loop = loop
+        self._socket = sock
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        is_called = identity is None
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_called, server_hostname=identity)
+        self._is_connecting = not is_called
+        self._is_shaken = False
+        self._is_leaving = False  # what still comes is thrown away
+
+        self._plain: deque[memoryview] = deque()  # that is to be encrypted
+        self._cipher = memoryview(b"")  # that is to be sent
+        self._header = bytearray(HEADER.size)
+        self._head: Header | None = None  # of the message that comes
+        self._content = memoryview(b"")
+        self._rest = memoryview(self._header)  # where the next bytes belong
+        self._watched = 0
+
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        loop.add(self)
+        self._watch(EVENT_WRITE if self._is_connecting else EVENT_READ)
+
+    # --- for those who use it ---
+
+    def opened(self) -> None:
+        """Be told that the handshake is done."""
+
+    def announced(self, header: Header) -> memoryview | None:
+        """Return the memory for a message that comes, as many bytes as its header says; None to throw it away.
+
+        Raises:
+            RefusedError: it is not to come, and the stream is to end.
+        """
+        raise NotImplementedError
+
+    def arrived(self, header: Header, content: memoryview) -> None:
+        """Be given a message."""
+        raise NotImplementedError
+
+    def ended(self, why: str) -> None:
+        """Be told that the stream is closed, and why."""
+
+    # --- sending ---
+
+    @property
+    def is_sending(self) -> bool:
+        """Return whether something has not left yet."""
+        return bool(self._plain or self._cipher)
+
+    def send(self, kind: int, number: int, content: Content) -> None:
+        """Send a message. Its content must not change until it has left."""
+        views = [memoryview(part).cast("B") for part in content]
+        small = [HEADER.pack(kind, number, sum(map(len, views)))]
+        for view in views:
+            if len(view) < SMALL:
+                small.append(view)  # type: ignore[arg-type]
+                continue
+            self._plain.append(memoryview(b"".join(small)))
+            self._plain.append(view)
+            small = []
+        self._plain.append(memoryview(b"".join(small)))
+        self._flush()
+
+    def send_last(self, kind: int, number: int, content: Content) -> None:
+        """Send a message, and throw away all that comes: else the other side might lose the message with the rest."""
+        self._is_leaving = True
+        self.until = time.monotonic() + CLOSING_SECONDS
+        self.send(kind, number, content)
+
+    def send_plain(self, content: bytes) -> None:
+        """Send bytes that are no message."""
+        self._plain.append(memoryview(content))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Encrypt and send, as much as the socket takes."""
+        while True:
+            if not self._cipher:
+                self._encrypt()
+                if not self._outgoing.pending:
+                    self.sent_at = time.monotonic()
+                    self._watch(0 if self.is_held else EVENT_READ)
+                    return
+                self._cipher = memoryview(self._outgoing.read())
+            try:
+                done = self._socket.send(self._cipher)
+            except BlockingIOError:
+                self._watch(EVENT_WRITE if self.is_held else EVENT_READ | EVENT_WRITE)
+                return
+            except OSError as error:
+                self.close(error.strerror or str(error))
+                return
+            self._cipher = self._cipher[done:]
+
+    def _encrypt(self) -> None:
+        while self._plain and self._outgoing.pending < AT_ONCE:
+            view = self._plain.popleft()
+            if not view:
+                continue
+            done = self._tls.write(view[:AT_ONCE])
+            if done < len(view):
+                self._plain.appendleft(view[done:])
+
+    # --- receiving ---
+
+    def hold(self, is_held: bool) -> None:
+        """Read nothing more, or go on."""
+        self.is_held = is_held
+        if is_held or self.is_closed:
+            return
+        self._watch(EVENT_READ | (EVENT_WRITE if self.is_sending else 0))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Take in what was read already, after others had their turn."""
+        if self._incoming.pending or self._tls.pending():
+            self._loop.later(self._decrypt)
+
+    def _ready(self) -> None:
+        """Go on, as the socket is ready for something."""
+        if self.is_closed:
+            return
+        if self._is_connecting:
+            failed = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failed:
+                self.close(os.strerror(failed))
+                return
+            self._is_connecting = False
+            self._shake_hands()
+            return
+        if self._watched & EVENT_WRITE:
+            self._flush()
+        if not (self.is_closed or self.is_held):
+            self._read()
+
+    def _read(self) -> None:
+        scratch = self._loop.scratch
+        for _ in range(READS):
+            try:
+                size = self._socket.recv_into(scratch)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.close(error.strerror or str(error))
+                return
+            if size == 0:
+                self.close("the other side hung up")
+                return
+            if self._is_leaving:
+                continue
+            self._incoming.write(scratch[:size])
+            if self._is_shaken:
+                self._decrypt()
+            else:
+                self._shake_hands()
+            if self.is_closed or self.is_held or size < len(scratch):
+                return
+
+    def _shake_hands(self) -> None:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._flush()
+            return
+        except ssl.SSLError as error:
+            with suppress(OSError):  # the alert, which says to the other side what is wrong
+                self._socket.send(self._outgoing.read())
+            self.close(_reason(error))
+            return
+
+        self._is_shaken = True
+        self.certificate = ssl.DER_cert_to_PEM_cert(self._tls.getpeercert(binary_form=True) or b"").encode()
+        self._flush()
+        if not self.is_closed:
+            self.opened()
+        if not self.is_closed:
+            self._decrypt()
+
+    def _decrypt(self) -> None:
+        """Take in what was read, up to the end of a message."""
+        while not (self.is_closed or self.is_held or self._is_leaving):
+            try:
+                # With a buffer it returns how many bytes it has written there.
+                size = cast(int, self._tls.read(len(self._rest), self._rest))
+            except ssl.SSLWantReadError:
+                break
+            except ssl.SSLError as error:
+                self.close(_reason(error))
+                return
+            if size == 0:
+                self.close("the other side hung up")
+                return
+            self._rest = self._rest[size:]
+            if self._rest:
+                continue
+            try:
+                has_arrived = self._complete()
+            except RefusedError as error:
+                self.close(str(error))
+                return
+            if has_arrived:
+                self._go_on()
+                break
+        if self._outgoing.pending and not self.is_closed:
+            self._flush()  # what TLS itself has to say
+
+    def _complete(self) -> bool:
+        """Go on after a header or a content is whole; return whether a message has arrived."""
+        if self._head is None:
+            self._head = Header(*HEADER.unpack(self._header))
+            content = self.announced(self._head)
+            if content is None:
+                return False
+            self._content = content
+            self._rest = content
+            if content:
+                return False
+        header = self._head
+        content = self._content
+        self._head = None
+        self._content = memoryview(b"")
+        self._rest = memoryview(self._header)
+        self.arrived(header, content)
+        return True
+
+    # --- its end ---
+
+    def _watch(self, events: int) -> None:
+        if events != self._watched and not self.is_closed:
+            self._loop.watch(self._socket, events, self._watched, self._ready)
+            self._watched = events
+
+    def close(self, why: str) -> None:
+        """Close it, for a reason."""
+        if self.is_closed:
+            return
+        self._watch(0)
+        self.is_closed = True
+        self._plain.clear()
+        self._cipher = memoryview(b"")
+        self._loop.discard(self)
+        self._socket.close()
+        self.ended(why)
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return str(getattr(error, "verify_message", "") or error.reason or error).lower().replace("_", " ")
+
+
+def memory_of(size: int) -> memoryview:
+    """Return memory whose pages are taken as they are filled."""
+    return np.empty(size, np.uint8).data
+
+
+# --- calls ---
+
+
+class _Call(NamedTuple):
+    """A call under way: what is sent, when it is given up, when it began, and what to do with its answer."""
+
+    content: Content
+    until: float
+    began: float
+    done: Done
+
+
+class StreamConnection:
+    """Calls to one peer, one at a time, over a stream that is opened by the first and again when it was lost.
+
+    Args:
+        loop: which calls it; None for one of its own, for `call`.
+        address: HOST:PORT.
+        identity: that the other side's certificate has to be for.
+        credentials: one's own.
+        cap: bytes of an answer at most.
+
+    Attributes:
+        sending: seconds that it took to hand over the last large message.
+    """
+
+    def __init__(
+        self, address: str, identity: str, credentials: Credentials, cap: int, loop: StreamLoop | None = None
+    ) -> None:
+        self.address = address
+        self.identity = identity
+        self.cap = cap
+        self.sending = 0.0
+        self._credentials = credentials
+        self._context = stream_context(credentials, is_called=False)
+        self._loop = loop or StreamLoop()
+        self._owns_loop = loop is None
+        self._stream: _Calling | None = None
+        self._call: _Call | None = None
+        self._number = 0
+        self._attempts = 0
+        self._is_closed = False
+
+    # --- for callers ---
+
+    def post(self, content: Content, seconds: float, done: Done) -> None:
+        """Make a call; see EventConnection."""
+        if self._call is not None:
+            raise RuntimeError("a connection is for one call at a time")
+        now = time.monotonic()
+        self._call = _Call(content, now + seconds, now, done)
+        if self._is_closed:
+            self._fail("the connection was closed here", "call.closed")
+        elif self._stream is None:
+            self._connect()
+        elif self._stream.is_greeted:
+            self._send()
+
+    def call(self, content: Content, seconds: float) -> memoryview:
+        """Make a call and wait for its answer; see Connection. Nobody else may use the loop meanwhile."""
+        return call_and_wait(self._loop.turn, self, content, seconds)
+
+    def diagnosis(self, seconds: float = 1.0) -> str:
+        """Return why a connection cannot be made, by trying a TLS handshake, whose errors are exact."""
+        error = calling_error(self.address, self.identity, self._credentials, seconds)
+        return f"{self.identity} at {self.address} can be reached" if error is None else str(error)
+
+    def close(self) -> None:
+        """Close the stream; a call under way fails."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._stream is not None:
+            self._stream.close("the connection was closed here")
+        if self._owns_loop:
+            self._loop.close()
+
+    # --- opening a stream ---
+
+    def _connect(self) -> None:
+        """Begin to connect to the address, once its name is known."""
+        try:
+            host, port = address_of(self.address)
+        except ValueError as error:
+            self._fail(one_line(error))
+            return
+        try:
+            self._connect_to(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
+        except socket.gaierror:
+            # It is a name, and to look it up may take long.
+            assert self._call is not None
+            looking = _LookingUp(self, self._loop, self._call.until)
+            Thread(target=looking.look_up, args=(host, port), daemon=True).start()
+
+    def looked_up(self, found: list[Any], why: str) -> None:
+        """Go on with what a name stands for; it is empty if that is unknown, with the reason."""
+        if found:
+            self._connect_to(found)
+        else:
+            self._fail(why)
+
+    def _connect_to(self, found: list[Any]) -> None:
+        """Begin to connect to one of the addresses of a name, to the next one each time."""
+        call = self._call
+        assert call is not None
+        family, kind, protocol, _, where = found[self._attempts % len(found)]
+        self._attempts += 1
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        try:
+            with suppress(BlockingIOError):
+                sock.connect(where)
+        except OSError as error:
+            sock.close()
+            self._fail(error.strerror or str(error))
+            return
+        until = min(call.until, time.monotonic() + CONNECT_SECONDS)
+        self._stream = _Calling(self, self._loop, sock, self._context, until)
+
+    def opened(self) -> None:
+        """Send the call that waits for the stream."""
+        if self._call is not None:
+            self._send()
+
+    def _send(self) -> None:
+        stream = self._stream
+        call = self._call
+        assert stream is not None
+        assert call is not None
+        problem = date_problem(stream.certificate)
+        if problem is not None:
+            stream.close(f"its certificate is refused here: {problem}")
+            return
+        self._number = (self._number + 1) % MOST_NUMBER
+        stream.until = call.until
+        stream.send(CALL, self._number, call.content)
+
+    # --- what comes ---
+
+    def check_answer(self, header: Header) -> None:
+        """Refuse what is no answer to the call under way, or too long.
+
+        Raises:
+            RefusedError: with the reason.
+        """
+        if self._call is None or header.number != self._number or header.kind not in (ANSWER, REFUSAL, FAREWELL):
+            raise RefusedError(f"{self.identity} answers what was not asked", code="call.answer")
+        if header.size > (self.cap if header.kind == ANSWER else REFUSAL_BYTES):
+            error = RefusedError(
+                f"{self.identity} sent more than {self.cap:,} bytes, which no message of this run has",
+                code="call.too-long",
+            )
+            self._finish(error)
+            raise error
+
+    def answered(self, header: Header, content: memoryview) -> None:
+        """Hand over the answer."""
+        call = self._call
+        stream = self._stream
+        assert call is not None
+        assert stream is not None
+        stream.until = float("inf")
+        if sum(map(len, call.content)) > MEASURED:
+            self.sending = max(0.0, stream.sent_at - call.began)
+        if header.kind == ANSWER:
+            self._finish(content)
+            return
+        if header.kind == FAREWELL:
+            self._stream = None
+            stream.close("it said farewell")
+        code, _, message = bytes(content).decode(errors="replace").partition("\0")
+        self._finish(RefusedError(" ".join(message.split()), code=code))
+
+    def lost(self, stream: Stream, why: str) -> None:
+        """Forget a stream that ended; the call under way was not answered."""
+        if self._stream is stream:
+            self._stream = None
+            self._fail(why)
+
+    def _fail(self, why: str, code: str = "call.unanswered") -> None:
+        self._finish(UnreachableError(f"{self.identity} at {self.address}: {why}", code=code))
+
+    def _finish(self, answer: memoryview | PrivdecError) -> None:
+        call = self._call
+        if call is not None:
+            self._call = None
+            call.done(answer)  # type: ignore[arg-type]
+
+
+class _LookingUp:
+    """A name that is looked up in a thread of its own; see Stream for what it has in common with one."""
+
+    is_sending = False
+
+    def __init__(self, connection: StreamConnection, loop: StreamLoop, until: float) -> None:
+        self.until = until
+        self._connection = connection
+        self._loop = loop
+        loop.add(self)
+
+    def look_up(self, host: str, port: int) -> None:
+        """Look a name up."""
+        found: list[Any] = []
+        why = ""
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            why = error.strerror or str(error)
+        self._loop.soon(lambda: self._end(found, why))
+
+    def close(self, why: str) -> None:
+        """Give it up."""
+        self._end([], why)
+
+    def _end(self, found: list[Any], why: str) -> None:
+        if self._loop.discard(self):
+            self._connection.looked_up(found, why)
+
+
+class _Calling(Stream):
+    """The caller's end of a stream."""
+
+    def __init__(
+        self, connection: StreamConnection, loop: StreamLoop, sock: socket.socket, context: ssl.SSLContext, until: float
+    ) -> None:
+        self._connection = connection
+        self.is_greeted = False
+        super().__init__(loop, sock, context, connection.identity, until)
+        self._rest = memoryview(bytearray(len(GREETING)))
+        self._greeting = self._rest
+
+    def opened(self) -> None:
+        # A name with a star in it would do for TLS; here it must be the very name.
+        if self._connection.identity not in identities_of(self.certificate):
+            self.close(f"its certificate is not for {self._connection.identity}")
+
+    def _complete(self) -> bool:
+        if self.is_greeted:
+            return super()._complete()
+        if self._greeting != GREETING:
+            raise RefusedError("what listens there is no peer, or one of another version", code="call.greeting")
+        self.is_greeted = True
+        self.until = float("inf")
+        self._rest = memoryview(self._header)
+        self._connection.opened()
+        return False
+
+    def announced(self, header: Header) -> memoryview | None:
+        self._connection.check_answer(header)
+        return memory_of(header.size)
+
+    def arrived(self, header: Header, content: memoryview) -> None:
+        self._connection.answered(header, content)
+
+    def ended(self, why: str) -> None:
+        self._connection.lost(self, why)
