@@ -268,6 +268,11 @@ class MemoryCheckpoints:
         self.is_torn = False
         self._kept = deque[Checkpoint](maxlen=generations)
 
+    @property
+    def newest(self) -> Checkpoint | None:
+        """Return the last checkpoint, which nothing may change; None if there is none."""
+        return self._kept[-1] if self._kept else None
+
     def read(self, device: torch.device) -> list[Checkpoint]:
         return [_copied(checkpoint) for checkpoint in self._kept]
 

@@ -237,7 +237,6 @@ class Machine:
         self._frozen_until = 0.0
         self._full: list[FullDisk] = []
         self._charges = False
-        self._died_of_disk = False
 
         # The clock: (moment, what it showed then, its rate from then on).
         self._clock = RIGHT
@@ -332,10 +331,9 @@ class Machine:
             network.at(network.now + OPERATOR, charge)
             return
         if _is_full(error):
-            self._died_of_disk = True
-            full = [fault for fault in self._full if fault.down is not None]
-            if full:
-                self.start_at(max(fault.end + (fault.down or 0.0) for fault in full))
+            again = [fault.end + fault.down for fault in self._full if fault.down is not None]
+            if again and max(again) < math.inf:
+                self.start_at(max(again))
         if not self._starts:
             self._stay_ended(error)
 

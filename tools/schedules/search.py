@@ -1,0 +1,243 @@
+"""A case of the search: a network and what goes wrong in it, both drawn from a seed; and how a failure is shrunk."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, Literal
+
+from flower_privdec.common.errors import CodedError
+from flower_privdec.experiment.checkpoint import Checkpoint
+from flower_privdec.peer.faults import HONEST, FaultSchedule
+from flower_privdec.peer.laws import BrokenLawError, Laws
+from flower_privdec.peer.virtual_network import VirtualNetwork
+from tools.schedules.light_peers import LightDisk, LightHome
+
+MOST_EVENTS = 100_000  # of a case: more is a violation of its own
+SECONDS = 30.0  # in which faults begin
+DIRECTED = ["{name: directed-ring}", "{name: directed-exponential}", "{name: complete}", "{name: ring}", "{name: random-edges, edges: 2}"]
+UNDIRECTED = ["{name: ring}", "{name: complete}", "{name: star}", "{name: bipartite}", "{name: random-edges, edges: 2}"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and its faults.
+
+    Attributes:
+        seed: it was drawn from.
+        kind, mode, n_peers, rounds, graph, network: see `LightHome`.
+        schedule: what goes wrong.
+        clean: whether every fault passes and no folder is put back or lost, so that all peers have to come to their end.
+    """
+
+    seed: int
+    kind: str
+    mode: Literal["asynchronous", "synchronous"]
+    n_peers: int
+    rounds: int
+    graph: str
+    network: str
+    schedule: FaultSchedule
+    clean: bool
+
+    @classmethod
+    def drawn(cls, seed: int) -> Case:
+        """Draw a case."""
+        draw = Random(f"case {seed}")
+        kind = draw.choice(["push-sum", "push-sum", "gossip"])
+        mode: Literal["asynchronous", "synchronous"] = "synchronous" if draw.random() < 0.2 else "asynchronous"
+        n_peers = draw.randint(2, 10)
+        graphs = UNDIRECTED if kind == "gossip" else DIRECTED + UNDIRECTED
+        graph = draw.choice(graphs)
+        if "random-edges" in graph and n_peers < 4:
+            graph = "{name: complete}"
+        if "ring" in graph and n_peers < 3:
+            graph = "{name: complete}"
+
+        keys = ["links: " + draw.choice(["local", "lan"]), f"deadline: {draw.choice([2.0, 10.0])}"]
+        if mode == "asynchronous":
+            keys.append(f"commit_every: {draw.choice([1, 1, 1, 2, 3])}")
+            keys.append(f"quorum: {draw.choice([1, 1, 2])}")
+            keys.append(f"lead: {draw.choice([1, 4, 4, 'null'])}")
+            keys.append("alone: " + draw.choice(["wait", "wait", "wait", "go-on"]))
+        keys.append(f"final_mixing: {draw.choice(['auto', 'auto', 0, 3])}")
+
+        clean = draw.random() < 0.4
+        kinds = HONEST
+        if clean:
+            kinds = tuple(name for name in HONEST if name not in ("restore", "lose"))
+        lasting = not clean and draw.random() < 0.5
+        schedule = FaultSchedule.drawn(seed, n_peers, SECONDS, kinds=kinds, lasting=lasting)
+        if mode == "synchronous" and schedule.links.loss > 0.02:
+            schedule = schedule.model_copy(update={"links": schedule.links.model_copy(update={"loss": 0.02})})
+        return cls(
+            seed=seed,
+            kind=kind,
+            mode=mode,
+            n_peers=n_peers,
+            rounds=draw.randint(3, 20),
+            graph=graph,
+            network=", ".join(keys),
+            schedule=schedule,
+            clean=clean,
+        )
+
+    @property
+    def command(self) -> str:
+        """Return what repeats it."""
+        return f"python -m tools.schedules --seeds {self.seed}"
+
+
+@dataclass
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+        broken: the law that did not hold, as `code: message`; "" if all did.
+        events, faults, exceptions: what happened, counted.
+        seconds: of CPU.
+        virtual: of the virtual clock.
+        ends: of the peers, by code.
+    """
+
+    broken: str = ""
+    events: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    exceptions: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    virtual: float = 0.0
+    ends: Counter[str] = field(default_factory=Counter)
+    network: VirtualNetwork | None = None
+
+    @property
+    def law(self) -> str:
+        """Return the code of the broken law."""
+        return self.broken.partition(":")[0]
+
+
+def run(case: Case) -> Outcome:
+    """Run a case under all laws."""
+    began = time.process_time()
+    outcome = Outcome()
+    home = LightHome(case.kind, case.mode, case.n_peers, case.rounds, case.graph, case.network)
+    laws = Laws(_moved)
+
+    def watch(network: VirtualNetwork) -> None:
+        laws(network)
+        if network.events > MOST_EVENTS:
+            raise BrokenLawError(f"more than {MOST_EVENTS} events", code="law.bounded")
+
+    network = VirtualNetwork(home, range(case.n_peers), case.schedule, watch)
+    outcome.network = network
+
+    def on_draw(peer: int, disk: LightDisk) -> None:
+        _check_paid(home, network, peer, disk)
+
+    home.on_draw = on_draw
+    try:
+        network.run()
+        _check_end(case, home, network)
+    except BrokenLawError as error:
+        outcome.broken = f"{error.code}: {error}"
+    except Exception as error:  # whatever a peer's process would die of without a line
+        outcome.broken = f"law.crash: {type(error).__name__}: {error}"
+    finally:
+        network.close()
+    outcome.events = network.events
+    outcome.faults = network.faults
+    outcome.exceptions = laws.exceptions
+    outcome.virtual = network.now
+    outcome.seconds = time.process_time() - began
+    for end in network.ends.values():
+        outcome.ends["done" if end is None else (getattr(end, "code", "") or type(end).__name__)] += 1
+    return outcome
+
+
+def _moved(checkpoint: Checkpoint) -> float:
+    rows = checkpoint.state.rows
+    return float(rows["moved"].sum()) * rows["x"].shape[-1]
+
+
+def _check_paid(home: LightHome, network: VirtualNetwork, peer: int, disk: LightDisk) -> None:
+    """Check that a step that is drawn now is paid for, and so is all that a neighbour has seen, as far as it told."""
+    ledger = disk.ledger
+    if disk.is_original and ledger.charged < home.drawn[peer]:
+        raise BrokenLawError(f"peer {peer} has drawn {home.drawn[peer]} steps and paid {ledger.charged}", code="law.paid")
+    process = network.machines[peer].process
+    assert process is not None
+    witness = process.peer.witness
+    heard = [j for j in witness.neighbors if witness.has_heard(j)]
+    if witness.neighbors and not heard:
+        raise BrokenLawError(f"peer {peer} takes a step before any neighbour reported", code="law.paid")
+    for neighbor in heard:
+        told = witness._reported.get(neighbor, {})
+        if ledger.lacks(told):
+            raise BrokenLawError(
+                f"peer {peer} takes a step with a ledger that lacks {ledger.lacks(told)} lines of which peer "
+                f"{neighbor} has told it",
+                code="law.paid",
+            )
+
+
+FINE = {  # ends that a fault can lead to, each of which says why
+    "network.not-agreed",
+    "network.silent",
+    "network.unreachable",
+    "network.stuck",
+    "network.no-witness",
+    "network.refused",
+    "lockstep.stale",
+    "ledger.witnessed",
+    "virtual.killed",
+}
+
+
+def _check_end(case: Case, home: LightHome, network: VirtualNetwork) -> None:
+    """Check what must be so once all peers have ended."""
+    for peer, end in network.ends.items():
+        code = getattr(end, "code", "")
+        if end is None:
+            continue
+        is_disk = any(fault.kind == "full-disk" for fault in case.schedule.faults) and isinstance(end, OSError)
+        if case.clean and not is_disk and code != "network.silent":
+            raise BrokenLawError(f"peer {peer} did not come to its end: {code} {end}", code="law.clean")
+        if not is_disk and code not in FINE:
+            raise BrokenLawError(f"peer {peer} ended by {type(end).__name__} {code}: {end}", code="law.ends")
+
+
+def shrink(case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
+    """Return a smaller case that breaks the same law: with fewer faults, plain links, fewer rounds."""
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for candidate in _smaller(case):
+            found = run(candidate)
+            if found.law == outcome.law:
+                case = candidate
+                outcome = found
+                is_smaller = True
+                break
+    return case, outcome
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    schedule = case.schedule
+    for number in range(len(schedule.faults)):
+        yield replace(case, schedule=schedule.without(number))
+    links = schedule.links
+    plain: dict[str, Any] = {"loss": 0.0, "duplicates": 0.0, "jitter": 0.0, "bandwidth": None}
+    for name, value in plain.items():
+        if getattr(links, name) != value:
+            changed = links.model_copy(update={name: value})
+            yield replace(case, schedule=schedule.model_copy(update={"links": changed}))
+    for rounds in sorted({case.rounds // 2, case.rounds - 1}):
+        if 1 <= rounds < case.rounds:
+            yield replace(case, rounds=rounds)
+
+
+def code_of(error: Exception) -> str:
+    """Return the code of an error, or its type."""
+    return error.code if isinstance(error, CodedError) else type(error).__name__
