@@ -79,6 +79,7 @@ class Laws:
         self._patience = patience
         self.exceptions: Counter[str] = Counter()
         self._held: dict[int, _OnDisk] = {}
+        self._doubtful: set[int] = set()  # peers whose folder was put back or lost, until all have noticed
         self._expected_weight = 0.0
         self._expected_x = 0.0
         self._size = 1.0  # of the mass so far, which rounding is relative to
@@ -87,6 +88,8 @@ class Laws:
         self._ended: set[int] = set()
         self._calls = 0
         self._looked_at = 0.0
+        self._quiet_from: float | None = None
+        self._lies = False
 
     def __call__(self, network: VirtualNetwork) -> None:
         """Check all laws after an event.
@@ -94,6 +97,9 @@ class Laws:
         Raises:
             BrokenLawError: one does not hold.
         """
+        if self._quiet_from is None:
+            self._quiet_from = _quiet_from(network)
+            self._lies = any(isinstance(fault, Lie) for fault in network.schedule.faults)
         self._check_mass(network)
         self._check_ends(network)
         self._check_progress(network)
@@ -102,7 +108,6 @@ class Laws:
     # --- mass ---
 
     def _check_mass(self, network: VirtualNetwork) -> None:
-        lies = any(isinstance(fault, Lie) for fault in network.schedule.faults)
         changed = dict[int, _OnDisk | None]()
         for number, machine in network.machines.items():
             newest = machine.disk.store.checkpoints.newest
@@ -114,7 +119,7 @@ class Laws:
                 if "shares" not in newest.transport or "w" not in newest.state.rows:
                     return  # no push-sum without waiting: there is no mass in flight
                 changed[number] = self._read(number, newest, machine.disk)
-        if not changed or lies:
+        if not changed or self._lies:
             return
 
         for number, now in changed.items():
@@ -123,11 +128,31 @@ class Laws:
                 self._held[number] = now
             self._account(network, number, before, now)
 
+        self._believe(network)
+        if any(self._is_near_doubt(network, number) for number in changed):
+            self._except("in doubt")
+
         weight, x = self._sums()
         self._size = max(self._size, abs(x), abs(weight))
         self._compare("w", weight, self._expected_weight, changed)
         if self._moved is not None:
             self._compare("x", x, self._expected_x, changed)
+
+    def _believe(self, network: VirtualNetwork) -> None:
+        """Doubt no longer the peers whose neighbours have all agreed with their present processes."""
+        for number in [*self._doubtful]:
+            peer: Any = network.peers[number]
+            boot = peer.witness.boot
+            others = [network.peers.get(j) for j in peer.neighbours]
+            if all(other is not None and _has_agreed(other, number, boot) for other in others):
+                self._doubtful.discard(number)
+
+    def _is_near_doubt(self, network: VirtualNetwork, number: int) -> bool:
+        """Return whether a peer, or a neighbour of it, has been put back, and not everybody has noticed.
+
+        Until then shares may be under way that its folder does not remember: they add what it has too.
+        """
+        return number in self._doubtful or bool(self._doubtful & network.peers[number].neighbours.keys())
 
     def _read(self, number: int, checkpoint: Checkpoint, disk: object) -> _OnDisk:
         names = next(iter(checkpoint.transport["shares"]["edges"].values()), None)
@@ -141,6 +166,7 @@ class Laws:
         """Expect what a change of one peer's disk does to the sums."""
         if now is None:
             self._except("lost")
+            self._doubtful.add(number)
             return
         if before is None:
             self._expected_weight += now.weight
@@ -149,6 +175,7 @@ class Laws:
             return
         if before.disk is not now.disk:
             self._except("put back")
+            self._doubtful.add(number)
             return
 
         if now.durable.incarnation != before.durable.incarnation:
@@ -157,6 +184,7 @@ class Laws:
                     f"peer {number} began a new life with weight {now.weight:g}, and not with 0", code="law.mass"
                 )
             self._except("reset")
+            self._doubtful.discard(number)
             return
 
         if before.weight == 0 and now.weight > 0:
@@ -240,7 +268,7 @@ class Laws:
             self._since = network.now
             return
 
-        since = max(self._since, _quiet_from(network))
+        since = max(self._since, self._quiet_from or 0.0)
         if network.now - since > self._patience_of(network):
             raise BrokenLawError(
                 f"no peer got on for {network.now - since:.0f} s, and nothing goes wrong any more: "
@@ -291,6 +319,12 @@ class Laws:
                         raise BrokenLawError(
                             f"peer {number} has {excess} {name} too many for peer {known.number}", code="law.bounded"
                         )
+
+
+def _has_agreed(peer: Any, neighbor: int, boot: int) -> bool:
+    """Return whether a peer has agreed with a process of a neighbour on what was sent between them."""
+    agreed = peer.protocol._agreed.get(neighbor)
+    return agreed is not None and agreed.boot == boot
 
 
 def _quiet_from(network: VirtualNetwork) -> float:
