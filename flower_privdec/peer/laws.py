@@ -79,7 +79,7 @@ class Laws:
         self._patience = patience
         self.exceptions: Counter[str] = Counter()
         self._held: dict[int, _OnDisk] = {}
-        self._doubtful: set[int] = set()  # peers whose folder was put back or lost, until all have noticed
+        self._doubtful: dict[int, int] = {}  # peers whose folder was put back or lost, and their process before
         self._expected_weight = 0.0
         self._expected_x = 0.0
         self._size = 1.0  # of the mass so far, which rounding is relative to
@@ -140,19 +140,21 @@ class Laws:
 
     def _believe(self, network: VirtualNetwork) -> None:
         """Doubt no longer the peers whose neighbours have all agreed with their present processes."""
-        for number in [*self._doubtful]:
+        for number, before in [*self._doubtful.items()]:
             peer: Any = network.peers[number]
             boot = peer.witness.boot
+            if boot == before:
+                continue
             others = [network.peers.get(j) for j in peer.neighbours]
             if all(other is not None and _has_agreed(other, number, boot) for other in others):
-                self._doubtful.discard(number)
+                self._doubtful.pop(number, None)
 
     def _is_near_doubt(self, network: VirtualNetwork, number: int) -> bool:
         """Return whether a peer, or a neighbour of it, has been put back, and not everybody has noticed.
 
         Until then shares may be under way that its folder does not remember: they add what it has too.
         """
-        return number in self._doubtful or bool(self._doubtful & network.peers[number].neighbours.keys())
+        return number in self._doubtful or bool(self._doubtful.keys() & network.peers[number].neighbours.keys())
 
     def _read(self, number: int, checkpoint: Checkpoint, disk: object) -> _OnDisk:
         names = next(iter(checkpoint.transport["shares"]["edges"].values()), None)
@@ -166,7 +168,7 @@ class Laws:
         """Expect what a change of one peer's disk does to the sums."""
         if now is None:
             self._except("lost")
-            self._doubtful.add(number)
+            self._doubtful[number] = network.peers[number].witness.boot
             return
         if before is None:
             self._expected_weight += now.weight
@@ -175,7 +177,7 @@ class Laws:
             return
         if before.disk is not now.disk:
             self._except("put back")
-            self._doubtful.add(number)
+            self._doubtful[number] = network.peers[number].witness.boot
             return
 
         if now.durable.incarnation != before.durable.incarnation:
@@ -184,7 +186,7 @@ class Laws:
                     f"peer {number} began a new life with weight {now.weight:g}, and not with 0", code="law.mass"
                 )
             self._except("reset")
-            self._doubtful.discard(number)
+            self._doubtful.pop(number, None)
             return
 
         if before.weight == 0 and now.weight > 0:
