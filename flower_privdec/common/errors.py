@@ -52,6 +52,12 @@ class NotAgreedError(RunError):
     exit_status = 3
 
 
+class StandstillError(RunError):
+    """Nothing that a peer waits for has come for so long that the peer ended; its state is on disk."""
+
+    exit_status = 4
+
+
 class StoppedError(PrivdecError):
     """The user pressed Ctrl-C; the message says how to go on."""
 

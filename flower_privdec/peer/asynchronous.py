@@ -40,7 +40,7 @@ from flower_privdec.graph.mixing import PartlyHeard
 from flower_privdec.peer.asynchronous_session import AsynchronousSession
 from flower_privdec.peer.driving import Program, Wait
 from flower_privdec.peer.neighbour import Neighbour
-from flower_privdec.peer.pace import Pace, StragglerPolicy, Want, WeightFloor
+from flower_privdec.peer.pace import TINY, Pace, StragglerPolicy, Want, WeightFloor
 from flower_privdec.peer.peer import AGREE, POLL, RunningPeer
 from flower_privdec.peer.row_exchange import RowExchange
 from flower_privdec.peer.share_exchange import ShareExchange
@@ -219,6 +219,7 @@ class AsynchronousPeer(RunningPeer):
             yield from self.wait(lambda: self._has_greeted(since), self.now + POLL)
             if self._has_greeted(since):
                 break
+            self.check_standstill()
             has_met_none = not any(map(self.protocol.is_open, self.neighbours))
             if self.now - since > self.times.give_up and has_met_none:
                 why = "; ".join(map(self.why, self.neighbours))
@@ -273,12 +274,12 @@ class AsynchronousPeer(RunningPeer):
         network = self.network
         is_active = self.trainer.is_active(round_index)
         weight = self.weight()
-        lacks_weight = self.floor.lacks(weight, self.now)
 
         needed = min(network.quorum, len(self.neighbours)) if is_active and network.alone == "wait" else 0
         met = [one.met for one in self.neighbours.values() if one.met is not None]
         exchanging = [step for step in met if step > self.session.steps - self._span]
         self.is_alone = bool(needed) and (len(exchanging) < needed or max(exchanging) < self.session.steps)
+        lacks_weight = self.floor.lacks(weight, self.now)
 
         up = [one for one in self.neighbours.values() if self.is_up(one)]
         rounds = {one.number: max(one.reached_round, one.stepped) for one in up}
@@ -330,6 +331,7 @@ class AsynchronousPeer(RunningPeer):
                 yield from self.exchanges.mix_meanwhile(round_index)
                 due = self.now + every
             self._check_left()
+            self.check_standstill()
             yield from self.wait(lambda: self.exchanges.has_news(round_index) or ready(), self.now + POLL)
         yield from self._relay(round_index, saved)  # before others wait for an acknowledgement while this peer works
 
@@ -379,7 +381,7 @@ class AsynchronousPeer(RunningPeer):
 
     def can_begin(self) -> bool:
         """Return whether this peer waits for an exchange that it can begin itself, as none is under way."""
-        if not self.is_alone or self.floor.want(self.weight(), under_way=False):
+        if not self.is_alone or self.weight() <= TINY:
             return False
         ready = [j for j in self.timetable.receivers_ever(self.device.peer) if self.protocol.is_ready(j)]
         met = [self.neighbours[j].met for j in ready]

@@ -23,7 +23,7 @@ from torch import Tensor
 from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.peer.asynchronous import AsynchronousPeer
-from flower_privdec.peer.faults import Crash, Lie
+from flower_privdec.peer.faults import Crash, Lie, WrongClock
 from flower_privdec.peer.virtual_network import VirtualNetwork
 from flower_privdec.pushsum.exactly_once import Durable
 from flower_privdec.pushsum.frames import unpack
@@ -282,11 +282,16 @@ class Laws:
         if self._patience is None:
             times = [peer.times for peer in network.peers.values()]
             longest = max(
-                (one.start + 10 * one.deadline + (one.give_up if math.isfinite(one.give_up) else 0) for one in times),
+                (
+                    one.start + 10 * one.deadline + (one.standstill if math.isfinite(one.standstill) else 0.0)
+                    for one in times
+                ),
                 default=0.0,
             )
             slowest = max(network.schedule.work.values(), default=0.0)
-            self._patience = longest + 200 * slowest
+            # A clock that goes slowly lets its peer wait longer.
+            rates = [fault.rate for fault in network.schedule.faults if isinstance(fault, WrongClock)]
+            self._patience = (longest + 200 * slowest) / min([1.0, *rates])
         return self._patience
 
     # --- bounds ---

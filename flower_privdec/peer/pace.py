@@ -17,6 +17,7 @@ from statistics import median
 LEAST = 0.4  # of the weight that it would have without delays: a peer keeps so much, for steps at x / w grow
 SLACK = 0.02  # of the floor: a weight that is less below it is at it, as rounding leaves it
 SPARE = 0.1  # of the floor: a peer that has not as much more has none to spare
+TOKEN = 1e-3  # of its weight: what a peer sends that has none to spare, so that there is an exchange
 LITTLE = 1e-3  # of a share: less is not sent
 LEVELS = 15  # to which a floor sinks, each LEAST times the one before: a millionth of the usual weight at last
 TINY = 1e-30  # of which a part may round to 0: a peer with less sends nothing
@@ -84,8 +85,12 @@ class WeightFloor:
     weight of the level above again. So floors sink together. If one sank before the others, it would give them what it
     has, have none to spare again, and sink again, while they wait for more than there is.
 
+    Beside that a peer waits for weight only so long. Neighbours may report what they like, and those that have some may
+    have no edge to this peer, or be done and gone. Then it takes its steps with what it has, and keeps that: the floor
+    below which it sends nothing stays.
+
     Args:
-        patience: seconds after which it sinks in any case, as neighbours may report what they like.
+        patience: seconds that it waits for weight.
         now: a timestamp of any clock that never goes back.
 
     Attributes:
@@ -97,7 +102,8 @@ class WeightFloor:
         self.usual = usual
         self.level = 0
         self._patience = patience
-        self._above = now  # when the weight was at the floor last
+        self._above = now  # when the weight was at the floor last, or its steps were last allowed with less
+        self._lower = 0  # levels below the floor at which it takes steps all the same
 
     def start(self, now: float) -> None:
         """Begin to measure how long the weight is below the floor."""
@@ -112,21 +118,24 @@ class WeightFloor:
         """Return what counts as the usual weight at a level."""
         return self.usual * LEAST**level
 
-    def is_below(self, weight: float) -> bool:
-        """Return whether a weight is below the floor."""
-        return weight < (1 - SLACK) * self.value
+    def is_below(self, weight: float, lower: int = 0) -> bool:
+        """Return whether a weight is below the floor, or below one that is some levels lower."""
+        return weight < (1 - SLACK) * self.value * LEAST**lower
 
     def lacks(self, weight: float, now: float) -> bool:
         """Return whether a peer has to wait for weight before it takes a step."""
         while self.level > 0 and weight >= self.usual_at(self.level - 1):
             self.level -= 1
+
         if not self.is_below(weight):
             self._above = now
-        elif now - self._above > self._patience:
-            while self.is_below(weight) and self.level < LEVELS:
-                self.sink()
+            self._lower = 0
+            return False
+        if now - self._above > self._patience:
+            while self.is_below(weight, self._lower) and self.level + self._lower < LEVELS:
+                self._lower += 1
             self._above = now
-        return self.is_below(weight)
+        return self.is_below(weight, self._lower)
 
     def sink(self) -> None:
         """Sink by a level, see `is_stuck`."""

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.errors import RunError, ScenarioError, StoppedError
+from flower_privdec.common.errors import RunError, ScenarioError, StandstillError, StoppedError
 from flower_privdec.core import Exchange, Mix, State
 from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment.agreement import build_arithmetic
@@ -58,6 +58,7 @@ AGREE = 0.005  # of the norm: models as near need no more mixing
 APART = 0.03  # of the norm: models as far apart at the end do not agree
 FARTHEST = 2.0  # of the norm: two models cannot be farther apart, unless a distance was too large to add
 MEASURED = 128  # rounds of a random graph, in which the least weight of a peer is computed
+STEPS_LONG = 20.0  # of its own longest steps, in which a run stands still, at least, until a peer ends
 REPORT_SECONDS = 2.0  # for all neighbours to report, once one has
 OnRound = Callable[["RunningPeer"], None]
 
@@ -187,6 +188,9 @@ class RunningPeer(ABC):
         self._program: Program[Any] | None = None
         self._pause: Pause | None = None
         self._result: Any = None
+        self._got_to: Any = None  # in which rounds this peer and its neighbours are, when that last changed
+        self._got_on_at = 0.0
+        self._longest_step = 0.0
 
         self.plan = plan or RunPlan.of(trainer, self.more_final_rounds)
         self.final = self.plan.final
@@ -313,6 +317,7 @@ class RunningPeer(ABC):
         reports = Session(self.witness, full.frames, full.most - 1, full.cap - REPORT, self.end, full.retry)
         reports.neighbours = full.neighbours
         self.conversation = reports
+        self.witness.is_charging = True
         self._start(self._charging())
 
     def _start(self, program: Program[Any]) -> None:
@@ -386,7 +391,9 @@ class RunningPeer(ABC):
         while self.state.round_index < self.rounds:
             if self.state.at == 0:
                 yield from self._before(self.state.round_index)
+            began = self.now
             exchange = yield Work("train", partial(self.trainer.advance, self.state))
+            self._longest_step = max(self._longest_step, self.now - began)
             if exchange is not None:
                 yield from self._exchange(exchange)
                 continue
@@ -440,6 +447,28 @@ class RunningPeer(ABC):
         if self.is_stopping:
             raise StoppedError(f"the same command continues from {self.device.folder}", code="peer.stopped")
 
+    def check_standstill(self) -> None:
+        """End if nothing that this peer waits for can be expected any more; to be called as long as it waits.
+
+        That is so if neither it nor any neighbour came to another round for `times.standstill` seconds, and for 20
+        times as long as its own steps take: others may be as slow.
+
+        Raises:
+            StandstillError: says for what it waits, and why it lacks which neighbours.
+        """
+        got_to = (self.state.round_index, self.state.at, *(one.round_index for one in self.neighbours.values()))
+        if got_to != self._got_to:
+            self._got_to = got_to
+            self._got_on_at = self.now
+            return
+        patience = max(self.times.standstill, STEPS_LONG * self._longest_step)
+        if self.now - self._got_on_at > patience:
+            raise StandstillError(
+                f"nothing got on for {patience:g} s, in round {self.state.round_index} of {self.rounds}: "
+                f"{self.waiting()}; all is on disk: start those that are missing, then run the same command again",
+                code="network.standstill",
+            )
+
     # --- what the neighbours have seen of the ledger ---
 
     def _await_witness(self) -> Program[None]:
@@ -464,6 +493,7 @@ class RunningPeer(ABC):
 
         while not (yield Wait(all_reported, self.now + POLL, despite_problems)):
             self._check_stopped()
+            self.check_standstill()
             waited = self.now - since
             if witness.is_witnessed and waited > patience:
                 break

@@ -143,6 +143,7 @@ class Session:
         known = self.neighbours[neighbor]
         known.failures = 0
         known.trouble = ""
+        known.call_again = now + self.retry  # a neighbour that answers, and reports nothing new, is not asked at once
 
     def took(self, neighbor: int, seconds: float, sending: float) -> None:
         """Record how long a call took, and how long it took to hand it over, both in seconds."""

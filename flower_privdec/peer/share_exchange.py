@@ -16,7 +16,7 @@ from torch import Tensor
 from flower_privdec.core import Exchange
 from flower_privdec.peer.asynchronous_session import ShareSession
 from flower_privdec.peer.driving import Program
-from flower_privdec.peer.pace import Want
+from flower_privdec.peer.pace import TINY, TOKEN, Want
 from flower_privdec.pushsum.exactly_once import FrozenShare
 from flower_privdec.pushsum.lockstep import Turn
 
@@ -134,6 +134,8 @@ class ShareExchange:
         peer = self._peer
         if keeping:
             weights = peer.floor.parts(peer.weight(), weights)
+        elif peer.weight() <= TINY:
+            weights = {}
 
         # Of what a coarse codec tells late less may leave.
         damping = peer.arithmetic.damping
@@ -196,11 +198,20 @@ class ShareExchange:
         return bool(self._addable() or is_wanted or self._peer.can_begin())
 
     def mix_meanwhile(self, round_index: int) -> Program[None]:
-        """Send shares to all neighbours, without a step."""
+        """Send shares to all neighbours, without a step.
+
+        A peer without weight to spare that needs an exchange sends a token: nobody waits for nothing.
+        """
         peer = self._peer
         receivers = peer.timetable.receivers_ever(peer.device.peer)
         self.absorb()
-        self.split(max(0, round_index - 1), dict.fromkeys(receivers, (1 - KEPT) / len(receivers)))
+        has_to_spare = not peer.floor.want(peer.weight(), under_way=False)
+        part = 1 - KEPT
+        if not has_to_spare and peer.is_alone:
+            part = TOKEN
+        if receivers:
+            each = dict.fromkeys(receivers, part / len(receivers))
+            self.split(max(0, round_index - 1), each, keeping=part > TOKEN)
         yield from peer.commit(round_index, peer.neighbours)
 
     def relay(self, round_index: int, saved: int) -> Program[bool]:
@@ -216,7 +227,7 @@ class ShareExchange:
                 (at,) = peer.timetable.exchanges
                 column = peer.turn(min(waiting[j] for j in behind), at).weights
                 receivers = {j: column[j] for j in peer.behind(column, round_index)} or receivers
-            self.split(max(0, round_index - 1), receivers)
+            self.split(max(0, round_index - 1), receivers, keeping=round_index < peer.rounds)
             yield from peer.commit(saved, peer.uninformed(saved) | {*receivers})
         self.report_want(round_index)
         return bool(waiting or lacking)
@@ -243,11 +254,18 @@ class ShareExchange:
         return {j: sent for j, sent in waiting.items() if sent <= k}
 
     def _lacking_weight(self) -> list[int]:
-        """Return the neighbours that wait for weight and can be sent some, if this peer has some to spare."""
+        """Return the neighbours that wait for weight and can be sent some, if this peer has some to spare.
+
+        A peer whose rounds are done takes no step at x / w any more, and its model stays what it is, whatever part of
+        its mass it gives away: it keeps nothing for itself while somebody is behind.
+        """
         peer = self._peer
         receivers = peer.timetable.receivers_ever(peer.device.peer)
         waiting = [j for j in receivers if peer.neighbours[j].want == Want.WAITS and peer.protocol.is_ready(j)]
-        if not waiting or peer.floor.want(peer.weight(), under_way=False):
+        is_done = peer.state.round_index >= peer.rounds
+        if not is_done and peer.floor.want(peer.weight(), under_way=False):
+            return []
+        if peer.weight() <= TINY:
             return []
         return waiting
 

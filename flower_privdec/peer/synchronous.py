@@ -109,7 +109,7 @@ class SynchronousSession(Session):
         neighbours where they are until all are there: a neighbour whose last calls were lost may have left.
         """
         if not self.witness.has_heard(neighbor):
-            return True
+            return super().has_news(neighbor, now)
 
         machine = self.machine
         known = self.neighbours[neighbor]

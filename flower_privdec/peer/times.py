@@ -23,12 +23,15 @@ class Times:
             one after its last round. A call that takes half as long is given up and made again.
         retry: until what was not answered is sent again.
         give_up: after how long a peer ends that has met no neighbour (synchronous: not all of them).
+        standstill: after how long a peer ends that waits, if neither it nor a neighbour came to another round meanwhile;
+            longer if its own steps take long, see `RunningPeer.check_standstill`.
     """
 
     start: float
     deadline: float
     retry: float
     give_up: float = math.inf
+    standstill: float = math.inf
 
     @classmethod
     def of(cls, network: NetworkSection) -> Times:
@@ -39,12 +42,16 @@ class Times:
 
         # Neighbours boot and read their data before they answer, so the first wait is never the shorter one.
         start = max(times.start, network.deadline)
-        return replace(times, start=start, deadline=network.deadline)
+        standstill = max(times.standstill, PATIENT * network.deadline)
+        return replace(times, start=start, deadline=network.deadline, standstill=standstill)
 
+
+PATIENT = 30.0  # deadlines in which a run stands still, at least, until its peers end
+MINUTE = 60.0
 
 # A `retry` shorter than a message takes sends it twice; one that is longer delays what was lost.
 LINKS = {
-    "local": Times(start=60.0, deadline=10.0, retry=0.1),
-    "lan": Times(start=60.0, deadline=10.0, retry=1.0),
-    "wan": Times(start=300.0, deadline=60.0, retry=5.0),
+    "local": Times(start=60.0, deadline=10.0, retry=0.1, standstill=10 * MINUTE),
+    "lan": Times(start=60.0, deadline=10.0, retry=1.0, standstill=60 * MINUTE),
+    "wan": Times(start=300.0, deadline=60.0, retry=5.0, standstill=240 * MINUTE),
 }

@@ -47,6 +47,7 @@ from flower_privdec.pushsum.frames import RowMessage
 
 INSTANT = 1e-3  # seconds until a call to a peer that is not there fails
 LOST_AFTER = 1.0  # seconds until a caller learns that its call, or the answer, is lost
+KILLED = "virtual.killed"
 TICK = 1e-6  # seconds of a wrong clock, below which nothing is measured
 RIGHT = (0.0, 0.0, 1.0)  # a clock that shows the true time
 OPERATOR = 0.5  # seconds until an operator has charged what a restored ledger lacks
@@ -382,7 +383,7 @@ class Machine:
         if down is not None:
             self.start_at(self.network.now + down)
         elif not self._starts:
-            self._stay_ended(KilledError(f"peer {self.number} was killed", code="virtual.killed"))
+            self._stay_ended(KilledError(f"peer {self.number} was killed", code=KILLED))
 
     def _stay_ended(self, error: Exception | None) -> None:
         """Record that nobody starts another process."""
@@ -408,6 +409,8 @@ class Machine:
     def _freeze(self, fault: Freeze) -> None:
         self._count(fault)
         self._frozen_until = max(self._frozen_until, fault.end)
+        if math.isinf(self._frozen_until):
+            self._stay_ended(KilledError(f"peer {self.number} stands still for good", code=KILLED))
 
     def _set_clock(self, fault: WrongClock) -> None:
         self._count(fault)

@@ -93,6 +93,7 @@ class LedgerWitness:
     Attributes:
         seen: the most lines of each neighbour's boots.
         problem: the reason why this peer must stop; None while there is none.
+        is_charging: whether this process takes no step, and only charges what its ledger lacks.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class LedgerWitness:
         self.seen: dict[int, dict[int, int]] = {j: dict((seen or {}).get(j, {})) for j in self.neighbors}
         self._reported: dict[int, dict[int, int]] = {}  # this peer's own lines, as each neighbour counted them
         self.problem: BudgetError | None = None
+        self.is_charging = False
 
         # The present boot of each neighbour, once it has answered a challenge of this process.
         self._challenges = {j: self._draw() for j in self.neighbors}
@@ -137,9 +139,10 @@ class LedgerWitness:
             challenge = self._challenges[neighbor]
             seen = tuple(sorted(self.seen[neighbor].items()))
             counted = self._reported.get(neighbor, {})
-            # A peer that has to stop answers no challenge, so that no neighbour believes in this process.
+            # A peer that has to stop answers no challenge, so that no neighbour believes in this process. One that only
+            # charges what is missing takes no step: peers whose folders are all old copies have to hear each other.
             answers = 0
-            if self.problem is None:
+            if self.problem is None or self.is_charging:
                 answers = self._received.get(neighbor, 0)
 
         own = []

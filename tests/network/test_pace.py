@@ -375,8 +375,9 @@ def test_a_lie_about_weight_delays_within_the_patience() -> None:
     assert not floor.lacks(0.1, 31.0)
     assert not floor.lacks(0.07, 31.0)
     assert not floor.is_stuck(waits, [])
-    assert not floor.is_stuck(waits, [(waits, 0)])  # whose floor is higher, it reports
     assert not floor.lacks(0.01, 62.0)
+    assert floor.level == 0, "it takes steps with what it has, and gives nothing away"
+    assert floor.parts(0.1, {1: 0.5}) == {}
 
 
 def test_a_peer_losing_weight_keeps_some() -> None:

@@ -18,7 +18,13 @@ from tools.schedules.light_peers import LightDisk, LightHome
 
 MOST_EVENTS = 100_000  # of a case: more is a violation of its own
 SECONDS = 12.0  # in which faults begin
-DIRECTED = ["{name: directed-ring}", "{name: directed-exponential}", "{name: complete}", "{name: ring}", "{name: random-edges, edges: 2}"]
+DIRECTED = [
+    "{name: directed-ring}",
+    "{name: directed-exponential}",
+    "{name: complete}",
+    "{name: ring}",
+    "{name: random-edges, edges: 2}",
+]
 UNDIRECTED = ["{name: ring}", "{name: complete}", "{name: star}", "{name: bipartite}", "{name: random-edges, edges: 2}"]
 
 
@@ -57,7 +63,7 @@ class Case:
         if "ring" in graph and n_peers < 3:
             graph = "{name: complete}"
 
-        keys = ["links: " + draw.choice(["local", "lan"]), f"deadline: {draw.choice([2.0, 10.0])}"]
+        keys = ["links: " + draw.choice(["local", "lan", "lan", "lan"]), f"deadline: {draw.choice([2.0, 10.0])}"]
         if mode == "asynchronous":
             keys.append(f"commit_every: {draw.choice([1, 1, 1, 2, 3])}")
             keys.append(f"quorum: {draw.choice([1, 1, 2])}")
@@ -165,7 +171,9 @@ def _check_paid(home: LightHome, network: VirtualNetwork, peer: int, disk: Light
     """Check that a step that is drawn now is paid for, and so is all that a neighbour has seen, as far as it told."""
     ledger = disk.ledger
     if disk.is_original and ledger.charged < home.drawn[peer]:
-        raise BrokenLawError(f"peer {peer} has drawn {home.drawn[peer]} steps and paid {ledger.charged}", code="law.paid")
+        raise BrokenLawError(
+            f"peer {peer} has drawn {home.drawn[peer]} steps and paid {ledger.charged}", code="law.paid"
+        )
     process = network.machines[peer].process
     assert process is not None
     witness = process.peer.witness
@@ -186,7 +194,7 @@ FINE = {  # ends that a fault can lead to, each of which says why
     "network.not-agreed",
     "network.silent",
     "network.unreachable",
-    "network.stuck",
+    "network.standstill",
     "network.no-witness",
     "network.refused",
     "lockstep.stale",
