@@ -145,9 +145,14 @@ class Laws:
             boot = peer.witness.boot
             if boot == before:
                 continue
-            others = [network.peers.get(j) for j in peer.neighbours]
-            if all(other is not None and _has_agreed(other, number, boot) for other in others):
+            others = [j for j in peer.neighbours if j in self._held]
+            if all(_has_agreed(network.peers[j], number, boot) and self._has_met(j, number) for j in others):
                 self._doubtful.pop(number, None)
+
+    def _has_met(self, peer: int, neighbor: int) -> bool:
+        """Return whether a peer's disk is about the present life of a neighbour."""
+        now = self._held.get(neighbor)
+        return now is not None and self._held[peer].durable.edges[neighbor].incarnation == now.durable.incarnation
 
     def _is_near_doubt(self, network: VirtualNetwork, number: int) -> bool:
         """Return whether a peer, or a neighbour of it, has been put back, and not everybody has noticed.
@@ -186,7 +191,6 @@ class Laws:
                     f"peer {number} began a new life with weight {now.weight:g}, and not with 0", code="law.mass"
                 )
             self._except("reset")
-            self._doubtful.pop(number, None)
             return
 
         if before.weight == 0 and now.weight > 0:
@@ -194,7 +198,8 @@ class Laws:
             self._except("took over")
             return
         if self._moved is not None:
-            assert now.moved is not None and before.moved is not None
+            assert now.moved is not None
+            assert before.moved is not None
             self._expected_x += now.moved - before.moved
 
     def _except(self, name: str) -> None:
@@ -281,13 +286,10 @@ class Laws:
     def _patience_of(self, network: VirtualNetwork) -> float:
         if self._patience is None:
             times = [peer.times for peer in network.peers.values()]
-            longest = max(
-                (
-                    one.start + 10 * one.deadline + (one.standstill if math.isfinite(one.standstill) else 0.0)
-                    for one in times
-                ),
-                default=0.0,
-            )
+            longest = 0.0
+            for one in times:
+                standstill = one.standstill if math.isfinite(one.standstill) else 0.0
+                longest = max(longest, one.start + 10 * one.deadline + standstill)
             slowest = max(network.schedule.work.values(), default=0.0)
             # A clock that goes slowly lets its peer wait longer.
             rates = [fault.rate for fault in network.schedule.faults if isinstance(fault, WrongClock)]

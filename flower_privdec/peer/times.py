@@ -23,8 +23,8 @@ class Times:
             one after its last round. A call that takes half as long is given up and made again.
         retry: until what was not answered is sent again.
         give_up: after how long a peer ends that has met no neighbour (synchronous: not all of them).
-        standstill: after how long a peer ends that waits, if neither it nor a neighbour came to another round meanwhile;
-            longer if its own steps take long, see `RunningPeer.check_standstill`.
+        standstill: after how long a peer ends that waits, if neither it nor a neighbour came to another round; longer if
+            its own steps take long, see `RunningPeer.check_standstill`.
     """
 
     start: float
@@ -50,6 +50,7 @@ PATIENT = 30.0  # deadlines in which a run stands still, at least, until its pee
 MINUTE = 60.0
 
 # A `retry` shorter than a message takes sends it twice; one that is longer delays what was lost.
+# After a standstill a person has to see to it, so it is as long as a site's reboot, or a night's repair of a line.
 LINKS = {
     "local": Times(start=60.0, deadline=10.0, retry=0.1, standstill=10 * MINUTE),
     "lan": Times(start=60.0, deadline=10.0, retry=1.0, standstill=60 * MINUTE),

@@ -36,7 +36,7 @@ class Case:
         seed: it was drawn from.
         kind, mode, n_peers, rounds, graph, network: see `LightHome`.
         schedule: what goes wrong.
-        clean: whether every fault passes and no folder is put back or lost, so that all peers have to come to their end.
+        clean: whether every fault passes and no folder is put back or lost, so that all peers must come to their end.
     """
 
     seed: int
