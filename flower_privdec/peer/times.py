@@ -23,7 +23,7 @@ class Times:
             one after its last round. A call that takes half as long is given up and made again.
         retry: until what was not answered is sent again.
         give_up: after how long a peer ends that has met no neighbour (synchronous: not all of them).
-        standstill: after how long a peer ends that waits, if neither it nor a neighbour came to another round; longer if
+        standstill: after how long a peer ends that waits, if neither it nor a neighbour came to another round; more if
             its own steps take long, see `RunningPeer.check_standstill`.
     """
 
