@@ -69,7 +69,7 @@ class WakingEdges:
         return self.graph.n_peers
 
     def edges(self, round_index: int) -> EdgeArray:
-        """Return the event's edge in both directions, [2, 2], or none where the peer has no neighbour just then."""
+        """Return the event's edge in both directions, [2, 2], or none if the peer has no neighbour just then."""
         peer = self.waking.peer(round_index)
         edges = self.graph.edges(round_index)
         neighbours = edges[edges[:, 1] == peer, 0]

@@ -120,7 +120,7 @@ class Regularizer:
         strength = scale * self.l2 + gamma
         if not strength > 0:
             raise ScenarioError(
-                f"gamma={gamma:g} must be > 0 where the regularizer is not strongly convex: the step has no single "
+                f"gamma={gamma:g} must be > 0 if the regularizer is not strongly convex: the step has no single "
                 "least value; raise algorithm.gamma, or use an l2 or elastic-net regularizer",
                 code="regularizer.not-strongly-convex",
             )

@@ -24,7 +24,7 @@ class SGP(Algorithm):
         x_i^{k+1}   = Σ_j P_ij^k x_j^{k+1/2}
         w_i^{k+1}   = Σ_j P_ij^k w_j^k
 
-    Deviations from the paper: a mini-batch instead of one example; where the scenario has a privacy
+    Deviations from the paper: a mini-batch instead of one example; if the scenario has a privacy
     section the gradient is clipped per example and noised, which is PrivSGP.
 
     Source: Assran et al. 2019, Algorithm 1; PrivSGP-VR (Zhu et al.), Appendix C.

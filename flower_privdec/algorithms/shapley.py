@@ -115,7 +115,7 @@ def _truncated_gains(game: Game, prefixes: np.ndarray, truncation: float) -> np.
 
 
 def normalized(values: np.ndarray) -> np.ndarray:
-    """Return (φ - min φ) / (max φ - min φ), [n] (PDSL, eq. 19); where all are equal, 0/0, all are 1."""
+    """Return (φ - min φ) / (max φ - min φ), [n] (PDSL, eq. 19); if all are equal, 0/0, all are 1."""
     spread = np.ptp(values)
     return (values - values.min()) / spread if spread > 0 else np.ones_like(values)
 

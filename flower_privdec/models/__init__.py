@@ -46,7 +46,7 @@ def build_model(
         n_classes: number of outputs.
         seed: keys the initial parameters.
         init: "default" is torch's, "zeros" makes every parameter 0.
-        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are real numbers.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None if they are real numbers.
         arguments: what the user's own factory is called with.
         options: a named model's own, such as hidden=[100] for mlp.
 

@@ -84,7 +84,7 @@ class Distance:
 
 
 def not_computed(experiment: Experiment) -> str | None:
-    """Return why one peer's view is not computed; None where it is."""
+    """Return why one peer's view is not computed; None if it is."""
     scenario = experiment.scenario
     plan = experiment.own.protection
     sources = scenario.n_peers * scenario.rounds

@@ -46,7 +46,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
 
     Returns:
         what the attributes of `flower_privdec.api.planning.Plan` describe; of each peer also active_rounds and
-            expected_rounds (None where all peers are active in all rounds) and claimed_after_quarters;
+            expected_rounds (None if all peers are active in all rounds) and claimed_after_quarters;
         the other values of `optimum`;
         pairs: of noise that cancels between peers its strength, and that which it has on a network, mode_advice if a
             network needs another mode than the scenario's, the number of secrets of a peer (least and most), the noise

@@ -104,7 +104,7 @@ def measure_network(
         say: takes a line.
 
     Returns:
-        By size and mode, `small asynchronous`: `floor`, `disk` and `memory` (absent where there is no /dev/shm) as
+        By size and mode, `small asynchronous`: `floor`, `disk` and `memory` (absent if there is no /dev/shm) as
         NetworkPace, `messages` of a peer in a round, and `computing_ms`, CPU time of all peers' private steps of a
         round, up to its first exchange, without their ledgers.
     """
@@ -245,7 +245,7 @@ class TimedSync:
 
 
 def _written() -> int:
-    """Return how many bytes this process has given the disk; 0 where the system does not count them."""
+    """Return how many bytes this process has given the disk; 0 if the system does not count them."""
     counts = Path("/proc/self/io")
     lines = counts.read_text().splitlines() if counts.exists() else []
     return sum(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))

@@ -66,7 +66,7 @@ class Published(Group):
 
     Attributes:
         cells: the row, by column.
-        rounds: of its published curves, one row of a table a round; none where no check needs them.
+        rounds: of its published curves, one row of a table a round; none if no check needs them.
     """
 
     cells: Mapping[str, str] | None = None
@@ -113,7 +113,7 @@ class Published(Group):
 
 
 def rows_of(path: Path) -> Rows:
-    """Return the rows of a table without those of no run; none where there is no table."""
+    """Return the rows of a table without those of no run; none if there is no table."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines()
     else:

@@ -163,7 +163,7 @@ class Lab:
 
 
 def wrong_clock(folder: Path) -> Path | None:
-    """Return a library that sets a process's clock off; None where no compiler is at hand."""
+    """Return a library that sets a process's clock off; None if no compiler is at hand."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     library = folder / "clock.so"
     if compiler is None:

@@ -175,7 +175,7 @@ class Air:
                     os.write(self._tuns[receiver], packet)
 
     def _receiver(self, sender: int, packet: bytes) -> int | None:
-        """Return the device that a packet is for; None where it is no IPv4, or the device is out of reach."""
+        """Return the device that a packet is for; None if it is no IPv4, or the device is out of reach."""
         if len(packet) < 20 or packet[0] >> 4 != 4:
             return None
         to = ".".join(map(str, packet[16:20]))

@@ -39,7 +39,7 @@ class Paid:
 
     @classmethod
     def of(cls, folder: Path) -> Paid:
-        """Verify the chain of one peer's ledger and count its steps; zero where there is no ledger yet.
+        """Verify the chain of one peer's ledger and count its steps; zero if there is no ledger yet.
 
         Raises:
             BudgetError: the chain is broken.
@@ -112,7 +112,7 @@ class Weight:
 
 
 def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
-    """Return Σw over all peers of an algorithm that sends shares; None where their disks cannot tell, or it has none.
+    """Return Σw over all peers of an algorithm that sends shares; None if their disks cannot tell, or it has none.
 
     Each w_i is 1 at the beginning and mixing is column-stochastic, so that Σw stays what it was. Where peers wait for
     each other, what is on its way is on no disk, and only the end tells. Where they do not, shares are on the disks of
@@ -163,7 +163,7 @@ def models_problem(folders: Sequence[Path], models: Models) -> str | None:
 
 
 def last_models(folders: Sequence[Path]) -> Models | None:
-    """Return how far the last models of some devices are from each other; None where there are no two.
+    """Return how far the last models of some devices are from each other; None if there are no two.
 
     Args:
         folders: of the devices that came to the end and reported no disagreement.
@@ -193,7 +193,7 @@ def isolated_problem(before: int, after: int) -> str | None:
 
 
 def resident_bytes(process: int) -> int | None:
-    """Return how much memory a process takes (resident); None where this system does not say, or it is gone."""
+    """Return how much memory a process takes (resident); None if this system does not say, or it is gone."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:

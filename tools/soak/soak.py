@@ -122,10 +122,10 @@ class Tally:
         given_up: runs that ended early: peers that wait for each other cannot go on with one that lost its state.
         crashes: processes that were killed.
         first, largest: memory of each peer at the first look after its first step, and the most, in bytes.
-        weight: Σw on the disks after the last run whose disks told it; None where none did.
+        weight: Σw on the disks after the last run whose disks told it; None if none did.
         isolated: how often a peer was cut off for long enough to count its steps.
         not_agreed: devices that reported that their model is not the others'.
-        models: of the devices of the last run that came to its end; None where none did.
+        models: of the devices of the last run that came to its end; None if none did.
     """
 
     runs: int = 0

@@ -60,7 +60,7 @@ def listening_error(address: str) -> RunError:
 def calling_error(
     address: str, identity: str | None, credentials: Credentials, seconds: float
 ) -> UnreachableError | None:
-    """Return why a peer cannot be called, by trying a TLS handshake, whose errors are exact; None where it can be.
+    """Return why a peer cannot be called, by trying a TLS handshake, whose errors are exact; None if it can be.
 
     Args:
         address: HOST:PORT.

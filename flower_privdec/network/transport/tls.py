@@ -169,7 +169,7 @@ def _read(certificate: bytes) -> x509.Certificate:
 
 @lru_cache(KNOWN_CERTIFICATES)
 def identities_of(certificate: bytes) -> tuple[str, ...]:
-    """Return the DNS names that a certificate is for; none where it cannot be read."""
+    """Return the DNS names that a certificate is for; none if it cannot be read."""
     try:
         leaf = _read(certificate)
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -179,14 +179,14 @@ def identities_of(certificate: bytes) -> tuple[str, ...]:
 
 
 def time_problem(certificate: bytes, now: datetime | None = None) -> ScenarioError | None:
-    """Return why a certificate is not valid yet, or no longer; None where it is."""
+    """Return why a certificate is not valid yet, or no longer; None if it is."""
     leaf = _read(certificate)
     now = now or datetime.now(UTC)
     clock = f"the clock of the device that checks it says {now:%Y-%m-%d %H:%M} UTC"
     if now > leaf.not_valid_after_utc:
         return ScenarioError(
             f"the certificate expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and {clock}: `privdec certs` "
-            "makes a new one; where that clock is wrong, set it",
+            "makes a new one; if that clock is wrong, set it",
             code="certificate.expired",
         )
 
@@ -203,7 +203,7 @@ def time_problem(certificate: bytes, now: datetime | None = None) -> ScenarioErr
 def certificate_problem(
     certificate: bytes, authority: bytes, identity: str, now: datetime | None = None
 ) -> ScenarioError | None:
-    """Return why a certificate is not valid for a peer; None where it is.
+    """Return why a certificate is not valid for a peer; None if it is.
 
     Args:
         certificate: PEM, the peer's own first.
@@ -238,7 +238,7 @@ def certificate_problem(
 
 
 def usage_problem(leaf: x509.Certificate) -> ScenarioError | None:
-    """Return why a certificate may not be used by a peer; None where it may."""
+    """Return why a certificate may not be used by a peer; None if it may."""
     basic, key_usage, extended = (
         _extension(leaf, kind) for kind in (x509.BasicConstraints, x509.KeyUsage, x509.ExtendedKeyUsage)
     )
@@ -263,7 +263,7 @@ def _extension(leaf: x509.Certificate, kind: type[x509.ExtensionType]) -> Any:
 
 @lru_cache(KNOWN_CERTIFICATES)
 def validity_of(certificate: bytes) -> tuple[datetime, datetime, ScenarioError | None]:
-    """Return when a certificate begins and ends, and why a peer may not use it; None where it may."""
+    """Return when a certificate begins and ends, and why a peer may not use it; None if it may."""
     leaf = _read(certificate)
     return leaf.not_valid_before_utc, leaf.not_valid_after_utc, usage_problem(leaf)
 
@@ -397,7 +397,7 @@ def make_certificates(
         scenario: has the identities.
         folder: gets authority.pem, and for each peer peer-I.pem and peer-I.key; authority.key too where the authority
             is made here; its holder can make peers.
-        authority, authority_key: of an authority of one's own; left out, the folder's, made where there is none.
+        authority, authority_key: of an authority of one's own; left out, the folder's, made if there is none.
 
     Returns:
         For each identity `made` or `kept`.

@@ -23,7 +23,7 @@ class Connection(Protocol):
     """Calls to one peer.
 
     Attributes:
-        sending: seconds that it took to hand the last call to the network, where the transport measures it; else 0.
+        sending: seconds that it took to hand the last call to the network, if the transport measures it; else 0.
     """
 
     sending: float
@@ -64,7 +64,7 @@ class Transport(Protocol):
             callers: how many peers may call at once.
 
         Returns:
-            The port that it listens on; 0 where there is none.
+            The port that it listens on; 0 if there is none.
         """
 
     def connect(self, peer: int, cap: int) -> Connection:

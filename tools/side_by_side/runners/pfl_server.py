@@ -1,6 +1,6 @@
 """The task in pfl-research: federated averaging with a server, and its Gaussian mechanism, central or local.
 
-One process, as in its tutorials; the averaging counts each user by one where there is privacy, so that one user's
+One process, as in its tutorials; the averaging counts each user by one if there is privacy, so that one user's
 update moves the sum by no more than the clip norm.
 """
 
