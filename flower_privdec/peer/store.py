@@ -309,4 +309,5 @@ def full_disk() -> OSError:
 def _copied(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint whose rows no step writes over; what is carried never changes."""
     rows: dict[str, Tensor] = {name: row.clone() for name, row in checkpoint.state.rows.items()}
-    return replace(checkpoint, state=replace(checkpoint.state, rows=rows))
+    state = replace(checkpoint.state, rows=rows, edges=dict(checkpoint.state.edges))
+    return replace(checkpoint, state=state)

@@ -136,6 +136,51 @@ def test_a_peer_killed_in_memory_continues_from_its_store(tiny: Tiny, tmp_path: 
     network.close()
 
 
+CODECS = ["int8", "int4", "top-k", "random-k"]
+CRASHES = "[{kind: crash, peer: 1, at: 1.5, down: 0.0}, {kind: crash, peer: 2, at: 2.5, down: 0.4}]"
+FAULTS = f"{{links: {{latency: 0.01, jitter: 0.05, loss: 0.1}}, work: {SLOW_DISKS}, faults: {CRASHES}}}"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_no_codec_loses_mass_when_peers_are_killed(codec: str, tiny: Tiny, tmp_path: Path) -> None:
+    settings = ("privacy=none", f"network={{codec: {codec}, deadline: 20.0}}")
+    scenario = tiny("algorithm={name: sgp, learning_rate: 1.0e-12}", *settings)
+    network = network_of(scenario, tmp_path, FAULTS)
+    network.run()
+    network.close()
+    assert network.ends == dict.fromkeys(range(scenario.n_peers))
+    assert network.faults["crash"] == 2
+    assert weight_of(network) == pytest.approx(scenario.n_peers, rel=1e-12)
+    start = scenario.n_peers * Experiment.build(scenario).initial
+    torch.testing.assert_close(mass_of(network), start, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_killed_synchronous_peers_round_as_the_engine(codec: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(f"network={{mode: synchronous, codec: {codec}, deadline: 20.0, final_mixing: 0}}")
+    network = network_of(scenario, tmp_path, FAULTS)
+    network.run()
+    network.close()
+    assert network.faults["crash"] == 2
+    rows = torch.cat([peer.state.rows["x"] for _, peer in sorted(network.peers.items())])
+    wanted = testing.run_rounds(Experiment.build(scenario), scenario.rounds)
+    torch.testing.assert_close(rows, wanted.state.rows["x"])
+
+
+def mass_of(network: VirtualNetwork) -> Tensor:
+    """Return x of all asynchronous peers together, with that of the shares that their receivers do not have."""
+    peers: dict[int, Any] = dict(network.peers)
+    parts = [peer.protocol.mass["x"].clone() for peer in peers.values()]
+    for number, peer in peers.items():
+        for receiver, edge in peer.protocol.edges.items():
+            back = peers[receiver].protocol.edges[number]
+            for share in edge.frozen:
+                if share.number > back.received:
+                    opened, _ = peer.arithmetic.open(share.values, peer.protocol.mass, back.heard)
+                    parts.append(opened["x"])
+    return torch.stack(parts).sum(0)
+
+
 def weight_of(network: VirtualNetwork) -> float:
     """Return the push-sum weight of all asynchronous peers, and of the shares that their receivers do not have."""
     peers: dict[int, Any] = dict(network.peers)
