@@ -7,7 +7,7 @@ How the room `experiment` fits together:
                      ├──> OwnParts.of        what only these peers have                     own_parts.py
                      │        reads their examples, names the run and makes keys            run_name.py, run_key.py
                      │        solves noise from budgets, and the noise of pairs             drawings.py, pair_plan.py
-                     │        checks that no number is out of range                         number_range.py
+                     │        checks that no number is out of range                         own_parts.py
                      │
                      └──> Experiment.joined  both together                                  here
                               .cohort()          the rows of these peers, with a ledger

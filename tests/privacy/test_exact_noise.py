@@ -24,7 +24,7 @@ pytest.importorskip("cryptography.hazmat.primitives.ciphers")
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Experiment, OwnParts
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.number_range import noise_inflation
+from flower_privdec.experiment.own_parts import noise_inflation
 from flower_privdec.privacy import exact_noise
 from flower_privdec.privacy.exact_noise import SystemNormals
 from flower_privdec.privacy.mechanism.declared import Drawing
