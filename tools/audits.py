@@ -41,13 +41,14 @@ REPLICA = 1_000_000  # trials with an example, and as many without
 
 
 def experiments(name: str) -> Iterator[tuple[str, Experiment]]:
-    """Yield an algorithm's experiments: with the accountant's noise, and with its paper's where that has a formula."""
+    """Yield an algorithm's experiments: with the accountant's noise, and with its paper's if that has a formula."""
     if name.endswith("dda"):
         chosen = DUAL.format(name)
     else:
         chosen = f"algorithm.name={name}"
     sizes = ["n_peers=1", "data.samples=180"] if name == "dp-sgd" else []
     built, graph = _first_that_fits([chosen, *sizes])
+
     yield "rigorous", built
     if name in BY_SAMPLING:
         yield "rigorous, uniform", Experiment.build(parse_scenario(SCENARIO, overrides=[chosen, graph, UNIFORM]))

@@ -320,6 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = set(options.walks) - set(WALKS)
     if unknown:
         parser.error(f"NAME={min(unknown)} must be one of {', '.join(WALKS)}")
+
     print("| walk | files | functions | most returns between two modules |\n|---|---:|---:|---:|")
     for name in options.walks or WALKS:
         walk = measure(name)

@@ -125,12 +125,14 @@ class Sampler:
             or_rate = ""
             if self.kind == "poisson":
                 or_rate = "a rate (data.batch.rate) in its place, "
+
             raise ScenarioError(
                 f"data.batch.size={size} must be at most {counts[row]}, {holds} ({short} of {len(counts)} hold fewer "
                 f"than {size}): lower it, use {or_rate}"
                 "data.batch.small_peers: full, data.partition.min_size, fewer peers or more data",
                 code="batch.too-large",
             )
+
         return np.minimum(size, counts)
 
     def like(self, **changes: Any) -> Sampler:

@@ -102,7 +102,9 @@ def _products(setup: Setup) -> Work:
 
 def _linear(layer: MatrixLayer, n: int, batch: int) -> Iterator[tuple[str, list[Work]]]:
     weight = layer.module.weight.detach().expand(n, -1, -1).contiguous()
-    (outputs, inputs), new = weight.shape[1:], weight.new_ones
+    outputs, inputs = weight.shape[1:]
+    new = weight.new_ones
+
     a = new(n, batch, inputs)
     delta = new(n, batch, outputs)
     z = torch.empty_like(delta)
@@ -111,6 +113,7 @@ def _linear(layer: MatrixLayer, n: int, batch: int) -> Iterator[tuple[str, list[
     up = weight.transpose(1, 2)
     down = a.transpose(1, 2)
     across = delta.transpose(1, 2)
+
     yield (
         "forward",
         [lambda: torch.bmm(a, up, out=z), lambda: torch.bmm(weight, down, out=z.view(n, outputs, batch))],

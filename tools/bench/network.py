@@ -184,6 +184,7 @@ def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int, kind
             "receivers": receivers,
         }
         (folder / "plan.json").write_text(json.dumps(plan))
+
         peers = [(str(folder / "plan.json"), peer) for peer in range(placed.n_peers)]
         stamps = together([(transport_baseline.run_peer, arguments) for arguments in peers])
         per_round = len(receivers) // scenario.rounds

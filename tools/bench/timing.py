@@ -57,6 +57,7 @@ def quiet() -> Iterator[None]:
     try:
         if cores is not None:
             os.sched_setaffinity(0, {max(cores)})
+
         torch.set_num_threads(1)
         gc.collect()
         gc.disable()

@@ -23,6 +23,7 @@ def together(calls: Sequence[Call]) -> list[Any]:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
+
     pipes = [context.Pipe() for _ in calls]
     children = [
         context.Process(target=_child, args=(theirs, *call)) for call, (_, theirs) in zip(calls, pipes, strict=True)

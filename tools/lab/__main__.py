@@ -174,7 +174,7 @@ def wrong_clock(folder: Path) -> Path | None:
 
 
 def main() -> None:
-    """Run the lab and exit with status 1 where something is wrong."""
+    """Run the lab and exit with status 1 if something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tools.lab", description=__doc__)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=200)
@@ -186,6 +186,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.devices <= WRONG:
         parser.error(f"--devices {chosen.devices} must be {WRONG + 1} or more")
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # and nothing is left behind
     try:
         with (

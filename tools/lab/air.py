@@ -162,6 +162,7 @@ class Air:
                 receiver = self._receiver(device, packet)
                 if receiver is None:
                     continue
+
                 self.packets += 1
                 free_at[device] = max(now, free_at[device])
                 if self._draw.random() < self.line.loss or free_at[device] - now > QUEUE:
@@ -169,6 +170,7 @@ class Air:
                     continue
                 free_at[device] += 8 * len(packet) / self.line.rate if self.line.rate else 0.0
                 heapq.heappush(waiting, (free_at[device] + self.line.delay, self.packets, receiver, packet))
+
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, receiver, packet = heapq.heappop(waiting)
                 with suppress(OSError):  # its interface is down

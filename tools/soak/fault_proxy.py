@@ -121,6 +121,7 @@ class FaultyLink:
             far_reader, far_writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=PIECE)
             writers.add(far_writer)
             self._open |= writers
+
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._way(reader, far_writer, Random(f"{seed} there")))
                 both.create_task(self._way(far_reader, writer, Random(f"{seed} back")))
@@ -145,6 +146,7 @@ class FaultyLink:
                 if piece and draw.random() < 1 - (1 - faults.cut) * (1 - lose):
                     self.cuts += 1
                     raise ConnectionResetError
+
                 last = now
                 await under_way.put((now + faults.delay + draw.random() * faults.jitter, piece))
                 if not piece:

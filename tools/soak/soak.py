@@ -213,6 +213,7 @@ class SoakedRun:
         self._links = links
         self._faults = faults
         self._patience = patience
+
         out.mkdir(parents=True)
         self._proxy = FaultProxy()
         self.processes = ProxiedProcesses(scenario, out, self._proxy, self._program)
@@ -289,6 +290,7 @@ class SoakedRun:
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             heapq.heappop(self._due)[2]()
+
         if self._next is None:
             fault = next(self._faults)
             self._next = now + fault.after, fault
@@ -297,6 +299,7 @@ class SoakedRun:
             self._next = None
         if self._recovery is not None:
             self._recover(self._recovery, now)
+
         self._check_alive()
         self._check_further(now)
         if now - self._looked >= LOOK_SECONDS:

@@ -84,6 +84,7 @@ class Mesh(PushSum):
         participation: dict[str, Any] = {"kind": "all"}
         if n_active < n_peers:
             participation = {"kind": "uniform", "fraction": n_active / n_peers}
+
         section: dict[str, Any] = {
             "name": self.name,
             "seed": self.seed,

@@ -271,6 +271,7 @@ class Watch:
         transport = evented(transport_of(scenario, peer, addresses, credentials))
         connection = transport.connect(peer, STATUS_CAP)
         call = partial(call_and_wait, transport.turn, connection)
+
         word_without_answer = STARTING
         try:
             while not self._stopping.is_set() and not self._is_done(peer):
@@ -282,6 +283,7 @@ class Watch:
                 else:
                     word_without_answer = SILENT  # from now on it is no longer starting
                     self._on_status(peer, status, "")
+
                 self._stopping.wait(EVERY)
             self._is_done(peer)
         finally:
