@@ -230,9 +230,10 @@ class Driver:
                     following = min(following, one.until)
 
         for neighbor, line in self._lines.items():
-            if line.is_calling:
+            if line.is_calling or line.is_over:
                 continue
-            if now < line.again:
+            # No pause is longer: one that seems to be was begun by another clock.
+            if 0 < line.again - now <= self._retry:
                 following = min(following, line.again)
                 continue
             with self._or_end_with(neighbor):
@@ -296,7 +297,7 @@ class Driver:
             )
             fatal.__cause__ = error
             self.peer.conversation.fatal = fatal
-            self._lines[neighbor].again = math.inf
+            self._lines[neighbor].is_over = True
 
     def _call_next(self, neighbor: int, line: _Line) -> None:
         """Make the next call to a neighbour."""
