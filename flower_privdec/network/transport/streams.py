@@ -210,9 +210,7 @@ class Stream:
         self._socket = sock
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
-        is_called = identity is None
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_called, server_hostname=identity)
-        self._is_connecting = not is_called
+        self._is_connecting = identity is not None
         self._is_shaken = False
         self._is_leaving = False  # what still comes is thrown away
 
@@ -225,12 +223,22 @@ class Stream:
         self._watched = 0
 
         sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._context = context
+        self._identity = identity
+        if not self._is_connecting:
+            self._begin()
         loop.add(self)
         self._watch(EVENT_WRITE if self._is_connecting else EVENT_READ)
+
+    def _begin(self) -> None:
+        """Prepare TLS, once there is a connection."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._tls = self._context.wrap_bio(
+            self._incoming, self._outgoing, server_side=self._identity is None, server_hostname=self._identity
+        )
 
     # --- for those who use it ---
 
@@ -338,6 +346,11 @@ class Stream:
                 self.close(os.strerror(failed))
                 return
             self._is_connecting = False
+            try:
+                self._begin()
+            except OSError as error:
+                self.close(error.strerror or str(error))
+                return
             self._shake_hands()
             return
         if self._watched & EVENT_WRITE:
