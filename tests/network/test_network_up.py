@@ -177,7 +177,7 @@ def test_a_network_ends_when_nobody_can_go_on(tiny: Callable[..., Scenario], tmp
     with raises(RunError, "up.nobody-left", names=r"peer 0: killed.*peer 1: cut off.*peer 2: cut off"):
         Up(scenario, tmp_path / "up", kills=injected_kills(["0@20"], [], 3, 400)).run()
     summary = json.loads((tmp_path / "up" / "summary.json").read_text())
-    assert summary["stopped_by"] == "no peer is left that could go on"
+    assert summary["stopped_by"] == "nobody left"
     assert not peers_of(tmp_path / "up")
 
 

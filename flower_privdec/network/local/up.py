@@ -8,6 +8,7 @@ run folder that a simulation would leave. A peer may meanwhile have
 |---|---|---|
 | ended well | status 0 | reads its last files |
 | been killed, or injected to be (*gone*) | a signal | goes on with its last files, unless the others wait for it |
+| ended at a standstill (*gone*) | StandstillError's status | goes on with its last files |
 | been cut off by peers that are gone (*gone*) | SIGTERM of `Up` | goes on with its last files |
 | not agreed on the last model (*apart*) | NotAgreedError's status | reads its files, and says so in the summary |
 | failed | any other status | raises RunError with the last line of its log |
@@ -35,7 +36,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError, option
+from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError, StandstillError, option
 from flower_privdec.core import State
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.evaluation import evaluate
@@ -259,6 +260,11 @@ class Up:
                     self._gone[peer] = "it did not agree with the others"
                 continue
 
+            if status == StandstillError.exit_status:
+                self._gone[peer] = self._processes.last_line(peer)
+                _log.warning("peer %s ended: %s; the others go on", peer, self._gone[peer])
+                continue
+
             # A positive status is the peer's own; a negative one is the signal that killed it.
             is_last = len(self._alive()) == 1
             if status > 0 or self.scenario.network.mode == "synchronous" or is_last:
@@ -275,10 +281,8 @@ class Up:
         Raises:
             RunError: no peer is left.
         """
-        if self.scenario.network.alone != "wait" or not self._gone:
-            return
-
-        for peer in self._alive():
+        waits_for_quorum = self.scenario.network.alone == "wait"
+        for peer in self._alive() if waits_for_quorum and self._gone else ():
             neighbors = self._neighbors(peer)
             left = [one for one in neighbors if self._is_there(one)]
             quorum = min(self.scenario.network.quorum, len(neighbors))
@@ -293,7 +297,7 @@ class Up:
             _log.warning("peer %s is %s; it was ended, and its folder holds all that it has", peer, why)
 
         if not self._alive():
-            self._stop("no peer is left that could go on")
+            self._stop("nobody left")
             each = "; ".join(f"peer {peer}: {why}" for peer, why in sorted(self._gone.items()))
             raise RunError(
                 f"no peer is left that could go on ({each}); the same command with --resume starts all of them again",
@@ -382,7 +386,7 @@ class Up:
         present = [number for number in self._evaluation_rounds() if self._path(peer, number).exists()]
         if not present:
             raise RunError(
-                f"peer {peer} was killed before it handed in a model; its log is {self._processes.log(peer)}",
+                f"peer {peer} was gone before it handed in a model; its log is {self._processes.log(peer)}",
                 code="up.peer-ended",
             )
         return max(present)
