@@ -37,8 +37,8 @@ class Result:
         scenario: with every default resolved.
         metrics: the lines of metrics.jsonl, in order of the rounds.
         summary: summary.json; for a run that was stopped with `stopped_at` and `stopped_by` (callback, interrupt,
-            budget, or nobody left of the peers of a network). For a run under way the same keys as far as they are known, with `finished` False, `rounds_done`
-            and `epsilon_so_far` (largest of the peers).
+            budget, or nobody left of the peers of a network). For a run under way the same keys as far as they are
+            known, with `finished` False, `rounds_done` and `epsilon_so_far` (largest of the peers).
     """
 
     folder: Path
