@@ -1,6 +1,6 @@
 """The clipping and noise of some peers in every step of a run, solved from their budgets.
 
-    scenario --build_schedule--> Schedule            how C_k and σ_k / C_k change     (clip_schedule)
+    scenario --build_schedule--> Schedule            how C_k and σ_k / C_k change     (peer_mechanism)
     algorithm --build_mechanism--> Mechanism         what a peer's steps cost         (peer_mechanism)
     budget --_Solver.solve--> scale, claim, account  the one free number: the scale of its noise
     all of it --build_protection--> Protection       what a cohort, a ledger and a plan look at
