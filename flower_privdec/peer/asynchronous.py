@@ -41,7 +41,7 @@ from flower_privdec.peer.asynchronous_session import AsynchronousSession
 from flower_privdec.peer.driving import Program, Wait
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.peer.pace import TINY, Pace, StragglerPolicy, Want, WeightFloor
-from flower_privdec.peer.peer import AGREE, POLL, RunningPeer
+from flower_privdec.peer.peer import AGREE, RunningPeer
 from flower_privdec.peer.row_exchange import RowExchange
 from flower_privdec.peer.share_exchange import ShareExchange
 from flower_privdec.pushsum.exactly_once import FIRST, PushSumProtocol
@@ -216,7 +216,7 @@ class AsynchronousPeer(RunningPeer):
         """Greet the neighbours; a peer that finds them under way, and has nothing of the run, joins as they are."""
         since = self.now
         while True:
-            yield from self.wait(lambda: self._has_greeted(since), self.now + POLL)
+            yield from self.wait(lambda: self._has_greeted(since), self.now + self.times.poll)
             if self._has_greeted(since):
                 break
             self.check_standstill()
@@ -250,7 +250,9 @@ class AsynchronousPeer(RunningPeer):
         """Wait for a condition, or up to a moment; meanwhile reset this peer if it has to be."""
         while True:
             self._check_stopped()
-            is_ready = yield Wait(lambda: self.session.stale is not None or ready(), min(until, self.now + POLL))
+            is_ready = yield Wait(
+                lambda: self.session.stale is not None or ready(), min(until, self.now + self.times.poll)
+            )
             if self.session.stale is not None:
                 yield from self.reset()
             elif is_ready or self.now >= until:
@@ -332,7 +334,7 @@ class AsynchronousPeer(RunningPeer):
                 due = self.now + every
             self._check_left()
             self.check_standstill()
-            yield from self.wait(lambda: self.exchanges.has_news(round_index) or ready(), self.now + POLL)
+            yield from self.wait(lambda: self.exchanges.has_news(round_index) or ready(), self.now + self.times.poll)
         yield from self._relay(round_index, saved)  # before others wait for an acknowledgement while this peer works
 
     def _relay(self, round_index: int, saved: int | None = None) -> Program[bool]:
@@ -501,7 +503,7 @@ class AsynchronousPeer(RunningPeer):
                 break
             has_relayed = yield from self._relay(self.end, self.end)
             if not has_relayed:
-                yield Wait(self._something_came, self.now + POLL, despite_problems=True)
+                yield Wait(self._something_came, self.now + self.times.poll, despite_problems=True)
 
     def _something_came(self) -> bool:
         """Return whether there may be something to relay, or a neighbour may be done."""

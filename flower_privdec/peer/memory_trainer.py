@@ -79,7 +79,8 @@ class MemoryHome:
         self.whole = self._shared.whole
         before = experiment.initial_state(self._shared.cohort_of(0)).rows
         self.initial_rows = {name: before[name] for name in experiment.algorithm.open_rows}
-        self.times = Times.of(scenario.network)
+        times = Times.of(scenario.network)
+        self.times = replace(times, poll=times.retry)  # on a virtual clock a message wakes its receiver at once
         self.released: dict[int, list[Entry]] = {peer: [] for peer in range(scenario.n_peers)}
         first = MemoryTrainer(self._shared, 0, LedgerLines())
         self.plan = RunPlan.of(first, self.peer_class.more_final_rounds, scenario.n_peers)
@@ -95,7 +96,7 @@ class MemoryHome:
 
     def start(self, peer: int, disk: MemoryDisk, draw: Callable[[], int]) -> RunningPeer:
         trainer = MemoryTrainer(self._shared, peer, disk.lines, self._on_model)
-        place = PeerPlace(peer, Path(f"peer-{peer}"), draw=draw)
+        place = PeerPlace(peer, Path(f"peer-{peer}"), times=self.times, draw=draw)
         running = self.peer_class(trainer, place, disk.store, self.plan)
         running.on_round = self._on_round
         return running

@@ -206,12 +206,12 @@ class StragglerPolicy:
     def __init__(self, first: float) -> None:
         """Begin with no neighbour on time."""
         self.on_time: set[int] = set()
-        self._first = first
         self._exchanges = 0
         self._strikes = Counter[int]()  # exchanges in a row in which a neighbour was waited for and had nothing
         self._rounds: dict[int, deque[tuple[int, int]]] = {}  # (exchange, round) of the last that became known
         self._periods = deque[float](maxlen=REMEMBERED)
         self._ended: float | None = None
+        self._patience = first
 
     def start(self, now: float, neighbors: Iterable[int]) -> None:
         """Begin to work at a time, and to wait for some neighbours, which begin together."""
@@ -221,7 +221,7 @@ class StragglerPolicy:
     @property
     def patience(self) -> float:
         """Return how long to wait in an exchange, seconds."""
-        return PATIENCE * median(self._periods) if self._periods else self._first
+        return self._patience
 
     def begin(self, rounds: Mapping[int, int]) -> None:
         """Record the beginning of an exchange, and which neighbours keep up.
@@ -258,6 +258,7 @@ class StragglerPolicy:
         """
         if self._ended is not None:
             self._periods.append(now - self._ended - waited + message)
+            self._patience = PATIENCE * median(self._periods)
         self._ended = now
         self.note(there, missing)
 

@@ -53,7 +53,6 @@ from flower_privdec.pushsum.lockstep import Timetable, final_rounds
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
 
-POLL = 0.2  # seconds between two looks at what only time changes, and at whether to stop
 AGREE = 0.005  # of the norm: models as near need no more mixing
 APART = 0.03  # of the norm: models as far apart at the end do not agree
 FARTHEST = 2.0  # of the norm: two models cannot be farther apart, unless a distance was too large to add
@@ -491,7 +490,7 @@ class RunningPeer(ABC):
         def all_reported() -> bool:
             return all(map(witness.has_heard, witness.neighbors))
 
-        while not (yield Wait(all_reported, self.now + POLL, despite_problems)):
+        while not (yield Wait(all_reported, self.now + self.times.poll, despite_problems)):
             self._check_stopped()
             self.check_standstill()
             waited = self.now - since

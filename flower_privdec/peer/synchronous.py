@@ -17,7 +17,7 @@ from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.graph.mixing import Link
 from flower_privdec.peer.driving import Program, UnreachableError, Wait
-from flower_privdec.peer.peer import POLL, RunningPeer
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.session import Messages, Session
 from flower_privdec.pushsum.coded_mix import CodedMix, Models, Sending
 from flower_privdec.pushsum.exactly_once import RefusedError
@@ -236,7 +236,7 @@ class SynchronousPeer(RunningPeer):
             self.waits_for = "its neighbours"
 
         until = self.now + patience
-        while not (yield Wait(ready, self.now + POLL)):
+        while not (yield Wait(ready, self.now + self.times.poll)):
             self._check_stopped()
             if self.now > until:
                 silent = sorted(self.machine.missing() | self.machine.behind(self.machine.place - 1))
@@ -264,5 +264,5 @@ class SynchronousPeer(RunningPeer):
 
         until = self.now + self.times.deadline
         while not self.is_stopping and self.now < until:
-            if (yield Wait(self.session.is_over, min(until, self.now + POLL))):
+            if (yield Wait(self.session.is_over, min(until, self.now + self.times.poll))):
                 return

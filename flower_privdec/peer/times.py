@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from flower_privdec.scenario.sections import NetworkSection
 
+POLL = 0.2
+
 
 @dataclass(frozen=True)
 class Times:
@@ -25,6 +27,7 @@ class Times:
         give_up: after how long a peer ends that has met no neighbour (synchronous: not all of them).
         standstill: after how long a peer ends that waits, if neither it nor a neighbour came to another round; more if
             its own steps take long, see `RunningPeer.check_standstill`.
+        poll: between two looks at what only time changes, and at whether to stop.
     """
 
     start: float
@@ -32,6 +35,7 @@ class Times:
     retry: float
     give_up: float = math.inf
     standstill: float = math.inf
+    poll: float = POLL
 
     @classmethod
     def of(cls, network: NetworkSection) -> Times:

@@ -25,7 +25,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from flower_privdec.common.errors import BudgetError, PrivdecError, RunError
-from flower_privdec.peer.driving import UnreachableError, Wait, Work
+from flower_privdec.peer.driving import Pause, UnreachableError, Wait, Work
 from flower_privdec.peer.faults import (
     Crash,
     FaultSchedule,
@@ -50,6 +50,7 @@ LOST_AFTER = 1.0  # seconds until a caller learns that its call, or the answer, 
 KILLED = "virtual.killed"
 TICK = 1e-6  # seconds of a wrong clock, below which nothing is measured
 RIGHT = (0.0, 0.0, 1.0)  # a clock that shows the true time
+ALL_NEWS = 10  # times in `retry` seconds that it is looked for news for all neighbours
 OPERATOR = 0.5  # seconds until an operator has charged what a restored ledger lacks
 
 
@@ -495,10 +496,14 @@ class Process:
         self._is_listening = False
         self._is_working = False
         self._calling: set[int] = set()
+        self._under_way: dict[int, _Call] = {}  # the last call to each neighbour
+        self._timed: set[int] = set()  # neighbours whose call is looked at when its patience is over
         self._held: list[_HeldAnswer] = []
         self._looks_at = math.inf  # when it is looked at next, if nothing comes
         self._idle_since = self.network.now
         self._heard: int | None = None  # whose message is being looked at
+        self._pause: Pause | None = None  # where the peer is
+        self._looks_at_all = 0.0  # when it is looked for news for all neighbours, whoever was heard
 
     @property
     def is_there(self) -> bool:
@@ -527,17 +532,31 @@ class Process:
         self._looks_at = math.inf
         self.after(0.0, self.look)
 
-    def look(self) -> None:
-        """Let the peer go on, answer what can be answered, and make the calls that are due."""
+    def look(self, heard: int | None = None) -> None:
+        """Let the peer go on, answer what can be answered, and make the calls that are due.
+
+        Args:
+            heard: whose message came. If the peer did not go on by it, there is news for that neighbour alone, but for
+                what only time brings, which is looked for every so often.
+        """
         if self.is_over:
             return
-        self._go_on()
+        self._heard = heard
+        has_gone_on = self._go_on()
+        self._heard = None
         if not self.is_there:
             return
         self._answer_held()
+
         session = self.peer.conversation
         local = self.machine.local
-        for neighbor in self.peer.neighbours:
+        neighbors: Iterable[int] = self.peer.neighbours
+        is_news_for_one = heard is not None and not has_gone_on and self.network.now < self._looks_at_all
+        if is_news_for_one:
+            neighbors = [heard]  # type: ignore[list-item]
+        else:
+            self._looks_at_all = self.network.now + self.peer.times.retry / ALL_NEWS
+        for neighbor in neighbors:
             if neighbor not in self._calling and session.has_news(neighbor, local):
                 self._call_all(neighbor, session.calls(neighbor, local))
 
@@ -553,12 +572,15 @@ class Process:
 
         self.after(max(0.0, moment - self.network.now), look)
 
-    def _go_on(self) -> None:
+    def _go_on(self) -> bool:
+        """Let the peer go on, and return whether it did."""
         if self._is_working:
-            return
+            return False
         local = self.machine.local
+        before = self._pause
         try:
             pause = self.peer.on_tick(local)
+            self._pause = pause
             if isinstance(pause, Work):
                 self._work(pause)
             elif isinstance(pause, Wait):
@@ -568,6 +590,7 @@ class Process:
                 self.machine.ended(None)
         except (PrivdecError, OSError) as error:
             self.machine.ended(error)
+        return self._pause is not before
 
     def _work(self, work: Work) -> None:
         waited = self.network.now - self._idle_since
@@ -627,17 +650,9 @@ class Process:
         whole, call = self._written(neighbor, calls[0])
         self.machine.calls += 1
         self.machine.bytes_sent += len(call)
-        began = self.machine.local
-        is_answered = False  # or its patience is over, whichever comes first
-
-        def over(perform: Callable[[], None]) -> None:
-            nonlocal is_answered
-            if not is_answered:
-                is_answered = True
-                perform()
-
-        def answered(answer: bytearray | RunError) -> None:
-            self.machine.when_awake(lambda: over(lambda: self._finish(neighbor, whole, answer, began, calls[1:])))
+        under_way = _Call(self, neighbor, whole, calls[1:], self.machine.local)
+        self._under_way[neighbor] = under_way
+        answered = under_way.answered
 
         other = network.machines.get(neighbor)
         passage = network.links.passage(network.now, self.machine.number, neighbor, len(call))
@@ -652,9 +667,25 @@ class Process:
                     _deliver(other, passage.again, self.machine.number, call, lambda answer: None)
         elif not passage.cut:
             self._lose(neighbor, answered)
-        patience = self.machine.moment(began + self._patience) - network.now
-        lost = UnreachableError(f"peer {neighbor} did not answer in time", code="call.unanswered")
-        self.after(patience, lambda: over(lambda: self._fail(neighbor, lost)))
+        if neighbor not in self._timed:
+            self._watch_patience(under_way)
+
+    def _watch_patience(self, call: _Call) -> None:
+        """Look at a call when the patience with it is over; one event for each neighbour, whichever call it is then."""
+        neighbor = call.neighbor
+        self._timed.add(neighbor)
+
+        def look() -> None:
+            self._timed.discard(neighbor)
+            now = self._under_way[neighbor]
+            if now.is_over:
+                return
+            if self.machine.local < now.began + self._patience:
+                self._watch_patience(now)
+                return
+            now.end(UnreachableError(f"peer {neighbor} did not answer in time", code="call.unanswered"))
+
+        self.after(self.machine.moment(call.began + self._patience) - self.network.now, look)
 
     def _written(self, neighbor: int, messages: Messages) -> tuple[Messages, bytearray]:
         """Return a call or an answer, and the bytes that leave; a liar believes itself."""
@@ -666,9 +697,10 @@ class Process:
         call = bytearray().join(content)
         return whole, call
 
-    def _finish(
+    def finish(
         self, neighbor: int, sent: Messages, answer: bytearray | RunError, began: float, others: Sequence[Messages]
     ) -> None:
+        """Take in what became of a call, and make the others."""
         if self.is_over:
             return
         session = self.peer.conversation
@@ -687,7 +719,7 @@ class Process:
             self.machine.ended(error)
             return
         self._call_all(neighbor, others)
-        self._look_at_message_of(neighbor)
+        self.look(neighbor)
 
     def _fail(self, neighbor: int, error: RunError) -> None:
         if self.is_over:
@@ -696,10 +728,10 @@ class Process:
 
         def call_again() -> None:
             self._calling.discard(neighbor)
-            self.look()
+            self.look(neighbor)
 
         self.after(self.machine.moment(again) - self.network.now, call_again)
-        self.look()
+        self.look(neighbor)
 
     # --- calls of others ---
 
@@ -724,14 +756,7 @@ class Process:
             until = local + self._holding
             self._held.append(_HeldAnswer(caller, messages, make_answer, answered, until))
             self._look_at(self.machine.moment(until))
-        self._look_at_message_of(caller)
-
-    def _look_at_message_of(self, neighbor: int) -> None:
-        self._heard = neighbor
-        try:
-            self.look()
-        finally:
-            self._heard = None
+        self.look(caller)
 
     def _answer_held(self) -> None:
         session = self.peer.conversation
@@ -779,6 +804,35 @@ def _deliver(
             process.receive(caller, call, answered)
 
     network.at(network.now + seconds, lambda: machine.when_awake(take))
+
+
+class _Call:
+    """A call to a neighbour: answered, or lost, or given up, whichever comes first."""
+
+    def __init__(
+        self, process: Process, neighbor: int, sent: Messages, others: Sequence[Messages], began: float
+    ) -> None:
+        self.neighbor = neighbor
+        self.began = began
+        self.is_over = False
+        self._process = process
+        self._sent = sent
+        self._others = others
+
+    def answered(self, answer: bytearray | RunError) -> None:
+        """Take the answer, or why there is none, once the caller does not stand still."""
+        self._process.machine.when_awake(lambda: self.end(answer))
+
+    def end(self, answer: bytearray | RunError) -> None:
+        """Hand over what became of the call, unless that is known."""
+        if self.is_over:
+            return
+        sent = self._sent
+        others = self._others
+        self.is_over = True
+        self._sent = []  # what was sent is large, and this is kept until its patience would be over
+        self._others = []
+        self._process.finish(self.neighbor, sent, answer, self.began, others)
 
 
 class _HeldAnswer:

@@ -24,7 +24,7 @@ from flower_privdec.network.transport.streams import StreamConnection
 from flower_privdec.network.transport.transport import Done, UnreachableError
 from flower_privdec.peer.asynchronous_session import LOST
 from flower_privdec.peer.driving import Program, Wait
-from flower_privdec.peer.peer import POLL, RunningPeer
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST, RefusedError
 from tools.mass_on_disk import mass_on_disk
@@ -300,7 +300,7 @@ def test_an_unreachable_finished_neighbour_is_awaited_until_the_deadline(tiny: T
     assert isinstance(wait, Wait)
     while (wait := peer.on_tick(now := wait.until)) is not None:
         assert isinstance(wait, Wait)
-        assert now <= peer.times.deadline + POLL
+        assert now <= peer.times.deadline + peer.times.poll
     assert now > peer.times.deadline
     peer.close()
 

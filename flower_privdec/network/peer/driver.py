@@ -40,8 +40,9 @@ from flower_privdec.network.transport.named import transport_of
 from flower_privdec.network.transport.tls import Credentials
 from flower_privdec.network.transport.transport import Content, EventConnection, EventTransport, Reply, Transport
 from flower_privdec.peer.driving import Work
-from flower_privdec.peer.peer import POLL, OnRound, PeerPlace, RunningPeer
+from flower_privdec.peer.peer import OnRound, PeerPlace, RunningPeer
 from flower_privdec.peer.session import Messages
+from flower_privdec.peer.times import POLL
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 _log = logging.getLogger(__name__)
