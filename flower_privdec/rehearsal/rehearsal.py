@@ -215,6 +215,8 @@ class Rehearsal:
         network = self.network
         times = self._home.times
         patience = 3 * (max(times.start, times.deadline) + slowest_work(self.schedule))
+        if times.standstill < math.inf:  # after which peers end by themselves, and say why
+            patience = max(patience, 1.5 * times.standstill)
         last_fault = self.schedule.last_moment
         if math.isinf(last_fault):
             last_fault = 0.0
@@ -285,7 +287,9 @@ class Rehearsal:
         """Record how far the network is."""
         network = self.network
         running = [one.process.peer for one in network.machines.values() if one.process and not one.process.is_over]
-        rounds = [min(peer.state.round_index, self.scenario.rounds) for peer in running] or [self.scenario.rounds]
+        rounds = [min(peer.state.round_index, self.scenario.rounds) for peer in running]
+        if not rounds:
+            rounds = [self.scenario.rounds if network.ends else 0]
         finished = sum(error is None for error in network.ends.values())
 
         name = next(iter(self.scenario.task.described()))
