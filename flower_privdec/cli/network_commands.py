@@ -126,6 +126,7 @@ def up(
     Each is a process that talks to the others over TLS, as it would on a device.
     """
     from flower_privdec.cli.peers_table import network_progress
+    from flower_privdec.pushsum.frames import TensorArithmetic, wire_codec
     from flower_privdec.reporting import console
     from flower_privdec.reporting.plots import save_run_plots
     from flower_privdec.scenario import load_scenario
@@ -141,6 +142,8 @@ def up(
     ):
         due = injected_kills(kill or (), restart or (), loaded.n_peers, loaded.rounds)
         peers = Up(loaded, folder, resume=resume, insecure_seeds=insecure_seeds, loss=loss, kills=due)
+        for caution in TensorArithmetic(wire_codec(loaded.network.codec)).cautions():
+            typer.echo(f"warning: network.codec: {caution}", err=True)
         if on_status is None:
             typer.echo(f"{loaded.name}: each of {loaded.n_peers} peers starts and waits for its neighbours", err=True)
         summary = peers.run(on_metrics, on_status)

@@ -92,7 +92,17 @@ def _state_bytes(experiment: Experiment) -> int:
     private = experiment.scenario.private
     noise_rows = len(noise_mechanism(private.noise if private else None).state)
     buffers = algorithm.buffers(experiment.participation) + noise_rows + _moments(experiment)
-    return (buffers * rows + algorithm.edge_slots * edge_rows) * experiment.initial.nbytes
+    rows_in_all = buffers * rows + algorithm.edge_slots * edge_rows + _told_models(experiment)
+    return rows_in_all * experiment.initial.nbytes
+
+
+def _told_models(experiment: Experiment) -> int:
+    """Count the models that a codec that sends differences keeps for edges, and makes anew in an exchange."""
+    if not experiment.arithmetic.remembers or experiment.mixing is None:
+        return 0
+    ends = experiment.mixing.topology.support()
+    is_here = np.isin(ends, experiment.own.peers).any(axis=1)
+    return 2 * int(is_here.sum())
 
 
 def _moments(experiment: Experiment) -> int:

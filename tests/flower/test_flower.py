@@ -26,7 +26,14 @@ from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.records import WorkRequest, pack_rows, pack_state, unpack_rows, unpack_state
-from flower_privdec.flower.apps.server_app import CohortRun, Relay, ScenarioStrategy, find_nodes, scenario_strategy
+from flower_privdec.flower.apps.server_app import (
+    CohortRun,
+    Relay,
+    ScenarioStrategy,
+    Sharded,
+    find_nodes,
+    scenario_strategy,
+)
 from flower_privdec.flower.launch import launcher, supervisor
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.flower.node_settings import HostSettings
@@ -178,6 +185,13 @@ def test_relay_needs_the_nodes_own_checkpoints(tiny: Tiny, tmp_path: Path) -> No
         run(Experiment.build(tiny()), tmp_path / "both", on_metrics=interrupt)
     with raises(ScenarioError, "checkpoint.other-data"):
         run_under_flower(tiny(), tmp_path / "both", "relay", resume=True)
+
+
+@pytest.mark.parametrize("strategy", [Relay, Sharded])
+def test_nodes_of_some_peers_refuse_other_codecs(strategy: type[ScenarioStrategy], tiny: Tiny, tmp_path: Path) -> None:
+    with raises(ScenarioError, "flower.codec", "int8.*privdec run"):
+        strategy(tiny("network={codec: int8}"), tmp_path / "run")
+    CohortRun(tiny("network={codec: int8}"), tmp_path / "run")
 
 
 def test_node_that_does_not_answer_is_named(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NoReturn
+
 import pytest
+from command_line import privdec
 from raising import raises
-from tiny_scenario import Build, Tiny
+from tiny_scenario import TINY, Build, Tiny
 from variants import settings_for
 
 from flower_privdec.common.errors import ScenarioError
@@ -50,3 +54,18 @@ def test_a_simulation_refuses_rounding_without_mass(tiny: Tiny) -> None:
         Experiment.build(scenario)
     with raises(ScenarioError, "code.import", names="no_codecs"):
         Experiment.build(tiny("network={codec: 'no_codecs:Mine'}"))
+
+
+def test_starting_peers_with_a_coarse_codec_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise ScenarioError("it would start here", code="test")
+
+    monkeypatch.setattr("flower_privdec.network.local.up.Up.run", refuse)
+    scenario = tmp_path / "tiny.yaml"
+    scenario.write_text(TINY)
+    codec = "network={codec: {name: top-k, part: 0.1, differences: false}}"
+    assert privdec("up", scenario, "--out", tmp_path / "out", "--set", codec) == 2
+    errors = capsys.readouterr().err
+    assert "warning: network.codec: part=0.1 without differences: models do not agree" in errors

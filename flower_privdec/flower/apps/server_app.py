@@ -201,6 +201,12 @@ class ScenarioStrategy(Strategy):
         resume: bool = False,
         discovered: Mapping[int, ConfigRecord] | None = None,
     ) -> None:
+        if not self.hosts_all and scenario.network.codec.name != "exact":
+            raise ScenarioError(
+                f"network.codec={scenario.network.codec.name}: SuperNodes that host a part of the peers send rows as "
+                "they are: leave it out, or run the scenario by `privdec run` or on a network",
+                code="flower.codec",
+            )
         self.scenario = scenario
         self.base = (base or Path.cwd()).absolute()
         self.out = (self.base / out).absolute()
