@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from flower_privdec.api.comparing import Comparison, compare
     from flower_privdec.api.planning import Plan, plan
+    from flower_privdec.api.rehearsing import RehearsalResult, rehearse
     from flower_privdec.api.run_result import RunResult, load_run
     from flower_privdec.api.running import OnEnd, OnEvaluation, OnRound, run
     from flower_privdec.api.scenarios import load_scenario, make_scenario
@@ -50,6 +51,7 @@ else:
         "api.commands": "GraphDescription StudyResult audit audit_app ledger report study topology up",
         "api.comparing": "Comparison compare",
         "api.planning": "Plan plan",
+        "api.rehearsing": "RehearsalResult rehearse",
         "api.run_result": "RunResult load_run",
         "api.running": "OnEnd OnEvaluation OnRound run",
         "api.scenarios": "load_scenario make_scenario",
@@ -79,6 +81,7 @@ __all__ = [
     "OnRound",
     "Plan",
     "PrivdecError",
+    "RehearsalResult",
     "RunError",
     "RunResult",
     "Scenario",
@@ -92,6 +95,7 @@ __all__ = [
     "load_scenario",
     "make_scenario",
     "plan",
+    "rehearse",
     "report",
     "run",
     "scalars",

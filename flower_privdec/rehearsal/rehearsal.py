@@ -60,6 +60,10 @@ FINISHED = "finished"
 NUMBERS = "only of this rehearsal: they follow from the scenario and its faults.yaml"
 
 
+class _StoppedByCallback(Exception):  # noqa: N818 (no error)
+    """The caller wants no more of it."""
+
+
 @dataclass(frozen=True)
 class Moment:
     """How far the network was at a moment.
@@ -179,6 +183,7 @@ class Rehearsal:
         self.diverged = ""
         self.stuck = ""
         self._on_metrics: OnMetrics | None = None
+        self._is_stopped = False
 
     # --- a run ---
 
@@ -186,7 +191,7 @@ class Rehearsal:
         """Let the clock run until all peers have ended, or nothing happens any more, and write the folder.
 
         Args:
-            on_metrics: called with each evaluation's metrics.
+            on_metrics: called with each evaluation's metrics; the rehearsal ends if it returns True.
 
         Returns:
             The summary.
@@ -200,8 +205,11 @@ class Rehearsal:
         try:
             write_atomically(self.out / FAULTS, self.schedule.to_yaml().encode(), public=True)
             self._look()
-            self.stuck = self._to_the_end()
-            self._evaluate_due()
+            try:
+                self.stuck = self._to_the_end()
+                self._evaluate_due()
+            except _StoppedByCallback:
+                self._is_stopped = True
             self._look()
             self.ends = [self._end_of(machine) for machine in network.machines.values()]
             self._write_tables()
@@ -274,8 +282,8 @@ class Rehearsal:
                 self.diverged = f"round {round_index}: {error}"
                 continue
             self._evaluated = round_index
-            if self._on_metrics is not None:
-                self._on_metrics(self._metrics)
+            if self._on_metrics is not None and self._on_metrics(self._metrics) is True:
+                raise _StoppedByCallback
 
     def _stacked(self, handed_in: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return the rows of all peers; of one that never handed any in, those before round 0."""
@@ -426,7 +434,7 @@ class Rehearsal:
             except RunError as error:
                 self.diverged = f"at the end: {error}"
         if self._evaluated < self.scenario.rounds:
-            stopped = (self._evaluated, "faults")
+            stopped = (self._evaluated, "callback" if self._is_stopped else "faults")
         self.recorder.seconds = self.network.now
         everybody = self._stacked({**self._last, **self._final})
         return self.recorder.finish(everybody, self._spent(), measured, stopped, **self._facts())
