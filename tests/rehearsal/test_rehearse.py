@@ -53,7 +53,7 @@ def test_wrong_words_leave_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_from_python_nothing_is_left_and_a_callback_ends_it(
+def test_from_python_a_callback_ends_it_and_nothing_stays(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
