@@ -438,7 +438,7 @@ def parts() -> dict[str, dict[str, str]]:
         "samplings": dict(catalogue.SAMPLINGS.lines),
         "features": dict(catalogue.FEATURES.lines),
         "noises": _lines(catalogue.NOISES.lines, catalogue.NOISES.keys_of),
-        "codecs": catalogue.CODECS.lines,
+        "codecs": _lines(catalogue.CODECS.lines, catalogue.CODECS.keys_of),
         "transports": catalogue.TRANSPORTS.lines,
     }
 
@@ -520,7 +520,7 @@ def _plan(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[RenderableType,
         yield _peers(plan), None
         yield _facts(_theory(plan)), None
     else:
-        yield _facts([*_promise(plan), *_traffic(plan), *_cost(plan, verbose)]), None
+        yield _facts([*_promise(plan), *_cost(plan, verbose), *_traffic(plan)]), None
     if plan["warnings"]:
         yield "", None
         table = Table.grid(padding=(0, 1))
@@ -694,10 +694,9 @@ def _traffic(plan: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
     traffic = plan["traffic"]
     if traffic is None:
         return
-    receivers = number(traffic["receivers"])
     total = memory(traffic["bytes"] * traffic["receivers"])
-    text = f"{memory(traffic['bytes'])} to each of {receivers} receivers a round, {total} a peer"
-    yield "traffic", f"{text}, by network.codec {traffic['codec']}"
+    shares = f"{traffic['receivers']:.3g} × {memory(traffic['bytes'])}"
+    yield "traffic", f"on a network {total} a round from each peer ({shares}), by network.codec {traffic['codec']}"
 
 
 def _cost(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str | None]]:
