@@ -200,7 +200,7 @@ class Up:
             "replies": ONE_NEIGHBOUR,
             "if_all_collude": EVERYBODY,
         }
-        charged: dict[str, list[float]] = {}
+        charged: dict[str, Any] = {}
         for towards in adversaries:
             charged[towards] = [*getattr(spent, towards)]
 
