@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flower_privdec.common.errors import PrivdecError, RunError
+from flower_privdec.common.errors import CodedError, PrivdecError
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.peer.asynchronous import AsynchronousPeer
 from flower_privdec.peer.faults import Crash, Lie, WrongClock
@@ -32,8 +32,8 @@ EXACT = 1e-9  # of the mass: what additions of floats may round
 CALLS = 40.0  # to one neighbour in a second: more is a storm
 
 
-class BrokenLawError(RunError):
-    """A law does not hold; the code names which."""
+class BrokenLawError(CodedError):
+    """A law does not hold; the code names which. It is no error of a peer, so no peer ends by it."""
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,7 @@ class SynchronousPeer(RunningPeer):
         until = self.now + patience
         while not (yield Wait(ready, self.now + self.times.poll)):
             self._check_stopped()
+            self.check_standstill()
             if self.now > until:
                 silent = sorted(self.machine.missing() | self.machine.behind(self.machine.place - 1))
                 why = "; ".join(map(self.why, silent))

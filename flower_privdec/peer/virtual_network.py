@@ -296,6 +296,8 @@ class Machine:
         """Start a process, in the place of one that may be there."""
         network = self.network
         self.kill()
+        if math.isinf(self._frozen_until):
+            return  # nothing starts there any more
         network.ends.pop(self.number, None)
         try:
             peer = network.home.start(self.number, self.disk, network.draw)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -25,12 +25,14 @@ from flower_privdec.peer.asynchronous import AsynchronousPeer
 from flower_privdec.peer.peer import PeerPlace, RunningPeer
 from flower_privdec.peer.store import MemoryStore, full_disk
 from flower_privdec.peer.synchronous import SynchronousPeer
+from flower_privdec.peer.times import Times
 from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.scenario import Scenario, parse_scenario
 
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
 RUN = RunName("light", "light", "light")
 WIDE = 3  # numbers of a model
+SHORT = 15.0  # seconds of the longest wait at the start: virtual time is free, events are not
 
 
 def move(cohort: Any, state: State) -> None:
@@ -203,11 +205,14 @@ class LightTrainer:
 
     def step(self, state: State) -> None:
         """Pay, draw and move."""
-        self._disk.ledger.charge()
+        self._pay()
         self._home.draws(self._peer, self._disk)
         amount = 1.0 + self._peer
         state.rows["x"] += amount
         state.rows["moved"] += amount
+
+    def _pay(self) -> None:
+        self._disk.ledger.charge()
 
     def advance(self, state: State) -> Exchange | None:
         program = self.algorithm.program
@@ -276,5 +281,6 @@ class LightHome:
 
     def start(self, peer: int, disk: LightDisk, draw: Callable[[], int]) -> RunningPeer:
         """See Home."""
-        place = PeerPlace(peer, Path(f"peer-{peer}"), draw=draw)
+        times = replace(Times.of(self.scenario.network), start=SHORT, standstill=20 * SHORT)
+        place = PeerPlace(peer, Path(f"peer-{peer}"), draw=draw, times=times)
         return MODES[self.mode](LightTrainer(self, peer, disk), place, disk.store)

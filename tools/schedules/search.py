@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
 
-from flower_privdec.common.errors import CodedError
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.peer.faults import HONEST, FaultSchedule
 from flower_privdec.peer.laws import BrokenLawError, Laws
@@ -210,10 +209,18 @@ def _check_end(case: Case, home: LightHome, network: VirtualNetwork) -> None:
         if end is None:
             continue
         is_disk = any(fault.kind == "full-disk" for fault in case.schedule.faults) and isinstance(end, OSError)
-        if case.clean and not is_disk and code != "network.silent":
+        was_left = code == "network.standstill" and _have_left(network, peer)
+        if case.clean and not is_disk and not was_left and code != "network.silent":
             raise BrokenLawError(f"peer {peer} did not come to its end: {code} {end}", code="law.clean")
         if not is_disk and code not in FINE:
             raise BrokenLawError(f"peer {peer} ended by {type(end).__name__} {code}: {end}", code="law.ends")
+
+
+def _have_left(network: VirtualNetwork, peer: int) -> bool:
+    """Return whether all neighbours of a peer that ended were done before: it was away for longer than they wait."""
+    ended_at = network.machines[peer].ended_at or 0.0
+    others = [network.machines[j] for j in network.peers[peer].neighbours]
+    return all(network.ends[one.number] is None and (one.ended_at or 0.0) <= ended_at for one in others)
 
 
 def shrink(case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
@@ -244,8 +251,3 @@ def _smaller(case: Case) -> Iterator[Case]:
     for rounds in sorted({case.rounds // 2, case.rounds - 1}):
         if 1 <= rounds < case.rounds:
             yield replace(case, rounds=rounds)
-
-
-def code_of(error: Exception) -> str:
-    """Return the code of an error, or its type."""
-    return error.code if isinstance(error, CodedError) else type(error).__name__

@@ -1,0 +1,183 @@
+"""Laws of a whole network on a virtual clock, under faults: what was met once, a fixed share of the search, mutants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flower_privdec.common.errors import StandstillError
+from flower_privdec.peer.asynchronous import AsynchronousPeer
+from flower_privdec.peer.driving import Program
+from flower_privdec.peer.faults import FaultSchedule
+from flower_privdec.peer.pace import WeightFloor
+from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.share_exchange import ShareExchange
+from flower_privdec.pushsum.exactly_once import PushSumProtocol
+from tools.schedules.light_peers import LightTrainer
+from tools.schedules.search import Case, Outcome, run, shrink
+
+SHARE = range(24)  # of the search's cases, each time
+
+
+def met(
+    faults: str,
+    *,
+    kind: str = "push-sum",
+    mode: Any = "asynchronous",
+    n_peers: int = 4,
+    rounds: int = 20,
+    graph: str = "{name: directed-exponential}",
+    network: str = "links: local, deadline: 2.0",
+    rest: str = "links: {latency: 0.05}, work: {train: 0.1, save: 0.05}",
+) -> Outcome:
+    """Return what becomes of a network under faults that were met in the field, or by the search."""
+    schedule = FaultSchedule.parse(f"{{{rest}, faults: [{faults}]}}")
+    return run(Case(0, kind, mode, n_peers, rounds, graph, network, schedule, clean=False))
+
+
+def rounds_of(outcome: Outcome) -> list[int]:
+    assert outcome.network is not None
+    peers: Any = outcome.network.peers
+    return [peer.state.round_index for _, peer in sorted(peers.items())]
+
+
+# --- deadlocks that were met ---
+
+
+def test_peers_at_their_floors_do_not_wait_for_each_other() -> None:
+    """Two that lost their folders, one edge between them, and the finished peers gone with the mass."""
+    outcome = met(
+        "{kind: lose, peer: 3, down: 0.0, at: 7.291}, {kind: lose, peer: 1, down: 0.0, at: 1.354}, "
+        "{kind: lose, peer: 1, down: 0.1, at: 1.012}, {kind: lose, peer: 2, down: 4.093, at: 7.856}"
+    )
+    assert not outcome.broken
+    assert outcome.ends == {"done": 4}
+    assert min(rounds_of(outcome)) >= 20
+
+
+def test_a_peer_at_its_floor_gives_reset_ones_a_model() -> None:
+    """Three of four began new lives without weight, and the fourth had none to spare."""
+    outcome = met(
+        "{kind: restore, peer: 0, down: 0.1, copied_at: 1.499, at: 5.128}, "
+        "{kind: lose, peer: 0, down: 0.0, at: 7.944}, "
+        "{kind: restore, peer: 2, down: 6.611, copied_at: 0.68, at: 6.353}, "
+        "{kind: restore, peer: 1, down: 3.894, copied_at: 2.054, at: 6.35}, "
+        "{kind: lose, peer: 3, down: 0.0, at: 2.768}, {kind: lose, peer: 3, down: 0.1, at: 3.523}",
+        rest="links: {latency: 0.01}, work: {train: 0.5}",
+    )
+    assert not outcome.broken
+    assert outcome.ends == {"done": 4}
+
+
+def test_a_finished_peer_gives_its_weight_to_those_behind() -> None:
+    """A quorum of two, one neighbour at its floor and done, the other with weight but no edge back."""
+    outcome = met(
+        "",
+        n_peers=8,
+        rounds=7,
+        graph="{name: directed-ring}",
+        network="links: local, deadline: 10.0, commit_every: 2, quorum: 2, lead: null, final_mixing: 2",
+        rest="seed: 12, links: {latency: 0.01, jitter: 0.01, loss: 0.02}, work: {train: 0.02, save: 0.005}",
+    )
+    assert not outcome.broken
+    assert outcome.ends == {"done": 8}
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_a_peer_back_after_all_left_says_why_it_ends(mode: str) -> None:
+    outcome = met("{kind: lose, peer: 2, down: 40.0, at: 2.0}", mode=mode)
+    assert not outcome.broken
+    assert outcome.network is not None
+    end = outcome.network.ends[2]
+    assert isinstance(end, StandstillError)
+    assert end.exit_status == 4
+    assert "peer 2 waits for" in str(end)
+    assert "is not there" in str(end)
+
+
+def test_peers_that_are_all_restored_charge_what_they_lack() -> None:
+    """Each missed lines that the others had seen, so none believed in the other, and no charge ever ended."""
+    restored = ", ".join(f"{{kind: restore, peer: {peer}, copied_at: 1.0, at: 2.5, down: 0.1}}" for peer in range(3))
+    outcome = met(restored, n_peers=3, rounds=12, graph="{name: complete}")
+    assert not outcome.broken
+    assert outcome.exceptions["put back"] == 3
+    assert outcome.ends.keys() <= {"done", "network.standstill"}
+
+
+def test_charging_peers_do_not_call_each_other_without_pause() -> None:
+    restored = ", ".join(f"{{kind: restore, peer: {peer}, copied_at: 1.0, at: 2.5, down: 0.1}}" for peer in range(3))
+    outcome = met(restored, n_peers=4, rounds=12, rest="links: {latency: 0.001}, work: {train: 0.1, save: 0.005}")
+    assert not outcome.broken
+    assert outcome.network is not None
+    assert outcome.network.calls < 40 * 12 * outcome.virtual
+
+
+def test_parts_on_both_sides_of_a_dead_peer_end() -> None:
+    """A star whose hub dies for good: nobody waits for ever, and each says for whom."""
+    outcome = met("{kind: crash, peer: 0, at: 2.0}", kind="gossip", graph="{name: star}", rounds=10)
+    assert not outcome.broken
+    assert outcome.ends == {"virtual.killed": 1, "network.standstill": 3}
+
+
+# --- a share of the search ---
+
+
+@pytest.mark.parametrize("seed", SHARE)
+def test_no_law_breaks_under_drawn_faults(seed: int) -> None:
+    case = Case.drawn(seed)
+    outcome = run(case)
+    assert not outcome.broken, f"{outcome.broken}; again: {case.command}"
+
+
+def test_a_failure_shrinks_and_is_repeated_by_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is paid, in this mutant, so each case breaks the law of payment, with and without faults."""
+    monkeypatch.setattr(LightTrainer, "_pay", lambda self: None)
+    case = next(case for case in map(Case.drawn, range(9)) if case.schedule.faults)
+    outcome = run(case)
+    assert outcome.law == "law.paid"
+    smallest, again = shrink(case, outcome)
+    assert again.law == "law.paid"
+    assert smallest.schedule.faults == []
+    assert case.command == f"python -m tools.schedules --seeds {case.seed}"
+
+
+# --- mutants: each law is seen to fail ---
+
+
+def first_broken(cases: range) -> set[str]:
+    return {run(Case.drawn(seed)).law for seed in cases} - {""}
+
+
+def test_a_share_added_twice_breaks_the_law_of_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = PushSumProtocol._add
+
+    def twice(self: Any, values: Any) -> None:
+        added(self, values)
+        added(self, values)
+
+    monkeypatch.setattr(PushSumProtocol, "_add", twice)
+    outcome = met("", n_peers=3, rounds=4)
+    assert outcome.law == "law.mass"
+
+
+def test_a_peer_that_gives_nothing_breaks_the_law_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before finished peers gave their weight away: peers stand at their floors and send nothing."""
+
+    def nothing(self: Any, round_index: int) -> Program[None]:
+        yield from ()
+
+    monkeypatch.setattr(WeightFloor, "parts", lambda self, weight, weights: {})
+    monkeypatch.setattr(ShareExchange, "mix_meanwhile", nothing)
+    monkeypatch.setattr(AsynchronousPeer, "can_begin", lambda self: False)
+    monkeypatch.setattr(RunningPeer, "check_standstill", lambda self: None)
+    outcome = met("", n_peers=3, rounds=4, network="links: lan, deadline: 2.0")
+    assert outcome.law == "law.progress"
+
+
+def test_the_same_case_gives_the_same_events() -> None:
+    case = Case.drawn(3)
+    first = run(case)
+    again = run(replace(case))
+    assert (first.events, first.virtual, first.faults) == (again.events, again.virtual, again.faults)
