@@ -58,6 +58,7 @@ APART = 0.03  # of the norm: models as far apart at the end do not agree
 FARTHEST = 2.0  # of the norm: two models cannot be farther apart, unless a distance was too large to add
 MEASURED = 128  # rounds of a random graph, in which the least weight of a peer is computed
 STEPS_LONG = 20.0  # of its own longest steps, in which a run stands still, at least, until a peer ends
+LOOKS = 2.0  # seconds between two looks at whether the run stands still, at most
 REPORT_SECONDS = 2.0  # for all neighbours to report, once one has
 OnRound = Callable[["RunningPeer"], None]
 
@@ -188,7 +189,8 @@ class RunningPeer(ABC):
         self._pause: Pause | None = None
         self._result: Any = None
         self._got_to: Any = None  # in which rounds this peer and its neighbours are, when that last changed
-        self._got_on_at = 0.0
+        self._stood = 0.0  # seconds since, in which this process ran
+        self._stood_until = 0.0
         self._longest_step = 0.0
 
         self.plan = plan or RunPlan.of(trainer, self.more_final_rounds)
@@ -455,13 +457,18 @@ class RunningPeer(ABC):
         Raises:
             StandstillError: says for what it waits, and why it lacks which neighbours.
         """
+        # A process that was stopped for a while, or whose clock jumped, has not waited all that time.
+        seconds = min(self.now - self._stood_until, LOOKS)
+        self._stood_until = self.now
+
         got_to = (self.state.round_index, self.state.at, *(one.round_index for one in self.neighbours.values()))
         if got_to != self._got_to:
             self._got_to = got_to
-            self._got_on_at = self.now
+            self._stood = 0.0
             return
+        self._stood += seconds
         patience = max(self.times.standstill, STEPS_LONG * self._longest_step)
-        if self.now - self._got_on_at > patience:
+        if self._stood > patience:
             raise StandstillError(
                 f"nothing got on for {patience:g} s, in round {self.state.round_index} of {self.rounds}: "
                 f"{self.waiting()}; all is on disk: start those that are missing, then run the same command again",
