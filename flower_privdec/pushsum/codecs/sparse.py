@@ -18,7 +18,6 @@ from flower_privdec.common.catalogue import CodecKeys
 from flower_privdec.common.errors import ArgumentError
 from flower_privdec.common.fields import Fraction
 from flower_privdec.pushsum.codecs.quantized import ByteSteps
-from flower_privdec.rows.keys import digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -201,6 +200,8 @@ class RandomKCodec(PartCodec):
     def _turn(self, number: int, n: int, like: Tensor) -> Tensor:
         """Return the places of the numbers whose turn it is, int64 [k], each once."""
         import torch
+
+        from flower_privdec.rows.keys import digest  # imports NumPy, without which scenarios are read
 
         k = self.count(n)
         if not k:
