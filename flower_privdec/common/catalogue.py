@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import GetCoreSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError, did_you_mean
@@ -307,6 +307,50 @@ class CodecKeys(Section):
         return {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
 
 
+class RobustKeys(Section):
+    """The keys of a rule that limits members that lie; a rule's own Section may declare more.
+
+    Attributes:
+        byzantine: how many of a peer's neighbours may send it anything.
+    """
+
+    byzantine: Annotated[int, Field(ge=1)]
+
+    if TYPE_CHECKING:
+
+        @property
+        def kind(self) -> str:
+            """What the scenario calls the rule."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the keys with which the rule's class is called."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key != "kind"}
+
+
+ROBUST_RULES: Registry[RegisteredPart] = Registry("network.robust.kind", "flower_privdec.core.rules", RobustKeys)
+
+
+class AttackKeys(Section):
+    """The keys of an attack; an attack's own Section may declare more.
+
+    Attributes:
+        peers: those that lie.
+    """
+
+    peers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+    if TYPE_CHECKING:
+
+        @property
+        def kind(self) -> str:
+            """What the scenario calls the attack."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the keys with which the attack's class is called."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key != "kind"}
+
+
+ATTACKS: Registry[RegisteredPart] = Registry("attack.kind", "flower_privdec.core.attacks", AttackKeys)
 CODECS: Registry[RegisteredPart] = Registry("network.codec.name", "flower_privdec.pushsum.codecs", CodecKeys)
 TRANSPORTS: Registry[RegisteredPart] = Registry("network.transport", "flower_privdec.network.transport.kinds", Section)
 ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})

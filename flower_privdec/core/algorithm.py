@@ -24,6 +24,7 @@ from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Exchange, Mix, Reply, State
 from flower_privdec.core.optimizers import LocalOptimizer
+from flower_privdec.core.robust_mix import RobustMix
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
@@ -97,6 +98,7 @@ class Algorithm:
     remembers_clipped: bool = False
     table: str | None = None
     mixing_steps: int = 1
+    _robust: RobustMix | None = None
 
     def __init__(self, section: AlgorithmSection) -> None:
         self.section = section
@@ -155,6 +157,32 @@ class Algorithm:
         mixes = tuple(replace(exchanges[0], mixing_step=step) for step in range(steps))
         self.program = (*self.program[:at], *mixes, *self.program[at + 1 :])
         self.mixing_steps = steps
+
+    def make_robust(self, robust: RobustMix) -> None:
+        """Let receivers judge what they mix, or some peers lie, in every mixing of the program.
+
+        Args:
+            robust: with the rule, the attack and what they need; its names do not count.
+
+        Raises:
+            ScenarioError: the program has other exchanges than `Mix`.
+        """
+        exchanges = [item for item in self.program if isinstance(item, Exchange)]
+        if not exchanges or not all(isinstance(item, Mix) for item in exchanges):
+            key = "network.robust" if robust.rule is not None else "attack"
+            raise ScenarioError(
+                f"{key} is about models that are mixed, and algorithm.name={self.name} sends gradients, or nothing: "
+                f"take an algorithm that only mixes, such as privsgp or d-psgd, or leave {key} out",
+                code="network.robust-algorithm",
+            )
+        self._robust = robust
+        self.program = tuple(self.robustly(item) if isinstance(item, Mix) else item for item in self.program)
+
+    def robustly(self, mix: Mix) -> Mix:
+        """Return a mixing as this run performs it: with receivers that judge, if they do."""
+        if self._robust is None:
+            return mix
+        return replace(self._robust, names=mix.names, mixing_step=mix.mixing_step)
 
     def __init_subclass__(cls) -> None:
         """Drop an inherited declaration if a subclass, or a class mixed in, changes what it may be about."""

@@ -14,7 +14,7 @@ after the messages are on its disk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -171,7 +171,12 @@ class Mix(Exchange):
 
     With column-stochastic weights a message is the sender's weighted share W[i, j] row_j, so the sender decides how it
     splits its mass. With other weights a message is the row, and the receiver weighs it.
+
+    Attributes:
+        by_matrix: whether all rows at once are a product with the matrix.
     """
+
+    by_matrix: ClassVar[bool] = True
 
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
         place = self.place(state.round_index, mixing)
@@ -332,13 +337,20 @@ def _edges(links: list[Link], messages: Messages, like: Payload) -> dict[str, Ed
     return edges
 
 
-def checked(messages: Messages, links: list[Link], like: Payload, round_index: int) -> Messages:
+def checked(
+    messages: Messages,
+    links: list[Link],
+    like: Payload,
+    round_index: int,
+    finite: Collection[str] | None = None,
+) -> Messages:
     """Return messages after a check that those of some links are there, fit and are finite.
 
     Args:
         links: the links to check; others are ignored.
         like: a row of each name with the right shape and type.
         round_index: the round, for errors.
+        finite: the names of the rows that have to be finite; by default all.
 
     Raises:
         RunError: names the sender, the fault and the round.
@@ -364,7 +376,8 @@ def checked(messages: Messages, links: list[Link], like: Payload, round_index: i
                     "all peers must run one scenario",
                     code="exchange.shape",
                 )
-            if not all_finite(theirs):
+            must_be_finite = finite is None or name in finite
+            if must_be_finite and not all_finite(theirs):
                 raise RunError(
                     f"{what} is not finite; a peer diverged, or it was changed in transit", code="exchange.not-finite"
                 )

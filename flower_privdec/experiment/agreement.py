@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from flower_privdec.algorithms import build_algorithm
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import Algorithm
+from flower_privdec.core.attack import build_attack
 from flower_privdec.core.cohort import LearningRate
+from flower_privdec.core.robust_mix import RobustMix
+from flower_privdec.core.robust_rule import robust_rule
 from flower_privdec.data import PublicSet, read_public
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.checkpoint import numbers_of
@@ -94,6 +97,7 @@ class Agreement:
         if origin is not None:
             origin.load_into_(module.to(dtype))
         initial = flatten(module).to(device, dtype)
+        _make_robust(scenario, algorithm, mixing, initial)
         batch = scenario.data.batch
         kernel = build_kernel(
             module.to(device, dtype),
@@ -127,6 +131,27 @@ class Agreement:
             origin=origin,
             inherited=None if origin is None else origin.ledger(scenario, public),
             arithmetic=arithmetic,
+        )
+
+
+def _make_robust(scenario: Scenario, algorithm: Algorithm, mixing: Mixing | None, initial: Tensor) -> None:
+    """Let receivers judge what they mix, and liars lie, if the scenario says so.
+
+    Raises:
+        ScenarioError: the algorithm or the graph does not mix models that can be judged.
+    """
+    rule = robust_rule(scenario.network.robust)
+    attack = build_attack(scenario.attack)
+    if rule is None and attack is None:
+        return
+
+    key = "attack" if rule is None else "network.robust"
+    algorithm.make_robust(RobustMix((), rule=rule, attack=attack, start=initial, seed=scenario.seed_of("run")))
+    if mixing is not None and mixing.weights == "server":
+        raise ScenarioError(
+            f"{key} is for peers that hear each other, and topology.name=server averages all: take a graph, such as "
+            f"complete, or leave {key} out",
+            code="network.robust-server",
         )
 
 

@@ -30,9 +30,10 @@ import torch
 
 from flower_privdec import __version__
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.core import State
+from flower_privdec.core import Edges, Mix, State
 from flower_privdec.core.algorithm import check_initial
 from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.robust_mix import RobustMix
 from flower_privdec.core.validation import Validation
 from flower_privdec.data import PeerData
 from flower_privdec.experiment.agreement import Agreement
@@ -106,6 +107,12 @@ class Experiment(Agreement):
 
         own = self.own
         private = self.scenario.private
+        if self.scenario.attack is not None and len(own.peers) < self.scenario.n_peers:
+            raise ScenarioError(
+                "attack is for simulations of all peers in one process (privdec run, Flower's simulation): leave it "
+                "out here; a rehearsal of a network has faults of kind lie",
+                code="attack.apart",
+            )
         mechanism = noise_mechanism(
             private.noise if private else None, None if own.protection is None else own.protection.pairs
         )
@@ -177,7 +184,13 @@ class Experiment(Agreement):
         if cohort.optimizer is not None:
             rows |= cohort.optimizer.initial(n_rows, cohort.initial)
         rows |= self.algorithm.initial_averages(rows)
-        return State(peers=cohort.peers, rows=rows)
+
+        edges: dict[str, Edges] = {}
+        mixes = [item for item in self.algorithm.program if isinstance(item, Mix)]
+        for mix in (*mixes, self.algorithm.robustly(self.algorithm.final_exchange)):
+            if isinstance(mix, RobustMix) and self.mixing is not None:
+                edges |= mix.first_edges(cohort.peers, self.mixing)
+        return State(peers=cohort.peers, rows=rows, edges=edges)
 
 
 def pair_run(experiment: Experiment) -> bytes:

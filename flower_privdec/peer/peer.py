@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -28,12 +29,11 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.errors import RunError, ScenarioError, StandstillError, StoppedError
-from flower_privdec.core import Exchange, Mix, State
-from flower_privdec.core.exchange import Payload
+from flower_privdec.core import Exchange, State
+from flower_privdec.core.robust_mix import DOUBTED, HEARD, TABLE, RobustMix, doubted, is_weight
 from flower_privdec.experiment.agreement import build_arithmetic
 from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
 from flower_privdec.experiment.recorder import evaluation_rounds
-from flower_privdec.graph.mixing import Link
 from flower_privdec.peer.driving import Pause, Program, Wait, Work
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.peer.session import Session
@@ -52,6 +52,8 @@ from flower_privdec.pushsum.frames import (
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
+
+_log = logging.getLogger(__name__)
 
 AGREE = 0.005  # of the norm: models as near need no more mixing
 APART = 0.03  # of the norm: models as far apart at the end do not agree
@@ -183,6 +185,7 @@ class RunningPeer(ABC):
         self.now = 0.0
         self.waits_for = ""
         self.is_stopping = False
+        self._named = set[int]()  # neighbours that stood out, and were logged
         self.diagnose: Callable[[int], str] = lambda peer: self.session.neighbours[peer].trouble
         self.on_round: OnRound | None = None
         self._program: Program[Any] | None = None
@@ -212,15 +215,17 @@ class RunningPeer(ABC):
 
     def _check_network(self) -> None:
         """Refuse what the network cannot do with the algorithm."""
-        sends_shares = self.mixing.sends_shares
-        name = self.trainer.algorithm.name
-
-        only_gossips = all(isinstance(one, Mix) for one in self.timetable.exchanges.values())
-        if self.network.robust is not None and (sends_shares or not only_gossips):
+        if getattr(self.trainer.scenario, "attack", None) is not None:
             raise ScenarioError(
-                f"network.robust clips the rows of gossip, and algorithm.name={name} sends push-sum shares, or "
-                "gradients: take an algorithm that only gossips, such as d-psgd, or leave it out",
-                code="network.robust-without-gossip",
+                "attack is for simulations of all peers in one process (privdec run, Flower's simulation): leave it "
+                "out here; a rehearsal of a network has faults of kind lie",
+                code="attack.apart",
+            )
+        if self.network.robust is not None and self.robust is None:
+            raise ScenarioError(
+                "network.robust judges the models of a scenario, and an app's peers have none that it knows: leave it "
+                "out, or write the model as a scenario's",
+                code="network.robust-app",
             )
 
     def _open(self) -> None:
@@ -522,6 +527,29 @@ class RunningPeer(ABC):
         yield from self._await_reports(self.times.start, despite_problems=True)
         return self.trainer.charge_witnessed(self.witness.reported)
 
+    # --- neighbours that lie ---
+
+    @cached_property
+    def robust(self) -> RobustMix | None:
+        """Return how the peer judges what its neighbours send; None if it takes them as they are."""
+        mixes = [one for one in self.timetable.exchanges.values() if isinstance(one, RobustMix)]
+        return mixes[0] if mixes else None
+
+    def doubted(self) -> dict[int, str]:
+        """Return which neighbours stood out in most exchanges, and in how many; log each once."""
+        found = {}
+        for j in doubted(self.state.edges):
+            tables = [table for name, table in self.state.edges.items() if name.startswith(TABLE)]
+            counts = [table.values[table.other == j][0, [HEARD, DOUBTED]].tolist() for table in tables]
+            heard, doubts = max(counts, key=lambda count: count[1])
+            found[j] = f"its model stood out in {doubts:.0f} of {heard:.0f} exchanges"
+
+        for j, why in found.items():
+            if j not in self._named:
+                self._named.add(j)
+                _log.warning("peer %s may lie, or its device is broken: %s; it counts no more than others", j, why)
+        return found
+
     # --- final mixing ---
 
     def _mix_finally(self) -> Program[None]:
@@ -572,7 +600,9 @@ class RunningPeer(ABC):
         if self.state.round_index < self.end or not self.final:
             return None
         distances = self.distances
-        liars = 0 if self.network.robust is None else self.network.robust.byzantine  # who lies has any model
+        liars = 0
+        if self.robust is not None and self.robust.rule is not None:
+            liars = self.robust.rule.byzantine  # who lies has any model
         farthest = sorted(distances, key=lambda j: -distances[j])[liars:]
         if not farthest or distances[farthest[0]] <= APART:
             return None
@@ -586,7 +616,10 @@ class RunningPeer(ABC):
     def _formats(self, exchange: Exchange) -> RowFormats:
         """Return how the rows of an exchange look on the wire."""
         rows = {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
-        return formats_of({name: self.arithmetic.encode(row) for name, row in rows.items()})
+        formats = formats_of({name: self.arithmetic.encode(row) for name, row in rows.items()})
+        if self.robust is None:
+            return formats
+        return {name: replace(row, judged=not is_weight(name)) for name, row in formats.items()}
 
     def _check_of_rows(self) -> Check | None:
         """Return what refuses rows of any exchange that the wire codec encodes nothing as."""
@@ -594,26 +627,6 @@ class RunningPeer(ABC):
         for exchange in (*self.timetable.exchanges.values(), self.timetable.final_exchange):
             rows |= {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
         return self.arithmetic.checks(rows)
-
-    def _clipped(self, received: Mapping[Link, Payload]) -> Mapping[Link, Payload]:
-        """Return the rows of an exchange's senders, those of the farthest clipped; see ClippedSection."""
-        if self.network.robust is None or not received:
-            return received
-        clipped: dict[Link, dict[str, Tensor]] = {link: {} for link in received}
-        for name in next(iter(received.values())):
-            own = self.state.rows[name][0]
-            apart = {link: values[name].double() - own.double() for link, values in received.items()}
-            distances = {link: float(difference.norm()) for link, difference in apart.items()}
-
-            # As many senders as may lie are taken to be the farthest; no row moves this one more than the next.
-            nearest = sorted(distances.values(), reverse=True)[self.network.robust.byzantine :]
-            limit = nearest[0] if nearest else 0.0
-            for link, distance in distances.items():
-                if distance <= limit:
-                    clipped[link][name] = received[link][name]
-                else:
-                    clipped[link][name] = (own + apart[link] * (limit / distance)).to(own)
-        return dict(clipped)
 
     def _decoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return rows that were received, on this peer's device."""
@@ -668,6 +681,7 @@ class RunningPeer(ABC):
             "down": {str(peer): why for peer, why in trouble.items()},
             "unheard": unheard,
             "quarantined": quarantined,
+            "doubted": {str(j): why for j, why in self.doubted().items()},
             "bytes_sent": self.conversation.bytes_sent,
             "bytes_received": self.conversation.bytes_received,
             **self.trainer.status(self._trained),

@@ -105,7 +105,7 @@ class RowExchange:
             peer._measure(values)
         partly.use_senders(messages)
         received: Any = {(j, peer.device.peer): rows for j, rows in values.items()}
-        exchange.incoming(state, partly, peer._clipped(received)).apply_(state)
+        exchange.incoming(state, partly, received).apply_(state)
 
     # --- final mixing ---
 

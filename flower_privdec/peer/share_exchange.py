@@ -158,7 +158,13 @@ class ShareExchange:
             if own is not None and peer.rounds <= share.round_index:
                 models[share.sender] = parts
 
-        absorbed = peer.protocol.absorb(k if is_final else None, peer.first_weight, keep)
+        def judged(share: FrozenShare[Tensor], parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            if peer.robust is None:
+                return parts
+            received = {share.sender: parts}
+            return peer.robust.judge(peer.state.edges, peer.device.peer, peer.protocol.mass, received)[share.sender]
+
+        absorbed = peer.protocol.absorb(k if is_final else None, peer.first_weight, keep, judged)
         if absorbed and peer.first_weight != 1:
             peer.floor.usual = peer.weight()
         for share in absorbed:

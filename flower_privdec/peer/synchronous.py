@@ -205,7 +205,7 @@ class SynchronousPeer(RunningPeer):
 
         mixing = self.timetable.turn(self.device.peer, place).mixing
         if self._sending is None:
-            exchange.incoming(self.state, mixing, self._clipped(received)).apply_(self.state)
+            exchange.incoming(self.state, mixing, received).apply_(self.state)
         else:
             self._coded.apply_(exchange, self.state, mixing, self._sending, received, heard)
 

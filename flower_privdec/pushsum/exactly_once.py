@@ -273,6 +273,7 @@ class Durable(Generic[V]):
 
 
 OnAdded = Callable[[FrozenShare[V], Mapping[str, V]], None]
+Judged = Callable[[FrozenShare[V], Mapping[str, V]], Mapping[str, V]]
 
 
 class PushSumProtocol(Generic[V]):
@@ -574,7 +575,11 @@ class PushSumProtocol(Generic[V]):
         return {sender: held[-1].round_index for sender, held in self._inbox.items() if held}
 
     def absorb(
-        self, up_to: int | None = None, first_weight: float = 0.0, on_added: OnAdded[V] | None = None
+        self,
+        up_to: int | None = None,
+        first_weight: float = 0.0,
+        on_added: OnAdded[V] | None = None,
+        judged: Judged[V] | None = None,
     ) -> list[FrozenShare[V]]:
         """Add the shares that are held to the mass, in the order of their senders.
 
@@ -584,7 +589,8 @@ class PushSumProtocol(Generic[V]):
         Args:
             up_to: the last round whose shares to add; by default all are added.
             first_weight: the weight that a peer without any adds to its first shares, at their model.
-            on_added: called with each share that was added, and the parts that were.
+            on_added: called with each share that was added, and the parts that came.
+            judged: returns what to add of a share in place of what came, with the same weight.
 
         Returns:
             The shares that were added.
@@ -604,7 +610,7 @@ class PushSumProtocol(Generic[V]):
                     if sender in self._agreed:
                         self.close(sender)
                     break
-                self._add(parts)
+                self._add(parts if judged is None else judged(share, parts))
                 self.edges[sender] = replace(edge, received=share.number, received_boot=share.boot, heard=heard)
                 absorbed.append(share)
                 if on_added is not None:

@@ -175,11 +175,13 @@ class RowFormat:
         shape: up to four axes.
         dtype: one of WIRE_TYPES, of torch or NumPy; rows are decoded to the same library.
         nonnegative: whether each number must be at least 0, as a push-sum weight.
+        judged: whether the receiver judges the row, and so takes NaN and infinity too.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | np.dtype[Any]
     nonnegative: bool = False
+    judged: bool = False
 
 
 RowFormats = Mapping[str, RowFormat]  # in the order in which they are sent
@@ -602,7 +604,7 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
     rows = dict[str, Any]()
     for (name, row), (begin, _) in zip(formats.items(), layout.spans, strict=True):
         flat = _numbers_at(body, begin, row)
-        if "float" in type_name(row.dtype):
+        if "float" in type_name(row.dtype) and not row.judged:
             _check_numbers(flat, row, f"{frame}: {name!r}")
         rows[name] = flat.reshape(row.shape)
     return rows

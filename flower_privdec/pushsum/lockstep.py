@@ -234,7 +234,7 @@ class Timetable:
         self.end = rounds + final
         self.places = self._exchanges + final
         self.final_at = len(algorithm.program)
-        self.final_exchange = algorithm.final_exchange
+        self.final_exchange = algorithm.robustly(algorithm.final_exchange)
         self.final_mixing = everybody(mixing)
 
         # Cached for each timetable: on the methods themselves, caches would keep all timetables alive.

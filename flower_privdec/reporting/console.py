@@ -438,6 +438,8 @@ def parts() -> dict[str, dict[str, str]]:
         "samplings": dict(catalogue.SAMPLINGS.lines),
         "features": dict(catalogue.FEATURES.lines),
         "noises": _lines(catalogue.NOISES.lines, catalogue.NOISES.keys_of),
+        "robust": catalogue.ROBUST_RULES.lines,
+        "attacks": catalogue.ATTACKS.lines,
         "codecs": _lines(catalogue.CODECS.lines, catalogue.CODECS.keys_of),
         "transports": catalogue.TRANSPORTS.lines,
     }

@@ -594,7 +594,10 @@ def _hash_without(scenario: Scenario | AppScenario, excluded: Any, *, movable: b
             section[key] = os.path.basename(section[key])
     data |= {"seed": None, "seeds": scenario.all_seeds()}  # regardless of their source
 
-    # Of the network only the codec decides numbers, by what it rounds.
+    # Of the network two keys decide numbers: the codec by what it rounds, and what limits members that lie.
+    robust = scenario.network.robust
+    if robust is not None:
+        data["robust"] = json.loads(robust.model_dump_json(exclude_none=True))
     codec = scenario.network.codec
     if codec.name != "exact":
         data["codec"] = json.loads(codec.model_dump_json(exclude_none=True))

@@ -32,6 +32,7 @@ from pydantic import (
 
 from flower_privdec.common import catalogue
 from flower_privdec.common.catalogue import (
+    ATTACKS,
     CODECS,
     DATASETS,
     LEAST_WEIGHT,
@@ -40,13 +41,16 @@ from flower_privdec.common.catalogue import (
     MODELS,
     MOST_WEIGHT,
     NOISES,
+    ROBUST_RULES,
     TOPOLOGIES,
     TRANSPORTS,
     USUAL_METRICS,
+    AttackKeys,
     CodecKeys,
     GraphSection,
     MetricKind,
     NoiseKeys,
+    RobustKeys,
     Targets,
     unfit,
 )
@@ -921,21 +925,10 @@ class NetworkPeer(Section):
     identity: Identity | None = None
 
 
-class ClippedSection(Section):
-    """Clipped gossip: the rows of neighbours that are farther than others from a peer's own count no more than those.
-
-    Attributes:
-        kind: clipped.
-        byzantine: how many of a peer's neighbours may send it anything. In each exchange the rows of the `byzantine`
-            farthest are moved towards the peer's own, to the distance of the next; a peer takes nothing if no more
-            than that many have sent.
-
-    Source: He, Karimireddy and Jaggi, Byzantine-robust decentralized learning via ClippedGossip (2022), with the
-    threshold that their section on adaptive clipping takes in practice.
-    """
-
-    kind: Literal["clipped"]
-    byzantine: Count
+RobustChoice = Annotated[
+    RobustKeys | OwnSection, PartField(ROBUST_RULES, own=lambda data: OwnSection, usual_own=lambda: OwnSection)
+]
+AttackChoice = Annotated[AttackKeys, PartField(ATTACKS, stray="scenario.other-choice")]
 
 
 class NetworkSection(Section):
@@ -964,8 +957,8 @@ class NetworkSection(Section):
             limit.
         final_mixing: rounds of mixing after the last round, without private steps, after which the models agree: auto,
             as many as the graph needs; or a number, 0 for none.
-        robust: what limits the rows of a member that lies, only for algorithms that gossip; left out, nothing: each
-            counts by its weight.
+        robust: what limits a member that lies, for algorithms that only mix, in simulations too: a rule by its kind, or
+            a class of your own; left out, nothing: each member counts by its weight.
         hand_in: whether each peer leaves its model in its folder at every evaluation, for others to read, as `privdec
             up` does; left out, only if peers is left out too: all peers are on one machine then.
     """
@@ -983,7 +976,7 @@ class NetworkSection(Section):
     alone: Literal["wait", "go-on"] = "wait"
     lead: Count | None = 4
     final_mixing: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    robust: ClippedSection | None = None
+    robust: RobustChoice | None = None
     hand_in: bool | None = None
 
     @property
@@ -1216,7 +1209,8 @@ class Scenario(LocatedFile):
         evaluation: when the models are tried on the public test set.
         compute: device, number type and threads.
         plan: constants for `privdec plan`.
-        network: where real peers are, and how long they wait; a simulation uses none of it.
+        network: where real peers are, and how long they wait; a simulation uses only codec and robust.
+        attack: peers that lie, for a simulation that tries what stops them; left out, nobody lies.
         earlier: what the run did before it was given more rounds; a run writes it, and no one else.
     """
 
@@ -1237,6 +1231,7 @@ class Scenario(LocatedFile):
     compute: ComputeSection = ComputeSection()
     plan: PlanSection | None = None
     network: NetworkSection = NetworkSection()
+    attack: AttackChoice | None = None
     earlier: list[StageSection] | None = None
 
     @model_validator(mode="before")
@@ -1286,6 +1281,7 @@ class Scenario(LocatedFile):
         self.compute.check_scenario(self)
         self.evaluation.check_scenario(self)
         _check_addresses(self)
+        self._check_attack()
         if self.private is not None:
             self.private.check_scenario(self)
 
@@ -1295,6 +1291,20 @@ class Scenario(LocatedFile):
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
                 "one peer has no neighbor to exchange with; use algorithm local, or more peers",
                 code="scenario.n-peers",
+            )
+
+    def _check_attack(self) -> None:
+        if self.attack is None:
+            return
+        peers = self.attack.peers
+        if len(set(peers)) < len(peers) or max(peers) >= self.n_peers:
+            raise ArgumentError(
+                f"attack.peers={list(peers)} must be different peers, from 0 to {self.n_peers - 1}", code="attack.peers"
+            )
+        if self.n_peers - len(peers) < 2:
+            raise ArgumentError(
+                f"attack.peers lists {len(peers)} liars of n_peers={self.n_peers}: leave at least 2 that do not lie",
+                code="attack.peers",
             )
 
     def _check_per_peer(self, name: str, section: Section) -> None:

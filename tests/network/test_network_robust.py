@@ -9,17 +9,14 @@ import pytest
 import torch
 from asynchronous_network import AGREEING
 from networked import LONG, devices, running
-from raising import raises
 from tiny_scenario import Tiny
 from torch import Tensor
 from variants import settings_for
 
-from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.peer.peer import RunningPeer
-from flower_privdec.pushsum.exactly_once import Shared
 
 PEERS, LIAR = 5, 4
 ROBUST = "network.robust={kind: clipped, byzantine: 1}"
@@ -71,51 +68,3 @@ def test_without_it_one_liar_takes_all_models(tiny: Tiny, tmp_path: Path) -> Non
     scenario = tiny("algorithm.name=d-psgd", *SCENARIO)
     for rows in ended(scenario, tmp_path, LIES["1e25"], memory=True):
         assert float(rows["x"].abs().max()) > 1e23
-
-
-@pytest.mark.parametrize("far", [1e4, 1e25])
-def test_one_liar_with_push_sum_takes_all_models(far: float, tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny(*SCENARIO, "algorithm.learning_rate=1.0e-9")
-    peers: list[Any] = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
-    liar = peers[LIAR].protocol
-    frozen = liar._frozen
-
-    def lie(weight: float, edge: Any) -> Any:
-        parts = {name: row + far * (name == "x") for name, row in frozen(weight, edge).values.items()}
-        return Shared(parts, parts, {})
-
-    liar._frozen = lie
-    with running(peers) as futures:
-        for peer in range(LIAR):
-            futures[peer].result(LONG)
-        peers[LIAR].stop()
-    for peer in peers[:LIAR]:
-        model = (peer.state.rows["x"][0] / peer.state.rows["w"][0]).abs()
-        if far == 1e4:
-            assert not any(one.quarantined for one in peer.neighbours.values())
-            assert float(model.min()) > far / 100
-        else:
-            assert [j for j, one in peer.neighbours.items() if one.quarantined] == [LIAR]
-            assert float(model.max()) < 10
-
-
-def test_rows_are_clipped_to_the_distance_of_the_next(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny("algorithm.name=d-psgd", *SCENARIO, ROBUST)
-    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
-    own = peer.state.rows["x"][0]
-    step = torch.zeros_like(own)
-    step[0] = 1.0
-    received = {(j, 0): {"x": own + far * step} for j, far in ((1, 1.0), (2, -3.0), (3, 2.0))}
-    clipped = peer._clipped(received)
-    for j, far in ((1, 1.0), (2, -2.0), (3, 2.0)):  # the farthest of three counts as the second
-        torch.testing.assert_close(clipped[j, 0]["x"], own + far * step)
-    only = peer._clipped({(2, 0): {"x": own + 3 * step}})
-    torch.testing.assert_close(only[2, 0]["x"], own)  # who alone has sent may be the liar
-    peer.close()
-
-
-@pytest.mark.parametrize("name", ["privsgp", "pdsl"])
-def test_robust_mixing_is_refused_for_other_algorithms(name: str, tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny(*settings_for(f"algorithm.name={name}"), "topology.name=complete", ROBUST)
-    with raises(ScenarioError, "network.robust-without-gossip"):
-        running_peer(scenario, devices(scenario, tmp_path)[0])

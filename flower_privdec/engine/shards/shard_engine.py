@@ -49,7 +49,7 @@ class ShardEngine(Engine):
         if mixing is None:
             raise TypeError(f"{self.algorithm.name} exchanges rows but has no mixing weights")
 
-        if isinstance(exchange, Mix):
+        if isinstance(exchange, Mix) and exchange.by_matrix:
             changed = self._mix(exchange, mixing)
         else:
             changed = self._deliver(exchange, mixing)

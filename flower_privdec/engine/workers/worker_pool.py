@@ -310,7 +310,7 @@ class WorkerPool:
         if not isinstance(exchange, Reply):
             bring_home(self._mine, self._whole, exchange.names)
 
-        if isinstance(exchange, Mix):
+        if isinstance(exchange, Mix) and exchange.by_matrix:
             place = exchange.place(self._mine[0].state.round_index, mixing)
             self._mix(exchange, mixing.matrix(place))
         else:

@@ -1,0 +1,1 @@
+"""Attacks that a simulation can name: to add one, put a file here."""

@@ -1,0 +1,262 @@
+"""Mixing in which a peer does not believe everything: the exchange of scenarios with `network.robust` or `attack`.
+
+`RobustMix` takes the place of `Mix` in an algorithm's program. It mixes the same rows with the same weights, but each
+receiver first measures what came and asks a `RobustRule` how much of it counts (`core.robust_rule`). A scenario with an
+`attack` has it too, since there the liars' rows are replaced before they are sent (`core.attack`).
+
+What a peer measures of a neighbour is kept until that neighbour comes again, in edges of the state, one for each pair
+of a peer and a neighbour that it may ever hear (`TABLE`). So a peer that hears one neighbour a round compares it with
+what the others sent in earlier rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.common.errors import RunError
+from flower_privdec.core.attack import Attack
+from flower_privdec.core.exchange import Changed, Edges, InReach, Messages, Mix, Payload, Spares, State, checked
+from flower_privdec.core.robust_rule import RobustRule, Seen
+from flower_privdec.graph.mixing import Hosted, Link, Mixing
+
+TABLE = "robust."  # begins the names of the edges that hold what was measured of each row
+DISTANCE, FROM_ZERO, FROM_START, HEARD, DOUBTED = range(5)  # the columns
+DOUBTFUL = 1 / 3  # a neighbour of which less is kept stood out
+FEW = 5  # exchanges with a neighbour, before which none is called a liar
+START_OF = ("x", "average.x")  # rows that begin at the initial model; the others begin at zero
+
+Share = Callable[[int, int, float], Payload]  # the message by sender, receiver and weight
+
+
+@dataclass(frozen=True)
+class RobustMix(Mix):
+    """A `Mix` whose receivers judge what came, see the module.
+
+    Attributes:
+        rule: how much of each neighbour counts; None for all of everybody.
+        attack: what liars send; None if nobody lies.
+        start: the model with which all began, [d]; None if it is not known here.
+        seed: what the liars draw follows from it.
+    """
+
+    rule: RobustRule | None = None
+    attack: Attack | None = None
+    start: Tensor | None = field(default=None, compare=False, repr=False)
+    seed: int = 0
+    by_matrix: ClassVar[bool] = False
+
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """The names of the rows that are judged: all but weights."""
+        return tuple(name for name in self.names if not is_weight(name))
+
+    def first_edges(self, peers: np.ndarray, mixing: Mixing) -> dict[str, Edges]:
+        """Return the edges before round 0, on which nothing was measured."""
+        if self.rule is None:
+            return {}
+
+        pairs = mixing.topology.support()
+        mine = pairs[np.isin(pairs[:, 1], peers) & (pairs[:, 0] != pairs[:, 1])]
+        mine = mine[np.lexsort((mine[:, 0], mine[:, 1]))]
+        values = torch.zeros(len(mine), 5, dtype=torch.float64)
+        values[:, DISTANCE] = torch.nan
+        return {TABLE + name: Edges(mine[:, 1].copy(), mine[:, 0].copy(), values.clone()) for name in self.judged}
+
+    # --- the exchange ---
+
+    def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
+        told = replace(state, rows={**state.rows, **self._told(state.rows, state, mixing)})
+        return super().outgoing(told, mixing)
+
+    def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
+        hosted = mixing.hosted(self.place(state.round_index, mixing), state.peers)
+        like = {name: state.rows[name][0] for name in self.names}
+        must_be_finite = [name for name in self.names if self.rule is None or is_weight(name)]
+        received = checked(messages, list(hosted.heard), like, state.round_index, finite=must_be_finite)
+        return self._mixed(state, mixing, hosted, lambda sender, receiver, weight: received[sender, receiver])
+
+    def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:
+        """Return the new rows of some peers, given everybody's."""
+        hosted = mixing.hosted(self.place(state.round_index, mixing), state.peers)
+        told = {**reach.rows, **self._told(reach.rows, state, mixing)}
+
+        def share(sender: int, receiver: int, weight: float) -> Payload:
+            factor = weight if mixing.sends_shares else 1.0
+            return {name: told[name][sender] * factor for name in self.names}
+
+        return self._mixed(state, mixing, hosted, share)
+
+    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+        return self.among(state, mixing, InReach(state.rows, {}))
+
+    def _told(self, rows: Mapping[str, Tensor], state: State, mixing: Mixing) -> dict[str, Tensor]:
+        """Return the rows that the peers say they have, if some lie."""
+        if self.attack is None:
+            return {}
+        if len(rows[self.names[0]]) != mixing.n_peers:
+            raise RunError(
+                "attack: liars know all models, and this process has some peers' only: leave attack out, or run it in "
+                "one process, with privdec run",
+                code="attack.apart",
+            )
+
+        told = {}
+        for number, name in enumerate(self.judged):
+            weights = _weights(rows, name)
+            key = (self.seed, self.place(state.round_index, mixing), number)
+            lies = self.attack.told(rows[name] / weights, key)
+            told[name] = rows[name].clone()
+            for peer, lie in lies.items():
+                told[name][peer] = lie * weights[peer]
+        return told
+
+    def _mixed(self, state: State, mixing: Mixing, hosted: Hosted, share: Share) -> Changed:
+        """Return the new rows of the hosted peers, each of what its neighbours sent as far as that counts."""
+        tables = self._tables(state)
+        rows = {name: torch.empty_like(state.rows[name]) for name in self.names}
+
+        for row, terms in enumerate(hosted.terms):
+            peer = int(hosted.peers[row])
+            own = {name: state.rows[name][row] for name in self.names}
+            received = {sender: share(sender, peer, weight) for sender, _, weight in terms if sender != peer}
+            counted = self.judge(tables, peer, own, received)
+
+            # The order of the terms makes these the numbers of `Mix`, to the last bit, if all of everybody counts.
+            for name in self.names:
+                out = rows[name][row]
+                if mixing.sends_shares:
+                    for number, (sender, _, weight) in enumerate(terms):
+                        part = own[name] * weight if sender == peer else counted[sender][name]
+                        if number == 0:
+                            out.copy_(part)
+                        else:
+                            out.add_(part)
+                else:
+                    weights = hosted.rows.rows([peer])
+                    parts = [own[name] if j == peer else counted[j][name] for j in weights.sources.tolist()]
+                    weights.apply_sources(torch.stack(parts), out=rows[name][row : row + 1])
+        return Changed(rows, tables)
+
+    def _tables(self, state: State) -> dict[str, Edges]:
+        """Return copies of what was measured, which `judge` may change."""
+        if self.rule is None:
+            return {}
+        tables = {}
+        for name in self.judged:
+            edges = state.edges[TABLE + name]
+            tables[TABLE + name] = replace(edges, values=edges.values.cpu().clone())
+        return tables
+
+    # --- what a receiver believes ---
+
+    def judge(
+        self, tables: Mapping[str, Edges], peer: int, own: Payload, received: Mapping[int, Payload]
+    ) -> dict[int, Payload]:
+        """Return what each neighbour's rows count as at a peer; their weights are as they came.
+
+        Args:
+            tables: what was measured so far, by TABLE and the name of the row; what is measured now is put there.
+            own: the peer's own rows. One that has no weight yet, as it lost all, takes what comes.
+            received: rows or shares of its neighbours, decoded, by sender.
+        """
+        counted = {sender: dict(payload) for sender, payload in received.items()}
+        if self.rule is None or not received:
+            return dict(counted)
+
+        senders = sorted(received)
+        is_left_out = np.zeros(len(senders), dtype=bool)
+        for name in self.judged:
+            own_weight = _weight(own, name)
+            if not float(own_weight) > 0:
+                continue
+            model = own[name].double() / own_weight
+            theirs = [received[j][name].double() / _weight(received[j], name) for j in senders]
+            kept = self._kept(tables[TABLE + name].of(peer), name, model, senders, theirs)
+
+            # Who is left out with its model is left out with all that it sends.
+            if name == self.names[0]:
+                is_left_out = kept == 0
+            kept = np.where(is_left_out, 0.0, kept)
+            for sender, part, their_model in zip(senders, kept.tolist(), theirs, strict=True):
+                if part < 1:
+                    counts_as = model if part == 0 else torch.lerp(model, their_model, part)
+                    counted[sender][name] = (counts_as * _weight(received[sender], name)).to(own[name])
+        return dict(counted)
+
+    def _kept(
+        self, table: Edges, name: str, model: Tensor, senders: Collection[int], theirs: Collection[Tensor]
+    ) -> np.ndarray:
+        """Return how much of each sender's model counts, after what it is goes into the peer's part of the table."""
+        start = torch.zeros_like(model)
+        if self.start is not None and name in START_OF:
+            start = self.start.to(model)
+        way = model - start
+
+        values = table.values
+        places = np.searchsorted(table.other, [*senders])
+        for place, their_model in zip(places.tolist(), theirs, strict=True):
+            values[place, DISTANCE] = _finite((their_model - model).norm(), torch.inf)
+            values[place, FROM_ZERO] = _finite(_projection(their_model, model), -torch.inf)
+            values[place, FROM_START] = _finite(_projection(their_model - start, way), -torch.inf)
+            values[place, HEARD] += 1
+
+        known = np.flatnonzero(~torch.isnan(values[:, DISTANCE]).numpy())
+        numbers = values.numpy()[known]
+        progress = numbers[:, [FROM_ZERO, FROM_START]].T
+        if name != self.names[0]:
+            progress = progress[:0]  # rows beside the model, such as corrections, have no way that all share
+        assert self.rule is not None
+        kept = self.rule.kept(Seen(numbers[:, DISTANCE], progress, float(way.norm())))
+        kept = np.clip(np.nan_to_num(kept), 0.0, 1.0)[np.searchsorted(known, places)]
+        values[torch.from_numpy(places), DOUBTED] += torch.from_numpy((kept < DOUBTFUL).astype(np.float64))
+        return kept
+
+
+def is_weight(name: str) -> bool:
+    """Return whether a row is of push-sum weights."""
+    return name in ("w", "average.w")
+
+
+def doubted(edges: Mapping[str, Edges]) -> dict[int, list[int]]:
+    """Return the neighbours that stood out in most exchanges, each with the peers that say so."""
+    found: dict[int, set[int]] = {}
+    for name, table in edges.items():
+        if not name.startswith(TABLE):
+            continue
+        often = (table.values[:, HEARD] >= FEW) & (table.values[:, DOUBTED] > table.values[:, HEARD] / 2)
+        for place in np.flatnonzero(often.numpy()):
+            found.setdefault(int(table.other[place]), set()).add(int(table.own[place]))
+    return {liar: sorted(found[liar]) for liar in sorted(found)}
+
+
+def _weight(payload: Payload, name: str) -> Tensor:
+    """Return the push-sum weight of a row; 1 if it has none."""
+    weight = payload.get(name.removesuffix("x") + "w")
+    if weight is None or not name.endswith("x"):
+        return torch.ones((), dtype=torch.float64)
+    return weight.double()
+
+
+def _weights(rows: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return the push-sum weights of all rows of a name, [n, 1]."""
+    weights = rows.get(name.removesuffix("x") + "w")
+    if weights is None or not name.endswith("x"):
+        return torch.ones(len(rows[name]), 1).to(rows[name])
+    return weights[:, None]
+
+
+def _projection(other: Tensor, way: Tensor) -> Tensor:
+    """Return how far another model has come along a way, over the length of that; 0 if it has none."""
+    length = way.dot(way)
+    return other.dot(way) / torch.where(length > 0, length, torch.inf)
+
+
+def _finite(value: Tensor, otherwise: float) -> float:
+    number = float(value)
+    return number if np.isfinite(number) else otherwise
