@@ -439,7 +439,7 @@ def parts() -> dict[str, dict[str, str]]:
         "features": dict(catalogue.FEATURES.lines),
         "noises": _lines(catalogue.NOISES.lines, catalogue.NOISES.keys_of),
         "robust": catalogue.ROBUST_RULES.lines,
-        "attacks": catalogue.ATTACKS.lines,
+        "attacks": _lines(catalogue.ATTACKS.lines, catalogue.ATTACKS.keys_of),
         "codecs": _lines(catalogue.CODECS.lines, catalogue.CODECS.keys_of),
         "transports": catalogue.TRANSPORTS.lines,
     }

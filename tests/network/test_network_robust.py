@@ -1,7 +1,11 @@
-"""Clipped gossip: a member that sends anything does not take the others' models with it."""
+"""Robust mixing on a network: a member that sends anything does not take the others' models with it."""
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +13,17 @@ import pytest
 import torch
 from asynchronous_network import AGREEING
 from networked import LONG, devices, running
+from raising import raises
 from tiny_scenario import Tiny
 from torch import Tensor
 from variants import settings_for
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.pushsum.exactly_once import Shared
 
 PEERS, LIAR = 5, 4
 ROBUST = "network.robust={kind: clipped, byzantine: 1}"
@@ -68,3 +75,105 @@ def test_without_it_one_liar_takes_all_models(tiny: Tiny, tmp_path: Path) -> Non
     scenario = tiny("algorithm.name=d-psgd", *SCENARIO)
     for rows in ended(scenario, tmp_path, LIES["1e25"], memory=True):
         assert float(rows["x"].abs().max()) > 1e23
+
+
+Lying = Callable[[Tensor], Tensor]
+SHARE_LIES: dict[str, Lying] = {
+    "scaled": lambda row: -10 * row,
+    "moved far": lambda row: row + 1e4,
+    "not a number": lambda row: torch.full_like(row, math.nan),
+}
+
+
+def lie_in_shares(peer: Any, lie: Lying) -> None:
+    """Let a peer that does not wait send other shares than it subtracts, of honest weights."""
+    frozen = peer.protocol._frozen
+
+    def lying_part(weight: float, edge: Any) -> Any:
+        parts = {name: lie(row) if name == "x" else row for name, row in frozen(weight, edge).values.items()}
+        return Shared(parts, parts, {})
+
+    peer.protocol._frozen = lying_part
+
+
+def lie_in_lockstep(peer: Any, lie: Lying) -> None:
+    """Let a peer that all wait for send other rows than it has, of honest weights."""
+    arrive = peer.machine.arrive
+
+    def arriving(place: int, outgoing: dict[int, Any], awaited: set[int]) -> None:
+        for receiver, message in outgoing.items():
+            values = {name: lie(row) if name == "x" else row for name, row in message.values.items()}
+            outgoing[receiver] = replace(message, values=values)
+        arrive(place, outgoing, awaited)
+
+    peer.machine.arrive = arriving
+
+
+def honest_after(peers: list[Any]) -> list[dict[str, Tensor]]:
+    with running(peers) as futures:
+        rows = [futures[peer].result(LONG) for peer in range(LIAR)]
+        peers[LIAR].stop()
+    return rows
+
+
+@pytest.mark.parametrize("far", [1e4, 1e25])
+def test_one_liar_with_push_sum_takes_all_models(far: float, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*SCENARIO, "algorithm.learning_rate=1.0e-9")
+    peers: list[Any] = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
+    lie_in_shares(peers[LIAR], lambda row: row + far)
+    honest_after(peers)
+    for peer in peers[:LIAR]:
+        model = (peer.state.rows["x"][0] / peer.state.rows["w"][0]).abs()
+        if far == 1e4:
+            assert not any(one.quarantined for one in peer.neighbours.values())
+            assert float(model.min()) > far / 100
+        else:
+            assert [j for j, one in peer.neighbours.items() if one.quarantined] == [LIAR]
+            assert float(model.max()) < 10
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_a_lying_share_moves_no_model_far(
+    mode: str, tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scenario = tiny(*SCENARIO, ROBUST, f"network.mode={mode}")
+    agreement = Agreement.of(scenario)
+    (usual, *_) = public_losses(agreement, ended(scenario, tmp_path / "calm", memory=True)[0])
+    assert usual is not None
+    for name, lie in SHARE_LIES.items():
+        peers: list[Any] = [running_peer(scenario, one) for one in devices(scenario, tmp_path / name, memory=True)]
+        (lie_in_shares if mode == "asynchronous" else lie_in_lockstep)(peers[LIAR], lie)
+        for rows in honest_after(peers):
+            (loss,) = public_losses(agreement, rows)
+            assert loss is not None
+            assert loss < usual + 0.5, name
+
+        with caplog.at_level(logging.WARNING):
+            statuses = [peer.status() for peer in peers[:LIAR]]
+        for status in statuses:  # a share of NaN quarantines its sender, if nobody waits for it
+            is_named = str(LIAR) in status["doubted"] or str(LIAR) in status["quarantined"]
+            assert is_named, name
+            assert set(status["doubted"]) <= {str(LIAR)}
+    assert f"peer {LIAR} may lie" in caplog.text
+
+
+def test_weights_stay_exact_under_a_lie(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*SCENARIO, ROBUST, "network.mode=synchronous", "compute.dtype=float64")
+    peers: list[Any] = [running_peer(scenario, one) for one in devices(scenario, tmp_path, memory=True)]
+    lie_in_lockstep(peers[LIAR], lambda row: -1e12 * row)
+    with running(peers) as futures:
+        for future in futures:
+            future.result(LONG)
+    total = sum(float(peer.state.rows["w"][0]) for peer in peers)
+    assert total == pytest.approx(PEERS, rel=1e-12)
+
+
+def test_attacks_are_refused_on_a_network(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*SCENARIO, f"attack={{kind: nan, peers: [{LIAR}]}}")
+    with raises(ScenarioError, "attack.apart"):
+        running_peer(scenario, devices(scenario, tmp_path)[0])
+
+
+def test_gradients_cannot_be_judged(tiny: Tiny) -> None:
+    with raises(ScenarioError, "network.robust-algorithm"):
+        Agreement.of(tiny(*settings_for("algorithm.name=pdsl"), "topology.name=complete", ROBUST))

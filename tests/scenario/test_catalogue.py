@@ -37,6 +37,8 @@ KEYS = {  # where a scenario names what is listed
     "samplings": "data.batch.sampling",
     "features": "features.kind",
     "noises": "privacy.noise.kind",
+    "robust": "network.robust.kind",
+    "attacks": "attack.kind",
     "codecs": "network.codec.name",
     "transports": "network.transport",
 }
@@ -87,6 +89,8 @@ NEEDED = {  # what else a scenario needs that names a part
     "synthetic-words": ["model.name=text"],
     "text": ["data.dataset=synthetic-words"],
     "noises": ["privacy.noise.colluding=1"],
+    "robust": ["network.robust.byzantine=1"],
+    "attacks": ["attack.peers=[1]"],
     "features": ["data.samples=8", "data.test_samples=4", "data.batch.size=1", "features.pool=2"],
 }
 OF_A_FILE = ("mnist", "fashion-mnist", "cifar10", "npz", "svmlight", "csv", "parquet", "image-folder")
@@ -172,7 +176,7 @@ def test_every_accepted_part_is_listed() -> None:
         "algorithm.average.kind",
         "algorithm.learning_rate_schedule",
     }
-    choices |= {"network.alone", "network.links", "network.final_mixing", "network.robust.kind"}
+    choices |= {"network.alone", "network.links", "network.final_mixing"}
     assert set(accepted) == choices
 
 

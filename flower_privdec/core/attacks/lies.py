@@ -153,5 +153,6 @@ class Hidden(Attack):
 
     def lie(self, own: Tensor, honest: Tensor, generator: torch.Generator) -> Tensor:
         mean: Tensor = honest.mean(0)
-        usual = (honest - mean).norm(dim=1).mean()
-        return mean - self.strength * usual * mean / mean.norm().clamp(min=1e-30)
+        usual: Tensor = (honest - mean).norm(dim=1).mean()
+        length: Tensor = mean.norm().clamp(min=1e-30)
+        return mean - mean * (self.strength * usual / length)
