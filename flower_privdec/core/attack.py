@@ -62,6 +62,16 @@ class Attack(ABC):
         return lies
 
 
+def attack_note(section: AttackKeys | None) -> str | None:
+    """Return in words that a run's models are of no use, for plans and summaries; None if nobody lies."""
+    if section is None:
+        return None
+    who = f"peer {section.peers[0]} lies"
+    if len(section.peers) > 1:
+        who = f"peers {', '.join(map(str, section.peers))} lie"
+    return f"{who} ({section.kind}): this run tests what stops them, and its accuracy is that of no honest network"
+
+
 def build_attack(section: AttackKeys | None) -> Attack | None:
     """Build the attack that a scenario names; None if it names none."""
     if section is None:

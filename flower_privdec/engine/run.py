@@ -28,6 +28,8 @@ import torch
 from flower_privdec.common.errors import RAISED_BY_USERS, PrivdecError, RunError
 from flower_privdec.common.fields import own_modules
 from flower_privdec.common.user_code import raised_at
+from flower_privdec.core.attack import attack_note
+from flower_privdec.core.robust_mix import doubted
 from flower_privdec.engine.workers import GoneError, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.checkpoint import read_checkpoint
@@ -77,6 +79,9 @@ class Run:
         experiment = replace(experiment, own=experiment.own.with_new_salt())
         self.experiment = experiment
         self.recorder = Recorder(experiment, experiment.own, out, runtime, resume, lean)
+        lies = attack_note(experiment.scenario.attack)
+        if lies is not None:
+            _log.warning("attack: %s", lies)
         if experiment.own.from_system:
             _log.warning(SYSTEM)
         elif self.recorder.salted_for:
@@ -192,6 +197,7 @@ class Run:
         spent = Spent.of(self.cohort, self.experiment.scenario.rounds)
         self.recorder.ledger = self._charged
         self.recorder.coalition_seconds = self.cohort.game_seconds
+        self.recorder.doubted = doubted(self.engine.state.edges)
         return self.recorder.finish(self.engine.state.rows, spent)
 
     def stop(self, why: str) -> dict[str, Any] | None:

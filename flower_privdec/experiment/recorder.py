@@ -24,6 +24,7 @@ from flower_privdec.common.files import FolderLock, sync, write_atomically
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.machine import provenance
 from flower_privdec.core import Algorithm, Exchange, State
+from flower_privdec.core.attack import attack_note
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
 from flower_privdec.experiment.checkpoint import (
@@ -205,6 +206,7 @@ class Recorder:
         self.seconds = self.checkpoint.seconds if self.checkpoint else 0.0
         self._seconds_before = self.seconds  # of what was run before this process
         self.coalition_seconds = 0.0  # of this process
+        self.doubted: dict[int, list[int]] = {}  # neighbours that stood out in most exchanges, and who saw it
         self._saved = time.monotonic()
         self.ledger: tuple[Path, Head] | None = None  # and its head, where one process is charged for all peers
         self.transport: dict[str, Any] = {}  # the transport's own state, see `Checkpoint`
@@ -438,6 +440,14 @@ class Recorder:
             seconds_here = self.seconds - self._seconds_before
             summary["coalition_share_of_wall_time"] = round(self.coalition_seconds / max(seconds_here, 1e-9), 4)
 
+        lies = attack_note(scenario.attack)
+        if lies is not None:
+            summary["attack"] = lies
+        if self.doubted:
+            named = []
+            for liar, by in self.doubted.items():
+                named.append(f"peer {liar} stood out in most exchanges, as {len(by)} of its neighbours saw it")
+            summary["doubted"] = "; ".join(named)
         summary["traffic"] = traffic(self.agreement.algorithm, rows, self.agreement.arithmetic)
         summary["privacy"] = privacy_rows(scenario, spent, participation, done, self.agreement.inherited)
         note = spent.note or shortfall(participation, spent.rounds_run, done)

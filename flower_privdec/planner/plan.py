@@ -18,7 +18,7 @@ from flower_privdec.planner.optimal_rounds import optimum
 from flower_privdec.planner.pairs import pair_facts
 from flower_privdec.planner.peers import peer_rows
 from flower_privdec.planner.timing import estimate_seconds
-from flower_privdec.planner.traffic import codec_warnings, traffic_facts
+from flower_privdec.planner.traffic import attack_warnings, codec_warnings, traffic_facts
 from flower_privdec.planner.warnings import cost_warnings, ledger_facts, network_warnings, privacy_warnings
 from flower_privdec.pushsum.lockstep import final_rounds
 from flower_privdec.reporting.plots import connectivity
@@ -97,6 +97,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
             *ledger_warnings,
             *network_warnings(experiment, topology),
             *codec_warnings(experiment),
+            *attack_warnings(experiment),
             *cost_warnings(missing, seconds, evaluation_share),
         ],
     }

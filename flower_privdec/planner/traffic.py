@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.core import Exchange
+from flower_privdec.core.attack import attack_note
 from flower_privdec.experiment import Experiment
 from flower_privdec.pushsum.frames import formats_of, frame_size
 
@@ -42,3 +43,9 @@ def traffic_facts(experiment: Experiment) -> dict[str, Any] | None:
 def codec_warnings(experiment: Experiment) -> list[str]:
     """Return warnings about a wire codec that is too coarse for models to agree, or soon enough."""
     return [f"network.codec: {caution}" for caution in experiment.arithmetic.cautions()]
+
+
+def attack_warnings(experiment: Experiment) -> list[str]:
+    """Return a warning if peers of the scenario lie."""
+    lies = attack_note(experiment.scenario.attack)
+    return [] if lies is None else [f"attack: {lies}"]

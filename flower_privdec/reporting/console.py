@@ -246,6 +246,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         replies = f"ε ≤ {largest} for the replies to one neighbour, which does not bound everything that it receives"
 
     facts = [
+        ("attack", summary.get("attack")),
         ("algorithm", f"{algorithm}, {network}"),
         ("peers' models", f"{average} on average, {wording.peers_range(summary)} from worst to best"),
         ("also", ", ".join(metrics[1:]) or None),
@@ -262,6 +263,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         ("claimed", wording.claim(summary)),
         ("traffic", wording.sent(summary)),
         ("numbers", summary.get("numbers")),
+        ("doubted", summary.get("doubted")),
         ("gone", summary.get("gone")),
         ("not agreed", summary.get("not_agreed")),
         ("noise", summary.get("noise") if wording.is_private(summary) else None),

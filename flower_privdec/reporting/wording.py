@@ -227,6 +227,8 @@ def headline(summary: dict[str, Any]) -> str:
     if shares_models(summary["algorithm"]):
         whose = "mean model"
     result = f"{whose} {named_value(summary)} on the test set"
+    if "attack" in summary:
+        result = f"under attack, {result}"
     if not summary.get("finished", True):
         done = f"{summary['rounds_done']} of {summary['rounds']} rounds"
         kind = "stopped" if "stopped_at" in summary else "unfinished"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
 from tiny_scenario import Build
@@ -22,8 +23,12 @@ from flower_privdec.core.robust_mix import RobustMix, doubted
 from flower_privdec.core.robust_rule import Seen, of_the_others
 from flower_privdec.core.rules.clipped import Clipped
 from flower_privdec.engine.engine import Engine
+from flower_privdec.engine.run import run
+from flower_privdec.engine.workers import start_engine
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_topology
+from flower_privdec.planner.plan import make_plan
+from flower_privdec.reporting.wording import headline
 
 N, D, LIAR = 8, 5, 7
 ROBUST = "network.robust={kind: clipped, byzantine: 1}"
@@ -52,6 +57,7 @@ some_models = st.lists(st.lists(numbers, min_size=D, max_size=D), min_size=N, ma
 lies = st.lists(any_number, min_size=D, max_size=D)
 
 
+@settings(max_examples=25)
 @given(some_models, lies, st.sampled_from(GRAPHS))
 def test_weights_mix_exactly_whatever_a_liar_says(models: list[list[float]], lie: list[float], graph: str) -> None:
     mixing = mixing_on(graph)
@@ -70,6 +76,7 @@ def test_weights_mix_exactly_whatever_a_liar_says(models: list[list[float]], lie
     assert changed.rows["x"][:LIAR].isfinite().all()
 
 
+@settings(max_examples=40)
 @given(some_models, lies)
 def test_no_neighbour_moves_a_peer_beyond_the_next(models: list[list[float]], lie: list[float]) -> None:
     mix = judging(names=("x",))
@@ -235,6 +242,33 @@ def test_without_a_rule_one_liar_takes_all_models(build: Build) -> None:
     attacked, engine = runs["minus-mean"]
     assert attacked < runs["calm"][0] - 10
     assert float(engine.state.rows["w"].sum()) == pytest.approx(N, rel=1e-5)
+
+
+def test_summary_and_plan_name_the_attack_and_the_liar(build: Build, tmp_path: Path) -> None:
+    experiment = build(*DIGITS, "rounds=12", "topology={name: complete}", ROBUST, "attack={kind: scale, peers: [7]}")
+    summary = run(experiment, tmp_path)
+    assert "peer 7 lies (scale)" in summary["attack"]
+    assert "peer 7 stood out" in summary["doubted"]
+    assert "7 of its neighbours" in summary["doubted"]
+    assert "under attack" in headline(summary)
+    assert any("peer 7 lies" in warning for warning in make_plan(experiment)["warnings"])
+
+
+def test_workers_judge_as_one_process(build: Build) -> None:
+    experiment = build(*DIGITS, "rounds=3", ROBUST, "attack={kind: alie, peers: [7]}", "compute.workers=2")
+    found = []
+    for workers in (1, 2):
+        cohort = experiment.cohort()
+        engine = start_engine(experiment, cohort, experiment.initial_state(cohort), workers=workers)
+        try:
+            engine.rounds(3)
+            found.append(engine.collected())
+        finally:
+            engine.close()
+    assert torch.equal(found[0].rows["x"], found[1].rows["x"])
+    torch.testing.assert_close(
+        found[0].edges["robust.x"].values, found[1].edges["robust.x"].values, equal_nan=True, rtol=0, atol=0
+    )
 
 
 def test_liars_draw_the_same_noise_again() -> None:
