@@ -7,6 +7,7 @@ import numpy as np
 from flower_privdec.core.robust_rule import Numbers, RobustRule, Seen, of_the_others
 
 FAR = 3.0  # times the distance of the next: honest models are hardly ever as far apart
+NEAR = 0.01  # of the way since the start: models as near are the same, however much nearer others are
 BEHIND = 1.5  # times less progress than the next: honest models share most of their way
 
 
@@ -16,7 +17,8 @@ class Clipped(RobustRule):
     With f the number of neighbours that may lie, in each exchange:
 
     - A neighbour's model counts no farther from the peer's own than the f-th farthest of the *other* neighbours
-      (or than the peer has moved since the start, as long as fewer than f others are known).
+      (or than the peer has moved since the start, as long as fewer than f others are known; and at least NEAR of that,
+      since the models agree at the end, and then some honest one is many times as far as the next).
     - The f neighbours that stand out most are left out, if they stand out clearly: FAR times as far as that, or
       BEHIND times less progress along the peer's own way than the f-th least of the others. A model that points
       the other way is therefore left out however near it is, which a distance does not show while the models
@@ -41,6 +43,7 @@ class Clipped(RobustRule):
         distances = seen.distances
         limits = of_the_others(distances, self.byzantine)
         limits = np.where(np.isnan(limits), seen.moved, limits)
+        limits = np.maximum(limits, NEAR * seen.moved)
 
         # How many times farther than the others: 0 if it is no farther at all, inf if these are all at the same place.
         farther = np.zeros(len(distances))
