@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,6 +38,13 @@ LIMITS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_lengt
 PATIENCE = 60.0  # seconds for a message, and for the others to be there
 
 
+def _options(options: Sequence[tuple[str, Any]], kind: str) -> list[tuple[str, Any]]:
+    """Return options of gRPC for a way of sending: of two limits of one name, the library takes the first."""
+    if kind == "pieces":
+        return list(options)
+    return [*LIMITS, *(option for option in options if option not in ALIVE)]
+
+
 class BaselinePeer:
     """One process that discards what it receives and sends as many bytes at each place.
 
@@ -55,7 +62,7 @@ class BaselinePeer:
         self._changed = Condition()
         certificate, key, authority = (path.read_bytes() for path in files_of(Path(plan["certs"]), peer))
         self._own = key, certificate, authority
-        options = [*SERVING, *LIMITS] if self._kind != "pieces" else SERVING
+        options = _options(SERVING, self._kind)
         self._server = grpc.server(ThreadPoolExecutor(8), options=options)
         handlers = {
             "pieces": grpc.stream_unary_rpc_method_handler(self._take),
@@ -97,7 +104,7 @@ class BaselinePeer:
             key, certificate, authority = self._own
             name = self._plan["identities"][receiver]
             named = [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
-            options = [*CALLING, *named, *(LIMITS if self._kind != "pieces" else [])]
+            options = [*_options(CALLING, self._kind), *named]
             shown = grpc.ssl_channel_credentials(authority, key, certificate)
             channel = grpc.secure_channel(self._plan["addresses"][receiver], shown, options=options)
             makers = {"pieces": channel.stream_unary, "unary": channel.unary_unary, "stream": channel.stream_stream}

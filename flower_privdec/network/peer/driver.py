@@ -6,12 +6,12 @@ The peer itself has no thread and no clock (`flower_privdec.peer`). The driver i
     give the answers that were held back, and make the calls    `_speak`
     do the work; or let the transport tell what comes, until the wait may be over
 
-Nothing polls: a wait ends when something comes, or at the moment that the peer named. One thread does all that, so what
-comes costs no handover, and a round of small models takes a third of the CPU time that threads took. But work may take
-long: a gradient step, a write to a disk that hangs, somebody's own training. Neighbours wait for answers meanwhile, and
-give up calls in the end. So *work that took more than BRIEF the last few times, or is done for the first time, is done
-while another thread goes on with the loop*, which begins and ends with it. The work stays in the thread that called
-`run`: users' code may need the main one. Brief work delays an answer hardly more than a network does.
+A wait ends when something comes, or at the moment that the peer named. One thread does all that, so what comes costs no
+handover. But work may take long: a gradient step, a write to a disk that hangs, somebody's own training. Neighbours
+wait for answers meanwhile, and give up calls in the end. So *work that took more than BRIEF the last few times, or is
+done for the first time, is done while another thread goes on with the loop*, which begins and ends with it. The work
+stays in the thread that called `run`: users' code may need the main one. Brief work delays an answer hardly more than a
+network does.
 
 At any moment one thread runs the loop: the one that called `run`, or the one beside it during long work, and from
 `open` to `run` and from there to `close`. The lock is held whenever the peer is called; it is free during work and
