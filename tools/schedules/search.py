@@ -217,10 +217,10 @@ def _check_end(case: Case, home: LightHome, network: VirtualNetwork) -> None:
 
 
 def _have_left(network: VirtualNetwork, peer: int) -> bool:
-    """Return whether all neighbours of a peer that ended were done before: it was away for longer than they wait."""
+    """Return whether all neighbours of a peer had ended before it did: it was away for longer than they wait."""
     ended_at = network.machines[peer].ended_at or 0.0
     others = [network.machines[j] for j in network.peers[peer].neighbours]
-    return all(network.ends[one.number] is None and (one.ended_at or 0.0) <= ended_at for one in others)
+    return all((one.ended_at or 0.0) <= ended_at for one in others)
 
 
 def shrink(case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
