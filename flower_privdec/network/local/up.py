@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -314,6 +313,8 @@ class Up:
 
     def _say_parts(self) -> None:
         """Say so if the peers that are left do not all reach each other any more."""
+        import networkx as nx  # which takes long, and is needed when a peer is gone
+
         graph = nx.Graph(self._links.tolist())
         graph.remove_nodes_from(self._gone)
         parts = sorted(sorted(part) for part in nx.connected_components(graph))
