@@ -30,7 +30,7 @@ from flower_privdec.graph.topology import build_topology, sample_edges
 from flower_privdec.models import build_model, flatten
 from flower_privdec.pushsum.frames import TensorArithmetic, wire_codec
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import AppScenario, FeaturesSection, TaskSection, placed
+from flower_privdec.scenario.sections import AppScenario, CancellingSection, FeaturesSection, TaskSection, placed
 from flower_privdec.tasks.losses import Loss, resolve_loss
 from flower_privdec.tasks.metrics import METRICS, Metric, own_metric, try_metric
 from flower_privdec.tasks.own_losses import own_loss, try_loss
@@ -144,6 +144,15 @@ def _make_robust(scenario: Scenario, algorithm: Algorithm, mixing: Mixing | None
     attack = build_attack(scenario.attack)
     if rule is None and attack is None:
         return
+
+    private = scenario.private
+    if rule is not None and private is not None and isinstance(private.noise, CancellingSection):
+        # Who is left out takes its half of each pair's noise with it, and a lie hides behind noise that is so large.
+        raise ScenarioError(
+            "network.robust with privacy.noise.kind=cancelling: noise of pairs cancels only if all that peers send is "
+            "added as it is; leave one of them out",
+            code="network.robust-cancelling",
+        )
 
     key = "attack" if rule is None else "network.robust"
     algorithm.make_robust(RobustMix((), rule=rule, attack=attack, start=initial, seed=scenario.seed_of("run")))

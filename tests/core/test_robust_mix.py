@@ -298,6 +298,11 @@ def test_gradients_and_servers_have_no_models_to_judge(part: str, build: Build) 
         build("topology={name: server}", "algorithm={name: fedavg, learning_rate: 0.1}", part)
 
 
+def test_noise_that_cancels_cannot_be_judged(build: Build) -> None:
+    with raises(ScenarioError, "network.robust-cancelling"):
+        build(*DIGITS, ROBUST, "privacy.noise={kind: cancelling, colluding: 1}")
+
+
 class Deaf(Clipped):
     """A rule of a user's own: nobody counts."""
 
